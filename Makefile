@@ -1,0 +1,47 @@
+# Every target makes .venv, or adds to it what it lacks. Versions come from requirements.lock.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint bench docs
+.NOTPARALLEL:
+
+help: ## this list
+	@echo "make TARGET [VARIABLE=value ...]"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+
+train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS="path.to.field=value ..."
+	@$(BIN)/weft train $(RECIPE) $(ARGS)
+
+test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.has-dev ## check format, style, types, layers and line ends
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports --no-cache --no-logo
+	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
+
+bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY=name for one question
+	@$(BIN)/python -m benchmarks $(ONLY)
+
+docs: .venv/.has-docs ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A stamp per set of extras: made anew when the lock or the package's own dependencies change.
+EXTRAS_train := train
+EXTRAS_dev := train,dev
+EXTRAS_bench := train,bench
+EXTRAS_docs := docs
+
+.venv/.has-%: requirements.lock pyproject.toml | $(BIN)/python
+	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a minute or two."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint requirements.lock --editable '.[$(EXTRAS_$*)]'
+	@touch $@
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Weft needs Python 3.11 or newer; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv .venv

@@ -1,0 +1,89 @@
+"""The rules that no linter knows: sizes, a test file per module, whose names may be used."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted((ROOT / "weft").rglob("*.py"))
+PUBLIC = [path for path in MODULES if not path.name.startswith("_")]
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> list[str]:
+    """The absolute dotted names that a file imports, `from a import b` as `a.b`."""
+    names = []
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def test_there_are_modules_to_look_at():
+    assert PUBLIC
+
+
+def test_no_file_is_longer_than_600_lines():
+    lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    assert {name: length for name, length in lengths.items() if length > 600} == {}
+
+
+def test_no_function_is_longer_than_80_lines():
+    long = [
+        f"{shown(path)}:{node.lineno} {node.name}"
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= 80
+    ]
+    assert long == []
+
+
+def test_every_public_module_has_a_test_file_of_the_same_name():
+    missing = []
+    for path in PUBLIC:
+        inside = path.relative_to(ROOT / "weft")
+        test = ROOT / "tests" / inside.with_name(f"test_{inside.name}")
+        if not test.exists():
+            missing.append(f"{shown(path)} wants {shown(test)}")
+    assert missing == []
+
+
+def test_only_public_names_of_jax_are_used():
+    private = [
+        f"{shown(path)}: {name}"
+        for path in MODULES
+        for name in imported(path)
+        if name.startswith("jax.") and any(part.startswith("_") for part in name.split("."))
+    ]
+    attributes = [
+        f"{shown(path)}:{node.lineno} jax.{node.attr}"
+        for path in MODULES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "jax"
+        and node.attr.startswith("_")
+    ]
+    assert private + attributes == []
+
+
+def test_flax_and_axlearn_are_imported_by_interop_alone():
+    foreign = [
+        f"{shown(path)}: {name}"
+        for path in MODULES
+        if "interop" not in path.relative_to(ROOT / "weft").parts
+        for name in imported(path)
+        if name.split(".")[0] in {"flax", "axlearn"}
+    ]
+    assert foreign == []
