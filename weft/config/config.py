@@ -1,0 +1,272 @@
+"""`ConfigBase`: a set of named, typed fields that is edited freely until something is made from it.
+
+    cfg = Linear.default_config().set(dim=8)   # fields by name, checked as they are set
+    cfg.init = other_cfg                       # by value: cfg.init is a copy from here on
+    wide = cfg.clone(dim=64)                   # and so is this
+
+A config is a tree: configs hold configs, also in lists and dicts. It knows of each value the line
+that set it, and of itself the path from the outermost config that it was put in, for errors.
+
+The fields are what stands in the instance's `__dict__`; the rest is in slots. A *view*
+(`_frozen_view`) is a config whose own fields cannot be set and whose values are copied from another
+config when they are first read: reading `self.config` costs little, and changes no module.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from weft.config.fields import Field, fields_of_class
+from weft.config.names import did_you_mean
+from weft.config.origin import Origin, calling_line
+from weft.config.typecheck import check_type
+from weft.config.validation import check_value
+from weft.config.values import ConfigNode, copy_value, join_path, values_equal
+from weft.errors import FrozenConfigError, UnknownFieldError
+
+Self = TypeVar("Self", bound="ConfigBase")
+_set_slot = object.__setattr__
+
+
+class ConfigBase(ConfigNode):
+    """Base of all config classes.
+
+    Args:
+        **values: values of fields; the others take their defaults.
+
+    Raises:
+        MissingConfigClassDecoratorError: if the class has no @config_class above it.
+    """
+
+    __slots__ = ("__dict__", "__weakref__", "_frozen", "_origins", "_place", "_source")
+    __hash__ = None  # type: ignore[assignment]  # a config can be changed
+
+    __config_fields__: "dict[str, Field]" = {}
+
+    def __init__(self, **values: Any):
+        self._start()
+        for name, field in self._fields().items():
+            self.__dict__[name] = field.default(name)
+        ConfigBase.set(self, **values)
+
+    def _start(self, *, place: str = "", origins: dict[str, Origin] | None = None) -> None:
+        _set_slot(self, "_frozen", False)
+        _set_slot(self, "_origins", origins or {})
+        _set_slot(self, "_place", place)
+        _set_slot(self, "_source", None)
+
+    def _fields(self) -> dict[str, Field]:
+        return fields_of_class(type(self))
+
+    def _field_values(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in sorted(self._fields())}
+
+    # Setting and reading fields.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        field = self._field(name)
+        path = join_path(self._place, f".{name}")
+        if self._frozen:
+            raise FrozenConfigError(
+                f"{self._title()} is frozen, since an object was made from it: cannot set "
+                f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
+            )
+        attribute = field.attribute
+        if attribute is not None and attribute.converter is not None:
+            value = attrs.setters.convert(self, attribute, value)  # type: ignore[arg-type]
+        check_value(value, path)
+        check_type(value, field, path, title=self._title())
+        if attribute is not None and attribute.validator is not None:
+            attribute.validator(self, attribute, value)
+        self.__dict__[name] = copy_value(value, path)
+        origin = calling_line()
+        if origin is not None:
+            self._origins[name] = origin
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached where the instance holds no such value: a view's unread field, or an error.
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
+        field = self._field(name)
+        if self._source is None:
+            raise UnknownFieldError(f"{self._title()} lost its field {name!r}.")
+        value = copy_value(getattr(self._source, field.name), join_path(self._place, f".{name}"))
+        self.__dict__[name] = value
+        return value
+
+    def __delattr__(self, name: str) -> None:
+        raise UnknownFieldError(
+            f"{self._title()} cannot do without {name!r}: fields are set, not deleted. "
+            "Set it to None or REQUIRED."
+        )
+
+    def _field(self, name: str) -> Field:
+        fields = self._fields()
+        if name not in fields:
+            where = f" (at {self._place})" if self._place else ""
+            raise UnknownFieldError(
+                f"unknown field {name!r} in {self._title()}{where}. {did_you_mean(name, fields)}"
+            )
+        return fields[name]
+
+    def _title(self) -> str:
+        made = self.__dict__.get(self._target or "")
+        name = f"{made.__qualname__}.Config" if isinstance(made, type) else type(self).__qualname__
+        return name.rpartition("<locals>.")[2]
+
+    def set(self: Self, **kwargs: Any) -> Self:
+        """Sets fields by name and returns the config itself.
+
+        Raises:
+            UnknownFieldError: for a name that is no field; nothing has been set then.
+            InvalidConfigValueError: for a value that a config, or this field, cannot hold.
+        """
+        for name in kwargs:
+            self._field(name)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        return self
+
+    def clone(self: Self, **kwargs: Any) -> Self:
+        """Returns an independent copy, in which `kwargs` are set."""
+        return ConfigBase.set(self._copy_to(self._place), **kwargs)
+
+    def keys(self) -> list[str]:
+        """Returns the names of the fields, sorted."""
+        return sorted(self._fields())
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Returns names and values of the fields, sorted by name."""
+        return list(self._field_values().items())
+
+    # Copies.
+
+    def _copy_to(self: Self, place: str) -> Self:
+        copy = object.__new__(type(self))
+        copy._start(place=place, origins=dict(self._origins))
+        for name in self._fields():
+            copy.__dict__[name] = copy_value(getattr(self, name), join_path(place, f".{name}"))
+        return copy
+
+    def _frozen_view(self: Self) -> Self:
+        view = object.__new__(type(self))
+        view._start(place=self._place, origins=self._origins)
+        for name, value in self.__dict__.items():
+            if value is None or isinstance(value, bool | int | float | str | type):
+                view.__dict__[name] = value
+        _set_slot(view, "_source", self)
+        _set_slot(view, "_frozen", True)
+        return view
+
+    def __copy__(self: Self) -> Self:
+        return self._copy_to(self._place)
+
+    def __deepcopy__(self: Self, memo: dict) -> Self:
+        return self._copy_to(self._place)
+
+    def __getstate__(self) -> tuple:
+        values = {name: getattr(self, name) for name in self._fields()}
+        return values, dict(self._origins), self._place, self._frozen
+
+    def __setstate__(self, state: tuple) -> None:
+        values, origins, place, frozen = state
+        self._start(place=place, origins=origins)
+        self.__dict__.update(values)
+        _set_slot(self, "_frozen", frozen)
+
+    # Comparing and showing.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ConfigBase):
+            return NotImplemented
+        return values_equal(self, other)
+
+    def __repr__(self) -> str:
+        from weft.config.show import short_repr
+
+        return short_repr(self)
+
+    def debug_string(
+        self,
+        *,
+        kv_separator: str = ": ",
+        field_separator: str = "\n",
+        omit_default_values: Sequence[Any] | None = None,
+    ) -> str:
+        """Returns one `path: value` per leaf of the config, sorted by field name.
+
+        Args:
+            kv_separator: stands between path and value.
+            field_separator: stands between two leaves.
+            omit_default_values: as in `to_flat_dict`; None and REQUIRED unless given.
+        """
+        from weft.config.show import debug_string
+
+        return debug_string(
+            self,
+            kv_separator=kv_separator,
+            field_separator=field_separator,
+            omit_default_values=omit_default_values,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the fields as a dict, in which the configs inside are dicts as well."""
+        from weft.config.visit import to_dict
+
+        return to_dict(self)
+
+    def to_flat_dict(self, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
+        """Returns the leaves of the config by path, such as `model.layers[2].rate`.
+
+        Args:
+            omit_default_values: fields that have their default, if it is one of these, are left out.
+        """
+        from weft.config.visit import to_flat_dict
+
+        return to_flat_dict(self, omit_default_values=omit_default_values)
+
+    def visit(
+        self,
+        visit_fn: Callable[[str, Any], None],
+        enter_fn: Callable[[str, Any, list | None], list | None] | None = None,
+        exit_fn: Callable[[str, Any], None] | None = None,
+    ) -> None:
+        """Walks over the config and everything in it, depth first, fields sorted by name.
+
+        Args:
+            visit_fn: called with path and value of each leaf.
+            enter_fn: called with path and value of every value, and with the (path, value) pairs
+                of its children, None for a leaf. It returns what to walk instead; None makes the value a leaf.
+            exit_fn: called with path and value of each inner value after its children.
+        """
+        from weft.config.visit import visit
+
+        visit(self, visit_fn=visit_fn, enter_fn=enter_fn, exit_fn=exit_fn)
+
+    # Paths.
+
+    def get_recursively(self, path: str | Sequence[str]) -> Any:
+        """Returns the value at a path.
+
+        Args:
+            path: names of fields from here, as a sequence or dotted (`model.layers[2].rate`).
+
+        Raises:
+            UnknownFieldError: if the path leads nowhere; the message says how far it came.
+        """
+        from weft.config.paths import get_path
+
+        return get_path(self, path)
+
+    def set_recursively(self, path: str | Sequence[str], *, value: Any) -> None:
+        """Sets the value at a path.
+
+        Args:
+            path: as in `get_recursively`; not empty.
+            value: what to set there.
+        """
+        from weft.config.paths import set_path
+
+        set_path(self, path, value)
+

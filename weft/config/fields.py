@@ -1,0 +1,218 @@
+"""`@config_class`: turns a class with annotations into a config class, a table of named fields.
+
+A field is an annotated name in the class's body. Its default, copied for each config, stands behind
+it; a field without one is REQUIRED. A subclass inherits the fields of its bases and may redeclare
+them, with another type or default. Nothing but fields may stand in a config class: what a config
+does is up to the object that is made from it.
+"""
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar, dataclass_transform, overload
+
+import attrs
+
+from weft.config.required import REQUIRED
+from weft.config.typecheck import resolve_annotation
+from weft.config.validation import check_value, validate_config_field_name
+from weft.config.values import ConfigNode, copy_value
+from weft.errors import (
+    InvalidConfigClassError,
+    InvalidConfigNameError,
+    MissingConfigClassDecoratorError,
+    NonConfigFieldError,
+)
+
+C = TypeVar("C", bound=type)
+
+
+class Field:
+    """One field of a config.
+
+    Attributes:
+        name: its name.
+        annotation: its declared type as written, possibly a string; None where there is none.
+        namespace: the names that a string annotation may speak of.
+        accepts_configs: whether a config may stand for any value, because it is instantiated first.
+        attribute: the attrs attribute behind it, where there is one.
+    """
+
+    __slots__ = ("_default", "_hint", "accepts_configs", "annotation", "attribute", "name", "namespace")
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        default: Any = REQUIRED,
+        annotation: Any = None,
+        namespace: Callable[[], dict[str, Any]] = dict,
+        accepts_configs: bool = False,
+        attribute: "attrs.Attribute | None" = None,
+    ):
+        self.name = name
+        self.annotation = annotation
+        self.namespace = namespace
+        self.accepts_configs = accepts_configs
+        self.attribute = attribute
+        self._default = default
+
+    def default(self, place: str = "") -> Any:
+        """Returns a fresh copy of the default."""
+        if isinstance(self._default, attrs.Factory):  # type: ignore[arg-type]
+            return self._default.factory()
+        return copy_value(self._default, place)
+
+    @property
+    def hint(self) -> Any:
+        """The declared type with its strings resolved, `Any` where that is not possible (yet)."""
+        if not hasattr(self, "_hint"):
+            hint = resolve_annotation(self.annotation, self.namespace)
+            if hint is None:
+                return Any
+            self._hint = hint
+        return self._hint
+
+
+@overload
+def config_class(cls: C, **kwargs: Any) -> C: ...
+@overload
+def config_class(cls: None = None, **kwargs: Any) -> Callable[[C], C]: ...
+@dataclass_transform(kw_only_default=True, field_specifiers=(attrs.field,))
+def config_class(cls: Any = None, **kwargs: Any) -> Any:
+    """Makes a config class of a class whose body declares fields.
+
+    Args:
+        cls: a subclass of `ConfigBase`, usually of the `Config` of the parent class.
+        **kwargs: further arguments of `attrs.define`.
+
+    Raises:
+        InvalidConfigClassError: if `cls` does not derive from `ConfigBase`.
+        InvalidConfigNameError: for a field name that is private, or that `ConfigBase` uses.
+        NonConfigFieldError: for a method, a property or a value without annotation in the body.
+
+    >>> from weft.config import Configurable, REQUIRED, Required, config_class
+    >>> class Linear(Configurable):
+    ...     @config_class
+    ...     class Config(Configurable.Config):
+    ...         dim: Required[int] = REQUIRED
+    ...         bias: bool = True
+    >>> Linear.default_config().set(dim=8)
+    Linear.Config(bias=True, dim=8)
+    """
+    if cls is None:
+        return functools.partial(config_class, **kwargs)
+    if not (inspect.isclass(cls) and issubclass(cls, ConfigNode)):
+        raise InvalidConfigClassError(
+            f"@config_class stands above {_name(cls)}, which does not derive from ConfigBase. "
+            "Write `class Config(Parent.Config):` inside of a Configurable, "
+            "or derive from ConfigBase."
+        )
+    _check_body(cls)
+    return define_fields(cls, **kwargs)
+
+
+def define_fields(cls: Any, **kwargs: Any) -> Any:
+    """`config_class` without the checks of the body, which the classes of this package fail."""
+    kwargs = {"slots": False, "kw_only": True, "init": False, "repr": False, "eq": False} | kwargs
+    # `ConfigBase.__setattr__` runs converters and validators, for every class alike.
+    cls = attrs.define(cls, on_setattr=attrs.setters.NO_OP, **kwargs)
+    table = {}
+    for attribute in attrs.fields(cls):
+        owner = _declaring_class(cls, attribute.name)
+        default = REQUIRED if attribute.default is attrs.NOTHING else attribute.default
+        if owner is cls:
+            check_value(default, f"{cls.__qualname__}.{attribute.name}")
+        table[attribute.name] = Field(
+            attribute.name,
+            default=default,
+            annotation=attribute.type,
+            namespace=functools.partial(_class_namespace, owner),
+            attribute=attribute,
+        )
+    cls.__config_fields__ = table
+    return cls
+
+
+def fields_of_class(cls: type) -> dict[str, Field]:
+    """Returns the fields of a config class by name.
+
+    Raises:
+        MissingConfigClassDecoratorError: if @config_class does not stand above this very class.
+    """
+    table = cls.__dict__.get("__config_fields__")
+    if table is None:
+        raise MissingConfigClassDecoratorError(
+            f"{_name(cls)} has no @config_class above it, so its fields are not known. "
+            f"Write @config_class above `class {cls.__name__}` in {cls.__module__}."
+        )
+    return table
+
+
+_METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functools.cached_property)
+
+
+def _check_body(cls: type) -> None:
+    annotations = inspect.get_annotations(cls)
+    for name in annotations:
+        validate_config_field_name(name)
+        check_reserved_name(name, cls, what=f"{_name(cls)} declares a field")
+    for name, value in vars(cls).items():
+        if name in annotations or name == "instantiate":
+            continue
+        if isinstance(value, _METHOD_KINDS):
+            raise NonConfigFieldError(
+                f"{_name(cls)} defines {name!r}, a {_kind_of_method(value)}. A config class holds "
+                f"fields only: make {name!r} a function that takes the config, "
+                "or a method of the class that is configured."
+            )
+        if not name.startswith("__") and not isinstance(value, types.MemberDescriptorType):
+            raise NonConfigFieldError(
+                f"{_name(cls)} defines {name!r} without an annotation, so it is not a field. "
+                f"Write `{name}: {_annotation_for(value)} = …`."
+            )
+
+
+def check_reserved_name(name: str, cls: type, *, what: str) -> None:
+    """Checks that a field does not hide a method of the configs of a class.
+
+    Args:
+        name: the name of the field.
+        cls: the config class.
+        what: begins the error: who wants the name.
+
+    Raises:
+        InvalidConfigNameError: for a name such as `set` or `items`.
+    """
+    for base in cls.__mro__:
+        if name in vars(base) and base.__module__.startswith("weft.config.") and base is not cls:
+            raise InvalidConfigNameError(
+                f"{what} {name!r}, but every config has a method of that name. "
+                f"Call it {name + '_'!r}."
+            )
+
+
+def _kind_of_method(value: Any) -> str:
+    return "method" if isinstance(value, types.FunctionType) else type(value).__name__
+
+
+def _annotation_for(value: Any) -> str:
+    return "Any" if value is None else type(value).__name__
+
+
+def _declaring_class(cls: type, name: str) -> type:
+    for base in cls.__mro__:
+        if name in inspect.get_annotations(base):
+            return base
+    return cls
+
+
+def _class_namespace(cls: type) -> dict[str, Any]:
+    module = sys.modules.get(cls.__module__)
+    return {**(vars(module) if module else {}), **vars(cls), cls.__name__: cls}
+
+
+def _name(cls: Any) -> str:
+    return getattr(cls, "__qualname__", None) or repr(cls)

@@ -1,0 +1,298 @@
+"""Configs of functions and classes that know nothing of configs, made from their signatures.
+
+    cfg = config_for_function(optax.sgd).set(learning_rate=0.1)
+    optimizer = cfg.instantiate()               # optax.sgd(learning_rate=0.1, ...)
+
+The parameters are the fields: with their defaults, or REQUIRED. `*args` is a field that holds a
+tuple, `**kwargs` one that holds a dict. Configs among the values are instantiated first, also in
+containers, unless the parameter is declared to be a config.
+
+There is no class per function: all such configs share one, whose fields are those of the function
+that an instance holds. So equal configs have equal types, and nothing is kept in a cache.
+"""
+
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import attrs
+
+from weft.config.configurable import Configurable, InstantiableConfig, check_complete
+from weft.config.fields import Field, check_reserved_name, define_fields
+from weft.config.required import REQUIRED
+from weft.config.typecheck import is_instantiable
+from weft.config.validation import validate_config_field_name
+from weft.config.values import ConfigNode, parts, replace_part, values_equal
+from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
+
+T = TypeVar("T")
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class CallConfig(InstantiableConfig[T]):
+    """A config whose fields are the parameters of what its target field holds."""
+
+    __slots__ = ("_table",)
+
+    _maker = ""
+
+    def __init__(self, target: Callable[..., T]):
+        self._start()
+        self.__dict__[self._target] = target
+        for name, field in self._fields().items():
+            if name != self._target:
+                self.__dict__[name] = field.default(name)
+
+    def _start(self, **kwargs: Any) -> None:
+        super()._start(**kwargs)
+        object.__setattr__(self, "_table", None)
+
+    def _callable(self) -> Callable[..., T]:
+        return self.__dict__[self._target]
+
+    def _fields(self) -> dict[str, Field]:
+        if self._table is None:
+            table = _fields_of(self._callable(), self._target, type(self))
+            object.__setattr__(self, "_table", table)
+        return self._table
+
+    def _copy_to(self, place: str) -> "CallConfig[T]":
+        copy = super()._copy_to(place)
+        object.__setattr__(copy, "_table", self._table)
+        return copy
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == self._target and value is not self._callable():
+            # The fields follow the signature: only what takes the same parameters may stand in.
+            table = _fields_of(value, name, type(self))
+            if table.keys() != self._fields().keys():
+                raise InvalidConfigValueError(
+                    f"{self._title()} cannot be turned into a config of {_name(value)}, "
+                    "which takes other parameters. Make a new config of it: "
+                    f"{type(self)._maker}({_name(value)})."
+                )
+            super().__setattr__(name, value)
+            object.__setattr__(self, "_table", table)
+            return
+        super().__setattr__(name, value)
+
+    def _title(self) -> str:
+        return f"{type(self)._maker}({_name(self._callable())})"
+
+    def instantiate(self, **kwargs: Any) -> T:
+        """Calls the function or class with the values of the fields.
+
+        Args:
+            **kwargs: further arguments, which replace values of fields.
+
+        Raises:
+            RequiredFieldMissingError: if a field is still REQUIRED.
+        """
+        fields = self._fields()
+        check_complete(self, {name: value for name, value in kwargs.items() if name in fields})
+        signature = _signature(self._callable(), type(self)._maker)
+        args, named = [], {}
+        for name, parameter in signature.parameters.items():
+            if name not in fields:
+                continue
+            value = kwargs.pop(name) if name in kwargs else self._argument(name, parameter)
+            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+                # Everything before *args has to be given by position as well.
+                if value:
+                    args = [*args, *named.values(), *value]
+                    named = {}
+            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                named |= value
+            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                args.append(value)
+            else:
+                named[name] = value
+        return self._callable()(*args, **named, **kwargs)
+
+    def _argument(self, name: str, parameter: inspect.Parameter) -> Any:
+        value = getattr(self, name)
+        if parameter.default is not parameter.empty and values_equal(value, parameter.default):
+            value = parameter.default  # the very object, since it may be a sentinel
+        return value if _wants_config(self._fields()[name].hint) else maybe_instantiate(value)
+
+
+class FunctionConfigBase(CallConfig[T]):
+    """A config that calls a function. See `config_for_function`.
+
+    Attributes:
+        fn: the function.
+    """
+
+    _target = "fn"
+    _maker = "config_for_function"
+
+    fn: Callable[..., T]
+
+
+class ClassConfigBase(CallConfig[T]):
+    """A config that makes an object of a class. See `config_for_class`.
+
+    Attributes:
+        klass: the class.
+    """
+
+    _target = "klass"
+    _maker = "config_for_class"
+
+    klass: type[T]
+
+
+for _cls in (CallConfig, FunctionConfigBase, ClassConfigBase):
+    define_fields(_cls)
+
+
+def config_for_function(fn: Callable[..., T]) -> Any:
+    """Makes a config of a function, whose fields are the function's parameters.
+
+    Args:
+        fn: any callable that has a signature.
+
+    Returns:
+        A `FunctionConfigBase`; its `instantiate()` calls `fn`.
+
+    Raises:
+        InvalidConfigValueError: if `fn` has no signature.
+        InvalidConfigNameError: if a parameter has a name that every config uses itself.
+
+    >>> def scale(x: float, *, by: float = 2.0):
+    ...     return x * by
+    >>> cfg = config_for_function(scale).set(x=3.0)
+    >>> cfg
+    config_for_function(scale)(by=2.0, x=3.0)
+    >>> cfg.instantiate(), cfg.instantiate(by=10.0)
+    (6.0, 30.0)
+    """
+    if not callable(fn) or isinstance(fn, ConfigNode):
+        raise InvalidConfigValueError(f"config_for_function takes a function, but got {fn!r:.80}.")
+    return FunctionConfigBase(fn)
+
+
+def config_for_class(cls: type[T]) -> Any:
+    """Makes a config of a class, whose fields are the parameters of its constructor.
+
+    Args:
+        cls: any class that is not a `Configurable`.
+
+    Returns:
+        A `ClassConfigBase`; its `instantiate()` makes an object of `cls`.
+
+    Raises:
+        InvalidConfigClassError: if `cls` is a `Configurable`, which has a config class already.
+        InvalidConfigValueError: if `cls` is no class, or has no signature.
+        InvalidConfigNameError: if a parameter has a name that every config uses itself.
+
+    >>> config_for_class(complex).set(imag=1.0)
+    config_for_class(complex)(imag=1.0, real=0)
+    """
+    if not isinstance(cls, type):
+        raise InvalidConfigValueError(f"config_for_class takes a class, but got {cls!r:.80}.")
+    if issubclass(cls, Configurable):
+        raise InvalidConfigClassError(
+            f"{_name(cls)} is a Configurable, so it has a config class of its own. "
+            f"Write {_name(cls)}.default_config()."
+        )
+    return ClassConfigBase(cls)
+
+
+def maybe_instantiate(x: Any) -> Any:
+    """Instantiates a config, or the configs in a container; returns anything else as it is.
+
+    Args:
+        x: a config, a list, tuple, dict or record, or any other value.
+    """
+    if is_instantiable(x):
+        return x.instantiate()
+    if isinstance(x, ConfigNode):
+        return x
+    children = parts(x) or []
+    steps = list(x) if isinstance(x, dict) else [_step(suffix) for suffix, _ in children]
+    for step, (_, child) in zip(steps, children, strict=True):
+        made = maybe_instantiate(child)
+        if made is not child:
+            x = replace_part(x, step, made)
+    return x
+
+
+def _step(suffix: str) -> Any:
+    return suffix[1:] if suffix[0] == "." else int(suffix[1:-1])
+
+
+def _signature(target: Callable, maker: str) -> inspect.Signature:
+    try:
+        return inspect.signature(target)
+    except (TypeError, ValueError) as error:
+        raise InvalidConfigValueError(
+            f"{maker} cannot read the parameters of {_name(target)}: {error}. "
+            "Wrap it in a function that names them."
+        ) from None
+
+
+def _fields_of(target: Callable, target_field: str, config_type: type) -> dict[str, Field]:
+    fields = {target_field: Field(target_field, default=target)}
+    factories = _default_factories(target)
+    for name, parameter in _signature(target, config_type._maker).parameters.items():
+        optional = parameter.default is not parameter.empty or parameter.kind in _VARIADIC
+        if name.startswith("_") and optional:
+            continue  # not meant for callers
+        validate_config_field_name(name)
+        check_reserved_name(name, config_type, what=f"{_name(target)} has a parameter")
+        if name == target_field:
+            raise InvalidConfigNameError(
+                f"{_name(target)} has a parameter {name!r}, but {config_type._maker} keeps what it "
+                "configures under that name. Wrap it in a function that calls it otherwise."
+            )
+        default, annotation = parameter.default, parameter.annotation
+        if parameter.kind in _VARIADIC:
+            is_args = parameter.kind is inspect.Parameter.VAR_POSITIONAL
+            default, annotation = ((), tuple) if is_args else ({}, dict)
+        fields[name] = Field(
+            name,
+            default=factories.get(name, REQUIRED if default is parameter.empty else default),
+            annotation=None if annotation is parameter.empty else annotation,
+            namespace=lambda: _namespace(target),
+            accepts_configs=True,
+        )
+    return fields
+
+
+def _default_factories(target: Any) -> dict[str, Any]:
+    """Defaults that a signature shows as a placeholder only: those of dataclasses and attrs."""
+    if isinstance(target, type) and "__attrs_attrs__" in vars(target):
+        return {
+            attribute.alias: attribute.default
+            for attribute in attrs.fields(target)
+            if isinstance(attribute.default, attrs.Factory) and not attribute.default.takes_self
+        }
+    if isinstance(target, type) and "__dataclass_fields__" in vars(target):
+        return {
+            name: attrs.Factory(field.default_factory)
+            for name, field in target.__dataclass_fields__.items()
+            if callable(field.default_factory)
+        }
+    return {}
+
+
+def _namespace(target: Any) -> dict[str, Any]:
+    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)
+    module = sys.modules.get(getattr(target, "__module__", None) or "")
+    return getattr(function, "__globals__", None) or (vars(module) if module else {})
+
+
+def _wants_config(hint: Any) -> bool:
+    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)] or [hint]
+    if typing.get_origin(hint) is not None and not typing.get_args(hint):
+        arms = [hint]
+    return all(isinstance(arm, type) and issubclass(arm, ConfigNode) for arm in arms)
+
+
+def _name(target: Any) -> str:
+    name = getattr(target, "__qualname__", None) or repr(target)
+    return name.rpartition("<locals>.")[2]

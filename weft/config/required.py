@@ -1,0 +1,49 @@
+"""`REQUIRED`: the value of a field that somebody still has to set."""
+
+from typing import Any, NoReturn, TypeVar, Union
+
+from weft.errors import RequiredFieldMissingError
+
+T = TypeVar("T")
+
+
+class RequiredFieldValue:
+    """The type of `REQUIRED`, which is its only instance.
+
+    It is false, so that `cfg.x or fallback` reads a field that is not set yet as absent.
+    """
+
+    _only: "RequiredFieldValue | None" = None
+
+    def __new__(cls) -> "RequiredFieldValue":
+        if cls._only is None:
+            cls._only = super().__new__(cls)
+        return cls._only
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __copy__(self) -> "RequiredFieldValue":
+        return self
+
+    def __deepcopy__(self, memo: dict) -> "RequiredFieldValue":
+        return self
+
+    def __reduce__(self) -> str:
+        return "REQUIRED"
+
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RequiredFieldMissingError(
+            "A config field that is still REQUIRED was called as a function. "
+            "Set the field before the config is used."
+        )
+
+
+REQUIRED: Any = RequiredFieldValue()
+"""The default of a field that has no sensible one: `instantiate` refuses it."""
+
+Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` cannot be subscripted before 3.14
+"""`Required[int]`: an int, or not set yet."""
