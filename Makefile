@@ -18,7 +18,7 @@ test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x"
 
 lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/ruff format --check .
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
