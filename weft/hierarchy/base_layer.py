@@ -1,0 +1,300 @@
+"""Layers: modules with parameters, which they describe and draw but do not hold."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from weft.config import Configurable, config_class, maybe_instantiate
+from weft.config.names import did_you_mean
+from weft.errors import MissingPrngKeyError, MissingStateError, ParameterSpecError
+from weft.hierarchy import transforms
+from weft.hierarchy.context import child_context, fold_in_name
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.param_init import DefaultInitializer, FanAxes
+from weft.hierarchy.parameter_spec import (
+    FactorizationSpec,
+    NestedParameterSpec,
+    ParameterSpec,
+    TensorSpec,
+    with_leading_axis,
+)
+from weft.hierarchy.tensor_stats import (
+    CompositeTensorStats,
+    DefaultTensorStats,
+    TensorMaxAbs,
+    TensorRMSNorm,
+    TensorStats,
+)
+from weft.typing import DType, NestedTensor, Tensor
+
+__all__ = [
+    "BaseLayer",
+    "CompositeTensorStats",
+    "DefaultTensorStats",
+    "FactorizationSpec",
+    "NestedParameterSpec",
+    "ParameterNoise",
+    "ParameterSpec",
+    "RematSpec",
+    "TensorMaxAbs",
+    "TensorRMSNorm",
+    "TensorSpec",
+    "TensorStats",
+    "no_remat",
+    "with_leading_axis",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ParameterNoise(Configurable):
+    """Perturbs the parameters of a layer before it is trained on a batch."""
+
+    def apply(self, prng_key: Tensor, params: NestedTensor) -> NestedTensor:
+        """The perturbed parameters; by itself this class changes nothing.
+
+        Args:
+          prng_key: for the noise.
+          params: of the layer and those below it.
+        """
+        return params
+
+
+@dataclasses.dataclass(frozen=True)
+class RematSpec:
+    """What of a layer's forward pass is computed again in the backward pass.
+
+    Attributes:
+      prevent_cse: as for `jax.checkpoint`; False is right, and quicker, inside a scan.
+      policy: one of `jax.checkpoint_policies`, or a config of one; None keeps nothing.
+    """
+
+    prevent_cse: bool = True
+    policy: Any = None
+
+
+def no_remat(fn: F) -> F:
+    """Marks a method that keeps what it computes, although the layer has a `remat_spec`."""
+    fn._weft_no_remat = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fn
+
+
+class Parameters(dict[str, Any]):
+    """A layer's state, which says what there is when an entry is missing."""
+
+    def __init__(self, state: NestedTensor, path: str):
+        super().__init__(state)
+        self._path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise MissingStateError(
+            f"{self._path} has no parameter {name!r} in its state, which has {sorted(self)}"
+            f"{did_you_mean(name, self)}. Was the state made by this model's "
+            "`initialize_parameters_recursively`?"
+        )
+
+
+class BaseLayer(Module):
+    """A module with parameters.
+
+    A subclass says which by `_create_layer_parameter_specs`, and uses them in its methods as `self.parameters[name]`.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a BaseLayer.
+
+        Attributes:
+          dtype: of the parameters; None for that of the parent layer, float32 at the root.
+          param_init: draws the parameters; None for that of the parent layer.
+          param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
+          param_noise: perturbs the parameters in training.
+          remat_spec: what to compute again in the backward pass; None keeps everything.
+          tensor_stats: what to report about activations.
+        """
+
+        dtype: DType | None = None
+        param_init: DefaultInitializer.Config | None = None
+        param_partition_spec: NestedParameterSpec | PartitionSpec | Any | None = None
+        param_noise: ParameterNoise.Config | None = None
+        remat_spec: RematSpec | None = None
+        tensor_stats: TensorStats.Config | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._param_init = maybe_instantiate(cfg.param_init)
+        self._param_noise = maybe_instantiate(cfg.param_noise)
+        if cfg.tensor_stats is not None:
+            self._add_child("tensor_stats", cfg.tensor_stats)
+
+    @nowrap
+    def dtype(self) -> DType:
+        """The dtype of the layer's parameters."""
+        if self.config.dtype is not None:
+            return self.config.dtype
+        return self.parent.dtype() if isinstance(self.parent, BaseLayer) else jnp.float32
+
+    @nowrap
+    def param_init(self) -> Any:
+        """The initializer of the layer's parameters."""
+        if self._param_init is not None:
+            return self._param_init
+        if isinstance(self.parent, BaseLayer):
+            return self.parent.param_init()
+        return DefaultInitializer.default_config().instantiate()
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        """The parameters that the layer itself has, without those of its children."""
+        return {}
+
+    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+        """Which axes are inputs and outputs where the spec does not say: the last two of a weight."""
+        if name.endswith("weight") and len(spec.shape) >= 2:
+            return FanAxes(in_axis=-2, out_axis=-1)
+        return None
+
+    def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
+        """`_create_layer_parameter_specs`, with every field filled in."""
+        specs = {}
+        for name, spec in self._create_layer_parameter_specs().items():
+            if name in self._children:
+                raise ParameterSpecError(
+                    f"{self.path()} has both a parameter and a child named {name!r}; rename one of them."
+                )
+            specs[name] = dataclasses.replace(
+                spec,
+                dtype=self.dtype() if spec.dtype is None else spec.dtype,
+                mesh_axes=spec.partition_spec,
+                initializer=spec.initializer or self.param_init(),
+                fan_axes=spec.fan_axes or self._compute_fan_axes(name, spec),
+            )
+        return specs
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> dict[str, Any]:
+        """The specs of all parameters of the layer and those below it, nested as its state is.
+
+        Raises:
+          ParameterSpecError: if a spec contradicts itself, naming the parameter.
+        """
+        specs: dict[str, Any] = dict(self._own_parameter_specs())
+        for name, child in self._children.items():
+            if isinstance(child, BaseLayer):
+                specs[name] = child.create_parameter_specs_recursively()
+        return specs
+
+    @nowrap
+    def initialize_parameters_recursively(
+        self, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
+    ) -> dict[str, Any]:
+        """Draws all parameters of the layer and those below it.
+
+        The key of a parameter is `prng_key` with the names on its path folded in, so that it does not depend on
+        what else the model has.
+
+        Args:
+          prng_key: for the draws.
+          prebuilt: values to use instead, nested as the state is; what is missing or None is drawn.
+
+        Raises:
+          ParameterSpecError: if a value in `prebuilt` has the wrong shape, or is of no parameter.
+          ParameterInitError: if no initializer fits a parameter.
+        """
+        given: dict[str, Any] = dict(prebuilt or {})
+        state: dict[str, Any] = {}
+        for name, spec in self._own_parameter_specs().items():
+            state[name] = self._initialize_parameter(name, spec, prng_key, given.pop(name, None))
+        for name, child in self._children.items():
+            if isinstance(child, BaseLayer):
+                state[name] = child.initialize_parameters_recursively(
+                    fold_in_name(prng_key, name), prebuilt=given.pop(name, None)
+                )
+        if given:
+            raise ParameterSpecError(
+                f"prebuilt has {sorted(given)} for {self.path()}, which has no such parameters or children"
+                f"{did_you_mean(next(iter(given)), state)}."
+            )
+        return state
+
+    def _initialize_parameter(
+        self, name: str, spec: ParameterSpec, prng_key: Tensor, prebuilt: Any
+    ) -> Tensor:
+        if prebuilt is None or isinstance(prebuilt, ParameterSpec):
+            assert spec.initializer is not None  # filled in by _own_parameter_specs
+            return spec.initializer.initialize(
+                name,
+                prng_key=fold_in_name(prng_key, name),
+                shape=tuple(spec.shape),
+                dtype=spec.dtype,
+                axes=spec.fan_axes,
+            )
+        if tuple(jnp.shape(prebuilt)) != tuple(spec.shape):
+            raise ParameterSpecError(
+                f"prebuilt {self.path()}.{name} has the shape {jnp.shape(prebuilt)}; "
+                f"expected {tuple(spec.shape)}."
+            )
+        return prebuilt
+
+    @nowrap
+    def apply_parameter_noise_recursively(
+        self, prng_key: Tensor, params: NestedTensor
+    ) -> NestedTensor:
+        """The parameters with each layer's `param_noise` applied.
+
+        Args:
+          prng_key: for the noise; each layer uses its own part of it.
+          params: of this layer and those below it.
+        """
+        noisy = dict(params)
+        for name, child in self._children.items():
+            if isinstance(child, BaseLayer) and name in noisy:
+                noisy[name] = child.apply_parameter_noise_recursively(
+                    fold_in_name(prng_key, name), noisy[name]
+                )
+        return noisy if self._param_noise is None else self._param_noise.apply(prng_key, noisy)
+
+    @property
+    def parameters(self) -> Parameters:
+        """The layer's state in the current invocation."""
+        return Parameters(self.state, self.path())
+
+    @nowrap
+    def require_prng_key(self, what: str) -> Tensor:
+        """The PRNG key of the current invocation.
+
+        Args:
+          what: needs it, for the error.
+
+        Raises:
+          MissingPrngKeyError: if the invocation has none.
+        """
+        if self.prng_key is None:
+            raise MissingPrngKeyError(
+                f"{what} of {self.path()} needs a PRNG key and the invocation has none; "
+                "pass prng_key= to `functional`."
+            )
+        return self.prng_key
+
+    def _call_in_context(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        spec = self.config.remat_spec
+        if spec is None or not self.is_training or getattr(method, "_weft_no_remat", False):
+            return method(self, *args, **kwargs)
+        return transforms.remat(
+            lambda *args, **kwargs: method(self, *args, **kwargs),
+            prevent_cse=spec.prevent_cse,
+            policy=maybe_instantiate(spec.policy),
+        )(*args, **kwargs)
+
+    def _add_tensor_stats(self, name: str, value: Tensor) -> None:
+        """Reports about an activation if the config asks for it."""
+        if "tensor_stats" in self._children:
+            with child_context(f"tensor_stats_{name}", module=self.tensor_stats):
+                self.tensor_stats.add_stats(name, value)
+
+    def _remat_name(self, x: Tensor, name: str) -> Tensor:
+        """Names a value for the policies that keep values by name, as `<layer class>.<name>`."""
+        return checkpoint_name(x, f"{type(self).__name__}.{name}")

@@ -1,0 +1,378 @@
+"""The side inputs and side outputs of a module's invocation.
+
+Modules hold no arrays. What an invocation needs beside its arguments (the module's state, a PRNG key, whether it is
+training) and what it gives beside its results (summaries, state updates, module outputs) is its `InvocationContext`. When a method calls
+a child's method, a child context is pushed on the thread's stack; when that returns, it is popped.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from weft.config.names import did_you_mean
+from weft.errors import (
+    ContextStackError,
+    InvalidDescendantError,
+    NoContextError,
+    OutputConflictError,
+)
+from weft.typing import NestedTensor, Tensor
+
+if TYPE_CHECKING:
+    from weft.hierarchy.module import Module
+
+
+class OutputCollection(NamedTuple):
+    """What an invocation gives beside its results; each a dict that is nested as the modules are.
+
+    Attributes:
+      summaries: what was given to `add_summary`.
+      state_updates: what was given to `add_state_update`, laid out as the state.
+      module_outputs: what was given to `add_module_output`.
+    """
+
+    summaries: dict[str, Any]
+    state_updates: dict[str, Any]
+    module_outputs: dict[str, Any]
+
+    def add_child(self, name: str) -> "OutputCollection":
+        """The collection of a child of that name, which must be new.
+
+        Raises:
+          OutputConflictError: if something of that name was added before.
+        """
+        for kind, outputs in self._asdict().items():
+            if name in outputs:
+                raise OutputConflictError(
+                    f"{name!r} is already among the {kind}, which has {sorted(outputs)}; use another name."
+                )
+        return self.child(name)
+
+    def child(self, name: str) -> "OutputCollection":
+        """The collection of a child, which may have been made before."""
+        return OutputCollection(*(outputs.setdefault(name, {}) for outputs in self))
+
+    def update(self, collection: "OutputCollection") -> None:
+        """Adds what `collection` has at the top level, replacing entries of the same name."""
+        for mine, theirs in zip(self, collection, strict=True):
+            mine.update(theirs)
+
+
+def new_output_collection() -> OutputCollection:
+    """An empty collection."""
+    return OutputCollection({}, {}, {})
+
+
+def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
+    """The PRNG key of a child: the parent's key with the child's name folded in.
+
+    Args:
+      prng_key: the parent's key.
+      name: of the child.
+    """
+    digest = int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16)
+    return jax.random.fold_in(prng_key, digest % (2**31 - 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChildKey:
+    """A child's key before anybody asked for it: most modules never do, and folding costs trace time."""
+
+    parent: "InvocationContext"
+    name: str
+
+
+@dataclasses.dataclass(eq=False)
+class InvocationContext:
+    """The context of one invocation of a module.
+
+    Attributes:
+      name: unique among the children of `parent`; the module's name unless `child_context` was given another.
+      parent: the context of the caller, or None for a root.
+      module: whose method is invoked.
+      state: the module's state, a nested dict of arrays.
+      is_training: whether the invocation is a part of training.
+      prng_key: the key for this invocation, or None.
+      output_collection: the side outputs.
+    """
+
+    name: str
+    parent: "InvocationContext | None"
+    module: "Module | None"
+    state: NestedTensor
+    is_training: bool
+    prng_key: Any
+    output_collection: OutputCollection = dataclasses.field(default_factory=new_output_collection)
+
+    def __post_init__(self):
+        if isinstance(self.prng_key, _ChildKey):
+            # `__getattr__` derives it at each use. It is not kept: the first use may be at an inner trace level.
+            self._derived = self.prng_key
+            del self.prng_key
+        self._child_calls: dict[str, str] = {}
+        self._passages: dict[str, InvocationContext] = {}
+        # The states of shared modules above this context, where a transformation has cut the chain of parents.
+        self._shared_states: dict[Module, NestedTensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "prng_key" and "_derived" in self.__dict__:
+            key = self._derived.parent.prng_key
+            return None if key is None else fold_in_name(key, self._derived.name)
+        raise AttributeError(f"InvocationContext has no attribute {name!r}.")
+
+    def path(self) -> str:
+        """The names of the contexts from the root to this one, joined by dots."""
+        return self.name if self.parent is None else f"{self.parent.path()}.{self.name}"
+
+    def add_child(self, name: str, **override_kwargs: Any) -> "InvocationContext":
+        """A context for invoking `module`, by default the child of that name.
+
+        Args:
+          name: of the context, new among the children of this context.
+          **override_kwargs: fields that are not derived from this context: `module`, `state`, `prng_key`,
+            `is_training`, `output_collection`.
+
+        Raises:
+          OutputConflictError: if the name was used before in this invocation.
+          InvalidDescendantError: if there is no such module, or its state cannot be reached from here.
+        """
+        module = override_kwargs.pop("module", None) or self._child_module(name)
+        if "output_collection" not in override_kwargs:
+            override_kwargs["output_collection"] = self._child_outputs(name)
+        if "state" not in override_kwargs:
+            override_kwargs["state"] = self.state_of(module)
+        fields = dict(is_training=self.is_training, prng_key=_ChildKey(self, name))
+        return InvocationContext(name, self, module, **{**fields, **override_kwargs})
+
+    def passage(self, name: str) -> "InvocationContext":
+        """The context of a child that is only passed through on the way to a descendant."""
+        if name not in self._passages:
+            self._passages[name] = InvocationContext(
+                name,
+                self,
+                self._child_module(name),
+                self.state.get(name, {}),  # pyright: ignore[reportAttributeAccessIssue]
+                self.is_training,
+                _ChildKey(self, name),
+                self.output_collection.child(name),
+            )
+        return self._passages[name]
+
+    def _child_module(self, name: str) -> "Module":
+        children = self.module.children if self.module is not None else {}
+        if name not in children:
+            raise InvalidDescendantError(
+                f"{self.path()} has no child {name!r}"
+                f"{did_you_mean(name, children)}; pass module= for a context of another name."
+            )
+        return children[name]
+
+    def _child_outputs(self, name: str) -> OutputCollection:
+        if name in self._child_calls:
+            raise OutputConflictError(
+                f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
+                f"{self._child_calls[name]}, again at {_caller()}. Its outputs would overwrite those of the "
+                "first call, and its randomness would be the same. Name the second call: "
+                f"`with child_context({name + '_2'!r}, module=self.{name}): self.{name}(...)`."
+            )
+        self._child_calls[name] = _caller()
+        if name in self._passages:  # a descendant was called first, through this child
+            return self.output_collection.child(name)
+        return self.output_collection.add_child(name)
+
+    def state_of(self, module: "Module") -> NestedTensor:
+        """The state of a module that is this one's, a descendant's, or shared with it from above."""
+        context = self
+        while True:
+            names = None if context.module is None else context.module.find_descendant(module)
+            if names is not None:
+                state: Any = context.state
+                for name in names:
+                    state = state.get(name, {})  # modules without parameters may have no entry
+                return state
+            if module in context._shared_states:
+                return context._shared_states[module]
+            if context.parent is None:
+                break
+            context = context.parent
+        raise InvalidDescendantError(
+            f"{module.path()} is neither below {self.path()} nor shared with it, so its state cannot be reached. "
+            "Call it from a module above both, or share it there: "
+            "`self._share_with_descendants(module, shared_module_name=...)`."
+        )
+
+    def functional(self, method_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A pure function of this context's invocation of `method_fn`.
+
+        Args:
+          method_fn: called in a copy of this context with empty outputs.
+
+        Returns:
+          A function with the arguments of `method_fn` that returns its result and an `OutputCollection`.
+        """
+
+        def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
+            context = self.twin()
+            with set_current_context(context, require_parent=False):
+                result = method_fn(*args, **kwargs)
+            return result, context.output_collection
+
+        return pure
+
+    def twin(self) -> "InvocationContext":
+        """A context like this one, with nothing in its outputs."""
+        twin = dataclasses.replace(
+            self,
+            prng_key=self.__dict__.get("_derived", self.__dict__.get("prng_key")),
+            output_collection=new_output_collection(),
+        )
+        twin._shared_states = self._shared_states
+        return twin
+
+    def add_summary(self, name: str, value: Any) -> None:
+        """Adds a value to be reported for this step; see `Module.add_summary`."""
+        self._add("summaries", name, value)
+
+    def add_state_update(self, name: str, value: Any) -> None:
+        """Adds a new value for an entry of the state; see `Module.add_state_update`."""
+        self._add("state_updates", name, value)
+
+    def add_module_output(self, name: str, value: Any) -> None:
+        """Adds an output beside the result; see `Module.add_module_output`."""
+        self._add("module_outputs", name, value)
+
+    def _add(self, kind: str, name: str, value: Any) -> None:
+        outputs = getattr(self.output_collection, kind)
+        if name in outputs:
+            raise OutputConflictError(
+                f"{name!r} is added twice to the {kind} of {self.path()}; use another name."
+            )
+        outputs[name] = value
+
+    def set_state_update(self, value: dict[str, Any]) -> None:
+        """Replaces all state updates of this invocation."""
+        updates = self.output_collection.state_updates
+        updates.clear()
+        updates.update(value)
+
+    def get_summaries(self) -> dict[str, Any]:
+        """The summaries so far."""
+        return self.output_collection.summaries
+
+    def get_state_updates(self) -> dict[str, Any]:
+        """The state updates so far."""
+        return self.output_collection.state_updates
+
+    def get_module_outputs(self) -> dict[str, Any]:
+        """The module outputs so far."""
+        return self.output_collection.module_outputs
+
+
+class ContextStack(threading.local):
+    """The contexts that are open in this thread, the current one last."""
+
+    def __init__(self):
+        self.stack: list[InvocationContext] = []
+        self.thread_id = threading.get_ident()
+
+
+_contexts = ContextStack()
+
+
+def current_context() -> InvocationContext | None:
+    """The context of the invocation that this thread is in, or None."""
+    stack = _contexts.stack
+    return stack[-1] if stack else None
+
+
+def require_context(what: str) -> InvocationContext:
+    """The current context.
+
+    Raises:
+      NoContextError: outside of an invocation.
+    """
+    context = current_context()
+    if context is None:
+        raise NoContextError(
+            f"{what} belongs to an invocation, and none is under way in this thread; "
+            "call the method through `functional(module, prng_key=..., state=..., inputs=..., is_training=...)`."
+        )
+    return context
+
+
+@contextlib.contextmanager
+def set_current_context(
+    context: InvocationContext, *, require_parent: bool = True
+) -> Iterator[InvocationContext]:
+    """Makes `context` the current one until the block ends.
+
+    Args:
+      context: to be pushed.
+      require_parent: whether the current context, if there is one, must be the parent of `context`.
+
+    Raises:
+      ContextStackError: if it must and is not.
+    """
+    current = current_context()
+    if require_parent and current is not None and context.parent is not current:
+        raise ContextStackError(
+            f"{context.path()} is no child of the current context {current.path()}; "
+            "pass require_parent=False to set it all the same."
+        )
+    _contexts.stack.append(context)
+    try:
+        yield context
+    finally:
+        _contexts.stack.pop()
+
+
+@contextlib.contextmanager
+def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
+    """Opens a child of the current context until the block ends.
+
+    Args:
+      name: of the child context.
+      **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child of that name.
+    """
+    context = require_context(f"child_context({name!r})").add_child(name, **kwargs)
+    _contexts.stack.append(context)
+    try:
+        yield context
+    finally:
+        _contexts.stack.pop()
+
+
+def clone_context_stack() -> list[InvocationContext]:
+    """A copy of this thread's stack, for `install_context_stack` in another."""
+    return list(_contexts.stack)
+
+
+def install_context_stack(stack: Sequence[InvocationContext]) -> None:
+    """Makes `stack` this thread's stack.
+
+    Raises:
+      ContextStackError: if an invocation is under way in this thread.
+    """
+    current = current_context()
+    if current is not None:
+        raise ContextStackError(
+            f"a stack can only be installed in a thread without contexts; {current.path()} is open in this one."
+        )
+    _contexts.stack = list(stack)
+
+
+def _caller() -> str:
+    """File and line of the nearest frame outside of this package's plumbing."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") in _PLUMBING:
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+_PLUMBING = (__name__, "weft.hierarchy.module", "contextlib")

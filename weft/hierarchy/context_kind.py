@@ -1,0 +1,145 @@
+"""How an `InvocationContext` crosses a JAX transformation.
+
+The entries of a context, by which filters name them: `state`, `prng_key`, `shared` (the states of modules shared from
+above) go in; `summaries`, `state_updates`, `module_outputs` come out.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft.core.filters import first_match
+from weft.errors import OutputConflictError
+from weft.hierarchy.context import InvocationContext, OutputCollection
+from weft.hierarchy.module import Module
+
+INPUTS = ("state", "prng_key", "shared")
+OUTPUTS = OutputCollection._fields
+
+
+class _Static(NamedTuple):
+    """What of a context is not an array."""
+
+    name: str
+    module: Module | None
+    is_training: bool
+    shared: tuple[Module, ...]
+
+
+def fork_key(prng_key: Any, n: int) -> Any:
+    """`n` keys from one, each split off from what the one before left.
+
+    Args:
+      prng_key: the key, or None.
+      n: the number of keys.
+
+    Returns:
+      The keys along a new leading axis, or None.
+    """
+    if prng_key is None:
+        return None
+
+    def step(key: Any, _: None) -> tuple[Any, Any]:
+        key, child = jax.random.split(key)
+        return key, child
+
+    # A loop, so that the program does not grow with the number of layers.
+    return jax.lax.scan(step, prng_key, None, length=n)[1]
+
+
+def _shared_states(context: InvocationContext) -> dict[Module, Any]:
+    """The states of shared modules that are not below the context's own module."""
+    module = context.module
+    shared = {} if module is None else module.shared_modules()
+    return {
+        m: context.state_of(m)
+        for m in shared.values()
+        if module is not None and module.find_descendant(m) is None
+    }
+
+
+class ContextKind:
+    """The kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
+
+    def is_carrier(self, x: Any) -> bool:
+        return isinstance(x, InvocationContext)
+
+    def split(self, carriers: Sequence[InvocationContext], filters: Sequence[tuple[Any, ...]]):
+        statics, groups = [], []
+        for context, wanted in zip(carriers, filters, strict=True):
+            shared = _shared_states(context)
+            entries = {
+                "state": context.state,
+                "prng_key": context.prng_key,
+                "shared": list(shared.values()),
+            }
+            groups.append(_grouped(entries, wanted))
+            statics.append(
+                _Static(context.name, context.module, context.is_training, tuple(shared))
+            )
+        return list(carriers), tuple(statics), groups
+
+    def merge(self, static: tuple[_Static, ...], groups: Sequence[tuple[dict[str, Any], ...]]):
+        contexts = []
+        for fields, of_context in zip(static, groups, strict=True):
+            entries = {name: value for group in of_context for name, value in group.items()}
+            context = InvocationContext(
+                name=fields.name,
+                parent=None,
+                module=fields.module,
+                state=entries.get("state", {}),
+                is_training=fields.is_training,
+                prng_key=entries.get("prng_key"),
+            )
+            states = entries.get("shared", [])
+            context._shared_states = dict(zip(fields.shared, states, strict=False))
+            contexts.append(context)
+        return None, contexts
+
+    def collect(self, inner, static, carriers, filters, new, new_filters):
+        if new:
+            raise TypeError(
+                f"a transformed function returned the context {new[0].path()}; return arrays, and let the "
+                "context's outputs come back by themselves."
+            )
+        groups = [
+            _grouped(context.output_collection._asdict(), wanted)
+            for context, wanted in zip(carriers, filters, strict=True)
+        ]
+        return None, groups, []
+
+    def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
+        for context, of_context in zip(outer, groups, strict=True):
+            added = {name: value for group in of_context for name, value in group.items()}
+            for name, entries in added.items():
+                present = getattr(context.output_collection, name)
+                if twice := sorted(present.keys() & entries.keys()):
+                    raise OutputConflictError(
+                        f"{twice} are added twice to the {name} of {context.path()}, the second time inside of a "
+                        "transformed function; use other names there."
+                    )
+        for context, of_context in zip(outer, groups, strict=True):
+            for group in of_context:
+                for name, entries in group.items():
+                    getattr(context.output_collection, name).update(entries)
+        return []
+
+    def fork(self, group: dict[str, Any], n: int) -> dict[str, Any]:
+        return {
+            name: fork_key(value, n) if name == "prng_key" else value
+            for name, value in group.items()
+        }
+
+    def axis(self, sign: int, group: Any, axis: int, metadata: dict[Any, Any]) -> Any:
+        return group  # a context's arrays carry no axis metadata; specs know their axes
+
+
+def _grouped(entries: dict[str, Any], wanted: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
+    """One dict per filter; an entry goes to the first filter that matches it."""
+    groups: tuple[dict[str, Any], ...] = tuple({} for _ in wanted)
+    for name, value in entries.items():
+        at = first_match(wanted, name)
+        if at is not None:
+            groups[at][name] = value
+    return groups

@@ -1,0 +1,459 @@
+"""Modules: nodes of a named tree that hold configs and children, and no arrays.
+
+A module's public methods can be called in two situations. Outside of any invocation they are plain Python methods.
+Inside one, a call from another module's method first opens the context of the module that is called, so that it finds
+its own state, key and outputs; `functional` opens the first one and makes the whole a pure function.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, Union
+
+import jax
+
+from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
+from weft.config.names import did_you_mean
+from weft.errors import ChildConfigError, ChildNameConflictError, InvalidDescendantError
+from weft.errors import OutputConflictError
+from weft.hierarchy.context import (
+    ContextStack,
+    InvocationContext,
+    OutputCollection,
+    child_context,
+    clone_context_stack,
+    current_context,
+    fold_in_name,
+    install_context_stack,
+    new_output_collection,
+    require_context,
+    set_current_context,
+)
+from weft.typing import NestedTensor, Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Summable(Protocol):
+    """A summary that several of its kind add up to, as iterations of a loop give them."""
+
+    def __add__(self, other: Any) -> Any: ...
+
+
+class SharedModule(NamedTuple):
+    """A module that an ancestor shares, with its state.
+
+    Attributes:
+      module: the shared module.
+      state: its state.
+      shared_module_name: under which it is shared.
+    """
+
+    module: "Module"
+    state: NestedTensor
+    shared_module_name: str
+
+
+def nowrap(fun: F) -> F:
+    """Marks a public method that must not open a context when another module calls it."""
+    fun._weft_nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fun
+
+
+def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, run in the context of its module when another module's invocation calls it."""
+
+    @functools.wraps(method)
+    def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context is None or context.module is self:
+            return method(self, *args, **kwargs)
+        try:
+            with set_current_context(self._child_context_of(context), require_parent=False):
+                return self._call_in_context(method, *args, **kwargs)
+        except Exception as error:
+            _note_path(error, self, method.__name__)
+            raise
+
+    call._weft_wrapped = method  # pyright: ignore[reportFunctionMemberAccess]
+    return call
+
+
+def _note_path(error: Exception, module: "Module", method: str) -> None:
+    """Adds the path of the innermost module to an error, once."""
+    if not getattr(error, "_weft_path_noted", False):
+        error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
+        error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
+
+
+class Module(Configurable):
+    """A node of a tree of modules.
+
+    A subclass declares its fields in a nested `Config`, adds children in `__init__`, and defines methods; calling a module calls its
+    `forward`.
+
+    Example:
+      >>> class Scale(Module):
+      ...     @config_class
+      ...     class Config(Module.Config):
+      ...         factor: Required[float] = REQUIRED
+      ...
+      ...     def forward(self, x):
+      ...         return self.config.factor * x
+      >>> class Twice(Module):
+      ...     @config_class
+      ...     class Config(Module.Config):
+      ...         inner: Scale.Config = Scale.default_config()
+      ...
+      ...     def __init__(self, cfg, *, parent):
+      ...         super().__init__(cfg, parent=parent)
+      ...         self._add_child("inner", cfg.inner.set(factor=2.0))
+      ...
+      ...     def forward(self, x):
+      ...         return self.inner(x)
+      >>> twice = Twice.default_config().set(name="twice").instantiate(parent=None)
+      >>> functional(twice, prng_key=None, state={}, inputs=(3.0,), is_training=False)[0]
+      6.0
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a Module.
+
+        Attributes:
+          name: of the module, unique among its siblings; `_add_child` sets it.
+          vlog: the level up to which `vlog` writes; None for that of the parent.
+        """
+
+        name: Required[str] = REQUIRED
+        vlog: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        for name, value in list(vars(cls).items()):
+            wanted = inspect.isfunction(value) and not name.startswith("_")
+            if wanted and not getattr(value, "_weft_nowrap", False):
+                setattr(cls, name, _in_own_context(value))
+
+    def __init__(self, cfg: Config, *, parent: "Module | None"):
+        super().__init__(cfg)
+        self._name = cfg.name
+        self._parent = parent
+        self._children: dict[str, Module] = {}
+        self._shared: dict[str, Module] = {}
+        self._vlog_level: int | None = cfg.vlog
+        if cfg.vlog is None and parent is not None:
+            self._vlog_level = parent._vlog_level
+
+    # The tree.
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def parent(self) -> "Module | None":
+        return self._parent
+
+    @property
+    def children(self) -> dict[str, "Module"]:
+        """The children by name, in the order in which they were added."""
+        return dict(self._children)
+
+    def path(self) -> str:
+        """The names from the root to this module, joined by dots."""
+        return self._name if self._parent is None else f"{self._parent.path()}.{self._name}"
+
+    def __getattr__(self, name: str) -> Any:
+        children = self.__dict__.get("_children", {})
+        if name in children:
+            return children[name]
+        known = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
+        raise AttributeError(
+            f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child {name!r}"
+            f"{did_you_mean(name, known)}."
+        )
+
+    def __repr__(self) -> str:
+        children = f" of {', '.join(self._children)}" if self._children else ""
+        return f"<{type(self).__name__} {self.path()}{children}>"
+
+    def _add_child(self, name: str, child_config: InstantiableConfig, **kwargs: Any) -> "Module":
+        """Creates a child.
+
+        Args:
+          name: of the child, new among the children and attributes of this module.
+          child_config: of a module, complete but for its name.
+          **kwargs: for the child's `__init__`, beside its config and parent.
+
+        Raises:
+          ChildNameConflictError: if the name is taken.
+          ChildConfigError: if `child_config` is not the config of a module.
+        """
+        if name in self._children or name in self.__dict__ or hasattr(type(self), name):
+            raise ChildNameConflictError(
+                f"{self.path()} already has {'a child' if name in self._children else 'an attribute'} {name!r}; "
+                "give the child another name."
+            )
+        if not isinstance(child_config, Module.Config):
+            raise ChildConfigError(
+                f"the child {name!r} of {self.path()} was given {child_config!r}; "
+                "expected the config of a Module, such as `Linear.default_config()`."
+            )
+        child = child_config.clone(name=name).instantiate(parent=self, **kwargs)
+        self._children[name] = child
+        return child
+
+    def _add_descendant(
+        self, names: str | Sequence[str], child_config: InstantiableConfig, **kwargs: Any
+    ) -> "Module":
+        """Creates a child of a descendant.
+
+        Args:
+          names: from this module to the new one, a sequence or joined by dots.
+          child_config: as for `_add_child`.
+          **kwargs: likewise.
+
+        Raises:
+          InvalidDescendantError: if a module on the way does not exist.
+        """
+        *above, name = names.split(".") if isinstance(names, str) else names
+        module = self
+        for step in above:
+            if step not in module._children:
+                raise InvalidDescendantError(
+                    f"{module.path()} has no child {step!r}{did_you_mean(step, module._children)}; "
+                    f"cannot add {'.'.join([*above, name])!r} below {self.path()}."
+                )
+            module = module._children[step]
+        return module._add_child(name, child_config, **kwargs)
+
+    def find_descendant(self, module: "Module") -> list[str] | None:
+        """The names from this module to one below it, [] for itself, None if it is not below."""
+        names: list[str] = []
+        at: Module | None = module
+        while at is not None and at is not self:
+            names.append(at._name)
+            at = at._parent
+        return None if at is None else names[::-1]
+
+    def path_to_descendant_module(self, module: "Module") -> list[str]:
+        """The names from this module to one below it; [] for itself.
+
+        Raises:
+          InvalidDescendantError: if `module` is not below this one.
+        """
+        names = self.find_descendant(module)
+        if names is None:
+            raise InvalidDescendantError(
+                f"{module.path()} is not below {self.path()}; expected one of its descendants."
+            )
+        return names
+
+    # Shared modules.
+
+    def _share_with_descendants(self, module: "Module", *, shared_module_name: str) -> None:
+        """Lets all modules below this one call `module`.
+
+        Args:
+          module: this module or one below it.
+          shared_module_name: the name of its contexts when it is called from elsewhere.
+
+        Raises:
+          ChildNameConflictError: if another module is shared here under this name.
+          InvalidDescendantError: if `module` is not below this one.
+        """
+        self.path_to_descendant_module(module)
+        if self._shared.get(shared_module_name, module) is not module:
+            raise ChildNameConflictError(
+                f"{self.path()} already shares {self._shared[shared_module_name].path()} "
+                f"as {shared_module_name!r}; share {module.path()} under another name."
+            )
+        self._shared[shared_module_name] = module
+
+    def shared_modules(self) -> dict[str, "Module"]:
+        """The modules that this one and those above it share; the nearest of a name wins."""
+        above = {} if self._parent is None else self._parent.shared_modules()
+        return {**above, **self._shared}
+
+    def get_shared_module(self, shared_module_or_name: Union["Module", str]) -> SharedModule:
+        """A module that this one or one above it shares, with its state in the current invocation.
+
+        Args:
+          shared_module_or_name: the module, or the name under which it is shared.
+
+        Raises:
+          InvalidDescendantError: if it is not shared with this module.
+        """
+        shared = self.shared_modules()
+        for name, module in shared.items():
+            if shared_module_or_name in (name, module):
+                context = self.get_invocation_context()
+                return SharedModule(module, context.state_of(module), name)
+        wanted = shared_module_or_name
+        wanted = wanted.path() if isinstance(wanted, Module) else wanted
+        raise InvalidDescendantError(
+            f"{wanted!r} is not shared with {self.path()}, which sees {sorted(shared)}"
+            f"{did_you_mean(wanted, shared)}; share it from a module above both with "
+            "`self._share_with_descendants(module, shared_module_name=...)`."
+        )
+
+    # The invocation.
+
+    def _child_context_of(self, context: InvocationContext) -> InvocationContext:
+        """The context for invoking this module from `context`."""
+        names = context.module.find_descendant(self) if context.module is not None else None
+        if names:
+            for name in names[:-1]:
+                context = context.passage(name)
+            return context.add_child(names[-1])
+        shared = context.module.shared_modules() if context.module is not None else {}
+        name = next((name for name, module in shared.items() if module is self), self._name)
+        return context.add_child(name, module=self)
+
+    def _call_in_context(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a method once its context is open; a subclass may do more."""
+        return method(self, *args, **kwargs)
+
+    def get_invocation_context(self) -> InvocationContext:
+        """The current context.
+
+        Raises:
+          NoContextError: outside of an invocation.
+        """
+        return require_context(f"the context of {self.path()}")
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the current invocation is a part of training."""
+        return self.get_invocation_context().is_training
+
+    @property
+    def prng_key(self) -> Any:
+        """The PRNG key of the current invocation, or None."""
+        return self.get_invocation_context().prng_key
+
+    @property
+    def state(self) -> Any:
+        """The module's state in the current invocation."""
+        return self.get_invocation_context().state
+
+    def add_summary(self, name: str, value: Any) -> None:
+        """Adds a value to be reported for this step.
+
+        Args:
+          name: new among the summaries of this invocation.
+          value: an array, a `WeightedScalar`, a `Summary`, or a nested dict of them.
+
+        Raises:
+          OutputConflictError: if the name was used before.
+        """
+        jax.tree.map(
+            lambda v: v.validate() if hasattr(v, "validate") else None,
+            value,
+            is_leaf=lambda v: hasattr(v, "validate"),
+        )
+        self.get_invocation_context().add_summary(name, value)
+
+    def add_state_update(self, name: str, value: Any) -> None:
+        """Adds a new value for an entry of the module's state, to take effect after the step.
+
+        Args:
+          name: of the entry.
+          value: an array, or a nested dict of arrays.
+        """
+        self.get_invocation_context().add_state_update(name, value)
+
+    def add_module_output(self, name: str, value: Any) -> None:
+        """Adds an output beside the method's result.
+
+        Args:
+          name: new among the module outputs of this invocation.
+          value: anything that is a pytree.
+        """
+        self.get_invocation_context().add_module_output(name, value)
+
+    def get_module_outputs(self) -> dict[str, Any]:
+        """The module outputs so far, also those of children."""
+        return self.get_invocation_context().get_module_outputs()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    # Logging.
+
+    def vlog_is_on(self, level: int) -> bool:
+        """Whether messages of this level are written."""
+        return self._vlog_level is not None and level <= self._vlog_level
+
+    def vlog(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
+        """Logs `msg % args` if the config's `vlog` is at least `level`."""
+        if self.vlog_is_on(level):
+            logging.getLogger(type(self).__module__).info(
+                "%s: " + msg, self.path(), *args, **kwargs
+            )
+
+    def vprint(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
+        """Prints `msg.format(*args, **kwargs)`, also of traced values, if `vlog` is at least `level`."""
+        if self.vlog_is_on(level):
+            jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
+
+
+def functional(
+    module: Module,
+    prng_key: Tensor | None,
+    state: NestedTensor,
+    inputs: Sequence[Any] | dict[str, Any],
+    *,
+    method: str = "forward",
+    is_training: bool,
+    drop_output_collections: Sequence[str] = ("module_outputs",),
+    copy_args_tree: bool = True,
+) -> tuple[Any, OutputCollection]:
+    """Invokes a method of a module as a pure function.
+
+    Args:
+      module: the module.
+      prng_key: for randomness, or None.
+      state: of the module and those below it, a nested dict of arrays.
+      inputs: positional arguments as a sequence, or keyword arguments as a dict.
+      method: the name of the method.
+      is_training: whether this is a part of training.
+      drop_output_collections: the kinds of side outputs to leave out.
+      copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so that
+        changing one inside has no effect outside.
+
+    Returns:
+      The method's result, and its side outputs as an `OutputCollection`.
+    """
+    if copy_args_tree:
+        state, inputs = jax.tree.map(lambda x: x, (state, inputs))
+    context = InvocationContext(
+        name=module.name,
+        parent=None,
+        module=module,
+        state=state,
+        is_training=is_training,
+        prng_key=prng_key,
+    )
+    bound = getattr(module, method)
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    with set_current_context(context, require_parent=False):
+        try:
+            result = bound(*args, **kwargs)
+        except Exception as error:
+            _note_path(error, module, method)
+            raise
+    outputs = context.output_collection._asdict()
+    outputs["summaries"] = _without_empty(outputs["summaries"])
+    outputs["module_outputs"] = _without_empty(outputs["module_outputs"])
+    return result, OutputCollection(
+        **{k: {} if k in drop_output_collections else v for k, v in outputs.items()}
+    )
+
+
+def _without_empty(outputs: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out the dicts of children that added nothing."""
+    nested = {k: _without_empty(v) if isinstance(v, dict) else v for k, v in outputs.items()}
+    return {k: v for k, v in nested.items() if not isinstance(v, dict) or v}

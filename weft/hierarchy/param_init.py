@@ -1,0 +1,396 @@
+"""How parameters get their first values.
+
+A layer's `param_init` is by default a `DefaultInitializer`, which chooses by the parameter's name: weights are drawn so that
+the variance of activations is kept (by their fans), biases start at 0, scales at 1.
+"""
+
+import enum
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
+from weft.errors import ParameterInitError
+from weft.typing import DType, Shape, Tensor
+
+__all__ = [
+    "PARAM_REGEXP_BIAS",
+    "PARAM_REGEXP_SCALE",
+    "PARAM_REGEXP_WEIGHT",
+    "ConstantInitializer",
+    "DefaultInitializer",
+    "FanAxes",
+    "GaussianInitializer",
+    "Initializer",
+    "PerGroupInitializer",
+    "Shape",
+    "WeightInitializer",
+    "constant_initializer",
+    "gaussian_initializer",
+    "maybe_prepend_axis",
+    "truncated_normal",
+    "uniform",
+]
+
+PARAM_REGEXP_WEIGHT = ".*weight$"
+PARAM_REGEXP_BIAS = ".*bias$"
+PARAM_REGEXP_SCALE = ".*scale$"
+
+Axes = int | Sequence[int]
+
+
+class FanAxes(NamedTuple):
+    """Which axes of a weight are its inputs, outputs, and copies of it; all others are a receptive field.
+
+    Attributes:
+      in_axis: one axis or several.
+      out_axis: one axis or several.
+      batch_axis: axes along which independent weights lie, as of the layers of a stack.
+    """
+
+    in_axis: Axes
+    out_axis: Axes
+    batch_axis: Axes = ()
+
+    class AxisType(enum.Enum):
+        """The three sorts of axes."""
+
+        IN_AXIS = "in_axis"
+        OUT_AXIS = "out_axis"
+        BATCH_AXIS = "batch_axis"
+
+    def canonicalize(self) -> "FanAxes":
+        """Every field as a tuple."""
+        return FanAxes(*((axes,) if isinstance(axes, int) else tuple(axes) for axes in self))
+
+    def prepend_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
+        """The axes of a weight that gained axis 0, which is of this type.
+
+        Example:
+          >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
+          FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
+        """
+        moved = [tuple(a + 1 if a >= 0 else a for a in axes) for axes in self.canonicalize()]  # pyright: ignore
+        return FanAxes(*moved)._with(0, axis_type)
+
+    def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
+        """The axes of a weight that gained a last axis, which is of this type."""
+        moved = [tuple(a - 1 if a < 0 else a for a in axes) for axes in self.canonicalize()]  # pyright: ignore
+        return FanAxes(*moved)._with(-1, axis_type)
+
+    def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
+        name = axis_type.value
+        axes: Any = getattr(self, name)
+        return self._replace(**{name: (axis, *axes) if axis == 0 else (*axes, axis)})
+
+
+def maybe_prepend_axis(fan_axes: FanAxes | None, *, axis_type: FanAxes.AxisType) -> FanAxes | None:
+    """`fan_axes.prepend_axis`, or None for None."""
+    return None if fan_axes is None else fan_axes.prepend_axis(axis_type=axis_type)
+
+
+class Initializer(Configurable):
+    """Draws the first value of a parameter."""
+
+    def initialize(
+        self,
+        name: str,
+        *,
+        prng_key: Tensor,
+        shape: Shape,
+        dtype: DType,
+        axes: FanAxes | None = None,
+    ) -> Tensor:
+        """Draws a value.
+
+        Args:
+          name: of the parameter within its layer.
+          prng_key: the parameter's own key.
+          shape: of the value.
+          dtype: of the value.
+          axes: which axes are inputs and outputs, where that matters.
+        """
+        raise ParameterInitError(
+            f"{type(self).__name__} defines no `initialize`, so it cannot draw {name!r}."
+        )
+
+    def debug_string(
+        self, name: str | None = None, shape: Shape | None = None, axes: FanAxes | None = None
+    ) -> str:
+        """What is drawn, as a formula."""
+        return type(self).__name__
+
+
+class ConstantInitializer(Initializer):
+    """The same value everywhere."""
+
+    @config_class
+    class Config(Initializer.Config):
+        """Configures a ConstantInitializer.
+
+        Attributes:
+          value: a number, or an array that can be broadcast to the shape.
+        """
+
+        value: Required[Any] = REQUIRED
+
+    def initialize(self, name, *, prng_key, shape, dtype, axes=None):
+        return jnp.broadcast_to(jnp.asarray(self.config.value, dtype), shape)
+
+    def debug_string(self, name=None, shape=None, axes=None):
+        return f"constant({self.config.value})"
+
+
+class GaussianInitializer(Initializer):
+    """Independent normal values."""
+
+    @config_class
+    class Config(Initializer.Config):
+        """Configures a GaussianInitializer.
+
+        Attributes:
+          std: the standard deviation.
+          mean: the mean, 0 if None.
+        """
+
+        std: Required[float] = REQUIRED
+        mean: float | None = None
+
+    def initialize(self, name, *, prng_key, shape, dtype, axes=None):
+        cfg = self.config
+        drawn = jax.random.normal(prng_key, shape, dtype) * jnp.asarray(cfg.std, dtype)
+        return drawn if cfg.mean is None else drawn + jnp.asarray(cfg.mean, dtype)
+
+    def debug_string(self, name=None, shape=None, axes=None):
+        return f"normal({self.config.mean or 0}, {self.config.std}^2)"
+
+
+# The standard deviation of a standard normal variable that is cut off at -2 and 2.
+_TRUNCATED_STD = 0.87962566103423978
+
+_DISTRIBUTIONS = ("uniform", "normal", "truncated_normal")
+
+
+def _draw(distribution: str, prng_key: Tensor, shape: Shape, dtype: DType, scale: float) -> Tensor:
+    """`scale` is the bound of the uniform distribution, the standard deviation of the others."""
+    scale = jnp.asarray(scale, dtype)  # pyright: ignore[reportAssignmentType]
+    if distribution == "uniform":
+        return jax.random.uniform(prng_key, shape, dtype, -1.0, 1.0) * scale
+    if distribution == "normal":
+        return jax.random.normal(prng_key, shape, dtype) * scale
+    drawn = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
+    return drawn * (scale / jnp.asarray(_TRUNCATED_STD, dtype))
+
+
+class WeightInitializer(Initializer):
+    """Values of variance `scale / fan`, so that activations (or gradients) keep their size through a layer.
+
+    With `fan=None` the values have the standard deviation `scale`, or for "uniform" lie within `±scale`.
+    For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and Bengio (2010).
+    """
+
+    @config_class
+    class Config(Initializer.Config):
+        """Configures a WeightInitializer.
+
+        Attributes:
+          fan: "fan_in", "fan_out", "fan_avg" or None.
+          scale: the factor of the variance; with fan=None of the value.
+          distribution: "uniform", "normal" or "truncated_normal".
+        """
+
+        fan: str | None = "fan_avg"
+        scale: float = 1.0
+        distribution: str = "uniform"
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        if cfg.distribution not in _DISTRIBUTIONS:
+            raise ParameterInitError(
+                f"distribution={cfg.distribution!r} is unknown; expected one of {_DISTRIBUTIONS}."
+            )
+        if cfg.fan not in (None, "fan_in", "fan_out", "fan_avg"):
+            raise ParameterInitError(
+                f"fan={cfg.fan!r} is unknown; expected 'fan_in', 'fan_out', 'fan_avg' or None."
+            )
+
+    def initialize(self, name, *, prng_key, shape, dtype, axes=None):
+        scale = self._scale(name, shape, axes)
+        return _draw(self.config.distribution, prng_key, shape, dtype, scale)
+
+    def _scale(self, name: str | None, shape: Shape, axes: FanAxes | None) -> float:
+        cfg = self.config
+        if cfg.fan is None:
+            return cfg.scale
+        if axes is None:
+            raise ParameterInitError(
+                f"{name!r} of shape {tuple(shape)} has no fan axes, which fan={cfg.fan!r} needs; "
+                "set `fan_axes=FanAxes(in_axis=..., out_axis=...)` in its ParameterSpec."
+            )
+        variance = cfg.scale / fans(shape, axes)[cfg.fan]
+        return math.sqrt(3 * variance if cfg.distribution == "uniform" else variance)
+
+    def debug_string(self, name=None, shape=None, axes=None):
+        cfg = self.config
+        scale = cfg.scale if cfg.fan is None else f"{cfg.scale} / {cfg.fan}"
+        if shape is not None and axes is not None and cfg.fan is not None:
+            scale = f"{cfg.scale} / {fans(shape, axes)[cfg.fan]}"
+        if cfg.fan is None:
+            spread = f"-{scale}, {scale}" if cfg.distribution == "uniform" else f"0, {scale}^2"
+        else:
+            root = "3 * " if cfg.distribution == "uniform" else ""
+            bound = f"sqrt({root}{scale})"
+            spread = f"-{bound}, {bound}" if cfg.distribution == "uniform" else f"0, {bound}^2"
+        return f"{cfg.distribution}({spread})"
+
+
+def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
+    """The numbers of inputs and outputs of a weight, and their mean.
+
+    Args:
+      shape: of the weight.
+      axes: which axes are what; the others count for both, as a convolution's window does.
+    """
+    size = {
+        name: math.prod(shape[axis] for axis in axis_tuple)  # pyright: ignore
+        for name, axis_tuple in axes.canonicalize()._asdict().items()
+    }
+    total = math.prod(shape)
+    window = total / max(1, size["in_axis"] * size["out_axis"] * size["batch_axis"])
+    fan_in, fan_out = size["in_axis"] * window, size["out_axis"] * window
+    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
+
+
+class DefaultInitializer(Initializer):
+    """Chooses an initializer by the parameter's name."""
+
+    @config_class
+    class Config(Initializer.Config):
+        """Configures a DefaultInitializer.
+
+        Attributes:
+          init_by_param_name: initializers by a regular expression that the whole name must match. What none matches falls to: weights
+            uniform by fan_avg, biases 0, scales 1.
+        """
+
+        init_by_param_name: dict[str, InstantiableConfig] = {}
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        by_default = {
+            PARAM_REGEXP_WEIGHT: WeightInitializer.default_config(),
+            PARAM_REGEXP_BIAS: ConstantInitializer.default_config().set(value=0.0),
+            PARAM_REGEXP_SCALE: ConstantInitializer.default_config().set(value=1.0),
+        }
+        rules = {
+            **cfg.init_by_param_name,
+            **{
+                regex: init
+                for regex, init in by_default.items()
+                if regex not in cfg.init_by_param_name
+            },
+        }
+        self._rules = {regex: init.instantiate() for regex, init in rules.items()}
+
+    def _initializer_of(self, name: str) -> Initializer:
+        for regex, initializer in self._rules.items():
+            if re.fullmatch(regex, name):
+                return initializer
+        raise ParameterInitError(
+            f"no initializer for a parameter named {name!r}; expected a name that matches one of "
+            f"{list(self._rules)}. Set `initializer` in its ParameterSpec, or add a rule: "
+            f"`param_init.init_by_param_name={{{name!r}: ...}}`."
+        )
+
+    def initialize(self, name, *, prng_key, shape, dtype, axes=None):
+        return self._initializer_of(name).initialize(
+            name, prng_key=prng_key, shape=shape, dtype=dtype, axes=axes
+        )
+
+    def debug_string(self, *, name, shape=None, axes=None):
+        return self._initializer_of(name).debug_string(name=name, shape=shape, axes=axes)
+
+
+class PerGroupInitializer(Initializer):
+    """Draws the parts of a weight along its last axis as weights of their own.
+
+    Used where several projections lie side by side in one weight, so that each has the variance it would have alone.
+    """
+
+    @config_class
+    class Config(Initializer.Config):
+        """Configures a PerGroupInitializer.
+
+        Attributes:
+          initializer: of each part.
+          num_groups: the number of parts, which must divide the last axis.
+        """
+
+        initializer: InstantiableConfig | None = DefaultInitializer.default_config()
+        num_groups: int = 1
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self._initializer = cfg.initializer.instantiate()
+
+    def initialize(self, name, *, prng_key, shape, dtype, axes=None):
+        n = self.config.num_groups
+        if not shape or shape[-1] % n:
+            raise ParameterInitError(
+                f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis must be a "
+                "multiple of num_groups."
+            )
+        part = (*shape[:-1], shape[-1] // n)
+        drawn = jax.vmap(
+            lambda key: self._initializer.initialize(
+                name, prng_key=key, shape=part, dtype=dtype, axes=axes
+            ),
+            out_axes=len(shape) - 1,
+        )(jax.random.split(prng_key, n))
+        return drawn.reshape(shape)
+
+    def debug_string(self, name=None, shape=None, axes=None):
+        of_part = self._initializer.debug_string(name=name, shape=shape, axes=axes)
+        return f"{self.config.num_groups} * [{of_part}]"
+
+
+def constant_initializer(value: Any) -> Initializer:
+    """A ConstantInitializer of `value`."""
+    return ConstantInitializer.default_config().set(value=value).instantiate()
+
+
+def gaussian_initializer(std: float) -> Initializer:
+    """A GaussianInitializer of mean 0."""
+    return GaussianInitializer.default_config().set(std=std).instantiate()
+
+
+def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
+    """A function `init(key, shape, dtype)` of normal values cut off at two standard deviations.
+
+    Args:
+      stddev: the standard deviation of what is drawn.
+      dtype: the default of `init`.
+    """
+
+    def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
+        return _draw("truncated_normal", key, shape, dtype, stddev)
+
+    return init
+
+
+def uniform(scale: float = 1.0, dtype: DType = jnp.float32):
+    """A function `init(key, shape, dtype)` of uniform values within `±scale`.
+
+    Args:
+      scale: the bound.
+      dtype: the default of `init`.
+    """
+
+    def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
+        return _draw("uniform", key, shape, dtype, scale)
+
+    return init

@@ -1,0 +1,111 @@
+"""What a parameter is before it has a value."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from weft.errors import ParameterSpecError
+from weft.hierarchy.param_init import FanAxes, Initializer, fans
+from weft.typing import DType, MeshAxes, Nested, Shape
+
+
+class FactorizationSpec(NamedTuple):
+    """How an optimizer may factor its statistics of a parameter.
+
+    Attributes:
+      axes: one entry per axis of the parameter: "row", "col" or None.
+    """
+
+    axes: tuple[str | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """The shape, dtype and layout of an array.
+
+    Attributes:
+      shape: its shape.
+      dtype: its dtype; None where a layer leaves it to its config.
+      mesh_axes: one entry per axis: the mesh axes it is laid over. None if no axis is.
+      memory_kind: the memory that holds it, such as "pinned_host"; None for the device's own.
+    """
+
+    shape: Shape
+    dtype: DType | None = None
+    mesh_axes: MeshAxes | PartitionSpec | None = None
+    memory_kind: str | None = None
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """The layout as JAX takes it."""
+        axes = (None,) * len(self.shape) if self.mesh_axes is None else self.mesh_axes
+        return PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
+
+    def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+        """The layout on a mesh."""
+        return jax.sharding.NamedSharding(mesh, self.partition_spec, memory_kind=self.memory_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterSpec(TensorSpec):
+    """A parameter of a layer.
+
+    Attributes:
+      initializer: how it gets its first value; None for the layer's `param_init`.
+      factorization: how an optimizer may factor it; None if it may not.
+      fan_axes: which axes are inputs and outputs; None for the layer's own rule.
+      weight_decay_scale: the factor of weight decay, 1 if None.
+
+    Raises:
+      ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than `shape`.
+    """
+
+    initializer: Initializer | None = None
+    factorization: FactorizationSpec | None = None
+    fan_axes: FanAxes | None = None
+    weight_decay_scale: float | None = None
+
+    def __post_init__(self):
+        factors = None if self.factorization is None else self.factorization.axes
+        for name, axes in (("mesh_axes", self.mesh_axes), ("factorization", factors)):
+            if axes is not None and len(axes) != len(self.shape):
+                raise ParameterSpecError(
+                    f"{name}={axes} has {len(axes)} entries, but shape={tuple(self.shape)} has "
+                    f"{len(self.shape)} axes; give one entry per axis."
+                )
+
+    def fans(self) -> dict[str, float]:
+        """The sizes "fan_in", "fan_out", "fan_avg".
+
+        Raises:
+          ParameterSpecError: if the spec has no `fan_axes`.
+        """
+        if self.fan_axes is None:
+            raise ParameterSpecError(
+                f"a parameter of shape {tuple(self.shape)} has no fan axes; set `fan_axes`."
+            )
+        return fans(self.shape, self.fan_axes)
+
+
+NestedParameterSpec = Nested[ParameterSpec]
+
+
+def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> ParameterSpec:
+    """The spec of `size` such parameters, stacked.
+
+    Args:
+      spec: of one.
+      size: the number of copies.
+      mesh_axis: what the new axis is laid over.
+    """
+    prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
+    factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))
+    return dataclasses.replace(
+        spec,
+        shape=(size, *spec.shape),
+        mesh_axes=PartitionSpec(mesh_axis, *spec.partition_spec),
+        factorization=factors,
+        fan_axes=prepended,
+    )

@@ -1,0 +1,83 @@
+"""What vmap and scan share: an axis that state gains and loses."""
+
+from typing import Any
+
+import jax
+
+from weft.errors import AxisSizeError, RoleError
+from weft.lifting.crossing import Cargo, Kind, Results, Units, in_results
+from weft.lifting.roles import FORK, Role, Special
+
+Metadata = dict[Any, Any]
+
+
+def axis_size(units: Units, size: int | None, transformation: str) -> int:
+    """The common size of the mapped axes.
+
+    Args:
+      units: what crosses.
+      size: the size that the user gave, if any.
+      transformation: its name, for errors.
+
+    Raises:
+      AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
+    """
+    found: dict[str, int] = {} if size is None else {"the size given": size}
+    for i, (value, role) in enumerate(zip(units.values, units.roles, strict=True)):
+        if not isinstance(role, int):
+            continue
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            name = f"input {i}{jax.tree_util.keystr(path)}"
+            shape = jax.numpy.shape(leaf)
+            if not -len(shape) <= role < len(shape):
+                raise AxisSizeError(
+                    f"{transformation}: {name} of shape {shape} has no axis {role}; "
+                    "give it an axis that it has, or None to share it."
+                )
+            found[name] = shape[role]
+    if not found:
+        raise AxisSizeError(
+            f"{transformation}: no input is mapped, so nothing tells the size; give the size."
+        )
+    if len(set(found.values())) > 1:
+        sizes = ", ".join(f"{name}: {n}" for name, n in found.items())
+        raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({sizes}).")
+    return next(iter(found.values()))
+
+
+def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:
+    """Raises RoleError where a unit has a role that the transformation does not know."""
+    for role in units.roles:
+        if isinstance(role, Special) and role not in allowed:
+            raise RoleError(
+                f"{transformation} has no role {role!r}; expected an axis, None"
+                + "".join(f", {a!r}" for a in allowed)
+                + "."
+            )
+
+
+def enter_axis(kind: Kind, units: Units, n: int, metadata: Metadata) -> list[Any]:
+    """The values as they go in: keys forked, metadata told that the axis goes."""
+
+    def enter(value: Any, role: Role, is_group: bool) -> Any:
+        if is_group and role is FORK:
+            return kind.fork(value, n)
+        if is_group and isinstance(role, int):
+            return kind.axis(-1, value, role, metadata)
+        return value
+
+    return [enter(*unit) for unit in zip(units.values, units.roles, units.is_group, strict=True)]
+
+
+def leave_axis(
+    kind: Kind, cargo: Cargo, results: Results, out_axes: Any, metadata: Metadata
+) -> Results:
+    """The results as they come back: metadata told that the axis came."""
+    units = in_results(cargo, results, out_axes)
+    parcels, packed = units.rebuild(
+        [
+            kind.axis(1, value, role, metadata) if is_group and isinstance(role, int) else value
+            for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
+        ]
+    )
+    return Results(results.static, parcels, packed)

@@ -1,0 +1,259 @@
+"""The one trip that a model's state makes through any JAX transformation.
+
+A JAX transformation takes pure functions of pytrees; a model's state hangs on a scope, on objects or on a context,
+which are the *carriers*. The trip has five stages, and a `Kind` knows how its own carriers make each of them:
+
+    outside   split    carriers -> groups of arrays, and a hashable value for all that is not an array
+    inside    merge    groups -> fresh carriers at the new trace level
+    inside    (the user's function runs)
+    inside    collect  what the function changed, and the carriers it returns -> groups
+    outside   commit   groups -> the caller's own carriers
+
+Between `depart` and `arrive`, a `Parcel` with a carrier's groups sits where the carrier sat in the arguments; between
+`pack_results` and `commit`, in the results. So the user's trees keep their shape, and whatever JAX matches by
+prefix (axes, shardings, donation) matches. What is not an array travels as the structure of a pytree without leaves, which makes it
+a part of JAX's own cache keys. Only `commit` touches what the caller holds: a trip that fails leaves no trace.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+
+from weft.errors import RoleError
+from weft.lifting.roles import Roles, broadcast_roles, roles_of_carrier
+
+
+class Kind(Protocol):
+    """How one sort of carrier crosses. `groups` has one pytree per filter of a carrier, in the filters' order."""
+
+    def is_carrier(self, x: Any) -> bool:
+        """Whether this leaf of the arguments or results is a carrier of this kind."""
+        ...
+
+    def split(
+        self, carriers: Sequence[Any], filters: Sequence[tuple[Any, ...]]
+    ) -> tuple[Any, Hashable, list[tuple[Any, ...]]]:
+        """Sees all carriers of a call at once; returns a handle for `commit`, the static half, and groups."""
+        ...
+
+    def merge(self, static: Any, groups: Sequence[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
+        """Makes carriers anew from nothing but its arguments; returns a handle for `collect`, and them."""
+        ...
+
+    def collect(
+        self,
+        inner: Any,
+        static: Any,
+        carriers: Sequence[Any],
+        filters: Sequence[tuple[Any, ...]],
+        new: Sequence[Any],
+        new_filters: Sequence[tuple[Any, ...]],
+    ) -> tuple[Hashable, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """What the call may have changed in `carriers`, and the carriers `new` that it returns."""
+        ...
+
+    def commit(
+        self,
+        outer: Any,
+        static: Any,
+        groups: Sequence[tuple[Any, ...]],
+        new_groups: Sequence[tuple[Any, ...]],
+    ) -> list[Any]:
+        """Writes to the caller's carriers, all or nothing; returns the carriers that the call returned."""
+        ...
+
+    def fork(self, group: Any, n: int) -> Any:
+        """Splits each PRNG key of a group into `n`, along a new leading axis."""
+        ...
+
+    def axis(self, sign: int, group: Any, axis: int, metadata: dict[Any, Any]) -> Any:
+        """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1)."""
+        ...
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Parcel:
+    """A carrier's groups, where the carrier sat."""
+
+    def __init__(self, groups: tuple[Any, ...]):
+        self.groups = groups
+
+    def tree_flatten_with_keys(self):
+        keys = (jax.tree_util.SequenceKey(i) for i in range(len(self.groups)))
+        return tuple(zip(keys, self.groups, strict=True)), None
+
+    @classmethod
+    def tree_unflatten(cls, aux: None, groups: Sequence[Any]) -> "Parcel":
+        return cls(tuple(groups))
+
+
+@jax.tree_util.register_static
+class Static:
+    """A hashable value that travels as the structure of a pytree without leaves."""
+
+    def __init__(self, value: Hashable):
+        self.value: Any = value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Static) and self.value == other.value
+
+
+def is_parcel(x: Any) -> bool:
+    return isinstance(x, Parcel)
+
+
+class Cargo(NamedTuple):
+    """What crosses: `static` holds the kind's static half and one role per leaf of `packed`."""
+
+    static: Static
+    packed: Any
+
+
+class Results(NamedTuple):
+    """What comes back: the kind's static half, one parcel per carrier that went in, and the function's own results."""
+
+    static: Static
+    parcels: list[Parcel]
+    packed: Any
+
+
+def depart(kind: Kind, args: Any, roles: Any, what: str = "in_axes") -> tuple[Any, Cargo]:
+    """Splits the carriers among `args` into groups, by the roles they are given.
+
+    Args:
+      kind: whose carriers to look for.
+      args: a pytree of the arguments.
+      roles: a pytree prefix of `args`, see `weft.lifting.roles`.
+      what: the name under which the user gave `roles`, for errors.
+
+    Returns:
+      A handle for `commit`, which stays outside, and what crosses.
+    """
+    leaves, tree = jax.tree.flatten(args, is_leaf=kind.is_carrier)
+    flat = broadcast_roles(roles, args, kind.is_carrier, what)
+    at = [i for i, leaf in enumerate(leaves) if kind.is_carrier(leaf)]
+    for i, leaf in enumerate(leaves):
+        if kind.is_carrier(leaf):
+            flat[i] = roles_of_carrier(flat[i])
+        elif isinstance(flat[i], Roles):
+            raise RoleError(
+                f"{what} gives {flat[i]!r} to a {type(leaf).__name__}, which carries no state; "
+                "give it an axis or None."
+            )
+    outer, static, groups = kind.split([leaves[i] for i in at], [flat[i].filters for i in at])
+    for i, group in zip(at, groups, strict=True):
+        leaves[i] = Parcel(group)
+    return outer, Cargo(Static((static, tuple(flat))), tree.unflatten(leaves))
+
+
+def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None) -> Results:
+    """Merges the carriers at the present trace level, calls `fn(args)` and collects.
+
+    Args:
+      kind: whose carriers cross.
+      fn: takes the pytree that was given to `depart`, with fresh carriers.
+      cargo: from `depart`.
+      out_roles: the roles of carriers that `fn` returns, a pytree prefix of its result.
+    """
+    static, flat = cargo.static.value
+    leaves, tree = jax.tree.flatten(cargo.packed, is_leaf=is_parcel)
+    at = [i for i, leaf in enumerate(leaves) if is_parcel(leaf)]
+    inner, carriers = kind.merge(static, [leaves[i].groups for i in at])
+    for i, carrier in zip(at, carriers, strict=True):
+        leaves[i] = carrier
+
+    out = fn(tree.unflatten(leaves))
+
+    out_leaves, out_tree = jax.tree.flatten(out, is_leaf=kind.is_carrier)
+    out_at = [i for i, leaf in enumerate(out_leaves) if kind.is_carrier(leaf)]
+    out_flat = (
+        broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
+        if out_at
+        else [None] * len(out_leaves)
+    )
+    out_static, groups, new_groups = kind.collect(
+        inner,
+        static,
+        carriers,
+        [flat[i].filters for i in at],
+        [out_leaves[i] for i in out_at],
+        [roles_of_carrier(out_flat[i]).filters for i in out_at],
+    )
+    for i, group in zip(out_at, new_groups, strict=True):
+        out_leaves[i] = Parcel(group)
+    return Results(Static(out_static), [Parcel(g) for g in groups], out_tree.unflatten(out_leaves))
+
+
+def commit(kind: Kind, outer: Any, results: Results) -> Any:
+    """Writes what came back to the caller's carriers and returns the function's own results."""
+    leaves, tree = jax.tree.flatten(results.packed, is_leaf=is_parcel)
+    at = [i for i, leaf in enumerate(leaves) if is_parcel(leaf)]
+    new = kind.commit(
+        outer,
+        results.static.value,
+        [parcel.groups for parcel in results.parcels],
+        [leaves[i].groups for i in at],
+    )
+    for i, carrier in zip(at, new, strict=True):
+        leaves[i] = carrier
+    return tree.unflatten(leaves)
+
+
+class Units:
+    """A packed tree as a list of what has a role of its own: each group of a parcel, and each other leaf.
+
+    Attributes:
+      values: the groups and leaves, in order.
+      roles: the role of each.
+    """
+
+    def __init__(self, packed: Any, flat_roles: Sequence[Any]):
+        leaves, self._tree = jax.tree.flatten(packed, is_leaf=is_parcel)
+        self._sizes = [len(leaf.groups) if is_parcel(leaf) else None for leaf in leaves]
+        self.values: list[Any] = []
+        self.roles: list[Any] = []
+        self.is_group: list[bool] = []
+        for leaf, role in zip(leaves, flat_roles, strict=True):
+            is_carriers = is_parcel(leaf)
+            self.values.extend(leaf.groups if is_carriers else [leaf])
+            self.roles.extend(roles_of_carrier(role).roles if is_carriers else [role])
+            self.is_group.extend([is_carriers] * (len(leaf.groups) if is_carriers else 1))
+
+    @classmethod
+    def of_cargo(cls, cargo: Cargo) -> "Units":
+        return cls(cargo.packed, cargo.static.value[1])
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """The packed tree with other values in place of its own."""
+        rest = iter(values)
+        return self._tree.unflatten(
+            next(rest) if size is None else Parcel(tuple(next(rest) for _ in range(size)))
+            for size in self._sizes
+        )
+
+    def pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Each value with its role."""
+        return zip(self.values, self.roles, strict=True)
+
+    def with_roles(self, role: Any) -> list[Any]:
+        """The values whose role is `role`."""
+        return [v for v, r in self.pairs() if r is role]
+
+    def merged(self, role: Any, replacements: Sequence[Any]) -> Any:
+        """The packed tree with the values of that role replaced, in order."""
+        new = iter(replacements)
+        return self.rebuild(
+            [next(new) if r is role else v for v, r in self.pairs()]
+        )
+
+
+def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:
+    """The units of what comes back: the carriers that went in keep their roles, results have `out_roles`."""
+    _, flat = cargo.static.value
+    carried = [role for role in flat if isinstance(role, Roles)]
+    out = broadcast_roles(out_roles, results.packed, is_parcel, "out_axes")
+    return Units((results.parcels, results.packed), [*carried, *out])

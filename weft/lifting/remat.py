@@ -1,0 +1,36 @@
+"""remat: what the body computes is computed again in the backward pass instead of being kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
+
+
+def remat(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    prevent_cse: bool = True,
+    policy: Callable[..., bool] | None = None,
+) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function that takes carriers.
+
+    Args:
+      kind: whose carriers cross.
+      fn: the function.
+      prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
+      policy: what to keep, one of `jax.checkpoint_policies`.
+    """
+
+    def pure(cargo: Cargo) -> Results:
+        return run(kind, lambda args: fn(*args), cargo)
+
+    traced = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)  # pyright: ignore
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, None)
+        return commit(kind, outer, traced(cargo))
+
+    return call

@@ -1,0 +1,74 @@
+"""vmap: the state of a carrier is mapped, shared or forked, group by group."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from weft.lifting import axes
+from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, commit, depart, run
+from weft.lifting.roles import FORK, Roles, is_role
+
+
+def vmap(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_size: int | None = None,
+    axis_name: Any = None,
+    spmd_axis_name: Any = None,
+    metadata: axes.Metadata | None = None,
+) -> Callable[..., Any]:
+    """`jax.vmap` of a function that takes carriers.
+
+    Args:
+      kind: whose carriers cross.
+      fn: the function.
+      in_axes: a prefix of the arguments: an axis, None, or `Roles` where a carrier is.
+      out_axes: a prefix of the results, likewise. The carriers that go in come back as they went.
+      axis_size: the size of the new axis, where no argument tells it.
+      axis_name: the name of the new axis for collectives.
+      spmd_axis_name: the mesh axis over which the new axis is laid.
+      metadata: handed to axis metadata that gains or loses the axis.
+
+    Raises:
+      AxisSizeError: if the mapped axes do not agree.
+      RoleError: for a role that is neither an axis, None nor FORK.
+    """
+    metadata = metadata or {}
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        units = Units.of_cargo(cargo)
+        axes.refuse_roles(units, "vmap", (FORK,))
+        n = axes.axis_size(units, axis_size, "vmap")
+
+        def mapped(packed: Any) -> Results:
+            return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
+
+        results = jax.vmap(
+            mapped,
+            in_axes=(units.rebuild([0 if role is FORK else role for role in units.roles]),),
+            out_axes=Results(None, _parcel_axes(cargo), _result_axes(out_axes)),  # pyright: ignore
+            axis_size=n,
+            axis_name=axis_name,
+            spmd_axis_name=spmd_axis_name,
+        )(units.rebuild(axes.enter_axis(kind, units, n, metadata)))
+        return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
+
+    return call
+
+
+def _parcel_axes(cargo: Cargo) -> list[Parcel]:
+    carried = [role for role in cargo.static.value[1] if isinstance(role, Roles)]
+    return [Parcel(tuple(None if r is FORK else r for r in roles.roles)) for roles in carried]
+
+
+def _result_axes(out_axes: Any) -> Any:
+    return jax.tree.map(
+        lambda role: Parcel(role.roles) if isinstance(role, Roles) else role,
+        out_axes,
+        is_leaf=is_role,
+    )

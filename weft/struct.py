@@ -1,0 +1,79 @@
+"""Immutable dataclasses that are pytrees.
+
+A field is a child of the pytree unless it is declared with `field(pytree_node=False)`; such a field is part of the
+structure, must be hashable, and a change of it makes `jax.jit` trace again.
+"""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+
+T = TypeVar("T")
+
+
+def field(pytree_node: bool = True, *, metadata: dict[str, Any] | None = None, **kwargs: Any):
+    """A dataclass field that says whether it is a child of the pytree.
+
+    Args:
+      pytree_node: True for arrays and containers of them, False for what belongs to the structure.
+      metadata: further metadata of the field.
+      **kwargs: as for `dataclasses.field`.
+    """
+    return dataclasses.field(metadata={**(metadata or {}), "pytree_node": pytree_node}, **kwargs)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def dataclass(cls: type[T] | None = None, /, **kwargs: Any):
+    """Makes a class a frozen dataclass, a pytree node, and gives it `replace`.
+
+    Args:
+      cls: the class; left out when the decorator is used with arguments.
+      **kwargs: as for `dataclasses.dataclass`, where `frozen` is True by default.
+
+    Example:
+      >>> @dataclass
+      ... class Point:
+      ...     x: float
+      ...     name: str = field(pytree_node=False, default="p")
+      >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
+      Point(x=2.0, name='q')
+    """
+    if cls is None:
+        return lambda cls: dataclass(cls, **kwargs)
+    # A subclass of a struct inherits `_weft_struct`; only a class's own mark means "already done".
+    if "_weft_struct" in vars(cls):
+        return cls
+    kwargs.setdefault("frozen", True)
+    made = dataclasses.dataclass(**kwargs)(cls)
+    fields = dataclasses.fields(made)  # pyright: ignore[reportArgumentType]
+    if not hasattr(made, "replace"):
+        made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
+    made._weft_struct = True  # pyright: ignore[reportAttributeAccessIssue]
+    jax.tree_util.register_dataclass(
+        made,
+        data_fields=[f.name for f in fields if f.metadata.get("pytree_node", True)],
+        meta_fields=[f.name for f in fields if not f.metadata.get("pytree_node", True)],
+    )
+    return made
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+class PyTreeNode:
+    """Base class that makes every subclass a `struct.dataclass`.
+
+    Example:
+      >>> class Scaled(PyTreeNode):
+      ...     value: float
+      ...     unit: str = field(pytree_node=False, default="m")
+      >>> jax.tree.leaves(Scaled(2.0))
+      [2.0]
+    """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__()
+        dataclass(cls, **kwargs)
+
+    def replace(self: T, **updates: Any) -> T:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **updates)  # pyright: ignore[reportArgumentType]
