@@ -1,0 +1,129 @@
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from weft.errors import ArgumentShapeError
+from weft.functional import conv, conv_explicit_padding, conv_output_shape, conv_transpose
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def by_hand(x, w, strides, pads, dilation, groups=1):
+    """A convolution as sums over positions of the window."""
+    n = x.ndim - 2
+    x = np.pad(x, [(0, 0), *pads, (0, 0)])
+    window, cin, cout = w.shape[:n], w.shape[-2], w.shape[-1]
+    out = conv_output_shape(
+        x.shape[1:-1], window=window, strides=strides, padding="VALID", dilation=dilation
+    )
+    y = np.zeros((x.shape[0], *out, cout), np.float64)
+    for offset in itertools.product(*map(range, window)):
+        view = x[
+            (
+                slice(None),
+                *[
+                    slice(o * d, o * d + (size - 1) * s + 1, s)
+                    for o, d, s, size in zip(offset, dilation, strides, out, strict=True)
+                ],
+            )
+        ]
+        for g in range(groups):
+            outputs = slice(g * cout // groups, (g + 1) * cout // groups)
+            y[..., outputs] += view[..., g * cin : (g + 1) * cin] @ w[offset][:, outputs]
+    return y
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID", "CAUSAL", "explicit"])
+@pytest.mark.parametrize(
+    "spatial, window, strides, dilation, groups",
+    [
+        ((9,), (3,), (2,), (1,), 1),
+        ((9,), (3,), (1,), (2,), 2),
+        ((6, 7), (2, 3), (1, 2), (2, 1), 1),
+        ((4, 5, 3), (2, 2, 2), (1, 1, 2), (1, 2, 1), 2),
+    ],
+)
+def test_conv_sums_over_its_window(spatial, window, strides, dilation, groups, padding):
+    x, w, b = array(2, *spatial, 4), array(*window, 4 // groups, 6), array(6)
+    padding = [(1, 2)] * len(window) if padding == "explicit" else padding
+    y = conv(
+        jnp.array(x),
+        jnp.array(w),
+        jnp.array(b),
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+    )
+    pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
+    expected = by_hand(x, w, strides, pads, dilation, groups) + b
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_number_speaks_for_all_axes():
+    x, w = jnp.array(array(1, 6, 6, 2)), jnp.array(array(3, 3, 2, 3))
+    np.testing.assert_array_equal(
+        conv(x, w, strides=2, dilation=1, padding="SAME"),
+        conv(x, w, strides=(2, 2), dilation=(1, 1), padding="SAME"),
+    )
+
+
+def test_a_causal_output_sees_nothing_later():
+    x, w = jnp.array(array(1, 8, 2)), jnp.array(array(3, 2, 1))
+    touched = jax.jacobian(lambda x: conv(x, w, padding="CAUSAL")[0, :, 0])(x)[:, 0].any(-1)
+    np.testing.assert_array_equal(touched, np.tri(8, dtype=bool) & ~np.tri(8, k=-3, dtype=bool))
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize("transpose_kernel", [False, True])
+def test_conv_transpose_agrees_with_lax(padding, transpose_kernel):
+    x = jnp.array(array(2, 5, 4, 3))
+    w = jnp.array(array(3, 2, 4, 3) if transpose_kernel else array(3, 2, 3, 4))
+    b = jnp.array(array(4))
+    options = {"strides": (2, 3), "padding": padding, "transpose_kernel": transpose_kernel}
+    expected = lax.conv_transpose(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options) + b
+    np.testing.assert_allclose(conv_transpose(x, w, b, **options), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_conv_transpose_with_a_transposed_kernel_is_the_gradient_of_conv():
+    w, g = jnp.array(array(3, 2, 4)), jnp.array(array(1, 4, 4))
+    x = jnp.zeros((1, 9, 2))
+    _, vjp = jax.vjp(lambda x: conv(x, w, strides=2), x)
+    ours = conv_transpose(g, w, strides=2, padding="VALID", transpose_kernel=True)
+    np.testing.assert_allclose(ours, vjp(g)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_causal_conv_transpose_sees_nothing_later():
+    x, w = jnp.array(array(1, 4, 1)), jnp.array(array(3, 1, 1))
+
+    def up(x):
+        return conv_transpose(x, w, strides=2, padding="CAUSAL")[0, :, 0]
+
+    touched = np.array(jax.jacobian(up)(x)[:, 0, :, 0] != 0)
+    assert touched.shape == (8, 4)
+    for out, inp in zip(*np.nonzero(touched), strict=True):
+        assert inp <= out // 2
+
+
+def test_shapes_that_do_not_fit_are_named():
+    with pytest.raises(ArgumentShapeError, match=r"3 input channels for each of 2 group.* 4 chann"):
+        conv(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)), groups=2)
+    with pytest.raises(ArgumentShapeError, match=r"takes 3 input channels, but x has 4"):
+        conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)))
+    with pytest.raises(ArgumentShapeError, match=r"shapes are \(5, 4\) and \(3, 4, 2\)"):
+        conv(jnp.ones((5, 4)), jnp.ones((3, 4, 2)))
+
+
+def test_dtype_follows_the_input():
+    x, w = jnp.ones((1, 5, 4), jnp.bfloat16), jnp.ones((3, 4, 2), jnp.bfloat16)
+    assert conv(x, w).dtype == jnp.bfloat16
+    assert conv_transpose(x, w).dtype == jnp.bfloat16
+    assert conv(x, w.astype(jnp.float32)).dtype == jnp.float32

@@ -1,0 +1,166 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import (
+    compute_conv_paddings,
+    compute_conv_transpose_paddings,
+    conv_dilate_window,
+    conv_explicit_padding,
+    conv_output_shape,
+    conv_transpose_explicit_padding,
+    conv_transpose_output_shape,
+)
+
+sizes = st.integers(1, 5)
+names = st.sampled_from(["SAME", "VALID", "CAUSAL"])
+explicit = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda pair: (pair,))
+
+
+def lax_length(length, window, strides, pads, input_dilation=1, dilation=1):
+    """The length that jax itself gives."""
+    return lax.conv_general_shape_tuple(
+        (1, 1, (length - 1) * input_dilation + 1),
+        (1, 1, (window - 1) * dilation + 1),
+        (strides,),
+        list(pads),
+        ("NCH", "OIH", "NCH"),
+    )[-1]
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 20), sizes, sizes, sizes, st.one_of(names, explicit))
+def test_output_shape_is_the_one_jax_computes(length, window, stride, dilation, padding):
+    arguments = {
+        "window": (window,),
+        "strides": (stride,),
+        "padding": padding,
+        "dilation": (dilation,),
+    }
+    pads = conv_explicit_padding(**arguments)
+    (ours,) = conv_output_shape((length,), **arguments)
+    assert ours == max(lax_length(length, window, stride, pads, dilation=dilation), 0)
+    if padding in ("SAME", "CAUSAL"):
+        assert ours == -(-length // stride)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 20), sizes, sizes, sizes, st.one_of(names, explicit))
+def test_transposed_output_shape_is_the_one_jax_computes(length, window, stride, dilation, padding):
+    arguments = {
+        "window": (window,),
+        "strides": (stride,),
+        "padding": padding,
+        "dilation": (dilation,),
+    }
+    pads = conv_transpose_explicit_padding(**arguments)
+    (ours,) = conv_transpose_output_shape((length,), **arguments)
+    assert ours == max(lax_length(length, window, 1, pads, stride, dilation), 0)
+    if padding in ("SAME", "CAUSAL"):
+        assert ours == length * stride
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 8), sizes, sizes, st.sampled_from(["SAME", "VALID"]))
+def test_transposed_padding_agrees_with_lax_conv_transpose(length, window, stride, padding):
+    y = lax.conv_transpose(jnp.zeros((1, length, 1)), jnp.zeros((window, 1, 1)), (stride,), padding)
+    arguments = {"window": (window,), "strides": (stride,), "padding": padding}
+    assert conv_transpose_output_shape((length,), **arguments) == y.shape[1:2]
+
+
+def test_padding_by_name():
+    def pad(padding, window=(5,), strides=(2,), dilation=None):
+        return conv_explicit_padding(
+            window=window, strides=strides, padding=padding, dilation=dilation
+        )
+
+    assert pad("VALID") == ((0, 0),)
+    assert pad("SAME") == ((2, 2),)
+    assert pad("SAME", window=(4,)) == ((1, 2),)
+    assert pad("CAUSAL") == ((3, 1),)
+    assert pad("CAUSAL", strides=(1,), dilation=(2,)) == ((8, 0),)
+    assert pad("CAUSAL", window=(1,), strides=(3,)) == ((0, 0),)
+    assert pad("CAUSAL", window=(3, 3), strides=(1, 1)) == ((2, 0), (1, 1))
+    assert pad([[1, 2]]) == ((1, 2),)
+
+
+def test_causal_transposed_keeps_the_first_outputs():
+    pads = conv_transpose_explicit_padding(window=(3,), strides=(2,), padding="CAUSAL")
+    assert pads == ((2, 1),)
+
+
+def test_dilated_window():
+    assert conv_dilate_window(window=(3, 1), dilation=(4, 4)) == (9, 1)
+    assert conv_dilate_window(window=(3, 1), dilation=None) == (3, 1)
+
+
+def test_unknown_sizes_stay_unknown():
+    arguments = {"window": (3, 3), "strides": (2, 2), "padding": "SAME"}
+    assert conv_output_shape((None, 5), **arguments) == (None, 3)
+    assert conv_transpose_output_shape((None, 5), **arguments) == (None, 10)
+
+
+@pytest.mark.parametrize("pads_of", [conv_explicit_padding, conv_transpose_explicit_padding])
+def test_bad_padding_is_named(pads_of):
+    with pytest.raises(ArgumentValueError, match=r"'FULL' is neither one of SAME, VALID, CAUSAL"):
+        pads_of(window=(3,), strides=(1,), padding="FULL")
+    with pytest.raises(ArgumentValueError, match=r"\(\(0, 1\),\) is not one .* of 2 spatial axes"):
+        pads_of(window=(3, 3), strides=(1, 1), padding=((0, 1),))
+    with pytest.raises(ArgumentValueError, match=r"\(1, 1\) is not one \(left, right\) pair"):
+        pads_of(window=(3, 3), strides=(1, 1), padding=(1, 1))
+
+
+def test_ranks_that_disagree_are_named():
+    with pytest.raises(ArgumentShapeError, match=r"window=\(3, 3\), strides=\(1,\)"):
+        conv_explicit_padding(window=(3, 3), strides=(1,), padding="SAME")
+    with pytest.raises(ArgumentShapeError, match=r"in_shape=\(8,\), window=\(3, 3\)"):
+        conv_output_shape((8,), window=(3, 3), strides=(1, 1), padding="SAME")
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(0, 1), min_size=5, max_size=12), sizes, st.integers(1, 3), names, st.data()
+)
+def test_an_output_is_padding_where_its_anchor_is(row, window, stride, padding, data):
+    ((left, right),) = conv_explicit_padding(window=(window,), strides=(stride,), padding=padding)
+    anchor = data.draw(st.none() | st.integers(left, window - 1))
+    out = compute_conv_paddings(
+        jnp.array([row]), window=window, stride=stride, conv_padding=padding, anchor=anchor
+    )
+    padded = [1] * left + row + [1] * right
+    position = left if anchor is None else anchor
+    starts = range(0, len(padded) - window + 1, stride)
+    # An anchor at the default may stand beyond a window that is shorter than the padding.
+    expected = [(padded + [1] * window)[start + position] for start in starts]
+    assert out.tolist() == [expected]
+
+
+def test_transposed_paddings_repeat_each_input():
+    row = jnp.array([[0, 0, 1]])
+
+    def out(**kwargs):
+        return compute_conv_transpose_paddings(row, window=3, **kwargs).tolist()[0]
+
+    assert out(stride=1, conv_padding="SAME") == [0, 0, 1]
+    assert out(stride=2, conv_padding="SAME") == [0, 0, 0, 0, 1, 1]
+    assert out(stride=2, conv_padding="CAUSAL") == [0, 0, 0, 0, 1, 1]
+    assert out(stride=2, conv_padding="VALID") == [0, 0, 0, 0, 1, 1, 1]
+    assert out(stride=1, conv_padding=((0, 0),), anchor=2) == [1]
+
+
+def test_paddings_keep_their_dtype():
+    for dtype in (jnp.bool_, jnp.int32, jnp.float32):
+        rows = jnp.zeros((2, 5), dtype)
+        out = compute_conv_paddings(rows, window=3, stride=1, conv_padding="SAME", anchor=2)
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(out[:, -1], np.ones(2, dtype))
+
+
+@pytest.mark.parametrize("compute", [compute_conv_paddings, compute_conv_transpose_paddings])
+def test_an_anchor_outside_the_window_is_refused(compute):
+    with pytest.raises(ArgumentValueError, match=r"anchor=3 must be in the range \[1, 3\)"):
+        compute(jnp.zeros((1, 5)), window=3, stride=1, conv_padding="SAME", anchor=3)

@@ -1,0 +1,154 @@
+"""Convolutions over one to three spatial axes.
+
+Arrays are channels-last, `(batch, *spatial, channels)`, and weights `(*window, input / groups,
+output)`. What the names of paddings mean, and the shapes that come out, is in `conv_shape.py`.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Num
+
+from weft.errors import ArgumentShapeError
+from weft.functional.conv_shape import (
+    ConvPadding,
+    conv_explicit_padding,
+    conv_transpose_explicit_padding,
+)
+
+
+def conv(
+    x: Num[Array, "batch *spatial input"],
+    weight: Num[Array, "*window group_input output"],
+    bias: Num[Array, " output"] | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: ConvPadding = "VALID",
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Num[Array, "batch *out_spatial output"]:
+    """Convolves the spatial axes of `x`, without flipping the window.
+
+    Args:
+        x: the input.
+        weight: the window's weights.
+        bias: added to each output channel; none by default.
+        strides: the step between two outputs, one number or one per spatial axis.
+        padding: a name (see `conv_shape.py`) or `(left, right)` per spatial axis.
+        dilation: the step between two positions of one window.
+        groups: the channels are cut into so many groups, each convolved by itself.
+        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: the dtype of the sum, likewise.
+
+    Raises:
+        ArgumentShapeError: if the ranks or the channels do not fit.
+        ArgumentValueError: if the padding has no meaning.
+
+    >>> conv(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2, padding="SAME").shape
+    (1, 3, 4)
+    """
+    window = _window_of(x, weight)
+    if x.shape[-1] != weight.shape[-2] * groups:
+        raise ArgumentShapeError(
+            f"weight has shape {weight.shape}: {weight.shape[-2]} input channels for each of "
+            f"{groups} group(s), but x has {x.shape[-1]} channels (shape {x.shape})."
+        )
+    strides = _per_axis(strides, len(window))
+    dilation = _per_axis(dilation, len(window))
+    pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
+    y = _conv_general(
+        x,
+        weight,
+        window_strides=strides,
+        padding=pads,
+        rhs_dilation=dilation,
+        feature_group_count=groups,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    return y if bias is None else y + bias
+
+
+def conv_transpose(
+    x: Num[Array, "batch *spatial input"],
+    weight: Num[Array, "*window input output"],
+    bias: Num[Array, " output"] | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: ConvPadding = "SAME",
+    dilation: int | Sequence[int] = 1,
+    transpose_kernel: bool = False,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Num[Array, "batch *out_spatial output"]:
+    """Convolves `x` with `strides - 1` zeros put between its positions: a learned upsampling.
+
+    Args:
+        x: the input.
+        weight: the window's weights; `(*window, output, input)` with `transpose_kernel`.
+        bias: added to each output channel; none by default.
+        strides: how many outputs there are for each input position.
+        padding: a name (see `conv_transpose_explicit_padding`), or `(left, right)` per spatial
+            axis, which is added around the input with its zeros.
+        dilation: the step between two positions of one window.
+        transpose_kernel: flips the window and swaps its channels, which makes this the gradient of
+            the convolution with that weight.
+        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: the dtype of the sum, likewise.
+
+    Raises:
+        ArgumentShapeError: if the ranks or the channels do not fit.
+        ArgumentValueError: if the padding has no meaning.
+
+    >>> conv_transpose(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2).shape
+    (1, 10, 4)
+    """
+    window = _window_of(x, weight)
+    if transpose_kernel:
+        weight = jnp.swapaxes(jnp.flip(weight, tuple(range(len(window)))), -1, -2)
+    if x.shape[-1] != weight.shape[-2]:
+        raise ArgumentShapeError(
+            f"weight takes {weight.shape[-2]} input channels, but x has {x.shape[-1]} "
+            f"(shape {x.shape}). With transpose_kernel the input channels of a weight come last."
+        )
+    strides = _per_axis(strides, len(window))
+    dilation = _per_axis(dilation, len(window))
+    y = _conv_general(
+        x,
+        weight,
+        window_strides=(1,) * len(window),
+        padding=conv_transpose_explicit_padding(
+            window=window, strides=strides, padding=padding, dilation=dilation
+        ),
+        lhs_dilation=strides,
+        rhs_dilation=dilation,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    return y if bias is None else y + bias
+
+
+def _conv_general(x, weight, **kwargs):
+    spatial = "DHW"[-(x.ndim - 2) :]
+    layout = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    dtype = jnp.result_type(x, weight)
+    return lax.conv_general_dilated(
+        x.astype(dtype), weight.astype(dtype), dimension_numbers=layout, **kwargs
+    )
+
+
+def _window_of(x, weight) -> tuple[int, ...]:
+    if x.ndim != weight.ndim or not 3 <= x.ndim <= 5:
+        raise ArgumentShapeError(
+            "x must be (batch, *spatial, channels) and weight (*window, input, output) with the "
+            f"same one to three spatial axes, but their shapes are {x.shape} and {weight.shape}."
+        )
+    return weight.shape[:-2]
+
+
+def _per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
+    return (value,) * n if isinstance(value, int) else tuple(value)

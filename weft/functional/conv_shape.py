@@ -1,0 +1,287 @@
+"""The arithmetic of a convolution's window: its span, its padding, the shape and padding it leaves.
+
+Along each spatial axis, output `o` of a convolution sees the padded positions
+
+    o * stride, o * stride + dilation, …, o * stride + dilation * (window - 1)
+
+which span `conv_dilate_window` positions. A named padding is a rule for how many positions to add
+on the left and right, and here it never depends on the input's length, so that a stream cut into
+pieces gives the outputs of the whole:
+
+    VALID   nothing
+    SAME    span - 1 in all, half on each side, the odd one on the right
+    CAUSAL  span - 1 in all, span - stride of them on the left: an output sees no position after
+            its stride's last. Along the first spatial axis, which is time; SAME along the others.
+
+For the SAME of `jax.lax`, which does depend on the length, pass the pairs that
+`jax.lax.padtype_to_pads(spatial_shape, window, strides, "SAME")` gives.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Num
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+
+ConvPadding = Literal["SAME", "VALID", "CAUSAL"] | Sequence[tuple[int, int]]
+NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
+
+
+def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns how many positions the window spans along each axis.
+
+    >>> conv_dilate_window(window=(3, 5), dilation=(2, 1))
+    (5, 5)
+    """
+    dilation = (1,) * len(window) if dilation is None else dilation
+    _require_same_rank(window=window, dilation=dilation)
+    return tuple((w - 1) * d + 1 for w, d in zip(window, dilation, strict=True))
+
+
+def conv_explicit_padding(
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: ConvPadding,
+    dilation: Sequence[int] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Returns the `(left, right)` padding of each spatial axis.
+
+    Args:
+        window: the window's size along each axis.
+        strides: the strides along each axis.
+        padding: a name (see the module), or the answer, which is returned as it is.
+        dilation: along each axis; 1 by default.
+
+    Raises:
+        ArgumentShapeError: if the arguments speak of different numbers of axes.
+        ArgumentValueError: if the padding is neither a known name nor pairs of sizes.
+
+    >>> conv_explicit_padding(window=(5,), strides=(2,), padding="SAME")
+    ((2, 2),)
+    >>> conv_explicit_padding(window=(5,), strides=(2,), padding="CAUSAL")
+    ((3, 1),)
+    """
+    _require_same_rank(window=window, strides=strides)
+    if not isinstance(padding, str):
+        return _as_pairs(padding, len(window))
+    span = conv_dilate_window(window=window, dilation=dilation)
+    if padding == "VALID":
+        return ((0, 0),) * len(window)
+    same = tuple(((n - 1) // 2, n // 2) for n in span)
+    if padding == "SAME":
+        return same
+    if padding == "CAUSAL":
+        left = max(span[0] - strides[0], 0)
+        return ((left, span[0] - 1 - left), *same[1:])
+    raise _unknown_padding(padding)
+
+
+def conv_output_shape(
+    in_shape: Sequence[int | None],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: ConvPadding,
+    dilation: Sequence[int] | None = None,
+) -> tuple[int | None, ...]:
+    """Returns the spatial shape of a convolution's output.
+
+    Args:
+        in_shape: the input's spatial shape. A size that is None is unknown, and stays None.
+        window, strides, padding, dilation: as in `conv_explicit_padding`.
+
+    >>> conv_output_shape((10, None), window=(3, 3), strides=(2, 1), padding="VALID")
+    (4, None)
+    """
+    _require_same_rank(in_shape=in_shape, window=window)
+    pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
+    span = conv_dilate_window(window=window, dilation=dilation)
+    return tuple(
+        None if size is None else max((size + sum(pad) - n) // stride + 1, 0)
+        for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True)
+    )
+
+
+def conv_transpose_explicit_padding(
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: ConvPadding,
+    dilation: Sequence[int] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Returns the padding of a transposed convolution, around the input with its zeros.
+
+    VALID keeps every output that an input reaches. SAME and CAUSAL keep `stride` outputs for each
+    input: SAME those in the middle of what it reaches (as `jax.lax.conv_transpose` does), CAUSAL
+    the first ones.
+
+    Args:
+        window, strides, padding, dilation: as in `conv_explicit_padding`.
+
+    >>> conv_transpose_explicit_padding(window=(3,), strides=(2,), padding="SAME")
+    ((2, 1),)
+    """
+    _require_same_rank(window=window, strides=strides)
+    if not isinstance(padding, str):
+        return _as_pairs(padding, len(window))
+    if padding not in NAMED_PADDINGS:
+        raise _unknown_padding(padding)
+    span = conv_dilate_window(window=window, dilation=dilation)
+
+    def pads(axis: int) -> tuple[int, int]:
+        n, stride = span[axis], strides[axis]
+        total = n + stride - 2
+        if padding == "VALID":
+            return n - 1, total + max(n - stride, 0) - (n - 1)
+        if padding == "CAUSAL" and axis == 0:
+            return n - 1, stride - 1
+        left = n - 1 if stride > n - 1 else -(-total // 2)
+        return left, total - left
+
+    return tuple(pads(axis) for axis in range(len(window)))
+
+
+def conv_transpose_output_shape(
+    in_shape: Sequence[int | None],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: ConvPadding,
+    dilation: Sequence[int] | None = None,
+) -> tuple[int | None, ...]:
+    """Returns the spatial shape of a transposed convolution's output.
+
+    Args:
+        in_shape: the input's spatial shape. A size that is None is unknown, and stays None.
+        window, strides, padding, dilation: as in `conv_explicit_padding`.
+
+    >>> conv_transpose_output_shape((5, None), window=(3, 3), strides=(2, 1), padding="VALID")
+    (11, None)
+    """
+    _require_same_rank(in_shape=in_shape, window=window)
+    pads = conv_transpose_explicit_padding(
+        window=window, strides=strides, padding=padding, dilation=dilation
+    )
+    span = conv_dilate_window(window=window, dilation=dilation)
+    return tuple(
+        None if size is None else max((size - 1) * stride + 1 + sum(pad) - n + 1, 0)
+        for size, pad, n, stride in zip(in_shape, pads, span, strides, strict=True)
+    )
+
+
+def compute_conv_paddings(
+    in_paddings: Num[Array, "batch time"],
+    *,
+    window: int,
+    stride: int,
+    conv_padding: ConvPadding,
+    dilation: int | None = None,
+    anchor: int | None = None,
+) -> Num[Array, "batch out_time"]:
+    """Returns which outputs of a convolution over time are padding.
+
+    An output is padding where the input under its anchor is: one position of its window.
+
+    Args:
+        in_paddings: 1 where the input is padding, 0 elsewhere.
+        window: the window's size in time.
+        stride: the stride in time.
+        conv_padding: the convolution's padding in time.
+        dilation: in time; 1 by default.
+        anchor: the position in the dilated window. By default the number of positions padded on
+            the left, so that the first output's anchor is the first input.
+
+    Raises:
+        ArgumentValueError: if the anchor is not in the window, or left of the default.
+
+    >>> in_paddings = jnp.array([[0, 0, 0, 1, 1, 1]])
+    >>> compute_conv_paddings(in_paddings, window=3, stride=2, conv_padding="SAME").tolist()
+    [[0, 0, 1]]
+    """
+    dilations = (dilation or 1,)
+    pads = conv_explicit_padding(
+        window=(window,), strides=(stride,), padding=conv_padding, dilation=dilations
+    )
+    (length,) = conv_output_shape(
+        in_paddings.shape[1:], window=(window,), strides=(stride,), padding=pads, dilation=dilations
+    )
+    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilations[0])
+    return _take_paddings(in_paddings, jnp.arange(length) * stride + offset)
+
+
+def compute_conv_transpose_paddings(
+    in_paddings: Num[Array, "batch time"],
+    *,
+    window: int,
+    stride: int,
+    conv_padding: ConvPadding,
+    dilation: int = 1,
+    anchor: int | None = None,
+) -> Num[Array, "batch out_time"]:
+    """Returns which outputs of a transposed convolution over time are padding.
+
+    An output is padding where the input under its anchor is. Between two inputs the anchor counts
+    as under the earlier one, so that each input speaks for `stride` outputs.
+
+    Args:
+        in_paddings: 1 where the input is padding, 0 elsewhere.
+        window, stride, conv_padding, dilation, anchor: as in `compute_conv_paddings`.
+
+    Raises:
+        ArgumentValueError: if the anchor is not in the window, or left of the default.
+
+    >>> in_paddings = jnp.array([[0, 0, 1]])
+    >>> compute_conv_transpose_paddings(
+    ...     in_paddings, window=3, stride=2, conv_padding="SAME"
+    ... ).tolist()
+    [[0, 0, 0, 0, 1, 1]]
+    """
+    sizes = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
+    pads = conv_transpose_explicit_padding(padding=conv_padding, **sizes)
+    (length,) = conv_transpose_output_shape(in_paddings.shape[1:], padding=pads, **sizes)
+    offset = _anchor_offset(anchor, left=pads[0][0], window=window, dilation=dilation)
+    return _take_paddings(in_paddings, (jnp.arange(length) + offset) // stride)
+
+
+def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int) -> int:
+    """The first output's anchor, counted from the first input."""
+    if anchor is None:
+        return 0
+    (span,) = conv_dilate_window(window=(window,), dilation=(dilation,))
+    if not left <= anchor < span:
+        raise ArgumentValueError(
+            f"anchor={anchor} must be in the range [{left}, {span}): at least the {left} "
+            f"position(s) padded on the left, and inside the window's {span}."
+        )
+    return anchor - left
+
+
+def _take_paddings(paddings: Array, index: Array) -> Array:
+    one = np.ones((), paddings.dtype)[()]
+    return jnp.take(paddings, index, axis=1, mode="fill", fill_value=one)
+
+
+def _require_same_rank(**sizes: Sequence) -> None:
+    if len({len(value) for value in sizes.values()}) > 1:
+        shown = ", ".join(f"{name}={tuple(value)}" for name, value in sizes.items())
+        raise ArgumentShapeError(f"Expected one number per spatial axis in each of {shown}.")
+
+
+def _as_pairs(padding: Sequence[tuple[int, int]], n: int) -> tuple[tuple[int, int], ...]:
+    pairs = tuple(tuple(pair) if isinstance(pair, Sequence) else (pair,) for pair in padding)
+    if len(pairs) != n or any(len(pair) != 2 for pair in pairs):
+        raise ArgumentValueError(
+            f"padding={padding!r} is not one (left, right) pair for each of {n} spatial axes."
+        )
+    return pairs
+
+
+def _unknown_padding(padding: str) -> ArgumentValueError:
+    return ArgumentValueError(
+        f"padding={padding!r} is neither one of {', '.join(NAMED_PADDINGS)} "
+        "nor a (left, right) pair per spatial axis."
+    )

@@ -1,0 +1,113 @@
+"""Pooling: the maximum, the minimum or the average of each window.
+
+Arrays are channels-last, `(batch, *spatial, channels)`; the names of paddings mean what they mean
+for a convolution (see `conv_shape.py`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Num
+
+from weft.errors import ArgumentShapeError
+from weft.functional.conv_shape import ConvPadding, conv_explicit_padding
+
+
+def max_pool(
+    x: Num[Array, "batch *spatial channels"],
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: ConvPadding = "VALID",
+) -> Num[Array, "batch *out_spatial channels"]:
+    """Returns the largest value of each window. Padding never wins.
+
+    Args:
+        x: the input.
+        window: the window's size along each spatial axis.
+        strides: the step between two windows along each axis; 1 by default.
+        padding: a name, or `(left, right)` per spatial axis.
+
+    Raises:
+        ArgumentShapeError: if the window has not one size per spatial axis.
+
+    >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
+    [1.0, 3.0]
+    """
+    return _reduce_windows(x, _lowest(x.dtype), lax.max, window, strides, padding)
+
+
+def min_pool(
+    x: Num[Array, "batch *spatial channels"],
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: ConvPadding = "VALID",
+) -> Num[Array, "batch *out_spatial channels"]:
+    """Returns the smallest value of each window. Arguments as in `max_pool`."""
+    return -max_pool(-x, window, strides=strides, padding=padding)
+
+
+def avg_pool(
+    x: Num[Array, "batch *spatial channels"],
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: ConvPadding = "VALID",
+    count_include_pad: bool = True,
+) -> Num[Array, "batch *out_spatial channels"]:
+    """Returns the mean of each window.
+
+    Args:
+        x: the input.
+        window: the window's size along each spatial axis.
+        strides: the step between two windows along each axis; 1 by default.
+        padding: a name, or `(left, right)` per spatial axis.
+        count_include_pad: whether padding counts as zeros, or not at all.
+
+    Raises:
+        ArgumentShapeError: if the window has not one size per spatial axis.
+
+    >>> x = jnp.ones((1, 3, 1))
+    >>> avg_pool(x, (3,), padding="SAME", count_include_pad=False).ravel().tolist()
+    [1.0, 1.0, 1.0]
+    """
+    total = _reduce_windows(x, 0, lax.add, window, strides, padding)
+    if count_include_pad:
+        count = 1
+        for size in window:
+            count *= size
+        return total / count
+    ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
+    return total / _reduce_windows(ones, 0, lax.add, window, strides, padding)
+
+
+def _reduce_windows(
+    x: Array,
+    initial: float,
+    reduce: Callable,
+    window: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: ConvPadding,
+) -> Array:
+    if len(window) != x.ndim - 2:
+        raise ArgumentShapeError(
+            f"window={tuple(window)} must have one size for each of the {x.ndim - 2} spatial "
+            f"axes of x, whose shape is {x.shape}: (batch, *spatial, channels)."
+        )
+    strides = (1,) * len(window) if strides is None else tuple(strides)
+    pads = conv_explicit_padding(window=window, strides=strides, padding=padding)
+    return lax.reduce_window(
+        x,
+        np.asarray(initial, x.dtype)[()],
+        reduce,
+        window_dimensions=(1, *window, 1),
+        window_strides=(1, *strides, 1),
+        padding=((0, 0), *pads, (0, 0)),
+    )
+
+
+def _lowest(dtype: jnp.dtype) -> float:
+    return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
