@@ -15,8 +15,6 @@ config when they are first read: reading `self.config` costs little, and changes
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import attrs
-
 from weft.config.fields import Field, fields_of_class
 from weft.config.names import did_you_mean
 from weft.config.origin import Origin, calling_line
@@ -72,13 +70,8 @@ class ConfigBase(ConfigNode):
                 f"{self._title()} is frozen, since an object was made from it: cannot set "
                 f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
             )
-        attribute = field.attribute
-        if attribute is not None and attribute.converter is not None:
-            value = attrs.setters.convert(self, attribute, value)  # type: ignore[arg-type]
         check_value(value, path)
         check_type(value, field, path, title=self._title())
-        if attribute is not None and attribute.validator is not None:
-            attribute.validator(self, attribute, value)
         self.__dict__[name] = copy_value(value, path)
         origin = calling_line()
         if origin is not None:

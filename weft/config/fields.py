@@ -7,14 +7,12 @@ does is up to the object that is made from it.
 """
 
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, dataclass_transform, overload
 
-import attrs
-
+from weft.config.names import did_you_mean
 from weft.config.required import REQUIRED
 from weft.config.typecheck import resolve_annotation
 from weft.config.validation import check_value, validate_config_field_name
@@ -22,8 +20,10 @@ from weft.config.values import ConfigNode, copy_value
 from weft.errors import (
     InvalidConfigClassError,
     InvalidConfigNameError,
+    InvalidConfigValueError,
     MissingConfigClassDecoratorError,
     NonConfigFieldError,
+    UnknownFieldError,
 )
 
 C = TypeVar("C", bound=type)
@@ -32,43 +32,44 @@ C = TypeVar("C", bound=type)
 class Field:
     """One field of a config.
 
-    Attributes:
+    Args:
         name: its name.
         annotation: its declared type as written, possibly a string; None where there is none.
-        namespace: the names that a string annotation may speak of.
+        namespace: returns the names that a string annotation may speak of.
+        default: the value that it has at first.
+        factory: makes the default instead, for each config anew.
         accepts_configs: whether a config may stand for any value, because it is instantiated first.
-        attribute: the attrs attribute behind it, where there is one.
     """
 
-    __slots__ = ("_default", "_hint", "accepts_configs", "annotation", "attribute", "name", "namespace")
+    __slots__ = ("_default", "_factory", "_hint", "accepts_configs", "annotation", "name", "namespace")
 
     def __init__(
         self,
         name: str,
-        *,
-        default: Any = REQUIRED,
         annotation: Any = None,
         namespace: Callable[[], dict[str, Any]] = dict,
+        *,
+        default: Any = REQUIRED,
+        factory: Callable[[], Any] | None = None,
         accepts_configs: bool = False,
-        attribute: "attrs.Attribute | None" = None,
     ):
         self.name = name
         self.annotation = annotation
         self.namespace = namespace
         self.accepts_configs = accepts_configs
-        self.attribute = attribute
         self._default = default
+        self._factory = factory
 
     def default(self, place: str = "") -> Any:
-        """Returns a fresh copy of the default."""
-        if isinstance(self._default, attrs.Factory):  # type: ignore[arg-type]
-            return self._default.factory()
-        return copy_value(self._default, place)
+        """Returns a fresh copy of the default, which remembers `place` as its path."""
+        return copy_value(self._default, place) if self._factory is None else self._factory()
 
     @property
     def hint(self) -> Any:
         """The declared type with its strings resolved, `Any` where that is not possible (yet)."""
         if not hasattr(self, "_hint"):
+            if self.annotation is None:
+                return Any
             hint = resolve_annotation(self.annotation, self.namespace)
             if hint is None:
                 return Any
@@ -80,18 +81,20 @@ class Field:
 def config_class(cls: C, **kwargs: Any) -> C: ...
 @overload
 def config_class(cls: None = None, **kwargs: Any) -> Callable[[C], C]: ...
-@dataclass_transform(kw_only_default=True, field_specifiers=(attrs.field,))
+@dataclass_transform(kw_only_default=True)
 def config_class(cls: Any = None, **kwargs: Any) -> Any:
     """Makes a config class of a class whose body declares fields.
 
     Args:
         cls: a subclass of `ConfigBase`, usually of the `Config` of the parent class.
-        **kwargs: further arguments of `attrs.define`.
+        **kwargs: new defaults of inherited fields, as `@config_class(bias=False)`.
 
     Raises:
         InvalidConfigClassError: if `cls` does not derive from `ConfigBase`.
         InvalidConfigNameError: for a field name that is private, or that `ConfigBase` uses.
+        InvalidConfigValueError: for a default that a config cannot hold.
         NonConfigFieldError: for a method, a property or a value without annotation in the body.
+        UnknownFieldError: for a new default of a field that is not there.
 
     >>> from weft.config import Configurable, REQUIRED, Required, config_class
     >>> class Linear(Configurable):
@@ -104,7 +107,7 @@ def config_class(cls: Any = None, **kwargs: Any) -> Any:
     """
     if cls is None:
         return functools.partial(config_class, **kwargs)
-    if not (inspect.isclass(cls) and issubclass(cls, ConfigNode)):
+    if not (isinstance(cls, type) and issubclass(cls, ConfigNode)):
         raise InvalidConfigClassError(
             f"@config_class stands above {_name(cls)}, which does not derive from ConfigBase. "
             "Write `class Config(Parent.Config):` inside of a Configurable, "
@@ -114,26 +117,53 @@ def config_class(cls: Any = None, **kwargs: Any) -> Any:
     return define_fields(cls, **kwargs)
 
 
-def define_fields(cls: Any, **kwargs: Any) -> Any:
+def define_fields(cls: Any, **defaults: Any) -> Any:
     """`config_class` without the checks of the body, which the classes of this package fail."""
-    kwargs = {"slots": False, "kw_only": True, "init": False, "repr": False, "eq": False} | kwargs
-    # `ConfigBase.__setattr__` runs converters and validators, for every class alike.
-    cls = attrs.define(cls, on_setattr=attrs.setters.NO_OP, **kwargs)
-    table = {}
-    for attribute in attrs.fields(cls):
-        owner = _declaring_class(cls, attribute.name)
-        default = REQUIRED if attribute.default is attrs.NOTHING else attribute.default
-        if owner is cls:
-            check_value(default, f"{cls.__qualname__}.{attribute.name}")
-        table[attribute.name] = Field(
-            attribute.name,
-            default=default,
-            annotation=attribute.type,
-            namespace=functools.partial(_class_namespace, owner),
-            attribute=attribute,
+    fields: dict[str, Field] = {}
+    for base in reversed(cls.__mro__[1:]):
+        fields |= vars(base).get("__config_fields__", {})
+    for name, annotation in own_annotations(cls).items():
+        default = vars(cls).get(name, REQUIRED)
+        fields[name] = Field(
+            name, annotation, functools.partial(_class_namespace, cls), default=default
         )
-    cls.__config_fields__ = table
+        _check_default(default, cls, name)
+        if name in vars(cls):
+            # The instances hold the values; one on the class would answer where none is set.
+            delattr(cls, name)
+    for name, default in defaults.items():
+        if name not in fields:
+            raise UnknownFieldError(
+                f"@config_class({name}=…) above {_name(cls)}: there is no such field to give "
+                f"a default. {did_you_mean(name, fields)}"
+            )
+        _check_default(default, cls, name)
+        inherited = fields[name]
+        fields[name] = Field(name, inherited.annotation, inherited.namespace, default=default)
+    cls.__config_fields__ = fields
     return cls
+
+
+def _check_default(default: Any, cls: type, name: str) -> None:
+    path = f"{_name(cls)}.{name}"
+    if (type(default).__module__, type(default).__name__) in _FIELD_SPECIFIERS:
+        raise InvalidConfigValueError(
+            f"{path} is declared with field(…). Write the default itself, as `{name}: … = []`: "
+            "each config gets a copy of it."
+        )
+    check_value(default, path)
+
+
+_FIELD_SPECIFIERS = (("dataclasses", "Field"), ("attr._make", "_CountingAttr"))
+
+
+def own_annotations(cls: type) -> dict[str, Any]:
+    """Returns the annotations in the body of a class, without those of its bases."""
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF)
+    return dict(vars(cls).get("__annotations__", {}))
 
 
 def fields_of_class(cls: type) -> dict[str, Field]:
@@ -155,7 +185,7 @@ _METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functo
 
 
 def _check_body(cls: type) -> None:
-    annotations = inspect.get_annotations(cls)
+    annotations = own_annotations(cls)
     for name in annotations:
         validate_config_field_name(name)
         check_reserved_name(name, cls, what=f"{_name(cls)} declares a field")
@@ -202,16 +232,9 @@ def _annotation_for(value: Any) -> str:
     return "Any" if value is None else type(value).__name__
 
 
-def _declaring_class(cls: type, name: str) -> type:
-    for base in cls.__mro__:
-        if name in inspect.get_annotations(base):
-            return base
-    return cls
-
-
 def _class_namespace(cls: type) -> dict[str, Any]:
     module = sys.modules.get(cls.__module__)
-    return {**(vars(module) if module else {}), **vars(cls), cls.__name__: cls}
+    return {**(vars(module) if module else {}), cls.__name__: cls}
 
 
 def _name(cls: Any) -> str:

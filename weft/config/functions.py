@@ -11,13 +11,11 @@ There is no class per function: all such configs share one, whose fields are tho
 that an instance holds. So equal configs have equal types, and nothing is kept in a cache.
 """
 
-import inspect
+import functools
 import sys
 import typing
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-import attrs
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weft.config.configurable import Configurable, InstantiableConfig, check_complete
 from weft.config.fields import Field, check_reserved_name, define_fields
@@ -27,9 +25,10 @@ from weft.config.validation import validate_config_field_name
 from weft.config.values import ConfigNode, parts, replace_part, values_equal
 from weft.errors import InvalidConfigClassError, InvalidConfigNameError, InvalidConfigValueError
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    import inspect
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+T = TypeVar("T")
 
 
 class CallConfig(InstantiableConfig[T]):
@@ -55,7 +54,7 @@ class CallConfig(InstantiableConfig[T]):
 
     def _fields(self) -> dict[str, Field]:
         if self._table is None:
-            table = _fields_of(self._callable(), self._target, type(self))
+            table = _fields_of(self._callable(), type(self))
             object.__setattr__(self, "_table", table)
         return self._table
 
@@ -67,7 +66,7 @@ class CallConfig(InstantiableConfig[T]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self._target and value is not self._callable():
             # The fields follow the signature: only what takes the same parameters may stand in.
-            table = _fields_of(value, name, type(self))
+            table = _fields_of(value, type(self))
             if table.keys() != self._fields().keys():
                 raise InvalidConfigValueError(
                     f"{self._title()} cannot be turned into a config of {_name(value)}, "
@@ -93,26 +92,24 @@ class CallConfig(InstantiableConfig[T]):
         """
         fields = self._fields()
         check_complete(self, {name: value for name, value in kwargs.items() if name in fields})
-        signature = _signature(self._callable(), type(self)._maker)
         args, named = [], {}
-        for name, parameter in signature.parameters.items():
+        for name, parameter in _parameters(self._callable(), type(self)).items():
             if name not in fields:
                 continue
             value = kwargs.pop(name) if name in kwargs else self._argument(name, parameter)
-            if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                # Everything before *args has to be given by position as well.
-                if value:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                if value:  # then everything before it has to be given by position as well
                     args = [*args, *named.values(), *value]
                     named = {}
-            elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            elif parameter.kind is parameter.VAR_KEYWORD:
                 named |= value
-            elif parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            elif parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(value)
             else:
                 named[name] = value
         return self._callable()(*args, **named, **kwargs)
 
-    def _argument(self, name: str, parameter: inspect.Parameter) -> Any:
+    def _argument(self, name: str, parameter: "inspect.Parameter") -> Any:
         value = getattr(self, name)
         if parameter.default is not parameter.empty and values_equal(value, parameter.default):
             value = parameter.default  # the very object, since it may be a sentinel
@@ -225,63 +222,62 @@ def _step(suffix: str) -> Any:
     return suffix[1:] if suffix[0] == "." else int(suffix[1:-1])
 
 
-def _signature(target: Callable, maker: str) -> inspect.Signature:
+def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Parameter]":
+    import inspect  # here, since it doubles the time that importing this package takes
+
     try:
-        return inspect.signature(target)
+        return inspect.signature(target).parameters
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
-            f"{maker} cannot read the parameters of {_name(target)}: {error}. "
+            f"{config_type._maker} cannot read the parameters of {_name(target)}: {error}. "
             "Wrap it in a function that names them."
         ) from None
 
 
-def _fields_of(target: Callable, target_field: str, config_type: type) -> dict[str, Field]:
-    fields = {target_field: Field(target_field, default=target)}
-    factories = _default_factories(target)
-    for name, parameter in _signature(target, config_type._maker).parameters.items():
-        optional = parameter.default is not parameter.empty or parameter.kind in _VARIADIC
-        if name.startswith("_") and optional:
+def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
+    held = config_type._target
+    fields = {held: Field(held, default=target)}
+    for name, parameter in _parameters(target, config_type).items():
+        if name.startswith("_") and parameter.default is not parameter.empty:
             continue  # not meant for callers
         validate_config_field_name(name)
         check_reserved_name(name, config_type, what=f"{_name(target)} has a parameter")
-        if name == target_field:
+        if name == held:
             raise InvalidConfigNameError(
                 f"{_name(target)} has a parameter {name!r}, but {config_type._maker} keeps what it "
                 "configures under that name. Wrap it in a function that calls it otherwise."
             )
-        default, annotation = parameter.default, parameter.annotation
-        if parameter.kind in _VARIADIC:
-            is_args = parameter.kind is inspect.Parameter.VAR_POSITIONAL
-            default, annotation = ((), tuple) if is_args else ({}, dict)
+        annotation, default = parameter.annotation, parameter.default
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            annotation, default = tuple, ()
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            annotation, default = dict, {}
         fields[name] = Field(
             name,
-            default=factories.get(name, REQUIRED if default is parameter.empty else default),
-            annotation=None if annotation is parameter.empty else annotation,
-            namespace=lambda: _namespace(target),
+            None if annotation is parameter.empty else annotation,
+            functools.partial(_namespace, target),
+            default=REQUIRED if default is parameter.empty else default,
+            factory=_default_factory(target, name),
             accepts_configs=True,
         )
     return fields
 
 
-def _default_factories(target: Any) -> dict[str, Any]:
-    """Defaults that a signature shows as a placeholder only: those of dataclasses and attrs."""
-    if isinstance(target, type) and "__attrs_attrs__" in vars(target):
-        return {
-            attribute.alias: attribute.default
-            for attribute in attrs.fields(target)
-            if isinstance(attribute.default, attrs.Factory) and not attribute.default.takes_self
-        }
-    if isinstance(target, type) and "__dataclass_fields__" in vars(target):
-        return {
-            name: attrs.Factory(field.default_factory)
-            for name, field in target.__dataclass_fields__.items()
-            if callable(field.default_factory)
-        }
-    return {}
+def _default_factory(target: Any, name: str) -> Callable[[], Any] | None:
+    """What makes a default that the signature of a dataclass or attrs class shows no value of."""
+    for attribute in getattr(target, "__attrs_attrs__", ()):
+        factory = getattr(attribute.default, "factory", None)
+        if attribute.alias == name and factory and not attribute.default.takes_self:
+            return factory
+    field = getattr(target, "__dataclass_fields__", {}).get(name)
+    factory = getattr(field, "default_factory", None)
+    return factory if callable(factory) else None
 
 
 def _namespace(target: Any) -> dict[str, Any]:
-    function = inspect.unwrap(target.__init__ if isinstance(target, type) else target)
+    function = target.__init__ if isinstance(target, type) else target
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
     module = sys.modules.get(getattr(target, "__module__", None) or "")
     return getattr(function, "__globals__", None) or (vars(module) if module else {})
 

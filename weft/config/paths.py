@@ -5,7 +5,6 @@ index into a list or tuple. What is set inside of a container is set through the
 it, so that the field's type is checked as a whole.
 """
 
-import ast
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +38,8 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
     """
     if not isinstance(path, str):
         return list(path)
+    from ast import literal_eval
+
     steps: list[Any] = []
     position = 0
     while position < len(path):
@@ -49,7 +50,7 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
                 f"{path!r} is not a path: cannot read {path[position:]!r}. "
                 "Write names with dots and indices in brackets, as model.layers[2].rate."
             )
-        steps.append(match["name"] or ast.literal_eval(match["key"]))
+        steps.append(match["name"] or literal_eval(match["key"]))
         position = match.end()
     return steps
 

@@ -1,9 +1,9 @@
 """Which names a config field may have and which values it may hold."""
 
+import _thread
 import io
 import keyword
 import sys
-import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def validate_config_field_value(value: Any) -> None:
 
     Raises:
         InvalidConfigValueError: for an instance of a `Configurable`, and for values that stand for
-            a moment of a running program: modules, open files, locks, threads, generators, tracers.
+            a moment of a running program: modules, open files, locks, generators, tracers.
     """
     check_value(value, path="")
 
@@ -92,7 +92,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.ModuleType,), "a Python module"),
     ((io.IOBase,), "an open file"),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "a generator"),
-    ((type(threading.Lock()), type(threading.RLock()), threading.Thread), "a lock or thread"),
+    ((_thread.LockType, _thread.RLock), "a lock"),
     ((types.FrameType, types.TracebackType), "a frame of the running program"),
 )
 
