@@ -1,7 +1,7 @@
 """Immutable dataclasses that are pytrees.
 
-A field is a child of the pytree unless it is declared with `field(pytree_node=False)`; such a field is part of the
-structure, must be hashable, and a change of it makes `jax.jit` trace again.
+A field is a child of the pytree unless it is declared with `field(pytree_node=False)`; such a field
+is part of the structure, must be hashable, and a change of it makes `jax.jit` trace again.
 """
 
 import dataclasses

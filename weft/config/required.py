@@ -1,6 +1,6 @@
 """`REQUIRED`: the value of a field that somebody still has to set."""
 
-from typing import Any, NoReturn, TypeVar, Union
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 from weft.errors import RequiredFieldMissingError
 
@@ -45,5 +45,9 @@ class RequiredFieldValue:
 REQUIRED: Any = RequiredFieldValue()
 """The default of a field that has no sensible one: `instantiate` refuses it."""
 
-Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` cannot be subscripted before 3.14
+if TYPE_CHECKING:
+    # Code reads required fields after they were set, so type checkers see the plain type.
+    Required = Union[T, Any]  # noqa: UP007
+else:
+    Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` has no subscript before 3.14
 """`Required[int]`: an int, or not set yet."""

@@ -1,6 +1,7 @@
 """The one language in which groups of state are named.
 
-A filter is True (everything), False (nothing), a name, a collection of names, or `DenyList(filter)` (everything else).
+A filter is True (everything), False (nothing), a name, a collection of names, or `DenyList(filter)`
+(everything else).
 """
 
 import dataclasses
@@ -46,10 +47,11 @@ def in_filter(where: Filter, name: str) -> bool:
     if isinstance(where, Collection):
         return name in where
     raise TypeError(
-        f"{where!r} is no filter; expected True, False, a name, a collection of names or a DenyList."
+        f"{where!r} is no filter; expected True, False, a name, a collection of names or a "
+        "DenyList."
     )
 
 
 def first_match(filters: Collection[Filter], name: str) -> int | None:
-    """The index of the first filter that matches, or None: each name belongs to one group at most."""
+    """The index of the first filter that matches, or None."""
     return next((i for i, where in enumerate(filters) if in_filter(where, name)), None)

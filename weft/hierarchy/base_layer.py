@@ -101,7 +101,8 @@ class Parameters(dict[str, Any]):
 class BaseLayer(Module):
     """A module with parameters.
 
-    A subclass says which by `_create_layer_parameter_specs`, and uses them in its methods as `self.parameters[name]`.
+    A subclass says which by `_create_layer_parameter_specs`, and uses them in its methods as
+    `self.parameters[name]`.
     """
 
     @config_class
@@ -152,7 +153,7 @@ class BaseLayer(Module):
         return {}
 
     def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
-        """Which axes are inputs and outputs where the spec does not say: the last two of a weight."""
+        """Which axes are inputs and outputs where the spec does not say."""
         if name.endswith("weight") and len(spec.shape) >= 2:
             return FanAxes(in_axis=-2, out_axis=-1)
         return None
@@ -163,7 +164,8 @@ class BaseLayer(Module):
         for name, spec in self._create_layer_parameter_specs().items():
             if name in self._children:
                 raise ParameterSpecError(
-                    f"{self.path()} has both a parameter and a child named {name!r}; rename one of them."
+                    f"{self.path()} has both a parameter and a child named {name!r}; rename one "
+                    "of them."
                 )
             specs[name] = dataclasses.replace(
                 spec,
@@ -193,8 +195,8 @@ class BaseLayer(Module):
     ) -> dict[str, Any]:
         """Draws all parameters of the layer and those below it.
 
-        The key of a parameter is `prng_key` with the names on its path folded in, so that it does not depend on
-        what else the model has.
+        The key of a parameter is `prng_key` with the names on its path folded in, so that it does
+        not depend on what else the model has.
 
         Args:
           prng_key: for the draws.
@@ -215,7 +217,8 @@ class BaseLayer(Module):
                 )
         if given:
             raise ParameterSpecError(
-                f"prebuilt has {sorted(given)} for {self.path()}, which has no such parameters or children"
+                f"prebuilt has {sorted(given)} for {self.path()}, which has no such parameters "
+                "or children"
                 f"{did_you_mean(next(iter(given)), state)}."
             )
         return state

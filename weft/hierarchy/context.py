@@ -1,8 +1,9 @@
 """The side inputs and side outputs of a module's invocation.
 
-Modules hold no arrays. What an invocation needs beside its arguments (the module's state, a PRNG key, whether it is
-training) and what it gives beside its results (summaries, state updates, module outputs) is its `InvocationContext`. When a method calls
-a child's method, a child context is pushed on the thread's stack; when that returns, it is popped.
+Modules hold no arrays. What an invocation needs beside its arguments (the module's state, a PRNG
+key, whether it is training) and what it gives beside its results (summaries, state updates, module
+outputs) is its `InvocationContext`. When a method calls a child's method, a child context is pushed
+on the thread's stack; when that returns, it is popped.
 """
 
 import contextlib
@@ -50,7 +51,8 @@ class OutputCollection(NamedTuple):
         for kind, outputs in self._asdict().items():
             if name in outputs:
                 raise OutputConflictError(
-                    f"{name!r} is already among the {kind}, which has {sorted(outputs)}; use another name."
+                    f"{name!r} is already among the {kind}, which has {sorted(outputs)}; use "
+                    "another name."
                 )
         return self.child(name)
 
@@ -82,7 +84,7 @@ def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _ChildKey:
-    """A child's key before anybody asked for it: most modules never do, and folding costs trace time."""
+    """A child's key before anybody asked for it; most modules never do, and folding costs."""
 
     parent: "InvocationContext"
     name: str
@@ -93,7 +95,8 @@ class InvocationContext:
     """The context of one invocation of a module.
 
     Attributes:
-      name: unique among the children of `parent`; the module's name unless `child_context` was given another.
+      name: unique among the children of `parent`; the module's name unless `child_context` was
+        given another.
       parent: the context of the caller, or None for a root.
       module: whose method is invoked.
       state: the module's state, a nested dict of arrays.
@@ -112,12 +115,14 @@ class InvocationContext:
 
     def __post_init__(self):
         if isinstance(self.prng_key, _ChildKey):
-            # `__getattr__` derives it at each use. It is not kept: the first use may be at an inner trace level.
+            # `__getattr__` derives it at each use. It is not kept: the first use may be at an inner
+            # trace level.
             self._derived = self.prng_key
             del self.prng_key
         self._child_calls: dict[str, str] = {}
         self._passages: dict[str, InvocationContext] = {}
-        # The states of shared modules above this context, where a transformation has cut the chain of parents.
+        # The states of shared modules above this context, where a transformation has cut the chain
+        # of parents.
         self._shared_states: dict[Module, NestedTensor] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -135,19 +140,20 @@ class InvocationContext:
 
         Args:
           name: of the context, new among the children of this context.
-          **override_kwargs: fields that are not derived from this context: `module`, `state`, `prng_key`,
-            `is_training`, `output_collection`.
+          **override_kwargs: fields that are not derived from this context: `module`, `state`,
+            `prng_key`, `is_training`, `output_collection`.
 
         Raises:
           OutputConflictError: if the name was used before in this invocation.
-          InvalidDescendantError: if there is no such module, or its state cannot be reached from here.
+          InvalidDescendantError: if there is no such module, or its state cannot be reached from
+            here.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
         if "output_collection" not in override_kwargs:
             override_kwargs["output_collection"] = self._child_outputs(name)
         if "state" not in override_kwargs:
             override_kwargs["state"] = self.state_of(module)
-        fields = dict(is_training=self.is_training, prng_key=_ChildKey(self, name))
+        fields = {"is_training": self.is_training, "prng_key": _ChildKey(self, name)}
         return InvocationContext(name, self, module, **{**fields, **override_kwargs})
 
     def passage(self, name: str) -> "InvocationContext":
@@ -177,7 +183,8 @@ class InvocationContext:
         if name in self._child_calls:
             raise OutputConflictError(
                 f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
-                f"{self._child_calls[name]}, again at {_caller()}. Its outputs would overwrite those of the "
+                f"{self._child_calls[name]}, again at {_caller()}. Its outputs would overwrite "
+                "those of the "
                 "first call, and its randomness would be the same. Name the second call: "
                 f"`with child_context({name + '_2'!r}, module=self.{name}): self.{name}(...)`."
             )
@@ -187,7 +194,7 @@ class InvocationContext:
         return self.output_collection.add_child(name)
 
     def state_of(self, module: "Module") -> NestedTensor:
-        """The state of a module that is this one's, a descendant's, or shared with it from above."""
+        """The state of this context's module, of one below it, or of one shared with it."""
         context = self
         while True:
             names = None if context.module is None else context.module.find_descendant(module)
@@ -202,7 +209,8 @@ class InvocationContext:
                 break
             context = context.parent
         raise InvalidDescendantError(
-            f"{module.path()} is neither below {self.path()} nor shared with it, so its state cannot be reached. "
+            f"{module.path()} is neither below {self.path()} nor shared with it, so its state "
+            "cannot be reached. "
             "Call it from a module above both, or share it there: "
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
@@ -214,7 +222,8 @@ class InvocationContext:
           method_fn: called in a copy of this context with empty outputs.
 
         Returns:
-          A function with the arguments of `method_fn` that returns its result and an `OutputCollection`.
+          A function with the arguments of `method_fn` that returns its result and an
+          `OutputCollection`.
         """
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
@@ -301,7 +310,8 @@ def require_context(what: str) -> InvocationContext:
     if context is None:
         raise NoContextError(
             f"{what} belongs to an invocation, and none is under way in this thread; "
-            "call the method through `functional(module, prng_key=..., state=..., inputs=..., is_training=...)`."
+            "call the method through `functional(module, prng_key=..., state=..., inputs=..., "
+            "is_training=...)`."
         )
     return context
 
@@ -338,7 +348,8 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
 
     Args:
       name: of the child context.
-      **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child of that name.
+      **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child of
+        that name.
     """
     context = require_context(f"child_context({name!r})").add_child(name, **kwargs)
     _contexts.stack.append(context)
@@ -362,7 +373,8 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
     current = current_context()
     if current is not None:
         raise ContextStackError(
-            f"a stack can only be installed in a thread without contexts; {current.path()} is open in this one."
+            f"a stack can only be installed in a thread without contexts; {current.path()} is "
+            "open in this one."
         )
     _contexts.stack = list(stack)
 

@@ -1,20 +1,21 @@
 """How an `InvocationContext` crosses a JAX transformation.
 
-The entries of a context, by which filters name them: `state`, `prng_key`, `shared` (the states of modules shared from
-above) go in; `summaries`, `state_updates`, `module_outputs` come out.
+The entries of a context, by which filters name them: `state`, `prng_key`, `shared` (the states of
+modules shared from above) go in; `summaries`, `state_updates`, `module_outputs` come out.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from weft.core.filters import first_match
 from weft.errors import OutputConflictError
 from weft.hierarchy.context import InvocationContext, OutputCollection
-from weft.hierarchy.module import Module
 
-INPUTS = ("state", "prng_key", "shared")
+if TYPE_CHECKING:
+    from weft.hierarchy.module import Module
+
 OUTPUTS = OutputCollection._fields
 
 
@@ -22,9 +23,9 @@ class _Static(NamedTuple):
     """What of a context is not an array."""
 
     name: str
-    module: Module | None
+    module: "Module | None"
     is_training: bool
-    shared: tuple[Module, ...]
+    shared: tuple["Module", ...]
 
 
 def fork_key(prng_key: Any, n: int) -> Any:
@@ -48,7 +49,7 @@ def fork_key(prng_key: Any, n: int) -> Any:
     return jax.lax.scan(step, prng_key, None, length=n)[1]
 
 
-def _shared_states(context: InvocationContext) -> dict[Module, Any]:
+def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
     """The states of shared modules that are not below the context's own module."""
     module = context.module
     shared = {} if module is None else module.shared_modules()
@@ -100,7 +101,8 @@ class ContextKind:
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
             raise TypeError(
-                f"a transformed function returned the context {new[0].path()}; return arrays, and let the "
+                f"a transformed function returned the context {new[0].path()}; return arrays, "
+                "and let the "
                 "context's outputs come back by themselves."
             )
         groups = [
@@ -116,7 +118,8 @@ class ContextKind:
                 present = getattr(context.output_collection, name)
                 if twice := sorted(present.keys() & entries.keys()):
                     raise OutputConflictError(
-                        f"{twice} are added twice to the {name} of {context.path()}, the second time inside of a "
+                        f"{twice} are added twice to the {name} of {context.path()}, the second "
+                        "time inside of a "
                         "transformed function; use other names there."
                     )
         for context, of_context in zip(outer, groups, strict=True):

@@ -1,8 +1,9 @@
 """Modules: nodes of a named tree that hold configs and children, and no arrays.
 
-A module's public methods can be called in two situations. Outside of any invocation they are plain Python methods.
-Inside one, a call from another module's method first opens the context of the module that is called, so that it finds
-its own state, key and outputs; `functional` opens the first one and makes the whole a pure function.
+A module's public methods can be called in two situations. Outside of any invocation they are plain
+Python methods. Inside one, a call from another module's method first opens the context of the
+module that is called, so that it finds its own state, key and outputs; `functional` opens the first
+one and makes the whole a pure function.
 """
 
 import functools
@@ -15,8 +16,12 @@ import jax
 
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
 from weft.config.names import did_you_mean
-from weft.errors import ChildConfigError, ChildNameConflictError, InvalidDescendantError
-from weft.errors import OutputConflictError
+from weft.errors import (
+    ChildConfigError,
+    ChildNameConflictError,
+    InvalidDescendantError,
+    OutputConflictError,
+)
 from weft.hierarchy.context import (
     ContextStack,
     InvocationContext,
@@ -24,13 +29,35 @@ from weft.hierarchy.context import (
     child_context,
     clone_context_stack,
     current_context,
-    fold_in_name,
     install_context_stack,
     new_output_collection,
     require_context,
     set_current_context,
 )
+from weft.hierarchy.transforms import propagate_repeated_output_collections, scan_in_context
 from weft.typing import NestedTensor, Tensor
+
+__all__ = [
+    "ChildNameConflictError",
+    "ContextStack",
+    "InvalidDescendantError",
+    "InvocationContext",
+    "Module",
+    "OutputCollection",
+    "OutputConflictError",
+    "SharedModule",
+    "Summable",
+    "child_context",
+    "clone_context_stack",
+    "current_context",
+    "functional",
+    "install_context_stack",
+    "new_output_collection",
+    "nowrap",
+    "propagate_repeated_output_collections",
+    "scan_in_context",
+    "set_current_context",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -76,7 +103,6 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
             _note_path(error, self, method.__name__)
             raise
 
-    call._weft_wrapped = method  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
@@ -90,8 +116,8 @@ def _note_path(error: Exception, module: "Module", method: str) -> None:
 class Module(Configurable):
     """A node of a tree of modules.
 
-    A subclass declares its fields in a nested `Config`, adds children in `__init__`, and defines methods; calling a module calls its
-    `forward`.
+    A subclass declares its fields in a nested `Config`, adds children in `__init__`, and defines
+    methods; calling a module calls its `forward`.
 
     Example:
       >>> class Scale(Module):
@@ -171,7 +197,8 @@ class Module(Configurable):
             return children[name]
         known = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
         raise AttributeError(
-            f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child {name!r}"
+            f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child "
+            f"{name!r}"
             f"{did_you_mean(name, known)}."
         )
 
@@ -193,7 +220,8 @@ class Module(Configurable):
         """
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(
-                f"{self.path()} already has {'a child' if name in self._children else 'an attribute'} {name!r}; "
+                f"{self.path()} already has "
+                f"{'a child' if name in self._children else 'an attribute'} {name!r}; "
                 "give the child another name."
             )
         if not isinstance(child_config, Module.Config):
@@ -395,7 +423,7 @@ class Module(Configurable):
             )
 
     def vprint(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
-        """Prints `msg.format(*args, **kwargs)`, also of traced values, if `vlog` is at least `level`."""
+        """Prints `msg.format(*args, **kwargs)`, also of traced values, as `vlog` does."""
         if self.vlog_is_on(level):
             jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
 
@@ -421,8 +449,8 @@ def functional(
       method: the name of the method.
       is_training: whether this is a part of training.
       drop_output_collections: the kinds of side outputs to leave out.
-      copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so that
-        changing one inside has no effect outside.
+      copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so
+        that changing one inside has no effect outside.
 
     Returns:
       The method's result, and its side outputs as an `OutputCollection`.

@@ -1,7 +1,8 @@
 """How parameters get their first values.
 
-A layer's `param_init` is by default a `DefaultInitializer`, which chooses by the parameter's name: weights are drawn so that
-the variance of activations is kept (by their fans), biases start at 0, scales at 1.
+A layer's `param_init` is by default a `DefaultInitializer`, which chooses by the parameter's name:
+weights are drawn so that the variance of activations is kept (by their fans), biases start at 0,
+scales at 1.
 """
 
 import enum
@@ -13,7 +14,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
+from weft.config import (
+    REQUIRED,
+    Configurable,
+    InstantiableConfig,
+    Required,
+    config_class,
+    maybe_instantiate,
+)
 from weft.errors import ParameterInitError
 from weft.typing import DType, Shape, Tensor
 
@@ -44,7 +52,9 @@ Axes = int | Sequence[int]
 
 
 class FanAxes(NamedTuple):
-    """Which axes of a weight are its inputs, outputs, and copies of it; all others are a receptive field.
+    """Which axes of a weight are its inputs, its outputs, and copies of it.
+
+    All others are a receptive field, as a convolution's window is.
 
     Attributes:
       in_axis: one axis or several.
@@ -74,12 +84,14 @@ class FanAxes(NamedTuple):
           >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
           FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
-        moved = [tuple(a + 1 if a >= 0 else a for a in axes) for axes in self.canonicalize()]  # pyright: ignore
+        canonical: Any = self.canonicalize()
+        moved = (tuple(a + 1 if a >= 0 else a for a in axes) for axes in canonical)
         return FanAxes(*moved)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
         """The axes of a weight that gained a last axis, which is of this type."""
-        moved = [tuple(a - 1 if a < 0 else a for a in axes) for axes in self.canonicalize()]  # pyright: ignore
+        canonical: Any = self.canonicalize()
+        moved = (tuple(a - 1 if a < 0 else a for a in axes) for axes in canonical)
         return FanAxes(*moved)._with(-1, axis_type)
 
     def _with(self, axis: int, axis_type: "FanAxes.AxisType") -> "FanAxes":
@@ -187,10 +199,11 @@ def _draw(distribution: str, prng_key: Tensor, shape: Shape, dtype: DType, scale
 
 
 class WeightInitializer(Initializer):
-    """Values of variance `scale / fan`, so that activations (or gradients) keep their size through a layer.
+    """Values of variance `scale / fan`, which keep the size of activations or gradients.
 
-    With `fan=None` the values have the standard deviation `scale`, or for "uniform" lie within `±scale`.
-    For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and Bengio (2010).
+    With `fan=None` the values have the standard deviation `scale`, or for "uniform" lie within
+    `±scale`. For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and
+    Bengio (2010).
     """
 
     @config_class
@@ -256,7 +269,7 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
       axes: which axes are what; the others count for both, as a convolution's window does.
     """
     size = {
-        name: math.prod(shape[axis] for axis in axis_tuple)  # pyright: ignore
+        name: math.prod(shape[axis] for axis in axis_tuple)  # pyright: ignore[reportArgumentType]
         for name, axis_tuple in axes.canonicalize()._asdict().items()
     }
     total = math.prod(shape)
@@ -273,8 +286,8 @@ class DefaultInitializer(Initializer):
         """Configures a DefaultInitializer.
 
         Attributes:
-          init_by_param_name: initializers by a regular expression that the whole name must match. What none matches falls to: weights
-            uniform by fan_avg, biases 0, scales 1.
+          init_by_param_name: initializers by a regular expression that the whole name must match.
+            What none matches falls to: weights uniform by fan_avg, biases 0, scales 1.
         """
 
         init_by_param_name: dict[str, InstantiableConfig] = {}
@@ -318,7 +331,8 @@ class DefaultInitializer(Initializer):
 class PerGroupInitializer(Initializer):
     """Draws the parts of a weight along its last axis as weights of their own.
 
-    Used where several projections lie side by side in one weight, so that each has the variance it would have alone.
+    Used where several projections lie side by side in one weight, so that each has the variance it
+    would have alone.
     """
 
     @config_class
@@ -330,18 +344,19 @@ class PerGroupInitializer(Initializer):
           num_groups: the number of parts, which must divide the last axis.
         """
 
-        initializer: InstantiableConfig | None = DefaultInitializer.default_config()
+        initializer: InstantiableConfig = DefaultInitializer.default_config()
         num_groups: int = 1
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self._initializer = cfg.initializer.instantiate()
+        self._initializer: Any = maybe_instantiate(cfg.initializer)
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         n = self.config.num_groups
         if not shape or shape[-1] % n:
             raise ParameterInitError(
-                f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis must be a "
+                f"{name!r} of shape {tuple(shape)} cannot be drawn in {n} groups; its last axis "
+                "must be a "
                 "multiple of num_groups."
             )
         part = (*shape[:-1], shape[-1] // n)

@@ -59,7 +59,8 @@ class ParameterSpec(TensorSpec):
       weight_decay_scale: the factor of weight decay, 1 if None.
 
     Raises:
-      ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than `shape`.
+      ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than
+        `shape`.
     """
 
     initializer: Initializer | None = None

@@ -42,7 +42,8 @@ class CompositeTensorStats(TensorStats):
 
         Attributes:
           tensor_stats: the statistics by name.
-          inline_child_summaries: whether their summaries stand beside each other instead of under their names.
+          inline_child_summaries: whether their summaries stand beside each other instead of under
+            their names.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {}

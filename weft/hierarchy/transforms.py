@@ -1,7 +1,8 @@
 """JAX transformations of functions that invoke modules.
 
-Inside a module's method, a function that calls children reads their state from the context and adds outputs to it. These
-transformations hand the context's entries through, entry by entry, instead of closing over them.
+Inside a module's method, a function that calls children reads their state from the context and adds
+outputs to it. These transformations hand the context's entries through, entry by entry, instead of
+closing over them.
 """
 
 import functools
@@ -83,8 +84,8 @@ def vmap(
       **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
 
     Returns:
-      A function with the arguments and results of `fn`, to be called inside an invocation. Each index has its own PRNG
-      key; outputs of modules are stacked along axis 0.
+      A function with the arguments and results of `fn`, to be called inside an invocation. Each
+      index has its own PRNG key; outputs of modules are stacked along axis 0.
     """
     roles = Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
@@ -167,7 +168,9 @@ def scan_in_context(
     remat_kwargs: dict[str, Any] | None = None,
     merge_summaries: bool = False,
 ) -> tuple[Carry, Any]:
-    """`jax.lax.scan` of a function that invokes modules of the current context with the same state in each iteration.
+    """`jax.lax.scan` of a function that invokes modules of the current context.
+
+    The state is the same in each iteration.
 
     Args:
       fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
@@ -215,9 +218,10 @@ def propagate_repeated_output_collections(
     Args:
       repeated_output_collection: outputs with a leading axis of iterations.
       child_name_prefix: summaries of iteration i are added under this prefix followed by i.
-      target_output_collection: changed in place. State updates and module outputs are added as they are.
-      merge_summaries: whether to add one summary for all iterations under the prefix alone: the mean of arrays, the sum of what
-        else can be added, such as a `WeightedScalar`.
+      target_output_collection: changed in place. State updates and module outputs are added as they
+        are.
+      merge_summaries: whether to add one summary for all iterations under the prefix alone: the
+        mean of arrays, the sum of what else can be added, such as a `WeightedScalar`.
     """
     target = target_output_collection
     target.state_updates.update(repeated_output_collection.state_updates)

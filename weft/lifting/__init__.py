@@ -1,7 +1,8 @@
 """Every JAX transformation, once, for anything that carries state.
 
-`crossing` is the trip that state makes, `roles` says what happens to each part of it, and each transformation is a
-function of a `Kind`: of how one sort of carrier (a context, a scope, an object) makes that trip.
+`crossing` is the trip that state makes, `roles` says what happens to each part of it, and each
+transformation is a function of a `Kind`: of how one sort of carrier (a context, a scope, an object)
+makes that trip.
 """
 
 from weft.lifting.autodiff import grad, value_and_grad

@@ -23,13 +23,15 @@ def value_and_grad(
     Args:
       kind: whose carriers cross.
       fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
-      wrt: a prefix of the arguments: DIFF where to differentiate, None elsewhere, `Roles` where a carrier is.
+      wrt: a prefix of the arguments: DIFF where to differentiate, None elsewhere, `Roles` where a
+        carrier is.
       has_aux: whether `fn` returns a pair.
       holomorphic: as for `jax.grad`.
       allow_int: as for `jax.grad`.
 
     Returns:
-      A function whose result is that of `fn`, and the gradients: a tree shaped like the arguments, with None where
+      A function whose result is that of `fn`, and the gradients: a tree shaped like the arguments,
+        with None where
       nothing was differentiated and, where a carrier was, a tuple with one entry per group.
     """
 
@@ -57,7 +59,7 @@ def value_and_grad(
 
 
 def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    """The gradients of `value_and_grad`, and with `has_aux` a pair of them and what else `fn` returned."""
+    """The gradients of `value_and_grad`; with `has_aux` a pair of them and the rest."""
     both = value_and_grad(kind, fn, **kwargs)
 
     def call(*args: Any) -> Any:

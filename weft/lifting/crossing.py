@@ -1,18 +1,19 @@
 """The one trip that a model's state makes through any JAX transformation.
 
-A JAX transformation takes pure functions of pytrees; a model's state hangs on a scope, on objects or on a context,
-which are the *carriers*. The trip has five stages, and a `Kind` knows how its own carriers make each of them:
+A JAX transformation takes pure functions of pytrees; a model's state hangs on a scope, on objects
+or on a context, which are the *carriers*. The trip has five stages, and a `Kind` knows how its own
+carriers make each of them:
 
-    outside   split    carriers -> groups of arrays, and a hashable value for all that is not an array
-    inside    merge    groups -> fresh carriers at the new trace level
-    inside    (the user's function runs)
-    inside    collect  what the function changed, and the carriers it returns -> groups
-    outside   commit   groups -> the caller's own carriers
+    outside   split    carriers -> groups of arrays, and a hashable value for all that is not an
+    array inside    merge    groups -> fresh carriers at the new trace level inside    (the user's
+    function runs) inside    collect  what the function changed, and the carriers it returns ->
+    groups outside   commit   groups -> the caller's own carriers
 
-Between `depart` and `arrive`, a `Parcel` with a carrier's groups sits where the carrier sat in the arguments; between
-`pack_results` and `commit`, in the results. So the user's trees keep their shape, and whatever JAX matches by
-prefix (axes, shardings, donation) matches. What is not an array travels as the structure of a pytree without leaves, which makes it
-a part of JAX's own cache keys. Only `commit` touches what the caller holds: a trip that fails leaves no trace.
+Between `depart` and `arrive`, a `Parcel` with a carrier's groups sits where the carrier sat in the
+arguments; between `pack_results` and `commit`, in the results. So the user's trees keep their
+shape, and whatever JAX matches by prefix (axes, shardings, donation) matches. What is not an array
+travels as the structure of a pytree without leaves, which makes it a part of JAX's own cache keys.
+Only `commit` touches what the caller holds: a trip that fails leaves no trace.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -25,7 +26,10 @@ from weft.lifting.roles import Roles, broadcast_roles, roles_of_carrier
 
 
 class Kind(Protocol):
-    """How one sort of carrier crosses. `groups` has one pytree per filter of a carrier, in the filters' order."""
+    """How one sort of carrier crosses.
+
+    `groups` has one pytree per filter of a carrier, in the filters' order.
+    """
 
     def is_carrier(self, x: Any) -> bool:
         """Whether this leaf of the arguments or results is a carrier of this kind."""
@@ -34,11 +38,14 @@ class Kind(Protocol):
     def split(
         self, carriers: Sequence[Any], filters: Sequence[tuple[Any, ...]]
     ) -> tuple[Any, Hashable, list[tuple[Any, ...]]]:
-        """Sees all carriers of a call at once; returns a handle for `commit`, the static half, and groups."""
+        """Sees all carriers of a call at once.
+
+        Returns a handle for `commit`, the static half, and the groups of each carrier.
+        """
         ...
 
     def merge(self, static: Any, groups: Sequence[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
-        """Makes carriers anew from nothing but its arguments; returns a handle for `collect`, and them."""
+        """Makes carriers from its arguments alone; returns a handle for `collect`, and them."""
         ...
 
     def collect(
@@ -60,7 +67,7 @@ class Kind(Protocol):
         groups: Sequence[tuple[Any, ...]],
         new_groups: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
-        """Writes to the caller's carriers, all or nothing; returns the carriers that the call returned."""
+        """Writes to the caller's carriers, all or nothing; returns those the call returned."""
         ...
 
     def fork(self, group: Any, n: int) -> Any:
@@ -103,6 +110,7 @@ class Static:
 
 
 def is_parcel(x: Any) -> bool:
+    """Whether `x` stands for a carrier."""
     return isinstance(x, Parcel)
 
 
@@ -114,7 +122,7 @@ class Cargo(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What comes back: the kind's static half, one parcel per carrier that went in, and the function's own results."""
+    """What comes back: a static half, a parcel per carrier that went in, the function's results."""
 
     static: Static
     parcels: list[Parcel]
@@ -204,7 +212,7 @@ def commit(kind: Kind, outer: Any, results: Results) -> Any:
 
 
 class Units:
-    """A packed tree as a list of what has a role of its own: each group of a parcel, and each other leaf.
+    """A packed tree as a list of what has a role of its own: groups of parcels, and other leaves.
 
     Attributes:
       values: the groups and leaves, in order.
@@ -246,13 +254,11 @@ class Units:
     def merged(self, role: Any, replacements: Sequence[Any]) -> Any:
         """The packed tree with the values of that role replaced, in order."""
         new = iter(replacements)
-        return self.rebuild(
-            [next(new) if r is role else v for v, r in self.pairs()]
-        )
+        return self.rebuild([next(new) if r is role else v for v, r in self.pairs()])
 
 
 def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:
-    """The units of what comes back: the carriers that went in keep their roles, results have `out_roles`."""
+    """The units of what comes back: carriers that went in keep their roles."""
     _, flat = cargo.static.value
     carried = [role for role in flat if isinstance(role, Roles)]
     out = broadcast_roles(out_roles, results.packed, is_parcel, "out_axes")

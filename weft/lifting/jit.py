@@ -1,4 +1,7 @@
-"""jit: compiled once for equal structure, since all that is not an array is part of JAX's own cache key."""
+"""jit: compiled once for equal structure.
+
+All that is not an array crosses as the structure of a pytree, which is part of JAX's cache key.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,7 +49,8 @@ def jit(
       fn: the function, traced once for each structure of its arguments and carriers.
       in_shardings: a prefix of the arguments, one entry per argument.
       out_shardings: a prefix of the results.
-      donate_argnums: the arguments whose arrays, also those of carriers, may be used for the results.
+      donate_argnums: the arguments whose arrays, also those of carriers, may be used for the
+        results.
       inline: whether an enclosing trace sees the function's operations instead of one call.
     """
     donate = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
@@ -54,5 +58,5 @@ def jit(
     if in_shardings is not None:
         shardings["in_shardings"] = (None, *in_shardings)
     if out_shardings is not None:
-        shardings["out_shardings"] = Results(None, None, out_shardings)  # pyright: ignore
+        shardings["out_shardings"] = Results(None, None, out_shardings)  # pyright: ignore[reportArgumentType]
     return Jitted(kind, fn, donate, inline=inline, **shardings)

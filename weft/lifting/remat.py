@@ -27,7 +27,7 @@ def remat(
     def pure(cargo: Cargo) -> Results:
         return run(kind, lambda args: fn(*args), cargo)
 
-    traced = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)  # pyright: ignore
+    traced = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
     def call(*args: Any) -> Any:
         outer, cargo = depart(kind, args, None)

@@ -1,11 +1,13 @@
 """What happens to a group of state, or to an argument, when a transformation is crossed.
 
-A role is an integer (mapped over that axis), `None` (shared by all), `CARRY` (handed from one iteration to the next),
-`DIFF` (differentiated) or `FORK` (PRNG keys, split into one per index of the new axis).
+A role is an integer (mapped over that axis), `None` (shared by all), `CARRY` (handed from one
+iteration to the next), `DIFF` (differentiated) or `FORK` (PRNG keys, split into one per index of
+the new axis).
 
-Roles are given as a pytree prefix of the arguments, as `in_axes` are in JAX. Where the prefix reaches something that
-carries state, `Roles` gives each group of that state its own role: its filters are asked in order, the first that
-matches takes the entry, and what no filter matches stays behind.
+Roles are given as a pytree prefix of the arguments, as `in_axes` are in JAX. Where the prefix
+reaches something that carries state, `Roles` gives each group of that state its own role: its
+filters are asked in order, the first that matches takes the entry, and what no filter matches stays
+behind.
 """
 
 import enum
@@ -84,7 +86,8 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
     except ValueError as error:
         raise RoleError(
-            f"{what}={prefix!r} does not fit what it speaks of: expected one role, or a pytree prefix of "
+            f"{what}={prefix!r} does not fit what it speaks of: expected one role, or a pytree "
+            "prefix of "
             f"{jax.tree.structure(tree, is_leaf=is_leaf)}. {error}"
         ) from None
     return flat

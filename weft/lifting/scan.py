@@ -5,8 +5,9 @@
         carry, y = body(carry, xs[i])
         ys.append(y)
 
-`CARRY` state and arguments are the carry, those with an axis are the `xs` (and come back as `ys` along that axis),
-`FORK` keys are split into one per iteration, and what has the role None is the same in every iteration.
+`CARRY` state and arguments are the carry, those with an axis are the `xs` (and come back as `ys`
+along that axis), `FORK` keys are split into one per iteration, and what has the role None is the
+same in every iteration.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +49,8 @@ def scan(
       kind: whose carriers cross.
       fn: the body.
       in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` where a carrier is.
-      out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th CARRY among the
-        results is what the n-th among the arguments is in the next iteration.
+      out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
+        CARRY among the results is what the n-th among the arguments is in the next iteration.
       length: the number of iterations, where no argument tells it.
       reverse: whether to run from the last index to the first.
       unroll: as for `jax.lax.scan`.
@@ -68,7 +69,8 @@ def scan(
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(units, length, "scan")
         values = axes.enter_axis(kind, units, n, metadata)
-        # The body's results are known only once it was traced; their structure is all that is kept of them.
+        # The body's results are known only once it was traced; their structure is all that is kept
+        # of them.
         traced: list[tuple[Units, Static]] = []
 
         def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -101,7 +103,7 @@ def _is_sliced(role: Role) -> bool:
     return role is FORK or isinstance(role, int)
 
 
-def _front(value: Any, role: Role) -> Any:
+def _front(value: Any, role: Any) -> Any:
     """The scanned axis in front, where `jax.lax.scan` wants it."""
     return value if role is FORK else jax.tree.map(lambda x: jnp.moveaxis(x, role, 0), value)
 
@@ -116,7 +118,7 @@ def _fill(
     """`values`, with the carried and the sliced ones replaced in order."""
     next_carry, next_sliced = iter(carry), iter(sliced)
 
-    def pick(role: Role, value: Any) -> Any:
+    def pick(role: Any, value: Any) -> Any:
         if role is CARRY:
             return next(next_carry)
         if not _is_sliced(role):
@@ -134,7 +136,8 @@ def _stacked(returned: Units) -> list[Any]:
     for value, role in returned.pairs():
         if role is None and jax.tree.leaves(value):
             raise RoleError(
-                "scan: the body returns or changes something with the role None, which is the same in every "
+                "scan: the body returns or changes something with the role None, which is the "
+                "same in every "
                 "iteration; give it CARRY, or an axis along which to stack it."
             )
     return [v for v, role in zip(returned.values, returned.roles, strict=True) if _is_sliced(role)]
@@ -155,6 +158,7 @@ def _check_carry(before: list[Any], after: list[Any]) -> None:
         same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
         if old_type.shape != new_type.shape or not same_dtype:
             raise CarryStructureError(
-                f"scan: carry{jax.tree_util.keystr(path)} is given as {old_type.str_short()} and returned as "
+                f"scan: carry{jax.tree_util.keystr(path)} is given as {old_type.str_short()} and "
+                "returned as "
                 f"{new_type.str_short()}; a carry keeps its shape and dtype in every iteration."
             )

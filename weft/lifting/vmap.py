@@ -51,7 +51,7 @@ def vmap(
         results = jax.vmap(
             mapped,
             in_axes=(units.rebuild([0 if role is FORK else role for role in units.roles]),),
-            out_axes=Results(None, _parcel_axes(cargo), _result_axes(out_axes)),  # pyright: ignore
+            out_axes=Results(None, _parcel_axes(cargo), _result_axes(out_axes)),  # pyright: ignore[reportArgumentType]
             axis_size=n,
             axis_name=axis_name,
             spmd_axis_name=spmd_axis_name,
