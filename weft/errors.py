@@ -40,6 +40,26 @@ class ConfigTypeError(InvalidConfigValueError):
     """A value does not fit the type that its config field declares."""
 
 
+class ConfigTextError(ConfigError, ValueError):
+    """A text is not written as a config is."""
+
+
+class ConfigReferenceError(ConfigTextError):
+    """A text speaks of a class or function that is not there, or that it may not speak of."""
+
+
+class ConfigOverrideError(ConfigError, ValueError):
+    """An override is not of the form `path=value`."""
+
+
+class UnknownConfigError(ConfigError, KeyError):
+    """A module has no trainer config of that name."""
+
+    def __str__(self) -> str:
+        # KeyError would show the repr of the message, which hides its line breaks.
+        return self.args[0] if self.args else ""
+
+
 class MissingConfigClassDecoratorError(ConfigError, TypeError):
     """A config class was used that `@config_class` does not stand above."""
 
@@ -166,3 +186,84 @@ class InputDatasetError(WeftError, ValueError):
 
 class InputDispatchError(WeftError, ValueError):
     """The sizes and indices by which processes share a batch do not fit together."""
+
+
+# The trainer.
+
+
+class MeshError(WeftError, ValueError):
+    """The mesh does not fit the devices, or an array does not fit the mesh."""
+
+
+class RunDirError(WeftError, ValueError):
+    """The directory of a run cannot be written, or belongs to another run."""
+
+
+class UndefinedLossException(WeftError, FloatingPointError):
+    """The loss is NaN or infinite."""
+
+
+# Optimizers.
+
+
+class ScheduleError(WeftError, ValueError):
+    """The steps and values of a schedule do not fit together."""
+
+
+class OptimizerArgumentError(WeftError, ValueError):
+    """An optimizer was given arguments that do not go together."""
+
+
+class TransformationTypeError(WeftError, TypeError):
+    """Something was to be used as an optimizer that is none."""
+
+
+class UpdateRuleError(WeftError, ValueError):
+    """The rules that say how parameters are updated do not fit the parameters or the learners."""
+
+
+class UntrainableParameterError(WeftError, TypeError):
+    """A parameter of a dtype without gradients was to be trained."""
+
+
+class InplaceUpdateError(WeftError, ValueError):
+    """An in-place update does not fit the parameters."""
+
+
+# Summaries and checkpoints.
+
+
+class SummaryValueError(WeftError, ValueError):
+    """A summary holds a value that no writer can show."""
+
+
+class MissingExtraError(WeftError, ImportError):
+    """A package is needed that one of Weft's extras installs."""
+
+
+class CheckpointError(WeftError):
+    """Base of the errors about checkpoints."""
+
+
+class CheckpointSaveError(CheckpointError, RuntimeError):
+    """A checkpoint could not be saved; those before it stand."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint in a directory, or none of the step that was asked for."""
+
+
+class DamagedCheckpointError(CheckpointError, RuntimeError):
+    """The files of a checkpoint are not as they were written."""
+
+
+class CheckpointStructureError(CheckpointError, ValueError):
+    """A checkpoint and the state that it is to be restored to have different structures."""
+
+
+class CheckpointStateError(CheckpointError, TypeError):
+    """A state holds something that a checkpoint cannot."""
+
+
+class CheckpointPolicyError(CheckpointError, ValueError):
+    """A save policy asks for something that the run does not have."""
