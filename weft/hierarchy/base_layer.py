@@ -22,6 +22,7 @@ from weft.hierarchy.parameter_spec import (
     TensorSpec,
     with_leading_axis,
 )
+from weft.hierarchy.stacking import initialize_copies, parameter_specs_of_copies
 from weft.hierarchy.tensor_stats import (
     CompositeTensorStats,
     DefaultTensorStats,
@@ -176,6 +177,10 @@ class BaseLayer(Module):
             )
         return specs
 
+    def _num_copies(self, name: str) -> int | None:
+        """How many copies of a child's parameters there are, stacked; None for one without a stack."""
+        return None
+
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
         """The specs of all parameters of the layer and those below it, nested as its state is.
@@ -186,7 +191,7 @@ class BaseLayer(Module):
         specs: dict[str, Any] = dict(self._own_parameter_specs())
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                specs[name] = child.create_parameter_specs_recursively()
+                specs[name] = parameter_specs_of_copies(child, self._num_copies(name))
         return specs
 
     @nowrap
@@ -212,8 +217,11 @@ class BaseLayer(Module):
             state[name] = self._initialize_parameter(name, spec, prng_key, given.pop(name, None))
         for name, child in self._children.items():
             if isinstance(child, BaseLayer):
-                state[name] = child.initialize_parameters_recursively(
-                    fold_in_name(prng_key, name), prebuilt=given.pop(name, None)
+                state[name] = initialize_copies(
+                    child,
+                    self._num_copies(name),
+                    fold_in_name(prng_key, name),
+                    prebuilt=given.pop(name, None),
                 )
         if given:
             raise ParameterSpecError(
@@ -252,7 +260,7 @@ class BaseLayer(Module):
           prng_key: for the noise; each layer uses its own part of it.
           params: of this layer and those below it.
         """
-        noisy = dict(params)
+        noisy = type(params)(params)  # a stack stays marked as one
         for name, child in self._children.items():
             if isinstance(child, BaseLayer) and name in noisy:
                 noisy[name] = child.apply_parameter_noise_recursively(

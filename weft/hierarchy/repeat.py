@@ -1,0 +1,150 @@
+"""Repeat: one layer, run several times, each time with parameters of its own.
+
+    for i in range(num_layers):
+        carry, ys[i] = fn(carry, xs[i])       # self.layer(...) in fn has the i-th parameters and key
+
+The loop is a `jax.lax.scan`, so that tracing and compiling take as long as for one layer. The state of the
+child "layer" holds the parameters of all iterations along a leading axis.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from weft.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+)
+from weft.hierarchy import transforms
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.context import OutputCollection
+from weft.hierarchy.module import Module
+
+
+def _drop_by_regex(rules: Sequence[str]) -> Callable[[str], bool]:
+    """A function that tells whether the whole of a path matches one of the rules."""
+    return lambda path: any(re.fullmatch(rule, path) for rule in rules)
+
+
+class Repeat(BaseLayer):
+    """Runs a child "layer" `num_layers` times.
+
+    A subclass defines `forward`, which calls `_run`.
+
+    Example:
+      >>> import jax
+      >>> from weft.hierarchy.base_layer import ParameterSpec
+      >>> from weft.hierarchy.module import functional
+      >>> class Scale(BaseLayer):
+      ...     def _create_layer_parameter_specs(self):
+      ...         return {"scale": ParameterSpec(())}
+      ...
+      ...     def forward(self, x):
+      ...         return x * self.parameters["scale"]
+      >>> class RepeatedScale(Repeat):
+      ...     def forward(self, x):
+      ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
+      >>> cfg = RepeatedScale.default_config().set(name="r", layer=Scale.default_config(), num_layers=3)
+      >>> repeated = cfg.instantiate(parent=None)
+      >>> state = {"layer": {"scale": jax.numpy.array([2.0, 3.0, 5.0])}}
+      >>> y, _ = functional(repeated, prng_key=None, state=state, inputs=(1.0,), is_training=False)
+      >>> float(y)
+      30.0
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a Repeat.
+
+        Attributes:
+          layer: the layer that is repeated. Its `remat_spec` applies to each iteration.
+          num_layers: how often.
+          unroll: how many iterations one step of the loop holds, True for all; one if None.
+          drop_output: makes a function that tells which outputs of the layer are left out, by
+            path, such as "module_outputs/attention/probs". By default module outputs are, since
+            keeping them for each layer costs memory.
+        """
+
+        layer: Required[InstantiableConfig] = REQUIRED
+        num_layers: Required[int] = REQUIRED
+        unroll: bool | int | None = None
+        drop_output: InstantiableConfig[Callable[[str], bool]] = config_for_function(
+            _drop_by_regex
+        ).set(rules=["module_outputs.*"])
+
+    class Output(NamedTuple):
+        """What the iterations give.
+
+        Attributes:
+          carry: what the last one carries.
+          ys: what each gives beside, along a leading axis.
+        """
+
+        carry: Any
+        ys: Any
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_child("layer", cfg.layer)
+        self._drop_output = maybe_instantiate(cfg.drop_output)
+
+    def _num_copies(self, name: str) -> int | None:
+        return self.config.num_layers if name == "layer" else super()._num_copies(name)
+
+    def _remat_kwargs(self) -> dict[str, Any] | None:
+        """How each iteration is computed again in the backward pass, None if it is not."""
+        spec = self.layer.config.remat_spec
+        if spec is None or not self.is_training:
+            return None
+        unroll, n = self.config.unroll, self.config.num_layers
+        # A loop keeps its forward and its backward pass apart; only without one could the compiler
+        # merge what is computed twice.
+        without_loop = unroll is True or (unroll or 1) >= n
+        return {
+            "prevent_cse": spec.prevent_cse and without_loop,
+            "policy": maybe_instantiate(spec.policy),
+        }
+
+    def _run(
+        self, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any = None, *, xs: Any = None
+    ) -> Output:
+        """Runs the loop.
+
+        Args:
+          fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack. It
+            calls `self.layer`, which then has its parameters, key and outputs for this iteration.
+          carry: the first carry, a pytree.
+          xs: a pytree of arrays with a leading axis of `num_layers`.
+
+        Returns:
+          The last carry and what was stacked. Summaries of iteration i are found under "layer{i}",
+          state updates stacked under "layer".
+        """
+        context = self.get_invocation_context()
+        layer_context = context.add_child("layer", prng_key=context.prng_key)
+        inner = layer_context.twin()
+        result = transforms.scan(
+            inner,
+            fn,
+            carry,
+            xs,
+            state_axis=0,
+            length=self.config.num_layers,
+            unroll=1 if self.config.unroll is None else self.config.unroll,
+            remat_kwargs=self._remat_kwargs(),
+            drop_output=self._drop_output,
+        )
+        transforms.propagate_repeated_output_collections(
+            inner.output_collection,
+            child_name_prefix="layer",
+            target_output_collection=OutputCollection(
+                summaries=context.output_collection.summaries,
+                state_updates=layer_context.output_collection.state_updates,
+                module_outputs=layer_context.output_collection.module_outputs,
+            ),
+        )
+        return Repeat.Output(*result)
