@@ -1,0 +1,143 @@
+import sysconfig
+
+import pytest
+
+from weft.errors import CorpusReadError, EmptyCorpusError
+from weft.input.corpus import Corpus, TextFile, folder_corpus, is_held_out, stdlib_corpus
+
+
+@pytest.fixture(scope="module")
+def stdlib():
+    return stdlib_corpus()
+
+
+def test_stdlib_is_a_few_hundred_files_of_about_ten_megabytes(stdlib):
+    names = [file.name for file in stdlib.files]
+    assert 400 < len(names) < 800
+    assert 8e6 < stdlib.num_bytes("train") + stdlib.num_bytes("held_out") < 14e6
+    assert names == sorted(set(names))
+    assert {"json/decoder.py", "pydoc_data/topics.py", "typing.py"} <= set(names)
+    for part in ("test", "tests", "site-packages", "idlelib"):
+        assert not any(part in name.split("/")[:-1] for name in names)
+    assert stdlib.name == f"stdlib-{sysconfig.get_python_version()}"
+
+
+def test_stdlib_text_is_that_of_the_files(stdlib):
+    import json.decoder
+
+    (decoder,) = [f for f in stdlib.files if f.name == "json/decoder.py"]
+    with open(json.decoder.__file__, "rb") as file:
+        assert decoder.text == file.read()
+
+
+def test_split_is_by_name_and_near_the_fraction(stdlib):
+    train = {f.name for f in stdlib.split("train")}
+    held_out = {f.name for f in stdlib.split("held_out")}
+    assert not train & held_out
+    assert train | held_out == {f.name for f in stdlib.files}
+    assert 0.05 < len(held_out) / len(stdlib.files) < 0.16
+    # Editing one file and adding another moves no other file.
+    files = (*stdlib.files[1:], TextFile("new.py", b"x"), TextFile(stdlib.files[0].name, b""))
+    changed = {f.name for f in Corpus("changed", files).split("held_out")}
+    assert changed - {"new.py"} == held_out
+
+
+def test_held_out_names_are_the_same_in_every_process_and_version():
+    names = [f"{i}.py" for i in range(40)]
+    # Written down once: a change would silently train on what older runs held out.
+    assert [n for n in names if is_held_out(n, 0.1)] == HELD_OUT
+    assert {n for n in names if is_held_out(n, 0.05)} <= set(HELD_OUT)
+
+
+HELD_OUT = ["1.py", "2.py"]
+
+
+def test_hash_depends_on_every_name_and_byte_but_not_on_the_order():
+    a, b = TextFile("a", b"one"), TextFile("b", b"two")
+    original = Corpus("c", (a, b)).sha256
+    assert Corpus("c", (b, a)).sha256 == original
+    others = [
+        (a,),
+        (a, TextFile("b", b"twO")),
+        (a, TextFile("B", b"two")),
+        (TextFile("a", b"onetwo"), TextFile("b", b"")),
+        (TextFile("ao", b"ne"), b),
+    ]
+    hashes = {Corpus("c", files).sha256 for files in others}
+    assert len(hashes) == len(others)
+    assert original not in hashes
+
+
+def test_record_is_what_a_run_remembers(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for i in range(40):
+        (tmp_path / "sub" / f"{i}.txt").write_bytes(b"x" * i)
+    corpus = folder_corpus(str(tmp_path), pattern="**/*.txt")
+    record = corpus.record()
+    assert record["files"] == 40
+    assert record["train_bytes"] + record["held_out_bytes"] == sum(range(40))
+    assert record["sha256"] == corpus.sha256
+    assert repr(corpus).count("\n") == 0
+    assert len(repr(corpus)) < 200
+
+
+def test_folder_patterns_and_excludes(tmp_path):
+    for name in ("a.md", "b.txt", "deep/c.md", "skip/d.md", "deep/skip/e.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def names(**kwargs):
+        return [f.name for f in folder_corpus(str(tmp_path), **kwargs).files]
+
+    assert names(pattern="**/*.md", exclude=["skip"]) == ["a.md", "deep/c.md"]
+    assert names(pattern="deep/*.md") == ["deep/c.md", "deep/skip/e.md"]
+    assert names(pattern="*.txt") == ["b.txt"]
+    assert len(names()) == 5
+
+
+def test_several_folders_and_files(tmp_path):
+    for name in ("one/x.md", "two/x.md", "alone.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    paths = [str(tmp_path / p) for p in ("one", "two", "alone.md")]
+    assert [f.name for f in folder_corpus(paths).files] == ["alone.md", "one/x.md", "two/x.md"]
+
+
+def test_empty_corpus_names_the_folder_and_the_pattern(tmp_path):
+    (tmp_path / "empty.py").touch()
+    with pytest.raises(EmptyCorpusError, match=r"1 files fit '\*.py' in .*, with 0 bytes") as e:
+        folder_corpus(str(tmp_path), pattern="*.py")
+    assert str(tmp_path) in str(e.value)
+    with pytest.raises(
+        EmptyCorpusError, match=r"0 files fit '\*\*/\*' in .*no/such does not exist"
+    ):
+        folder_corpus(str(tmp_path / "no/such"))
+    with pytest.raises(EmptyCorpusError, match=r"0 files fit '\*.nothing'"):
+        stdlib_corpus(pattern="*.nothing")
+
+
+def test_empty_part_names_the_fraction():
+    corpus = Corpus("tiny", (TextFile("3.py", b"x"),), held_out_fraction=0.1)
+    with pytest.raises(EmptyCorpusError, match=r"'tiny': none of its 1 files .* 'held_out' .*0\.1"):
+        corpus.split("held_out")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "locked.txt").write_text("x")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    with pytest.raises(
+        CorpusReadError, match=r"locked\.txt \(Permission denied\); make it readable"
+    ):
+        folder_corpus(str(tmp_path))
+
+
+def test_two_files_of_one_name_are_refused(tmp_path):
+    for name in ("a/src/x.py", "b/src/x.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("x")
+    with pytest.raises(CorpusReadError, match=r"two files .* are named 'src/x.py'.*common parent"):
+        folder_corpus([str(tmp_path / "a/src"), str(tmp_path / "b/src")])

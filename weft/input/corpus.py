@@ -1,0 +1,254 @@
+"""Text as data: a corpus is a sorted list of files, a hash of all of it, and a split by name.
+
+A file belongs to the training or to the held-out part by a hash of its name alone, so adding,
+removing or editing one file never moves another. The default corpus is the text every Python
+installation carries: the sources of its standard library. It differs between Python versions, which
+is why `Corpus.record()`, with the hash, belongs in a run's record.
+"""
+
+import dataclasses
+import fnmatch
+import functools
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from weft.errors import CorpusReadError, EmptyCorpusError
+
+Split = Literal["train", "held_out"]
+
+# Tests, platform-dependent files and what some distributions package apart: without these the text
+# of one Python version is nearly the same on every machine.
+STDLIB_EXCLUDED = (
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "test",
+    "tests",
+    "idle_test",
+    "config-*",
+    "_sysconfigdata*",
+    "distutils",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "tkinter",
+    "turtledemo",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFile:
+    """One file of a corpus: its name relative to the corpus, with `/`, and its bytes."""
+
+    name: str
+    text: bytes
+
+    def __repr__(self) -> str:
+        return f"TextFile({self.name!r}, {len(self.text)} bytes)"
+
+
+def is_held_out(name: str, fraction: float) -> bool:
+    """Whether the file of this name belongs to the held-out part.
+
+    Args:
+        name: The file's relative name, with `/`.
+        fraction: Which part of all names is held out, 0 to 1.
+
+    >>> is_held_out("json/decoder.py", 0.0), is_held_out("json/decoder.py", 1.0)
+    (False, True)
+    """
+    digest = hashlib.blake2b(name.encode()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Corpus:
+    """Files in the order of their names, split into a training and a held-out part.
+
+    Args:
+        name: What the corpus is called in messages and records.
+        files: The files, in any order.
+        held_out_fraction: Which part of the names is held out.
+
+    >>> corpus = Corpus("two", (TextFile("b", b"xy"), TextFile("a", b"z")), held_out_fraction=0.0)
+    >>> corpus
+    Corpus('two': train 2 files, 3 bytes; held_out 0 files, 0 bytes)
+    >>> [file.name for file in corpus.split("train")]
+    ['a', 'b']
+    """
+
+    name: str
+    files: tuple[TextFile, ...]
+    held_out_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.files, key=lambda file: file.name))
+        object.__setattr__(self, "files", ordered)
+
+    def __repr__(self) -> str:
+        parts = (
+            f"{split} {len(files)} files, {sum(len(f.text) for f in files)} bytes"
+            for split, files in self._splits.items()
+        )
+        return f"Corpus({self.name!r}: {'; '.join(parts)})"
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        """The hash of every name and every byte, in order."""
+        total = hashlib.sha256()
+        for file in self.files:
+            # The lengths keep ("ab", "c") and ("a", "bc") apart.
+            total.update(f"{len(file.name.encode())} {len(file.text)} {file.name}".encode())
+            total.update(file.text)
+        return total.hexdigest()
+
+    @functools.cached_property
+    def _splits(self) -> dict[Split, tuple[TextFile, ...]]:
+        held_out = [is_held_out(file.name, self.held_out_fraction) for file in self.files]
+        return {
+            "train": tuple(f for f, out in zip(self.files, held_out, strict=True) if not out),
+            "held_out": tuple(f for f, out in zip(self.files, held_out, strict=True) if out),
+        }
+
+    def split(self, split: Split) -> tuple[TextFile, ...]:
+        """The files of one part, in order.
+
+        Raises:
+            EmptyCorpusError: If no file fell into that part.
+        """
+        files = self._splits[split]
+        if not files:
+            raise EmptyCorpusError(
+                f"corpus {self.name!r}: none of its {len(self.files)} files is in the {split!r} "
+                f"part at held_out_fraction={self.held_out_fraction}; give it more files or "
+                "another fraction"
+            )
+        return files
+
+    def num_bytes(self, split: Split) -> int:
+        """How many bytes of text one part has."""
+        return sum(len(file.text) for file in self._splits[split])
+
+    def record(self) -> dict[str, str | int | float]:
+        """What a run should remember of its data; plain JSON values."""
+        return {
+            "name": self.name,
+            "sha256": self.sha256,
+            "files": len(self.files),
+            "held_out_fraction": self.held_out_fraction,
+            "train_bytes": self.num_bytes("train"),
+            "held_out_bytes": self.num_bytes("held_out"),
+        }
+
+
+def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -> Corpus:
+    """The sources of the running Python's standard library: 500 files, 10 MB of code and prose.
+
+    Args:
+        pattern: Which files: a glob that the whole relative name must fit; `*` also stands for `/`.
+        held_out_fraction: Which part of the names is held out.
+
+    Raises:
+        EmptyCorpusError: If there are none, as where the library is kept in an archive.
+        CorpusReadError: If a file cannot be read.
+
+    >>> stdlib_corpus(pattern="json/*.py").files[0]  # doctest: +ELLIPSIS
+    TextFile('json/__init__.py', ... bytes)
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _read_folder(root, pattern, STDLIB_EXCLUDED)
+    name = f"stdlib-{sysconfig.get_python_version()}"
+    return _checked(name, files, held_out_fraction, [root], pattern)
+
+
+def folder_corpus(
+    paths: str | Sequence[str],
+    *,
+    pattern: str = "**/*",
+    exclude: Sequence[str] = (),
+    held_out_fraction: float = 0.1,
+) -> Corpus:
+    """The files below some folders, or these files.
+
+    Args:
+        paths: Folders and files. With more than one, names start with the last part of their path.
+        pattern: Which files of a folder: a glob that the whole relative name must fit; `*` also
+            stands for `/`.
+        exclude: Globs; a file is left out if any part of its relative name fits one.
+        held_out_fraction: Which part of the names is held out.
+
+    Raises:
+        EmptyCorpusError: If no file fits.
+        CorpusReadError: If a file cannot be read, or two files would have the same name.
+    """
+    roots = [Path(p) for p in ([paths] if isinstance(paths, str) else paths)]
+    files: list[TextFile] = []
+    for root in roots:
+        if root.is_file():
+            files.append(TextFile(root.name, _read(root)))
+            continue
+        prefix = f"{root.name}/" if len(roots) > 1 else ""
+        found = _read_folder(root, pattern, exclude)
+        files.extend(TextFile(prefix + file.name, file.text) for file in found)
+    seen: set[str] = set()
+    for file in files:
+        if file.name in seen:
+            raise CorpusReadError(
+                f"two files of {[str(r) for r in roots]} are named {file.name!r} in the corpus; "
+                "names decide the split and must differ: rename one of the folders or give their "
+                "common parent"
+            )
+        seen.add(file.name)
+    return _checked(roots[0].name if roots else "", files, held_out_fraction, roots, pattern)
+
+
+def _checked(
+    name: str,
+    files: Iterable[TextFile],
+    held_out_fraction: float,
+    roots: Sequence[Path],
+    pattern: str,
+) -> Corpus:
+    corpus = Corpus(name, tuple(files), held_out_fraction)
+    if not any(file.text for file in corpus.files):
+        where = ", ".join(str(root) for root in roots) or "no path"
+        missing = [str(root) for root in roots if not root.exists()]
+        why = f"; {', '.join(missing)} does not exist" if missing else ""
+        raise EmptyCorpusError(
+            f"no text: {len(corpus.files)} files fit {pattern!r} in {where}, with 0 bytes{why}; "
+            "give a folder that holds text, or another pattern"
+        )
+    return corpus
+
+
+def _read_folder(root: Path, pattern: str, exclude: Sequence[str]) -> list[TextFile]:
+    def kept(part: str) -> bool:
+        return not any(fnmatch.fnmatchcase(part, glob) for glob in exclude)
+
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        # Pruned, not filtered: a standard library can hold a site-packages of 10,000 files.
+        subfolders[:] = sorted(filter(kept, subfolders))
+        for path in (Path(folder, name) for name in names if kept(name)):
+            name = path.relative_to(root).as_posix()
+            if _fits(name, pattern) and path.is_file():
+                found.append(TextFile(name, _read(path)))
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in (pattern, pattern.removeprefix("**/")))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CorpusReadError(
+            f"cannot read {path} ({error.strerror or error}); make it readable or exclude it from "
+            "the corpus"
+        ) from error

@@ -1,0 +1,153 @@
+"""Documents into sequences of one length, by arithmetic on an index.
+
+The documents stand in one stream, with `eos` before each and after the last:
+
+    stream   eos a b c eos d e eos
+    input 0  eos a b c              targets  a b c eos
+    input 1  eos d e                targets  d e eos
+
+Sequence i reads `stream[i * n : i * n + n + 1]`, so every token but the first `eos` is a target
+exactly once, nothing is dropped, and any sequence can be made without the ones before it: an
+iterator's whole state is one integer.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from weft.errors import EmptyCorpusError
+
+
+def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
+    """All documents in one line, `eos_id` before each and after the last.
+
+    Args:
+        documents: Token ids, each `Int[np.ndarray, "tokens"]`.
+        eos_id: The id that separates them; no document may contain it.
+
+    Returns:
+        `Int[np.ndarray, "stream"]`, of the smallest dtype that holds the ids.
+
+    >>> token_stream([np.array([1, 2]), np.array([3])], eos_id=9).tolist()
+    [9, 1, 2, 9, 3, 9]
+    """
+    parts: list[np.ndarray] = [np.array([eos_id])]
+    for document in documents:
+        parts += [document, parts[0]]
+    largest = max(int(part.max(initial=0)) for part in parts)
+    return np.concatenate(parts, dtype=np.min_scalar_type(largest), casting="unsafe")
+
+
+class PackedSequences:
+    """A random-access source of language-model examples, cut from a token stream.
+
+    An example is a dict of
+        input_ids: `Int32["length"]`.
+        target_labels: `Int32["length"]`, the token after each input; `pad_id` where there is none.
+        target_num_bytes: `Int32[""]`, how many targets are text, that is, neither `eos_id` nor
+            `pad_id`. With byte tokens, bits per byte = summed cross-entropy / summed
+            target_num_bytes / ln 2.
+        input_segment_ids: `Int32["length"]`, 1 for the first document in the sequence, 2 for the
+            next, 0 for padding.
+        input_positions: `Int32["length"]`, counted from the start of the segment.
+
+    Args:
+        stream: What `token_stream` made.
+        sequence_length: Tokens per example.
+        eos_id: As in the stream.
+        pad_id: Fills what the stream does not; another id than any of the stream.
+        drop_remainder: Leave out a last sequence that is not full (training) or pad it
+            (evaluation).
+        pad_to_multiple_of: Add examples of padding only until the number of examples is a multiple
+            of this.
+        segments: Whether examples have `input_segment_ids` and `input_positions`.
+        max_examples: Take at most so many, evenly spaced over the stream.
+
+    Raises:
+        EmptyCorpusError: If there is not one sequence.
+
+    >>> stream = np.array([9, 1, 2, 9, 3, 9])
+    >>> source = PackedSequences(stream, sequence_length=4, eos_id=9, pad_id=0)
+    >>> len(source), source[1]["input_ids"].tolist(), source[1]["target_labels"].tolist()
+    (2, [3, 0, 0, 0], [9, 0, 0, 0])
+    """
+
+    def __init__(
+        self,
+        stream: np.ndarray,
+        *,
+        sequence_length: int,
+        eos_id: int,
+        pad_id: int,
+        drop_remainder: bool = False,
+        pad_to_multiple_of: int = 1,
+        segments: bool = False,
+        max_examples: int | None = None,
+    ):
+        self._stream = stream
+        self._length = sequence_length
+        self._eos_id = eos_id
+        self._pad_id = pad_id
+        self._segments = segments
+        num_targets = len(stream) - 1
+        available = num_targets // sequence_length
+        if not drop_remainder and num_targets % sequence_length:
+            available += 1
+        if available < 1:
+            raise EmptyCorpusError(
+                f"{max(num_targets, 0)} tokens do not fill one sequence of {sequence_length}; "
+                "give more text or a smaller sequence_length"
+            )
+        self._available = available
+        self._num_examples = min(available, max_examples or available)
+        self._num_padded = -(-self._num_examples // pad_to_multiple_of) * pad_to_multiple_of
+
+    def __len__(self) -> int:
+        return self._num_padded
+
+    def __repr__(self) -> str:
+        return f"PackedSequences({len(self)} of {self._length} tokens)"
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        return {name: rows[0] for name, rows in self.take(np.array([index])).items()}
+
+    def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Several examples as one batch, much quicker than one by one.
+
+        Args:
+            indices: `Int[np.ndarray, "batch"]`.
+
+        Returns:
+            The features, each with a first axis `batch`.
+
+        Raises:
+            IndexError: If there is no such example.
+        """
+        if np.any((indices < 0) | (indices >= len(self))):
+            raise IndexError(f"examples {indices.tolist()} of {len(self)}")
+        starts = indices * self._available // self._num_examples * self._length
+        starts = np.where(indices < self._num_examples, starts, len(self._stream))
+        at = starts[:, None] + np.arange(self._length + 1)
+        tokens = np.take(self._stream, at, mode="clip").astype(np.int32)
+        tokens[at >= len(self._stream)] = self._pad_id
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        # The stream's last token is a target only; as an input it would predict padding.
+        inputs = np.where(targets == self._pad_id, self._pad_id, inputs)
+        text = (targets != self._pad_id) & (targets != self._eos_id)
+        batch = {
+            "input_ids": inputs,
+            "target_labels": targets,
+            "target_num_bytes": np.sum(text, axis=1, dtype=np.int32),
+        }
+        return batch | self._segment_features(inputs) if self._segments else batch
+
+    def _segment_features(self, inputs: np.ndarray) -> dict[str, np.ndarray]:
+        starts = inputs == self._eos_id
+        starts[:, 0] = True  # a sequence may begin inside a document
+        live = inputs != self._pad_id
+        index = np.arange(self._length, dtype=np.int32)
+        segment_start = np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+        return {
+            "input_segment_ids": np.where(live, np.cumsum(starts, axis=1, dtype=np.int32), 0),
+            "input_positions": np.where(live, index - segment_start, 0),
+        }
