@@ -1,0 +1,115 @@
+import json
+import threading
+import time
+
+import pytest
+
+from weft.input.prefetch import PrefetchingIterator
+
+
+class Counter:
+    """Yields 0, 1, ... below `stop`; knows how far it was read and whether it was closed."""
+
+    def __init__(self, stop=10**9, fails_at=None):
+        self.next_index, self.stop, self.fails_at, self.closed = 0, stop, fails_at, False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.next_index == self.fails_at:
+            raise OSError(f"record {self.next_index} is broken")
+        if self.next_index >= self.stop:
+            raise StopIteration
+        self.next_index += 1
+        return self.next_index - 1
+
+    def get_state(self):
+        return {"next_index": self.next_index}
+
+    def set_state(self, state):
+        self.next_index = state["next_index"]
+
+    def close(self):
+        self.closed = True
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_state_is_that_of_the_batches_handed_out_not_of_those_read():
+    source = Counter()
+    with PrefetchingIterator(source, buffer_size=3) as batches:
+        assert batches.get_state() == {"next_index": 0}
+        assert [next(batches) for _ in range(5)] == [0, 1, 2, 3, 4]
+        wait_for(lambda: source.next_index >= 8)
+        state = json.loads(json.dumps(batches.get_state()))
+        assert state == {"next_index": 5}
+        rest = [next(batches) for _ in range(4)]
+        batches.set_state(state)
+        assert batches.get_state() == state
+        assert [next(batches) for _ in range(4)] == rest
+    with PrefetchingIterator(Counter()) as fresh:
+        fresh.set_state(state)
+        assert [next(fresh) for _ in range(4)] == rest
+
+
+def test_reads_ahead_while_the_step_runs_but_not_further_than_the_buffer():
+    source = Counter()
+    with PrefetchingIterator(source, buffer_size=2) as batches:
+        next(batches)
+        # Two wait, and one more is in the thread's hand.
+        wait_for(lambda: source.next_index == 4)
+        time.sleep(0.05)
+        assert source.next_index == 4
+
+
+def test_the_stream_runs_in_the_other_thread_and_is_made_anew_after_a_restore():
+    threads = []
+
+    def stream(it):
+        threads.append(threading.current_thread())
+        return (x * 10 for x in it)
+
+    with PrefetchingIterator(Counter(), stream=stream) as batches:
+        assert next(batches) == 0
+        batches.set_state({"next_index": 7})
+        assert next(batches) == 70
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_end_comes_after_the_last_batch_and_stays():
+    with PrefetchingIterator(Counter(stop=3), buffer_size=2) as batches:
+        assert list(batches) == [0, 1, 2]
+        assert list(batches) == []
+        assert batches.get_state() == {"next_index": 3}
+
+
+def test_an_error_comes_in_its_place_and_stays():
+    with PrefetchingIterator(Counter(fails_at=2), buffer_size=4) as batches:
+        assert [next(batches), next(batches)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(OSError, match="record 2 is broken"):
+                next(batches)
+        # What was trained on so far can still be saved.
+        assert batches.get_state() == {"next_index": 2}
+
+
+def test_close_ends_the_thread_and_the_source_also_when_never_read():
+    before = threading.active_count()
+    source = Counter()
+    with PrefetchingIterator(source, buffer_size=1) as batches:
+        next(batches)
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    assert source.closed
+    unread = Counter()
+    PrefetchingIterator(unread).close()
+    assert unread.closed
+    assert unread.next_index == 0

@@ -1,0 +1,152 @@
+"""From what each process has read to one global array, and back.
+
+The way of a batch, in the four steps of input batch sharding:
+
+1. each process is told its part of the data (`Input`, an input dispatcher);
+2. it reads that part as host arrays of its own rows (`Input.dataset`, `Input.batches`);
+3. the rows of all processes become one `jax.Array` laid over the mesh
+(`host_to_global_device_array`); and 4. inside the compiled step the array is the whole batch
+(`Input.dispatch_global_batch`).
+"""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.errors import BatchShardingError, NoMeshError
+from weft.typing import Nested, Tensor
+
+
+def current_mesh() -> Mesh:
+    """The mesh set by `jax.set_mesh`.
+
+    Raises:
+        NoMeshError: If none is set.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise NoMeshError(
+            "no mesh is set, so a batch cannot be laid out; call it within "
+            "`with jax.set_mesh(mesh):` or give `mesh=`"
+        )
+    return mesh
+
+
+def input_partition_spec(mesh: Mesh | None = None) -> PartitionSpec:
+    """Rows over all axes of the mesh: each device loads its own, none is loaded twice."""
+    return PartitionSpec(tuple((mesh or current_mesh()).axis_names))
+
+
+def host_to_global_device_array(
+    host_arrays: Nested[np.ndarray | Tensor],
+    *,
+    partition: PartitionSpec | None = None,
+    mesh: Mesh | None = None,
+) -> Nested[Tensor]:
+    """One global array for each leaf, from the rows that each process has.
+
+    Args:
+        host_arrays: A tree of arrays, each with this process's rows of the batch in front. All
+            processes have equally many; processes whose devices hold the same rows must bring the
+            same.
+        partition: How the arrays lie over the mesh. Cut to the rank of each leaf, so scalars are
+            replicated. Default: `input_partition_spec`, the rows over all axes.
+        mesh: Default: the one set by `jax.set_mesh`.
+
+    Returns:
+        The tree with global `jax.Array`s of sharding `NamedSharding(mesh, partition)`.
+
+    Raises:
+        BatchShardingError: If an axis does not divide over the mesh, or a leaf is not numeric.
+        NoMeshError: If there is no mesh.
+
+    >>> mesh = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
+    >>> rows = len(jax.devices())
+    >>> batch = host_to_global_device_array({"ids": np.zeros((2 * rows, 3))}, mesh=mesh)
+    >>> batch["ids"].shape[1], batch["ids"].sharding.spec
+    (3, P('data', None))
+    """
+    mesh = mesh or current_mesh()
+    partition = input_partition_spec(mesh) if partition is None else partition
+
+    def to_global(path, leaf) -> Tensor:
+        local = np.asarray(leaf)
+        if local.dtype.kind in "OSU":
+            raise BatchShardingError(
+                f"input batch: {_name(path)} holds {local.dtype} values, which no device can; "
+                "drop it or encode it as numbers before the batch leaves the input"
+            )
+        entries = tuple(partition)[: local.ndim]
+        sharding = NamedSharding(
+            mesh, PartitionSpec(*entries, *[None] * (local.ndim - len(entries)))
+        )
+        shape = _global_shape(_name(path), local.shape, sharding)
+        return jax.make_array_from_process_local_data(sharding, local, shape)
+
+    return jax.tree_util.tree_map_with_path(to_global, host_arrays)
+
+
+def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
+    """The part of each global array that this process holds: undoes `host_to_global_device_array`.
+
+    Args:
+        global_arrays: A tree of global arrays, each laid out in blocks.
+
+    Returns:
+        The tree with host arrays.
+    """
+
+    def to_host(leaf: Tensor) -> np.ndarray:
+        if leaf.is_fully_addressable:
+            return np.asarray(leaf)
+        shards = [(starts_of(s.index), s.data) for s in leaf.addressable_shards]
+        # Per axis, the place of each block among those that this process has.
+        starts = [sorted({start[axis] for start, _ in shards}) for axis in range(leaf.ndim)]
+        block = shards[0][1].shape
+        local = np.empty([len(s) * b for s, b in zip(starts, block, strict=True)], leaf.dtype)
+        for start, data in shards:
+            first = [starts[a].index(start[a]) * block[a] for a in range(leaf.ndim)]
+            local[tuple(slice(f, f + b) for f, b in zip(first, block, strict=True))] = data
+        return local
+
+    return jax.tree.map(to_host, global_arrays)
+
+
+def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
+    """The global shape, from this process's and from how many of the blocks of each axis it has."""
+    mesh, spec = sharding.mesh, sharding.spec
+    num_blocks = [math.prod(mesh.shape[axis] for axis in _axes(entry)) for entry in spec]
+    # With one element per block, an index says which block it is.
+    indices = sharding.addressable_devices_indices_map(tuple(num_blocks)).values()
+    shape = []
+    for axis, size in enumerate(local):
+        local_blocks = len({starts_of(index)[axis] for index in indices})
+        if size % local_blocks:
+            axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in _axes(spec[axis]))
+            total, rest = size * num_blocks[axis] // local_blocks, num_blocks[axis]
+            raise BatchShardingError(
+                f"input batch: axis {axis} of {name}, of size {total} over {jax.process_count()} "
+                f"process(es), does not divide over the {rest} blocks of mesh axis {axes}; "
+                f"make it a multiple of {rest}, as {-(-total // rest) * rest}, or set the input's "
+                "partition_spec to fewer mesh axes"
+            )
+        shape.append(size // local_blocks * num_blocks[axis])
+    return tuple(shape)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def starts_of(index: tuple[slice, ...] | None) -> tuple[int, ...]:
+    """Where a device's part of a global array begins, per axis."""
+    return tuple(part.start or 0 for part in index or ())
+
+
+def _name(path) -> str:
+    return repr(jax.tree_util.keystr(path, simple=True, separator="/"))
