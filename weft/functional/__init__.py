@@ -4,6 +4,7 @@ Every way of writing a model declares its parameters and calls these. Statistics
 computed in float32, and what comes out has the dtype of what went in.
 """
 
+from weft.functional.activation import ACTIVATIONS, ActivationFn, get_activation_fn
 from weft.functional.conv import conv, conv_transpose
 from weft.functional.conv_shape import (
     NAMED_PADDINGS,
@@ -16,14 +17,62 @@ from weft.functional.conv_shape import (
     conv_transpose_explicit_padding,
     conv_transpose_output_shape,
 )
+from weft.functional.dropout import (
+    drop_tokens,
+    dropout,
+    get_dropout_mask,
+    get_stochastic_depth_linear_rate,
+    stochastic_depth,
+)
+from weft.functional.embedding import (
+    alibi_bias,
+    alibi_slopes,
+    apply_rotary,
+    attend,
+    lookup,
+    rotary_sincos,
+    sinusoidal_positions,
+)
 from weft.functional.linear import dense, dense_general, project
+from weft.functional.norm import (
+    batch_norm,
+    group_norm,
+    l2_normalize,
+    layer_norm,
+    normalize_sum,
+    rms_norm,
+)
 from weft.functional.pooling import avg_pool, max_pool, min_pool
+from weft.functional.statistics import (
+    compute_mean_square_with_segment_ids,
+    moments,
+    segment_mean,
+    update_running_average,
+)
 
 __all__ = [
     # linear
     "dense",
     "dense_general",
     "project",
+    # activation
+    "get_activation_fn",
+    "ActivationFn",
+    "ACTIVATIONS",
+    # dropout
+    "dropout",
+    "get_dropout_mask",
+    "stochastic_depth",
+    "get_stochastic_depth_linear_rate",
+    "drop_tokens",
+    # embedding
+    "lookup",
+    "attend",
+    "sinusoidal_positions",
+    "rotary_sincos",
+    "apply_rotary",
+    "alibi_slopes",
+    "alibi_bias",
     # convolution
     "conv",
     "conv_transpose",
@@ -40,4 +89,16 @@ __all__ = [
     "max_pool",
     "min_pool",
     "avg_pool",
+    # normalisation
+    "layer_norm",
+    "rms_norm",
+    "group_norm",
+    "batch_norm",
+    "l2_normalize",
+    "normalize_sum",
+    # statistics
+    "moments",
+    "segment_mean",
+    "compute_mean_square_with_segment_ids",
+    "update_running_average",
 ]

@@ -1,0 +1,122 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import (
+    alibi_bias,
+    alibi_slopes,
+    apply_rotary,
+    attend,
+    lookup,
+    rotary_sincos,
+    sinusoidal_positions,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def test_lookup_takes_rows():
+    table, ids = array(5, 3), np.array([[4, 0], [2, 2]])
+    np.testing.assert_array_equal(lookup(jnp.array(table), jnp.array(ids)), table[ids])
+
+
+def test_an_id_outside_the_table_shows():
+    y = lookup(jnp.ones((5, 3)), jnp.array([4, 5]))
+    assert np.isnan(y).all(-1).tolist() == [False, True]
+
+
+def test_attend_is_the_product_with_the_transposed_table():
+    table, x = array(5, 3), array(2, 4, 3)
+    np.testing.assert_allclose(attend(jnp.array(table), jnp.array(x)), x @ table.T, rtol=1e-4)
+
+
+def test_gradients_of_a_tied_embedding_sum_both_uses():
+    table, ids = jnp.array(array(4, 3)), jnp.array([1, 3])
+
+    def loss(lookup_fn, attend_fn):
+        return lambda table: jnp.sum(attend_fn(table, lookup_fn(table, ids)) ** 2)
+
+    plain = loss(lambda t, i: jax.nn.one_hot(i, 4) @ t, lambda t, x: x @ t.T)
+    np.testing.assert_allclose(
+        jax.grad(loss(lookup, attend))(table), jax.grad(plain)(table), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_sinusoidal_positions():
+    positions = np.array([[0, 1, 7]])
+    y = sinusoidal_positions(jnp.array(positions), dim=6, min_timescale=2, max_timescale=200)
+    scaled = positions[..., None] / np.array([2, 20, 200])
+    expected = np.concatenate([np.sin(scaled), np.cos(scaled)], -1)
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_rotary_turns_pairs_as_complex_numbers():
+    x, positions = array(2, 3, 4, 8), np.array([[0, 1, 2], [5, 9, 100]])
+    angles = positions[..., None] * 100.0 ** (-np.arange(0, 8, 2) / 8)
+    turned = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, :, None]
+    sin, cos = rotary_sincos(jnp.array(positions), dim=8, theta=100.0)
+    y = apply_rotary(jnp.array(x), sin[:, :, None], cos[:, :, None])
+    np.testing.assert_allclose(y[..., ::2], turned.real, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(y[..., 1::2], turned.imag, rtol=1e-3, atol=1e-4)
+
+
+def test_the_layouts_differ_by_a_permutation():
+    x = jnp.array(array(3, 8))
+    sin, cos = rotary_sincos(jnp.arange(3), dim=8)
+    order = np.concatenate([np.arange(0, 8, 2), np.arange(1, 8, 2)])
+    np.testing.assert_allclose(
+        apply_rotary(x[:, order], sin, cos, layout="half"),
+        apply_rotary(x, sin, cos)[:, order],
+        rtol=1e-6,
+    )
+
+
+def test_rotary_products_depend_on_distance_only():
+    q, k = jnp.array(array(8)), jnp.array(array(8))
+    sin, cos = rotary_sincos(jnp.arange(20), dim=8)
+
+    def product(i, j):
+        return apply_rotary(q, sin[i], cos[i]) @ apply_rotary(k, sin[j], cos[j])
+
+    np.testing.assert_allclose(product(3, 1), product(17, 15), rtol=1e-4)
+
+
+def test_rotary_keeps_the_dtype_and_computes_in_float32():
+    x = jnp.array(array(1, 8), jnp.bfloat16)
+    sin, cos = rotary_sincos(jnp.array([1000]), dim=8)
+    y = apply_rotary(x, sin, cos)
+    assert y.dtype == jnp.bfloat16
+    expected = apply_rotary(x.astype(jnp.float32), sin, cos).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(y, expected)
+
+
+def test_alibi_slopes_of_other_numbers_interpolate():
+    np.testing.assert_allclose(alibi_slopes(8), 2.0 ** -np.arange(1, 9))
+    eight, sixteen = 2.0 ** -np.arange(1, 9), 2.0 ** (-np.arange(1, 17) / 2)
+    np.testing.assert_allclose(alibi_slopes(12), [*eight, *sixteen[::2][:4]], rtol=1e-6)
+    assert alibi_slopes(1).shape == (1,)
+
+
+def test_alibi_bias_falls_with_distance():
+    positions = np.array([[0, 1, 2, 3], [7, 8, 9, 10]])
+    bias = alibi_bias(alibi_slopes(2), jnp.array(positions), jnp.array(positions))
+    distance = abs(positions[:, :, None] - positions[:, None, :])
+    expected = -np.array([2.0**-4, 2.0**-8])[None, :, None, None] * distance[:, None]
+    np.testing.assert_allclose(bias, expected, rtol=1e-6)
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ArgumentValueError, match="dim=5 must be even"):
+        sinusoidal_positions(jnp.arange(3), dim=5)
+    with pytest.raises(ArgumentValueError, match="dim=7 must be even"):
+        rotary_sincos(jnp.arange(3), dim=7)
+    with pytest.raises(ArgumentShapeError, match=r"8 dimensions .* 4 angles, .*\(3, 2\)"):
+        apply_rotary(jnp.ones((3, 8)), jnp.ones((3, 2)), jnp.ones((3, 2)))
+    with pytest.raises(ArgumentValueError, match="layout='gptj' must be"):
+        apply_rotary(jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((3, 2)), layout="gptj")

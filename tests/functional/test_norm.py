@@ -1,0 +1,147 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentShapeError
+from weft.functional import (
+    batch_norm,
+    group_norm,
+    l2_normalize,
+    layer_norm,
+    moments,
+    normalize_sum,
+    rms_norm,
+)
+
+RNG = np.random.default_rng(0)
+EPS = 1e-6
+
+
+def array(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def close(ours, expected, rtol=1e-4, atol=1e-5):
+    np.testing.assert_allclose(ours, expected, rtol=rtol, atol=atol)
+
+
+def standardized(x, axis):
+    x = x.astype(np.float64)
+    return (x - x.mean(axis, keepdims=True)) / np.sqrt(x.var(axis, keepdims=True) + EPS)
+
+
+@pytest.mark.parametrize("axis", [-1, (1, 2)])
+def test_layer_norm(axis):
+    x, scale, bias = array(2, 4, 5) + 3, array(5), array(5)
+    y = layer_norm(jnp.array(x), jnp.array(scale), jnp.array(bias), axis=axis)
+    close(y, standardized(x, axis) * scale + bias)
+    close(layer_norm(jnp.array(x), axis=axis), standardized(x, axis))
+
+
+def test_layer_norm_of_what_counts():
+    x, where = array(3, 6), np.array([[1, 1, 1, 0, 0, 0]], bool)
+    y = layer_norm(jnp.array(x), where=jnp.array(where))
+    close(y[:, :3], standardized(x[:, :3], -1))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_rms_norm(zero_centered):
+    x, scale = array(2, 4, 5), array(5)
+    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)
+    factor = scale + 1 if zero_centered else scale
+    y = rms_norm(jnp.array(x), jnp.array(scale), zero_centered=zero_centered)
+    close(y, expected * factor)
+    close(rms_norm(jnp.array(x), zero_centered=zero_centered), expected)
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False])
+@pytest.mark.parametrize("axis", [None, (2,), -2])
+def test_group_norm(subtract_mean, axis):
+    x, scale, bias = array(2, 3, 4, 6) + 1, array(6), array(6)
+    y = group_norm(
+        jnp.array(x),
+        jnp.array(scale),
+        jnp.array(bias),
+        num_groups=2,
+        axis=axis,
+        subtract_mean=subtract_mean,
+    )
+    grouped = x.reshape(2, 3, 4, 2, 3)
+    axes = (1, 2, 4) if axis is None else (2, 4)
+    if subtract_mean:
+        expected = standardized(grouped, axes)
+    else:
+        expected = grouped / np.sqrt((grouped**2).mean(axes, keepdims=True) + EPS)
+    close(y, expected.reshape(x.shape) * scale + bias)
+
+
+def test_group_norm_leaves_out_padding():
+    x, where = array(2, 5, 4), np.arange(5) < 3
+    y = group_norm(jnp.array(x), num_groups=2, where=jnp.array(where)[None])
+    close(y[:, :3], group_norm(jnp.array(x[:, :3]), num_groups=2))
+
+
+@pytest.mark.parametrize("subtract_mean", [True, False])
+def test_group_norm_by_segment_is_that_of_each_segment_alone(subtract_mean):
+    x, ids = array(2, 6, 4), jnp.array([[1, 1, 2, 2, 2, 0]] * 2)
+    y = group_norm(jnp.array(x), num_groups=2, segment_ids=ids, subtract_mean=subtract_mean)
+    for part in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        alone = group_norm(jnp.array(x[:, part]), num_groups=2, subtract_mean=subtract_mean)
+        close(y[:, part], alone)
+
+
+def test_groups_that_do_not_divide_the_channels_are_named():
+    with pytest.raises(ArgumentShapeError, match=r"5 channels .*\(2, 5\).* into 2 equal groups"):
+        group_norm(jnp.ones((2, 5)), num_groups=2)
+
+
+def test_batch_norm_with_its_own_moments_standardizes():
+    x, scale, bias = array(8, 3, 4), array(4), array(4)
+    mean, variance = moments(jnp.array(x), axis=(0, 1))
+    y = batch_norm(jnp.array(x), mean, variance, jnp.array(scale), jnp.array(bias))
+    close(y, standardized(x, (0, 1)) * scale + bias)
+
+
+def test_l2_normalize_and_normalize_sum():
+    x = np.abs(array(3, 4))
+    close(l2_normalize(jnp.array(x)), x / np.linalg.norm(x, axis=-1, keepdims=True))
+    close(normalize_sum(jnp.array(x), axis=0), x / x.sum(0, keepdims=True))
+    assert l2_normalize(jnp.zeros(3)).tolist() == [0.0, 0.0, 0.0]
+
+
+NORMS = {
+    "layer": layer_norm,
+    "rms": rms_norm,
+    "group": lambda x, **kwargs: group_norm(x, num_groups=2, **kwargs),
+    "batch": lambda x, **kwargs: batch_norm(x, *moments(x, axis=0), **kwargs),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_the_result_has_the_dtype_of_the_input(norm):
+    x = jnp.array(array(4, 8) + 5, jnp.bfloat16)
+    y = norm(x)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, norm(x.astype(jnp.float32)).astype(jnp.bfloat16))
+    assert norm(x, dtype=None).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e4])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+def test_gradients_are_finite_without_variance(norm, value):
+    x, g = jnp.full((4, 8), value), jnp.array(array(4, 8))
+    y, grad = jax.jit(jax.value_and_grad(lambda x: jnp.sum(g * norm(x, eps=1e-12))))(x)
+    assert np.isfinite(y)
+    assert np.isfinite(grad).all()
+
+
+def test_layer_norm_gradients_are_those_of_the_definition():
+    x, g = jnp.array(array(3, 5)) + 3, jnp.array(array(3, 5))
+
+    def plain(x):
+        y = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + EPS)
+        return jnp.sum(g * y)
+
+    ours = jax.jit(jax.grad(lambda x: jnp.sum(g * layer_norm(x))))(x)
+    close(ours, jax.jit(jax.grad(plain))(x), rtol=1e-3)

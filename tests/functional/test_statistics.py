@@ -1,0 +1,119 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.functional import (
+    compute_mean_square_with_segment_ids,
+    moments,
+    segment_mean,
+    update_running_average,
+)
+from weft.functional.statistics import mean_square
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, (0, 1), (-1, 1)])
+def test_moments_are_mean_and_variance(axis):
+    x = array(3, 4, 5)
+    mean, variance = moments(jnp.array(x), axis=axis)
+    np.testing.assert_allclose(mean, x.mean(axis, keepdims=True), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(variance, x.var(axis, keepdims=True), rtol=1e-4)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
+def test_variance_keeps_its_digits_under_a_large_mean(offset):
+    x = (RNG.integers(-8, 8, size=(4, 64)) + offset).astype(np.float32)
+    mean, variance = moments(jnp.array(x))
+    reference = x.astype(np.float64)
+    np.testing.assert_allclose(mean[:, 0], reference.mean(-1), rtol=1e-6)
+    np.testing.assert_allclose(variance[:, 0], reference.var(-1), rtol=1e-4)
+
+
+def test_moments_of_what_counts():
+    x, where = array(4, 6), RNG.random((4, 6)) < 0.6
+    where[0, 0] = False
+    x[0, 0] = np.nan
+    where[3] = False
+    mean, variance = moments(jnp.array(x), where=jnp.array(where))
+    for row in range(3):
+        np.testing.assert_allclose(mean[row, 0], x[row][where[row]].mean(), rtol=1e-5)
+        np.testing.assert_allclose(variance[row, 0], x[row][where[row]].var(), rtol=1e-4)
+    assert (mean[3, 0], variance[3, 0]) == (0, 0)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_moments_combine_over_mapped_axes(masked):
+    x = array(4, 6, 3) + 100 * np.arange(4, dtype=np.float32)[:, None, None]
+    where = RNG.random((4, 6, 1)) < 0.5 if masked else np.ones((4, 6, 1), bool)
+    where[1] = not masked  # with a mask, one part has nothing that counts
+    part = functools.partial(moments, axis=0, axis_name="parts")
+    mean, variance = jax.vmap(lambda x, w: part(x, where=w if masked else None), axis_name="parts")(
+        jnp.array(x), jnp.array(where)
+    )
+    counted = x[np.broadcast_to(where, x.shape)].reshape(-1, 3)
+    for part_mean, part_variance in zip(mean, variance, strict=True):
+        np.testing.assert_allclose(part_mean[0], counted.mean(0), rtol=1e-5)
+        np.testing.assert_allclose(part_variance[0], counted.var(0), rtol=1e-4)
+
+
+def test_moments_are_float32_unless_told_otherwise():
+    x = jnp.ones((2, 3), jnp.bfloat16)
+    assert [m.dtype for m in moments(x)] == [jnp.float32] * 2
+    assert [m.dtype for m in moments(x, dtype=None)] == [jnp.bfloat16] * 2
+
+
+def test_gradients_are_those_of_the_definition():
+    x, g = jnp.array(array(3, 5)) + 3, jnp.array(array(2, 3, 1))
+
+    def ours(x):
+        mean, variance = moments(x)
+        return jnp.sum(g[0] * mean + g[1] * variance)
+
+    def plain(x):
+        return jnp.sum(g[0] * x.mean(-1, keepdims=True) + g[1] * x.var(-1, keepdims=True))
+
+    np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(plain)(x), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jax.hessian(ours)(x), jax.hessian(plain)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_mean_square_of_what_counts():
+    x = jnp.array([1.0, 3.0, 100.0])
+    where = jnp.array([True, True, False])
+    assert mean_square(x, (0,), where).tolist() == [5.0]
+    assert mean_square(x, (0,), ~jnp.ones(3, bool)).tolist() == [0.0]
+
+
+def test_segment_mean_is_the_mean_of_each_segment():
+    x, ids = array(2, 5, 3, 4), np.array([[1, 1, 2, 2, 0], [3, 3, 3, 5, 5]])
+    out = segment_mean(jnp.array(x), segment_ids=jnp.array(ids), axis=(1, 3))
+    assert out.shape == (2, 5, 3, 1)
+    for b in range(2):
+        for t in range(5):
+            same = x[b][ids[b] == ids[b, t]]
+            np.testing.assert_allclose(out[b, t, :, 0], same.mean((0, 2)), rtol=1e-4, atol=1e-6)
+
+
+def test_segment_mean_of_what_counts():
+    x, ids = jnp.array([[1.0, 3.0, 5.0]]), jnp.array([[1, 1, 2]])
+    where = jnp.array([[True, False, False]])
+    assert segment_mean(x, segment_ids=ids, axis=1, where=where).tolist() == [[1.0, 1.0, 0.0]]
+
+
+def test_mean_square_by_segment():
+    x, ids = jnp.array([[[1.0], [3.0], [5.0]]]), jnp.array([[1, 1, 2]])
+    out = compute_mean_square_with_segment_ids(x, segment_ids=ids, reduction_axis=[1, 2])
+    assert out[..., 0].tolist() == [[5.0, 5.0, 25.0]]
+
+
+def test_running_average_keeps_its_dtype():
+    new = update_running_average(jnp.ones(2, jnp.float32), jnp.zeros(2, jnp.bfloat16), decay=0.9)
+    assert new.dtype == jnp.float32
+    np.testing.assert_allclose(new, [0.9, 0.9], rtol=1e-6)

@@ -1,0 +1,147 @@
+"""Dropping things at random, and scaling up what stays so that the mean is kept.
+
+Elements (`dropout`), whole residual branches (`stochastic_depth`), or tokens (`drop_tokens`). All
+draw from the key they are given; nothing is dropped where the caller does not call them.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Key
+
+from weft.errors import ArgumentValueError
+
+
+def dropout(
+    x: Float[Array, "*shape"],
+    *,
+    rate: float,
+    prng_key: Key[Array, ""] | None = None,
+    mask: Bool[Array, "*#shape"] | None = None,
+) -> Float[Array, "*shape"]:
+    """Zeros elements of `x` with probability `rate`, and divides the others by `1 - rate`.
+
+    Args:
+        x: the input.
+        rate: in `[0, 1)`.
+        prng_key: draws the mask.
+        mask: what to keep, broadcastable to `x`, instead of drawing one.
+
+    Raises:
+        ArgumentValueError: if `rate` is not in `[0, 1)`, or key and mask are both missing.
+
+    >>> dropout(jnp.ones(4), rate=0.5, mask=jnp.array([True, False, True, False])).tolist()
+    [2.0, 0.0, 2.0, 0.0]
+    """
+    _check_rate(rate)
+    if mask is None:
+        if prng_key is None:
+            raise ArgumentValueError("dropout needs a prng_key to draw a mask, or the mask itself.")
+        mask = get_dropout_mask(x.shape, prng_key=prng_key, rate=rate)
+    return jnp.where(mask, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def get_dropout_mask(
+    shape: Sequence[int], *, prng_key: Key[Array, ""], rate: float
+) -> Bool[Array, "*shape"]:
+    """Returns True with probability `1 - rate`, for what is kept.
+
+    Args:
+        shape: of the mask.
+        prng_key: draws it.
+        rate: in `[0, 1)`.
+
+    >>> get_dropout_mask((2, 3), prng_key=jax.random.key(0), rate=0.0).all().item()
+    True
+    """
+    _check_rate(rate)
+    return jax.random.uniform(prng_key, shape) >= rate
+
+
+def stochastic_depth(
+    x: Float[Array, " batch *rest"],
+    *,
+    rate: float,
+    prng_key: Key[Array, ""],
+    mode: Literal["row", "batch"] = "row",
+) -> Float[Array, " batch *rest"]:
+    """Zeros a residual branch with probability `rate`, or scales it up (Huang et al., 2016).
+
+    Args:
+        x: the branch's output.
+        rate: in `[0, 1)`.
+        prng_key: draws what is dropped.
+        mode: `"row"` decides for each example, `"batch"` once for all.
+
+    Raises:
+        ArgumentValueError: if `rate` is not in `[0, 1)`, or `mode` is another.
+    """
+    if mode not in ("row", "batch"):
+        raise ArgumentValueError(f"mode={mode!r} must be 'row' (each example) or 'batch' (all).")
+    rows = x.shape[0] if mode == "row" else 1
+    mask = get_dropout_mask((rows, *[1] * (x.ndim - 1)), prng_key=prng_key, rate=rate)
+    return dropout(x, rate=rate, mask=mask)
+
+
+def get_stochastic_depth_linear_rate(
+    peak_rate: float | None, stage_order: int, num_stages: int
+) -> float | None:
+    """Returns the rate of one of several stages, which grows linearly to `peak_rate` at the last.
+
+    Args:
+        peak_rate: the last stage's rate, in `[0, 1)`; None gives None.
+        stage_order: counted from 0, so that a first stage is never dropped, or from 1, so that the
+            last one has the peak rate.
+        num_stages: how many stages there are.
+
+    Raises:
+        ArgumentValueError: if `peak_rate` is not in `[0, 1)`.
+
+    >>> get_stochastic_depth_linear_rate(0.5, stage_order=1, num_stages=4)
+    0.125
+    """
+    if peak_rate is None:
+        return None
+    _check_rate(peak_rate)
+    return peak_rate * stage_order / num_stages
+
+
+def drop_tokens(
+    x: Float[Array, "batch tokens dim"],
+    *,
+    rate: float,
+    prng_key: Key[Array, ""],
+    num_cls_tokens: int = 0,
+) -> Float[Array, "batch kept dim"]:
+    """Removes a random set of tokens from each example; the others keep their order.
+
+    The examples become shorter, so that what follows costs less (Li et al., 2023). Nothing is
+    scaled.
+
+    Args:
+        x: the tokens.
+        rate: the fraction to remove, in `[0, 1)`; at least one token stays.
+        prng_key: draws what is removed.
+        num_cls_tokens: how many tokens at the front always stay, and do not count.
+
+    Raises:
+        ArgumentValueError: if `rate` is not in `[0, 1)`.
+
+    >>> x = jnp.ones((2, 9, 3))
+    >>> drop_tokens(x, rate=0.5, prng_key=jax.random.key(0), num_cls_tokens=1).shape
+    (2, 5, 3)
+    """
+    _check_rate(rate)
+    cls, patches = x[:, :num_cls_tokens], x[:, num_cls_tokens:]
+    total = patches.shape[1]
+    kept = max(round(total * (1 - rate)), 1)
+    order = jnp.argsort(jax.random.uniform(prng_key, patches.shape[:2]), axis=1)
+    index = jnp.sort(order[:, :kept], axis=1)
+    return jnp.concatenate([cls, jnp.take_along_axis(patches, index[:, :, None], axis=1)], axis=1)
+
+
+def _check_rate(rate: float) -> None:
+    if not 0 <= rate < 1:
+        raise ArgumentValueError(f"rate={rate!r} must be in [0, 1): at 1 nothing would be left.")

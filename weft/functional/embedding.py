@@ -1,0 +1,191 @@
+"""Embeddings of tokens and of positions."""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Num
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.linear import project
+
+RotaryLayout = Literal["interleaved", "half"]
+
+
+def lookup(
+    table: Float[Array, "vocab dim"], ids: Int[Array, "*shape"]
+) -> Float[Array, "*shape dim"]:
+    """Returns the rows of the table that the ids name.
+
+    An id that is not in the table gives NaN: it shows, where a row of another id would not.
+
+    >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
+    [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
+    """
+    return jnp.take(table, ids, axis=0, mode="fill", fill_value=np.nan)
+
+
+def attend(
+    table: Float[Array, "vocab dim"],
+    x: Float[Array, "*batch dim"],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "*batch vocab"]:
+    """Returns the inner product of `x` with every row: the logits of a model with tied embeddings.
+
+    >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
+    [[1.0, 2.0, 3.0]]
+    """
+    return project(
+        "...d,vd->...v",
+        x,
+        table,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+
+
+def sinusoidal_positions(
+    positions: Num[Array, "*shape"],
+    *,
+    dim: int,
+    min_timescale: float = 1.0,
+    max_timescale: float = 1e4,
+) -> Float[Array, "*shape dim"]:
+    """Returns sines and cosines of positions at geometric timescales (Vaswani et al., 2017).
+
+    The first `dim / 2` numbers are `sin(position / timescale)`, the others the cosines; the
+    timescales run from `min_timescale` to `max_timescale`, both included.
+
+    Args:
+        positions: in any unit.
+        dim: even.
+        min_timescale: the shortest period, over 2π.
+        max_timescale: the longest period, over 2π.
+
+    Raises:
+        ArgumentValueError: if `dim` is odd.
+
+    >>> sinusoidal_positions(jnp.array([0]), dim=4).tolist()
+    [[0.0, 0.0, 1.0, 1.0]]
+    """
+    _require_even(dim)
+    num = dim // 2
+    step = math.log(max_timescale / min_timescale) / max(num - 1, 1)
+    frequencies = jnp.exp(-step * jnp.arange(num, dtype=jnp.float32)) / min_timescale
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+
+
+def rotary_sincos(
+    positions: Num[Array, "*shape"], *, dim: int, theta: float = 1e4
+) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
+    """Returns sine and cosine of the angles `position * theta ** (-2 i / dim)`.
+
+    They are computed in float32, in which positions are exact up to 2²⁴.
+
+    Args:
+        positions: of the tokens.
+        dim: of the vectors to rotate; even.
+        theta: the base of the frequencies.
+
+    Raises:
+        ArgumentValueError: if `dim` is odd.
+
+    >>> sin, cos = rotary_sincos(jnp.array([0, 1]), dim=4)
+    >>> sin.shape, cos[0].tolist()
+    ((2, 2), [1.0, 1.0])
+    """
+    _require_even(dim)
+    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    return jnp.sin(angles), jnp.cos(angles)
+
+
+def apply_rotary(
+    x: Float[Array, "*batch dim"],
+    sin: Float[Array, "*#batch half_dim"],
+    cos: Float[Array, "*#batch half_dim"],
+    *,
+    layout: RotaryLayout = "interleaved",
+) -> Float[Array, "*batch dim"]:
+    """Rotates pairs of dimensions of `x` by the angles (Su et al., 2021).
+
+    Pair `i` is `(2 i, 2 i + 1)` in the layout `"interleaved"`, which is RoFormer's own and the one
+    of the RoFormer layers of `weft.hierarchy`; it is `(i, i + dim / 2)` in the layout `"half"`, of
+    Llama's published weights among others. One turns into the other by permuting dimensions.
+
+    Args:
+        x: the vectors. With heads, as `(batch, time, heads, dim)`, sines and cosines need the axis
+            of the heads as well: `sin[:, :, None]`.
+        sin: of the angles, broadcastable to `x` but for the last axis, which is half as long.
+        cos: of the angles, likewise.
+        layout: which dimensions are pairs.
+
+    Raises:
+        ArgumentShapeError: if there are not half as many angles as dimensions.
+        ArgumentValueError: if the layout is unknown.
+
+    >>> quarter_turn = jnp.ones(1), jnp.zeros(1)
+    >>> apply_rotary(jnp.array([1.0, 0.0]), *quarter_turn).tolist()
+    [0.0, 1.0]
+    """
+    if x.shape[-1] != 2 * sin.shape[-1]:
+        raise ArgumentShapeError(
+            f"x has {x.shape[-1]} dimensions (shape {x.shape}), so there must be "
+            f"{x.shape[-1] / 2:g} angles, but sin has shape {sin.shape}."
+        )
+    y = x.astype(jnp.promote_types(x.dtype, sin.dtype))
+    if layout == "interleaved":
+        first, second = y[..., ::2], y[..., 1::2]
+    elif layout == "half":
+        first, second = jnp.split(y, 2, axis=-1)
+    else:
+        raise ArgumentValueError(f"layout={layout!r} must be 'interleaved' or 'half'.")
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    if layout == "interleaved":
+        y = jnp.stack(rotated, axis=-1).reshape(x.shape)
+    else:
+        y = jnp.concatenate(rotated, axis=-1)
+    return y.astype(x.dtype)
+
+
+def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
+    """Returns the slope by which each head's logits fall with distance (Press et al., 2022).
+
+    For `2 ** k` heads, the geometric sequence that starts at its own ratio `2 ** (-8 / num_heads)`;
+    for other numbers, that of the next smaller power of two, then every other slope of the next
+    larger one.
+
+    >>> alibi_slopes(4).tolist()
+    [0.25, 0.0625, 0.015625, 0.00390625]
+    """
+
+    def powers(n: int) -> list[float]:
+        return [2 ** (-8 * (i + 1) / n) for i in range(n)]
+
+    lower = 2 ** (num_heads.bit_length() - 1)
+    return jnp.array(powers(lower) + powers(2 * lower)[::2][: num_heads - lower], jnp.float32)
+
+
+def alibi_bias(
+    slopes: Float[Array, " heads"],
+    query_positions: Int[Array, "batch target"],
+    key_positions: Int[Array, "batch source"],
+) -> Float[Array, "batch heads target source"]:
+    """Returns `-slope * |query position - key position|`, to add to attention logits.
+
+    >>> alibi_bias(jnp.array([0.5]), jnp.array([[2]]), jnp.array([[0, 1, 2]])).tolist()
+    [[[[-1.0, -0.5, -0.0]]]]
+    """
+    distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
+    return -slopes[:, None, None] * distance
+
+
+def _require_even(dim: int) -> None:
+    if dim % 2:
+        raise ArgumentValueError(f"dim={dim} must be even: positions take it in pairs.")

