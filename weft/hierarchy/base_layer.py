@@ -178,7 +178,7 @@ class BaseLayer(Module):
         return specs
 
     def _num_copies(self, name: str) -> int | None:
-        """How many copies of a child's parameters there are, stacked; None for one without a stack."""
+        """How many stacked copies of a child's parameters there are; None for one, not stacked."""
         return None
 
     @nowrap

@@ -1,10 +1,10 @@
 """Repeat: one layer, run several times, each time with parameters of its own.
 
     for i in range(num_layers):
-        carry, ys[i] = fn(carry, xs[i])       # self.layer(...) in fn has the i-th parameters and key
+        carry, ys[i] = fn(carry, xs[i])    # self.layer(...) in fn has the i-th parameters and key
 
-The loop is a `jax.lax.scan`, so that tracing and compiling take as long as for one layer. The state of the
-child "layer" holds the parameters of all iterations along a leading axis.
+The loop is a `jax.lax.scan`, so that tracing and compiling take as long as for one layer. The state
+of the child "layer" holds the parameters of all iterations along a leading axis.
 """
 
 import re
@@ -48,8 +48,8 @@ class Repeat(BaseLayer):
       >>> class RepeatedScale(Repeat):
       ...     def forward(self, x):
       ...         return self._run(lambda x, _: (self.layer(x), None), x).carry
-      >>> cfg = RepeatedScale.default_config().set(name="r", layer=Scale.default_config(), num_layers=3)
-      >>> repeated = cfg.instantiate(parent=None)
+      >>> cfg = RepeatedScale.default_config().set(num_layers=3, layer=Scale.default_config())
+      >>> repeated = cfg.set(name="repeated").instantiate(parent=None)
       >>> state = {"layer": {"scale": jax.numpy.array([2.0, 3.0, 5.0])}}
       >>> y, _ = functional(repeated, prng_key=None, state=state, inputs=(1.0,), is_training=False)
       >>> float(y)

@@ -1,9 +1,9 @@
 """Parameters of several equal layers, as one tree whose arrays have a leading axis.
 
-A layer that runs one child several times, each time with parameters of its own, holds them stacked: the
-specs gain a leading axis, which no mesh axis is laid over and which counts as a batch axis of the fans,
-and each copy is drawn with a key of its own. The subtree is a `VDict`, so that an optimizer can tell
-layers apart.
+A layer that runs one child several times, each time with parameters of its own, holds them
+stacked: the specs gain a leading axis, which no mesh axis is laid over and which counts as a batch
+axis of the fans, and each copy is drawn with a key of its own. The subtree is a `VDict`, so that an
+optimizer can tell layers apart.
 """
 
 from typing import TYPE_CHECKING, Any
