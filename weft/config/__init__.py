@@ -1,18 +1,19 @@
 """Configs: trees of named, typed values that objects are made from.
 
-A class that derives from `Configurable` declares what it is made from in a nested `Config`; functions
-and classes of other libraries get a config from their signature. Configs are edited freely, then
-`instantiate()` makes an object. Nothing here imports JAX.
+A class that derives from `Configurable` declares what it is made from in a nested `Config`;
+functions and classes of other libraries get a config from their signature. Configs are edited
+freely, then `instantiate()` makes an object. Nothing here imports JAX.
 """
 
 from weft.config.config import ConfigBase
 from weft.config.configurable import (
-    Configurable,
     ConfigModifier,
     ConfigOr,
+    Configurable,
     InstantiableConfig,
     maybe_set_config,
 )
+from weft.config.differences import ABSENT, Change, ConfigDiff, diff
 from weft.config.fields import config_class
 from weft.config.functions import (
     ClassConfigBase,
@@ -22,7 +23,12 @@ from weft.config.functions import (
     maybe_instantiate,
 )
 from weft.config.names import similar_names
+from weft.config.origins import Origin, origin
+from weft.config.overrides import apply_overrides
+from weft.config.recipes import TrainerConfigFn, get_named_trainer_config, with_overrides
 from weft.config.required import REQUIRED, Required, RequiredFieldValue
+from weft.config.text_read import from_text
+from weft.config.text_write import to_text
 from weft.config.validation import (
     register_validator,
     validate_config_field_name,
@@ -30,6 +36,10 @@ from weft.config.validation import (
 )
 from weft.config.values import is_attrs, is_named_tuple
 from weft.errors import (
+    ConfigError,
+    ConfigOverrideError,
+    ConfigReferenceError,
+    ConfigTextError,
     ConfigTypeError,
     FrozenConfigError,
     InvalidConfigClassError,
@@ -38,5 +48,61 @@ from weft.errors import (
     MissingConfigClassDecoratorError,
     NonConfigFieldError,
     RequiredFieldMissingError,
+    UnknownConfigError,
     UnknownFieldError,
 )
+
+__all__ = [
+    # Config classes.
+    "REQUIRED",
+    "ConfigBase",
+    "Required",
+    "RequiredFieldValue",
+    "config_class",
+    "is_attrs",
+    "is_named_tuple",
+    "register_validator",
+    "similar_names",
+    "validate_config_field_name",
+    "validate_config_field_value",
+    # Configs that objects are made from.
+    "ClassConfigBase",
+    "ConfigModifier",
+    "ConfigOr",
+    "Configurable",
+    "FunctionConfigBase",
+    "InstantiableConfig",
+    "config_for_class",
+    "config_for_function",
+    "maybe_instantiate",
+    "maybe_set_config",
+    # Configs and people: text, differences, command lines, where a value comes from.
+    "ABSENT",
+    "Change",
+    "ConfigDiff",
+    "Origin",
+    "apply_overrides",
+    "diff",
+    "from_text",
+    "origin",
+    "to_text",
+    # Trainer configs by name.
+    "TrainerConfigFn",
+    "get_named_trainer_config",
+    "with_overrides",
+    # Errors.
+    "ConfigError",
+    "ConfigOverrideError",
+    "ConfigReferenceError",
+    "ConfigTextError",
+    "ConfigTypeError",
+    "FrozenConfigError",
+    "InvalidConfigClassError",
+    "InvalidConfigNameError",
+    "InvalidConfigValueError",
+    "MissingConfigClassDecoratorError",
+    "NonConfigFieldError",
+    "RequiredFieldMissingError",
+    "UnknownConfigError",
+    "UnknownFieldError",
+]

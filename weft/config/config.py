@@ -13,17 +13,16 @@ config when they are first read: reading `self.config` costs little, and changes
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from weft.config.fields import Field, fields_of_class
 from weft.config.names import did_you_mean
-from weft.config.origin import Origin, calling_line
+from weft.config.origins import Origin, calling_line
 from weft.config.typecheck import check_type
 from weft.config.validation import check_value
-from weft.config.values import ConfigNode, copy_value, join_path, values_equal
+from weft.config.values import IMMUTABLE, ConfigNode, copy_value, join_path, values_equal
 from weft.errors import FrozenConfigError, UnknownFieldError
 
-Self = TypeVar("Self", bound="ConfigBase")
 _set_slot = object.__setattr__
 
 
@@ -46,7 +45,7 @@ class ConfigBase(ConfigNode):
         self._start()
         for name, field in self._fields().items():
             self.__dict__[name] = field.default(name)
-        ConfigBase.set(self, **values)
+        self.set(**values)
 
     def _start(self, *, place: str = "", origins: dict[str, Origin] | None = None) -> None:
         _set_slot(self, "_frozen", False)
@@ -108,7 +107,7 @@ class ConfigBase(ConfigNode):
         name = f"{made.__qualname__}.Config" if isinstance(made, type) else type(self).__qualname__
         return name.rpartition("<locals>.")[2]
 
-    def set(self: Self, **kwargs: Any) -> Self:
+    def set(self, **kwargs: Any) -> Self:
         """Sets fields by name and returns the config itself.
 
         Raises:
@@ -121,9 +120,9 @@ class ConfigBase(ConfigNode):
             setattr(self, name, value)
         return self
 
-    def clone(self: Self, **kwargs: Any) -> Self:
+    def clone(self, **kwargs: Any) -> Self:
         """Returns an independent copy, in which `kwargs` are set."""
-        return ConfigBase.set(self._copy_to(self._place), **kwargs)
+        return self._copy_to(self._place).set(**kwargs)
 
     def keys(self) -> list[str]:
         """Returns the names of the fields, sorted."""
@@ -135,27 +134,27 @@ class ConfigBase(ConfigNode):
 
     # Copies.
 
-    def _copy_to(self: Self, place: str) -> Self:
+    def _copy_to(self, place: str) -> Self:
         copy = object.__new__(type(self))
         copy._start(place=place, origins=dict(self._origins))
         for name in self._fields():
             copy.__dict__[name] = copy_value(getattr(self, name), join_path(place, f".{name}"))
         return copy
 
-    def _frozen_view(self: Self) -> Self:
+    def _frozen_view(self) -> Self:
         view = object.__new__(type(self))
         view._start(place=self._place, origins=self._origins)
         for name, value in self.__dict__.items():
-            if value is None or isinstance(value, bool | int | float | str | type):
+            if isinstance(value, IMMUTABLE):
                 view.__dict__[name] = value
         _set_slot(view, "_source", self)
         _set_slot(view, "_frozen", True)
         return view
 
-    def __copy__(self: Self) -> Self:
+    def __copy__(self) -> Self:
         return self._copy_to(self._place)
 
-    def __deepcopy__(self: Self, memo: dict) -> Self:
+    def __deepcopy__(self, memo: dict) -> Self:
         return self._copy_to(self._place)
 
     def __getstate__(self) -> tuple:
@@ -213,7 +212,7 @@ class ConfigBase(ConfigNode):
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
 
         Args:
-            omit_default_values: fields that have their default, if it is one of these, are left out.
+            omit_default_values: fields whose value is their default and one of these are left out.
         """
         from weft.config.visit import to_flat_dict
 
@@ -230,7 +229,8 @@ class ConfigBase(ConfigNode):
         Args:
             visit_fn: called with path and value of each leaf.
             enter_fn: called with path and value of every value, and with the (path, value) pairs
-                of its children, None for a leaf. It returns what to walk instead; None makes the value a leaf.
+                of its children, None for a leaf. It returns the pairs to walk instead; None makes
+                the value a leaf.
             exit_fn: called with path and value of each inner value after its children.
         """
         from weft.config.visit import visit
@@ -262,4 +262,3 @@ class ConfigBase(ConfigNode):
         from weft.config.paths import set_path
 
         set_path(self, path, value)
-

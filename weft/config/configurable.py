@@ -50,7 +50,7 @@ ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 - `T | X` cannot be su
 
 
 def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) -> None:
-    """Checks that a config can be instantiated: its own fields are set, its lists hold valid values.
+    """Checks that a config can be instantiated: its own fields are set and hold valid values.
 
     What stands deeper is not judged, since the object may complete the configs of its parts.
 
@@ -147,7 +147,7 @@ register_validator(
 
 
 class ConfigModifier(Configurable):
-    """A change to configs that is itself configured: called with a config, it returns the changed one."""
+    """A change to configs that is itself configured."""
 
     def __call__(self, cfg: InstantiableConfig) -> InstantiableConfig:
         """Returns the config that stands for `cfg` from here on; it may be `cfg`, changed.

@@ -41,7 +41,15 @@ class Field:
         accepts_configs: whether a config may stand for any value, because it is instantiated first.
     """
 
-    __slots__ = ("_default", "_factory", "_hint", "accepts_configs", "annotation", "name", "namespace")
+    __slots__ = (
+        "_default",
+        "_factory",
+        "_hint",
+        "accepts_configs",
+        "annotation",
+        "name",
+        "namespace",
+    )
 
     def __init__(
         self,
@@ -123,6 +131,8 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
     for base in reversed(cls.__mro__[1:]):
         fields |= vars(base).get("__config_fields__", {})
     for name, annotation in own_annotations(cls).items():
+        if name.startswith("_"):
+            continue
         default = vars(cls).get(name, REQUIRED)
         fields[name] = Field(
             name, annotation, functools.partial(_class_namespace, cls), default=default

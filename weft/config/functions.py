@@ -13,6 +13,7 @@ that an instance holds. So equal configs have equal types, and nothing is kept i
 
 import functools
 import sys
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,11 +37,12 @@ class CallConfig(InstantiableConfig[T]):
 
     __slots__ = ("_table",)
 
+    _table: dict[str, Field] | None
     _maker = ""
 
     def __init__(self, target: Callable[..., T]):
         self._start()
-        self.__dict__[self._target] = target
+        self.__dict__[self._target or ""] = target
         for name, field in self._fields().items():
             if name != self._target:
                 self.__dict__[name] = field.default(name)
@@ -50,13 +52,14 @@ class CallConfig(InstantiableConfig[T]):
         object.__setattr__(self, "_table", None)
 
     def _callable(self) -> Callable[..., T]:
-        return self.__dict__[self._target]
+        return self.__dict__[self._target or ""]
 
     def _fields(self) -> dict[str, Field]:
-        if self._table is None:
+        table = self._table
+        if table is None:
             table = _fields_of(self._callable(), type(self))
             object.__setattr__(self, "_table", table)
-        return self._table
+        return table
 
     def _copy_to(self, place: str) -> "CallConfig[T]":
         copy = super()._copy_to(place)
@@ -275,7 +278,7 @@ def _default_factory(target: Any, name: str) -> Callable[[], Any] | None:
 
 
 def _namespace(target: Any) -> dict[str, Any]:
-    function = target.__init__ if isinstance(target, type) else target
+    function: Any = target.__init__ if isinstance(target, type) else target
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     module = sys.modules.get(getattr(target, "__module__", None) or "")
@@ -283,10 +286,12 @@ def _namespace(target: Any) -> dict[str, Any]:
 
 
 def _wants_config(hint: Any) -> bool:
-    arms = [arm for arm in typing.get_args(hint) if arm is not type(None)] or [hint]
-    if typing.get_origin(hint) is not None and not typing.get_args(hint):
-        arms = [hint]
-    return all(isinstance(arm, type) and issubclass(arm, ConfigNode) for arm in arms)
+    """Whether a parameter is declared to be a config, and nothing else but None."""
+    arms = [hint]
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]
+    classes = [typing.get_origin(arm) or arm for arm in arms]
+    return all(isinstance(cls, type) and issubclass(cls, ConfigNode) for cls in classes)
 
 
 def _name(target: Any) -> str:

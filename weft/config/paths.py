@@ -83,13 +83,17 @@ def _step_into(value: Any, step: Any) -> tuple[str, Any]:
         if step in fields:
             return f".{step}", fields[step]
         title = value._title()
-        raise UnknownFieldError(f"unknown field {step!r} in {title}. {did_you_mean(str(step), fields)}")
+        raise UnknownFieldError(
+            f"unknown field {step!r} in {title}. {did_you_mean(str(step), fields)}"
+        )
     names = record_fields(value)
     if names is not None:
         if step in names:
             return f".{step}", getattr(value, step)
         title = type(value).__qualname__
-        raise UnknownFieldError(f"unknown field {step!r} in {title}. {did_you_mean(str(step), names)}")
+        raise UnknownFieldError(
+            f"unknown field {step!r} in {title}. {did_you_mean(str(step), names)}"
+        )
     if isinstance(value, list | tuple):
         if isinstance(step, int) and -len(value) <= step < len(value):
             return f"[{step % len(value)}]", value[step]
@@ -108,21 +112,24 @@ def get_path(value: Any, path: str | Sequence[Any]) -> Any:
 
 def set_path(config: ConfigNode, path: str | Sequence[Any], value: Any) -> None:
     """Sets the value at a path. See `ConfigBase.set_recursively`."""
+    owner, (name, *inside) = split_path(config, path)
+    around = [node for _, node in walk_path(owner, [name, *inside[:-1]])[1:]] if inside else []
+    for node, step in reversed(list(zip(around, inside, strict=True))):
+        value = replace_part(node, step, value)
+    setattr(owner, name, value)
+
+
+def split_path(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, list[Any]]:
+    """Returns the innermost config on a path and the steps from there; the last may be a new key.
+
+    Raises:
+        UnknownFieldError: if the path is empty or leads nowhere.
+    """
     steps = parse_path(path)
     if not steps:
-        raise UnknownFieldError("The path to set is empty. Name at least one field.")
+        raise UnknownFieldError("The path is empty. Name at least one field.")
     nodes = [node for _, node in walk_path(config, steps[:-1])]
-    if not isinstance(nodes[-1], dict):  # a dict may get a new key
+    if not isinstance(nodes[-1], dict):
         walk_path(config, steps)
     owner = max(i for i, node in enumerate(nodes) if isinstance(node, ConfigNode))
-    for node, step in reversed(list(zip(nodes, steps, strict=True))[owner + 1 :]):
-        value = replace_part(node, step, value)
-    setattr(nodes[owner], steps[owner], value)
-
-
-def field_at(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, str]:
-    """Returns the innermost config on a path and the name of its field that the path goes through."""
-    steps = parse_path(path)
-    nodes = [node for _, node in walk_path(config, steps)][:-1]
-    owner = max(i for i, node in enumerate(nodes) if isinstance(node, ConfigNode))
-    return nodes[owner], steps[owner]
+    return nodes[owner], steps[owner:]

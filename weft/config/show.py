@@ -37,7 +37,7 @@ def debug_string(
 
 
 def short_repr(value: Any) -> str:
-    """Returns a config on one line, without the fields that have their defaults where it is long."""
+    """Returns a config on one line; a long one without the fields that have their defaults."""
     text = _one_line(value, all_fields=True)
     if len(text) > _REPR_LIMIT:
         text = _one_line(value, all_fields=False)

@@ -1,8 +1,8 @@
 """Does a value fit the type that its field declares?
 
-Only what is certain counts as a misfit: builtin types, their containers and unions, literals, enums,
-records and configs are checked; a class of some library, a protocol or an annotation that cannot be
-resolved accepts everything. This package must not import the libraries whose types it would check.
+Only what is certain counts as a misfit: builtin types, their containers and unions, literals,
+enums, records and configs are checked; a class of some library, a protocol or an annotation that
+cannot be resolved accepts everything. The libraries whose types stand there are not imported here.
 
 Departures from Python's typing, all towards what users of configs write: a list may stand for a
 tuple and a tuple for a list, a scalar of any array library for a number, and any config that can be
@@ -61,7 +61,7 @@ def check_type(value: Any, field: "Field", path: str, *, title: str) -> None:
 def _mend(value: Any, field: "Field") -> str:
     if isinstance(value, type) and hasattr(value, "default_config"):
         return f"Set the config of the class: {type_name(value)}.default_config()."
-    if isinstance(value, str) and not isinstance(field.hint, type(Any)):
+    if isinstance(value, str):
         try:
             number = float(value)
         except ValueError:

@@ -98,12 +98,10 @@ _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
 
 
 def _check_leaf(value: Any, path: str) -> None:
-    for classes, kind in _KINDS:
-        if isinstance(value, classes):
-            break
-    else:
-        jax = sys.modules.get("jax")
-        if jax is None or not isinstance(value, jax.core.Tracer):
+    kind = next((kind for classes, kind in _KINDS if isinstance(value, classes)), None)
+    if kind is None:
+        jax_core = getattr(sys.modules.get("jax"), "core", None)
+        if not isinstance(value, getattr(jax_core, "Tracer", ())):
             return
         kind = "a traced array"
     where = f" in {path}" if path else ""

@@ -20,6 +20,8 @@ class ConfigNode:
 
     __slots__ = ()
 
+    # Where each field was set last.
+    _origins: dict[str, Any]
     # The field that names what is made from the config: its class or function.
     _target: str | None = None
 
@@ -98,7 +100,7 @@ def join_path(path: str, suffix: str) -> str:
     return path + suffix if path else suffix.removeprefix(".")
 
 
-_SHARED = (
+IMMUTABLE = (
     type(None),
     bool,
     int,
@@ -126,7 +128,7 @@ def copy_value(x: Any, place: str = "") -> Any:
     """
     if isinstance(x, ConfigNode):
         return x._copy_to(place)
-    if isinstance(x, _SHARED) or type(x).__module__.partition(".")[0] in _SHARED_PACKAGES:
+    if isinstance(x, IMMUTABLE) or type(x).__module__.partition(".")[0] in _SHARED_PACKAGES:
         return x
     if type(x) is dict:
         return {key: copy_value(child, f"{place}[{key!r}]") for key, child in x.items()}
@@ -191,12 +193,10 @@ def values_equal(a: Any, b: Any) -> bool:
             return False
         return _all_equal(a._field_values(), b._field_values())
     if isinstance(a, functools.partial) and isinstance(b, functools.partial):
-        return values_equal(
-            (a.func, a.args, dict(a.keywords)), (b.func, b.args, dict(b.keywords))
-        )
+        return values_equal((a.func, a.args, dict(a.keywords)), (b.func, b.args, dict(b.keywords)))
     if isinstance(a, dict) and isinstance(b, dict):
         return type(a) is type(b) and _all_equal(a, b)
-    if type(a) is type(b) and type(a) is not set:
+    if type(a) is type(b) and not isinstance(a, IMMUTABLE):
         a_parts, b_parts = parts(a), parts(b)
         if a_parts is not None and b_parts is not None:
             return _all_equal(dict(a_parts), dict(b_parts))

@@ -6,7 +6,11 @@ about a microsecond. Copies keep the origins of what they are copies of.
 
 import os
 import sys
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from weft.config.paths import get_path, split_path
+from weft.config.values import ConfigNode
 
 
 class Origin(NamedTuple):
@@ -36,3 +40,22 @@ def calling_line() -> Origin | None:
             return Origin(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def origin(config: ConfigNode, path: str | Sequence[Any]) -> Origin | None:
+    """Returns where the value at a path was last set.
+
+    Args:
+        config: a config.
+        path: a path into it, as of `ConfigBase.get_recursively`. Inside of a list, a dict or a
+            record it is the field around it that was set.
+
+    Returns:
+        The file and line, or None where the field has the default of its class.
+
+    Raises:
+        UnknownFieldError: if the path leads nowhere.
+    """
+    get_path(config, path)
+    owner, steps = split_path(config, path)
+    return owner._origins.get(steps[0])  # type: ignore[attr-defined]

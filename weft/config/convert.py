@@ -1,0 +1,236 @@
+"""Turns a string into a value of a declared type, for what people write on a command line.
+
+The type decides: `1e-3` is a float for a float field and the text "1e-3" for a string field. Of a
+union the arms other than `str` are tried first. Brackets and quotes are optional where nothing is
+ambiguous: `data,model`, `('data', 'model')` and `[data, model]` give the same tuple.
+"""
+
+import collections.abc
+import enum
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.config.required import REQUIRED, RequiredFieldValue
+from weft.config.typecheck import fits
+from weft.config.values import ConfigNode
+from weft.errors import ConfigError
+
+_BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+class NoConversion(Exception):
+    """The string is no value of the type; who knows the path says so.
+
+    Args:
+        cause: what reading the string as the text of a value said, where it looked like one.
+    """
+
+    def __init__(self, cause: ConfigError | None = None):
+        super().__init__(cause)
+        self.cause = cause
+
+
+def convert(text: str, hint: Any, read: Callable[[str], Any], like: Any = None) -> Any:
+    """Returns the value that a string stands for.
+
+    Args:
+        text: the string.
+        hint: the declared type, resolved.
+        read: reads the text form of a value, for classes, functions and configs.
+        like: a value of the field, such as its default: tells the type where none is declared.
+
+    Raises:
+        NoConversion: if the string is no value of that type.
+
+    >>> convert("1e-3", float, eval), convert("a,b", tuple[str, ...], eval)
+    (0.001, ('a', 'b'))
+    """
+    text = text.strip()
+    if text == "REQUIRED":
+        return REQUIRED
+    if hint is None or hint is type(None):
+        return _member(text.lower(), {"none": None, "null": None})
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Annotated, typing.Final):
+        return convert(text, args[0], read, like)
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(text, args, read)
+    if origin is typing.Literal:
+        return _member(text, {str(arg): arg for arg in args} | {repr(arg): arg for arg in args})
+    cls = origin or hint
+    if cls in _SCALARS:
+        return _SCALARS[cls](text)
+    if isinstance(cls, type) and issubclass(cls, enum.Enum):
+        by_value = {str(member.value): member for member in cls}
+        return _member(text.rpartition(".")[2], by_value | dict(cls.__members__))
+    if cls in _CONTAINERS:
+        return _convert_items(text, _CONTAINERS[cls], cls, args, read)
+    if cls in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        key, value = args if len(args) == 2 else (Any, Any)
+        return {convert(k, key, read): convert(v, value, read) for k, v in _split_pairs(text)}
+    if isinstance(hint, typing.NewType):
+        return convert(text, hint.__supertype__, read, like)
+    return _convert_undeclared(text, hint, read, like)
+
+
+def _member(text: str, members: dict[str, Any]) -> Any:
+    if text not in members:
+        raise NoConversion
+    return members[text]
+
+
+def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -> Any:
+    # What accepts any text comes last, what accepts the fewest first.
+    ranked = sorted(
+        (arm for arm in arms if arm is not RequiredFieldValue),
+        key=lambda arm: (arm is str, arm is not type(None), _SCALAR_ORDER.get(arm, 9)),
+    )
+    for arm in ranked:
+        try:
+            value = convert(text, arm, read)
+        except NoConversion:
+            continue
+        if arm is str or not isinstance(value, str) or fits(value, arm):
+            return value
+    raise NoConversion
+
+
+def _convert_undeclared(text: str, hint: Any, read: Callable[[str], Any], like: Any) -> Any:
+    """Of a class, a function, a config, or of anything: what the text form says, or the string."""
+    if isinstance(like, str):
+        return _to_str(text)
+    if isinstance(like, bool):
+        return _to_bool(text)
+    try:
+        value = read(text)
+    except ConfigError as error:
+        if "(" in text or _wants_object(hint):
+            # Not just a word: the reader knows what is wrong with it.
+            raise NoConversion(error) from None
+        return text
+    if not fits(value, hint, configs=True):
+        raise NoConversion
+    return value
+
+
+def _wants_object(hint: Any) -> bool:
+    cls = typing.get_origin(hint) or hint
+    return isinstance(cls, type) and (
+        issubclass(cls, ConfigNode) or cls in (type, collections.abc.Callable)
+    )
+
+
+def _to_bool(text: str) -> bool:
+    return _member(text.lower(), _BOOLS)
+
+
+def _to_int(text: str) -> int:
+    try:
+        return int(text, 0)
+    except ValueError:
+        number = _to_float(text)  # 1e6 steps
+        if not number.is_integer():
+            raise NoConversion from None
+        return int(number)
+
+
+def _to_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise NoConversion from None
+
+
+def _to_complex(text: str) -> complex:
+    try:
+        return complex(text)
+    except ValueError:
+        raise NoConversion from None
+
+
+def _to_str(text: str) -> str:
+    if len(text) > 1 and text[0] in "'\"" and text[-1] == text[0]:
+        return text[1:-1]
+    return text
+
+
+_SCALARS: dict[Any, Callable[[str], Any]] = {
+    bool: _to_bool,
+    int: _to_int,
+    float: _to_float,
+    complex: _to_complex,
+    str: _to_str,
+}
+_SCALAR_ORDER = {bool: 1, int: 2, float: 3, complex: 4}
+_CONTAINERS: dict[Any, Callable[[list], Any]] = {
+    tuple: tuple,
+    collections.abc.Sequence: tuple,
+    list: list,
+    collections.abc.MutableSequence: list,
+    set: set,
+    collections.abc.Set: set,
+    frozenset: frozenset,
+}
+
+
+def _convert_items(
+    text: str, make: Callable[[list], Any], cls: Any, args: tuple, read: Callable[[str], Any]
+) -> Any:
+    items = _split(_unwrapped(text))
+    if cls is tuple and args and args[-1] is not Ellipsis:
+        if len(items) != len(args):
+            raise NoConversion
+        hints = args
+    else:
+        hints = [args[0] if args else Any] * len(items)
+    return make([convert(item, hint, read) for item, hint in zip(items, hints, strict=True)])
+
+
+def _split_pairs(text: str) -> list[tuple[str, str]]:
+    pairs = [_split(item, ":") for item in _split(_unwrapped(text, "{}"))]
+    if any(len(pair) != 2 for pair in pairs):
+        raise NoConversion
+    return [(_to_str(key.strip()), value) for key, value in pairs]
+
+
+def _unwrapped(text: str, *brackets: str) -> str:
+    text = text.strip()
+    for opening, closing in brackets or ("()", "[]", "{}"):
+        if text.startswith(opening) and text.endswith(closing) and _is_one_group(text):
+            return text[1:-1]
+    return text
+
+
+def _is_one_group(text: str) -> bool:
+    """Whether the first bracket is closed by the last, unlike in `(1, 2), (3, 4)`."""
+    return all(depth > 0 for depth, _ in _depths(text[:-1]))
+
+
+def _split(text: str, separator: str = ",") -> list[str]:
+    """Splits at the separators outside of brackets and quotes; a last empty piece is none."""
+    pieces, start = [], 0
+    for i, (depth, char) in enumerate(_depths(text)):
+        if char == separator and depth == 0:
+            pieces.append(text[start:i])
+            start = i + 1
+    pieces.append(text[start:])
+    return pieces if pieces[-1].strip() else pieces[:-1]
+
+
+def _depths(text: str) -> list[tuple[int, str]]:
+    """Pairs of how many brackets are open after a character, and the character, "" in quotes."""
+    result, depth, quote = [], 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+            char = ""
+        elif char in "'\"":
+            quote, char = char, ""
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        result.append((depth, char))
+    return result

@@ -1,0 +1,296 @@
+"""Reads the text of a config, without evaluating it.
+
+Python's own parser turns the text into a syntax tree; this file gives a meaning to a few of its
+nodes (literals, containers, dotted names, calls of the kinds that `weft.config.text_write` writes)
+and refuses all others. A record is filled field by field, past its constructor, so that no code
+runs. `weft.config.references` decides which names a text may use.
+"""
+
+import ast
+import functools
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft.config.config import ConfigBase
+from weft.config.configurable import Configurable
+from weft.config.functions import config_for_class, config_for_function
+from weft.config.names import did_you_mean
+from weft.config.origins import Origin
+from weft.config.references import resolve_reference
+from weft.config.required import REQUIRED
+from weft.errors import ConfigError, ConfigReferenceError, ConfigTextError
+
+_NAMES = {"REQUIRED": REQUIRED, "inf": math.inf, "nan": math.nan}
+
+
+def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
+    """Reads a config from the text that `to_text` wrote.
+
+    No code runs that the text chooses, neither now nor when the config is instantiated: it may
+    speak of Weft, optax, JAX and NumPy, and of configurable classes whose modules the program has
+    imported. Nothing is imported because the text names it.
+
+    Args:
+        text: the text.
+        allow: further packages, modules or functions that are trusted, such as your own package.
+        source: what the text is called in errors and as the origin of its values: a file's path.
+
+    Raises:
+        ConfigTextError: if this is not how a config is written.
+        ConfigReferenceError: for a name that is unknown, or that the text may not speak of.
+        UnknownFieldError: for a field that a config does not have.
+        InvalidConfigValueError: for a value that a field does not accept.
+    """
+    config = read_value(text, allow=allow, source=source)
+    if not isinstance(config, ConfigBase):
+        raise ConfigTextError(
+            f"{source} holds a {type(config).__name__}, not a config. "
+            "A config begins with the name of its class: package.Class.Config(…)."
+        )
+    return config
+
+
+def read_value(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
+    """Reads one value of a config. See `from_text`; with an empty `source` errors name no line."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+        return _Reader(allow, source).read(tree.body)
+    except SyntaxError as error:
+        where = f"{source}:{error.lineno or 1}: " if source else ""
+        raise ConfigTextError(f"{where}this is not how a config is written: {error.msg}.") from None
+    except (ValueError, MemoryError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        where = f"{source}: " if source else ""
+        raise ConfigTextError(
+            f"{where}cannot read this as a config: {error or 'it is nested too deep'}."
+        ) from None
+
+
+class _Reader:
+    def __init__(self, allow: Sequence[str], source: str):
+        self.allow = allow
+        self.source = source
+
+    def read(self, node: ast.expr) -> Any:
+        reader = self._readers.get(type(node))
+        if reader is None:
+            raise self._error(node, f"a config has no {type(node).__name__}")
+        return reader(self, node)
+
+    def _error(self, node: ast.AST, message: str, kind: type = ConfigTextError) -> Exception:
+        where = f"{self.source}:{getattr(node, 'lineno', 1)}: " if self.source else ""
+        return kind(where + message)
+
+    def _resolve(self, node: ast.expr, name: str, *, call: bool = False) -> Any:
+        try:
+            return resolve_reference(name, allow=self.allow, call=call)
+        except ConfigReferenceError as error:
+            raise self._error(node, str(error), ConfigReferenceError) from None
+
+    # Values.
+
+    def _constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, complex) or node.value is Ellipsis:
+            raise self._error(node, f"cannot read {ast.unparse(node)}")
+        return node.value
+
+    def _negative(self, node: ast.UnaryOp) -> Any:
+        value: Any = self.read(node.operand) if isinstance(node.op, ast.USub) else None
+        if type(value) not in (int, float):
+            raise self._error(node, "only a number can have a sign, and only a minus")
+        return -value
+
+    def _sequence(self, node: Any) -> Any:
+        kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
+        return self._hashed(node, lambda: kind(self.read(child) for child in node.elts))
+
+    def _dict(self, node: ast.Dict) -> dict:
+        if None in node.keys:
+            raise self._error(node, "a config has no ** in a dict")
+        pairs = [(self.read(k), self.read(v)) for k, v in zip(node.keys, node.values, strict=True)]  # type: ignore[arg-type]
+        return self._hashed(node, lambda: dict(pairs))
+
+    def _hashed(self, node: ast.expr, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except TypeError as error:
+            raise self._error(node, f"cannot read this {type(node).__name__}: {error}") from None
+
+    def _name(self, node: ast.expr) -> Any:
+        name = self._dotted(node)
+        return _NAMES[name] if name in _NAMES else self._resolve(node, name)
+
+    def _dotted(self, node: ast.expr) -> str:
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            raise self._error(node, "a name is written with dots only, as package.module.name")
+        return ".".join([node.id, *reversed(names)])
+
+    # What looks like a call.
+
+    def _call(self, node: ast.Call) -> Any:
+        if isinstance(node.func, ast.Call):
+            return self._call_config(node, node.func)
+        name = self._dotted(node.func)
+        if name in _SPECIAL:
+            return _SPECIAL[name](self, node)
+        if name.endswith(".Config"):
+            owner = self._resolve(node, name.removesuffix(".Config"))
+            if isinstance(owner, type) and issubclass(owner, Configurable):
+                return self._fill(node, owner.Config(klass=owner))
+        cls = self._resolve(node, name)
+        if isinstance(cls, type) and issubclass(cls, ConfigBase):
+            return self._fill(node, cls())
+        if isinstance(cls, type) and _is_numpy_scalar(cls):
+            return self._numpy_scalar(node, cls)
+        return self._record(node, cls, name)
+
+    def _call_config(self, node: ast.Call, head: ast.Call) -> ConfigBase:
+        """`config_for_function(module.fn)(name=value, …)`."""
+        makers = {"config_for_function": config_for_function, "config_for_class": config_for_class}
+        maker = makers.get(self._dotted(head.func))
+        if maker is None or len(head.args) != 1 or head.keywords:
+            if self._dotted(head.func) == "unreadable":
+                self._unreadable(head)
+            raise self._error(
+                node, "only config_for_function(…) and config_for_class(…) make a config"
+            )
+        target = self._resolve(head.args[0], self._dotted(head.args[0]), call=True)
+        try:
+            config = maker(target)
+        except ConfigError as error:
+            raise self._error(node, str(error), type(error)) from None
+        return self._fill(node, config)
+
+    def _fill(self, node: ast.Call, config: ConfigBase) -> ConfigBase:
+        if node.args:
+            raise self._error(node, "the fields of a config are given by name, as dim=8")
+        for name, child in self._named(node):
+            value = self.read(child)
+            if name == config._target and not _may_be_made(config, value):
+                raise self._error(
+                    child, f"a text may not set {name!r} to this value", ConfigReferenceError
+                )
+            try:
+                setattr(config, name, value)
+            except ConfigError as error:
+                raise self._error(child, str(error), type(error)) from None
+            config._origins[name] = Origin(self.source, child.lineno)
+        return config
+
+    def _named(self, node: ast.Call) -> list[tuple[str, ast.expr]]:
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise self._error(node, "a config has no **")
+        return [(keyword.arg, keyword.value) for keyword in node.keywords]  # type: ignore[misc]
+
+    def _record(self, node: ast.Call, cls: Any, name: str) -> Any:
+        fields: list[str] = []
+        new = None
+        if not isinstance(cls, type):
+            pass
+        elif hasattr(cls, "__attrs_attrs__"):
+            fields, new = [a.name for a in cls.__attrs_attrs__], object.__new__(cls)
+        elif hasattr(cls, "__dataclass_fields__"):
+            fields, new = list(cls.__dataclass_fields__), object.__new__(cls)
+        elif issubclass(cls, tuple):
+            fields = list(getattr(cls, "_fields", ()))
+        if not fields:
+            raise self._error(
+                node,
+                f"{name!r} is not called by a text: it is neither a config class nor a record. "
+                f"Write config_for_function({name})(…).",
+                ConfigReferenceError,
+            )
+        values = {key: self.read(value) for key, value in self._named(node)}
+        unknown = [key for key in values if key not in fields]
+        if unknown or node.args or (new is None and len(values) != len(fields)):
+            wrong = (
+                did_you_mean(unknown[0], fields)
+                if unknown
+                else f"Give {', '.join(fields)} by name."
+            )
+            raise self._error(node, f"these are not the fields of {name}. {wrong}")
+        if new is None:
+            return tuple.__new__(cls, [values[key] for key in fields])
+        for key, value in values.items():
+            object.__setattr__(new, key, value)
+        return new
+
+    def _plain_arguments(self, node: ast.Call) -> list[Any]:
+        if node.keywords:
+            raise self._error(node, f"{self._dotted(node.func)} takes no names here")
+        return [self.read(argument) for argument in node.args]
+
+    def _make(self, node: ast.Call, cls: Callable, *kinds: Any) -> Any:
+        arguments = self._plain_arguments(node)
+        if not all(isinstance(argument, kinds) for argument in arguments):
+            raise self._error(node, f"{self._dotted(node.func)} does not take these values")
+        try:
+            return cls(*arguments)
+        except (TypeError, ValueError) as error:
+            raise self._error(node, str(error)) from None
+
+    def _numpy_scalar(self, node: ast.Call, cls: Any) -> Any:
+        return self._make(node, cls, bool, int, float)
+
+    def _dtype(self, node: ast.Call) -> Any:
+        importlib.import_module("ml_dtypes")  # so that NumPy knows bfloat16 and its like by name
+        return self._make(node, importlib.import_module("numpy").dtype, str)
+
+    def _partition_spec(self, node: ast.Call) -> Any:
+        spec = importlib.import_module("jax").sharding.PartitionSpec
+        return self._make(node, spec, str, tuple, type(None))
+
+    def _partial(self, node: ast.Call) -> Any:
+        if not node.args:
+            raise self._error(node, "functools.partial needs the name of a function")
+        function = self._resolve(node.args[0], self._dotted(node.args[0]), call=True)
+        named = {name: self.read(value) for name, value in self._named(node)}
+        if not callable(function):
+            raise self._error(node, f"{ast.unparse(node.args[0])} cannot be called")
+        return functools.partial(function, *map(self.read, node.args[1:]), **named)
+
+    def _unreadable(self, node: ast.Call) -> Any:
+        written = ast.unparse(node)
+        raise self._error(
+            node, f"{written} could not be written down. Set this value in a program instead."
+        )
+
+    _readers: "dict[type, Callable[[_Reader, Any], Any]]" = {
+        ast.Constant: _constant,
+        ast.UnaryOp: _negative,
+        ast.List: _sequence,
+        ast.Tuple: _sequence,
+        ast.Set: _sequence,
+        ast.Dict: _dict,
+        ast.Name: _name,
+        ast.Attribute: _name,
+        ast.Call: _call,
+    }
+
+
+_SPECIAL: dict[str, Callable[[_Reader, ast.Call], Any]] = {
+    "unreadable": _Reader._unreadable,
+    "complex": lambda reader, node: reader._make(node, complex, int, float),
+    "set": lambda reader, node: reader._make(node, set, set),
+    "frozenset": lambda reader, node: reader._make(node, frozenset, set),
+    "functools.partial": _Reader._partial,
+    "numpy.dtype": _Reader._dtype,
+    "jax.sharding.PartitionSpec": _Reader._partition_spec,
+}
+
+
+def _may_be_made(config: ConfigBase, value: Any) -> bool:
+    """Whether a text may say that this is the class that a config makes an object of."""
+    is_configurable = isinstance(value, type) and issubclass(value, Configurable)
+    return is_configurable and isinstance(config, Configurable.Config)
+
+
+def _is_numpy_scalar(cls: type) -> bool:
+    return any(base.__module__ == "numpy" and base.__name__ == "generic" for base in cls.__mro__)
