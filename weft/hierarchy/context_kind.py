@@ -84,7 +84,7 @@ class ContextKind:
     def merge(self, static: tuple[_Static, ...], groups: Sequence[tuple[dict[str, Any], ...]]):
         contexts = []
         for fields, of_context in zip(static, groups, strict=True):
-            entries = {name: value for group in of_context for name, value in group.items()}
+            entries = _entries(of_context)
             context = InvocationContext(
                 name=fields.name,
                 parent=None,
@@ -113,8 +113,7 @@ class ContextKind:
 
     def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
         for context, of_context in zip(outer, groups, strict=True):
-            added = {name: value for group in of_context for name, value in group.items()}
-            for name, entries in added.items():
+            for name, entries in _entries(of_context).items():
                 present = getattr(context.output_collection, name)
                 if twice := sorted(present.keys() & entries.keys()):
                     raise OutputConflictError(
@@ -123,9 +122,8 @@ class ContextKind:
                         "transformed function; use other names there."
                     )
         for context, of_context in zip(outer, groups, strict=True):
-            for group in of_context:
-                for name, entries in group.items():
-                    getattr(context.output_collection, name).update(entries)
+            for name, entries in _entries(of_context).items():
+                getattr(context.output_collection, name).update(entries)
         return []
 
     def fork(self, group: dict[str, Any], n: int) -> dict[str, Any]:
@@ -146,3 +144,8 @@ def _grouped(entries: dict[str, Any], wanted: tuple[Any, ...]) -> tuple[dict[str
         if at is not None:
             groups[at][name] = value
     return groups
+
+
+def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
+    """The entries of all groups."""
+    return {name: value for group in groups for name, value in (group or {}).items()}

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from weft.errors import RoleError
-from weft.lifting.roles import Roles, broadcast_roles, roles_of_carrier
+from weft.lifting.roles import FORK, Roles, broadcast_roles, roles_of_carrier
 
 
 class Kind(Protocol):
@@ -67,7 +67,10 @@ class Kind(Protocol):
         groups: Sequence[tuple[Any, ...]],
         new_groups: Sequence[tuple[Any, ...]],
     ) -> list[Any]:
-        """Writes to the caller's carriers, all or nothing; returns those the call returned."""
+        """Writes to the caller's carriers, all or nothing; returns those the call returned.
+
+        A group that is None has nothing to write.
+        """
         ...
 
     def fork(self, group: Any, n: int) -> Any:
@@ -193,7 +196,12 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     )
     for i, group in zip(out_at, new_groups, strict=True):
         out_leaves[i] = Parcel(group)
-    return Results(Static(out_static), [Parcel(g) for g in groups], out_tree.unflatten(out_leaves))
+    parcels = [
+        # The keys were made for the new axis alone; the caller's own stay as they are.
+        Parcel(tuple(None if r is FORK else g for r, g in zip(flat[i].roles, group, strict=True)))
+        for i, group in zip(at, groups, strict=True)
+    ]
+    return Results(Static(out_static), parcels, out_tree.unflatten(out_leaves))
 
 
 def commit(kind: Kind, outer: Any, results: Results) -> Any:

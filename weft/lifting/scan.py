@@ -69,6 +69,12 @@ def scan(
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(units, length, "scan")
         values = axes.enter_axis(kind, units, n, metadata)
+        shared = {
+            id(leaf)
+            for value, role in zip(values, units.roles, strict=True)
+            if role is None
+            for leaf in jax.tree.leaves(value)
+        }
         # The body's results are known only once it was traced; their structure is all that is kept
         # of them.
         traced: list[tuple[Units, Static]] = []
@@ -77,7 +83,7 @@ def scan(
             packed = units.rebuild(_fill(units.roles, values, carry, xs))
             results = run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
             returned = in_results(cargo, results, out_axes)
-            new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned)
+            new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned, shared)
             _check_carry(carry, new_carry)
             returned.values = [v if role is None else None for v, role in returned.pairs()]
             traced[:] = [(returned, results.static)]
@@ -131,10 +137,10 @@ def _fill(
     return [pick(role, value) for role, value in zip(roles, values, strict=True)]
 
 
-def _stacked(returned: Units) -> list[Any]:
-    """What the body adds to the stacked results; what is shared cannot be among them."""
+def _stacked(returned: Units, shared: set[int]) -> list[Any]:
+    """What the body adds to the stacked results; `shared` are the ids of arrays from outside."""
     for value, role in returned.pairs():
-        if role is None and jax.tree.leaves(value):
+        if role is None and not all(id(leaf) in shared for leaf in jax.tree.leaves(value)):
             raise RoleError(
                 "scan: the body returns or changes something with the role None, which is the "
                 "same in every "

@@ -1,0 +1,66 @@
+"""A kind of about fifty lines: boxes that hold arrays by name and count their writes."""
+
+import jax
+
+from weft.core.filters import first_match
+from weft.errors import ForkError
+
+
+class Box:
+    """A dict of arrays that can be written to, and a counter of the writes, which is no array."""
+
+    def __init__(self, **arrays):
+        self.arrays = dict(arrays)
+        self.writes = 0
+
+    def write(self, name, value):
+        self.arrays[name] = value
+        self.writes += 1
+
+
+def grouped(arrays, filters):
+    groups = tuple({} for _ in filters)
+    for name, value in arrays.items():
+        if (at := first_match(filters, name)) is not None:
+            groups[at][name] = value
+    return groups
+
+
+def ungrouped(groups):
+    return {name: value for group in groups for name, value in (group or {}).items()}
+
+
+class BoxKind:
+    def is_carrier(self, x):
+        return isinstance(x, Box)
+
+    def split(self, carriers, filters):
+        groups = [grouped(box.arrays, f) for box, f in zip(carriers, filters, strict=True)]
+        return list(carriers), len(carriers), groups
+
+    def merge(self, static, groups):
+        return None, [Box(**ungrouped(g)) for g in groups]
+
+    def collect(self, inner, static, carriers, filters, new, new_filters):
+        counts = tuple(box.writes for box in carriers)
+        groups = [grouped(box.arrays, f) for box, f in zip(carriers, filters, strict=True)]
+        made = [grouped(box.arrays, f) for box, f in zip(new, new_filters, strict=True)]
+        return counts, groups, made
+
+    def commit(self, outer, static, groups, new_groups):
+        for box, writes, of_box in zip(outer, static, groups, strict=True):
+            box.arrays.update(ungrouped(of_box))
+            box.writes += writes
+        return [Box(**ungrouped(g)) for g in new_groups]
+
+    def fork(self, group, n):
+        for name, value in group.items():
+            if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+                raise ForkError(f"{name} is no PRNG key, so it cannot be forked; give it an axis.")
+        return {name: jax.random.split(key, n) for name, key in group.items()}
+
+    def axis(self, sign, group, axis, metadata):
+        return group
+
+
+BOXES = BoxKind()

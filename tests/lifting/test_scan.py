@@ -1,0 +1,128 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.lifting.counting import BOXES, Box
+from weft.errors import AxisSizeError, CarryStructureError, RoleError
+from weft.lifting import CARRY, DIFF, FORK, Roles, scan
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    with jax.checking_leaks():
+        yield
+
+
+def layers(box, x):
+    """One layer: its own weight, a shared scale, a carried counter, a key for each iteration."""
+    noise = jax.random.uniform(box.arrays["key"])
+    x = jnp.tanh(box.arrays["w"] @ x) * box.arrays["scale"] + noise
+    box.write("count", box.arrays["count"] + 1)
+    box.write("seen", x.sum())
+    return x, noise
+
+
+ROLES = Roles((("w", 0), ("count", CARRY), ("key", FORK), ("seen", 0), (True, None)))
+
+
+def make():
+    return Box(
+        w=jax.random.normal(jax.random.key(1), (3, 2, 2)),
+        scale=jnp.float32(0.5),
+        count=jnp.int32(0),
+        key=jax.random.key(0),
+    )
+
+
+def test_a_scan_equals_the_loop():
+    box, x = make(), jnp.ones(2)
+    out, noises = scan(BOXES, layers, in_axes=(ROLES, CARRY), out_axes=(CARRY, 0))(box, x)
+
+    loop, expected, seen = make(), x, []
+    for i, key in enumerate(jax.random.split(jax.random.key(0), 3)):
+        one = Box(**{**loop.arrays, "w": loop.arrays["w"][i], "key": key})
+        expected, _ = layers(one, expected)
+        seen.append(one.arrays["seen"])
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_allclose(box.arrays["seen"], seen, rtol=1e-6)
+    assert box.arrays["count"] == 3
+    assert noises.shape == (3,)
+    assert box.arrays["scale"] == 0.5
+
+
+def test_gradients_reach_the_state():
+    x = jnp.ones(2)
+
+    def loss(w, unroll):
+        box = make()
+        box.arrays["w"] = w
+        lifted = scan(BOXES, layers, in_axes=(ROLES, CARRY), out_axes=(CARRY, 0), unroll=unroll)
+        return lifted(box, x)[0].sum()
+
+    grads = [jax.grad(loss)(make().arrays["w"], unroll) for unroll in (1, 3)]
+    assert jnp.abs(grads[0]).min() > 0
+    np.testing.assert_allclose(*grads, rtol=1e-5)
+
+
+def test_reverse_and_length():
+    _, ys = scan(
+        BOXES, lambda c, x: (c + x, c), in_axes=(CARRY, 0), out_axes=(CARRY, 0), reverse=True
+    )(0.0, jnp.arange(3.0))
+    np.testing.assert_array_equal(ys, [3, 2, 0])
+    total, _ = scan(
+        BOXES, lambda c: (c + 1, None), in_axes=(CARRY,), out_axes=(CARRY, 0), length=5
+    )(0)
+    assert total == 5
+
+
+def test_zero_iterations_leave_the_carry():
+    box = Box(count=jnp.int32(4))
+    lifted = scan(
+        BOXES,
+        lambda box, x: box.write("count", box.arrays["count"] + 1),
+        in_axes=(CARRY, 0),
+        out_axes=0,
+    )
+    lifted(box, jnp.zeros((0, 2)))
+    assert box.arrays["count"] == 4
+
+
+def test_the_body_is_traced_once_for_any_length():
+    traces = []
+
+    def body(c, x):
+        traces.append(1)
+        return c + x, None
+
+    for n in (2, 50):
+        scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, 0))(0.0, jnp.zeros(n))
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda c, x: (c[:1], None), r"carry\[0\] is given as float32\[2\] .* float32\[1\]"),
+        (lambda c, x: (c.astype(jnp.int32), None), r"float32\[2\] and returned as int32\[2\]"),
+        (lambda c, x: ((c, c), None), "carry of another structure"),
+    ],
+)
+def test_a_carry_keeps_its_structure(body, message):
+    with pytest.raises(CarryStructureError, match=message):
+        scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, 0))(jnp.zeros(2), jnp.zeros(3))
+
+
+def test_shared_state_cannot_be_written():
+    box = Box(scale=jnp.float32(1))
+    lifted = scan(BOXES, lambda box: box.write("scale", 2.0), in_axes=(None,), out_axes=0, length=2)
+    with pytest.raises(RoleError, match="with the role None, which is the same in every iteration"):
+        lifted(box)
+    assert box.writes == 0
+
+
+def test_bad_roles_and_sizes():
+    with pytest.raises(RoleError, match="scan has no role DIFF"):
+        scan(BOXES, lambda x: x, in_axes=DIFF, out_axes=0)(jnp.ones(2))
+    with pytest.raises(AxisSizeError, match=r"the size given: 4, input 0: 3"):
+        scan(BOXES, lambda x: x, in_axes=0, out_axes=0, length=4)(jnp.ones(3))
