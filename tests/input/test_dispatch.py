@@ -1,0 +1,197 @@
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from weft.errors import InputDispatchError, NoMeshError
+from weft.input.dispatch import (
+    LOGICAL_ROW_KEY,
+    InputDispatcher,
+    SpmdInputDispatcher,
+    blocks_by_process,
+)
+
+
+def dispatchers(feeds, rows, **kwargs):
+    cfg = InputDispatcher.default_config().set(
+        name="dispatcher", global_logical_batch_size=rows, num_physical_feeds=feeds, **kwargs
+    )
+    return [cfg.clone(physical_feed_index=i).instantiate(parent=None) for i in range(feeds)]
+
+
+@st.composite
+def arrangements(draw):
+    feeds = draw(st.integers(1, 5))
+    logical = draw(st.permutations(range(feeds)))[: draw(st.integers(1, feeds))]
+    rows = len(logical) * draw(st.integers(1, 3))
+    spare = draw(st.integers(0, 2))
+    physical = (rows // len(logical) + spare) * feeds
+    order = draw(st.permutations(range(feeds)))
+    return feeds, logical, rows, physical, order
+
+
+@settings(deadline=None, max_examples=15)
+@given(arrangements())
+def test_the_step_sees_exactly_the_logical_batch_in_order(arrangement):
+    feeds, logical, rows, physical, order = arrangement
+    all_feeds = dispatchers(
+        feeds, rows, logical_feed_indices=logical, global_physical_batch_size=physical
+    )
+    data = np.arange(rows * 2, dtype=np.float32).reshape(rows, 2)
+    data[0, 0] = np.nan  # padding must not be mixed in by a product with zero
+    brought = [None] * feeds
+    for i, dispatcher in enumerate(all_feeds):
+        part = dispatcher.feed_read_config()
+        size = dispatcher.feed_logical_batch_size
+        assert part["num_shards"] == len(logical)
+        assert (dispatcher.logical_feed_index is None) == (i not in logical)
+        mine = data[part["shard_index"] * size :][:size]
+        brought[i] = dispatcher.logical_to_physical_batch({"x": mine, "deep": {"y": mine[:, 0]}})
+        shapes = dispatcher.logical_to_physical_shapes({"x": mine, "deep": {"y": mine[:, 0]}})
+        got = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), brought[i])
+        assert got == shapes
+        assert len(brought[i]["x"]) == dispatcher.feed_physical_batch_size == physical // feeds
+    # The rows of the processes come in any order that the mesh gives them, unless all bring data.
+    if len(logical) == feeds and rows == physical:
+        order = logical
+    batch = jax.tree.map(lambda *x: np.concatenate([x[i] for i in order]), *brought)
+    result = all_feeds[0].physical_to_logical_batch(batch)
+    assert set(result) == {"x", "deep"}
+    np.testing.assert_array_equal(result["x"], data)
+    np.testing.assert_array_equal(result["deep"]["y"], data[:, 0])
+
+
+def test_defaults_are_those_of_the_processes_and_devices():
+    (only,) = dispatchers(1, 8)
+    cfg = InputDispatcher.default_config().set(name="d", global_logical_batch_size=8)
+    default = cfg.instantiate(parent=None)
+    assert default.num_logical_feeds == jax.process_count() == 1
+    assert default.logical_feed_index == 0
+    assert (
+        default.feed_read_config()
+        == only.feed_read_config()
+        == {
+            "num_shards": 1,
+            "shard_index": 0,
+        }
+    )
+    batch = {"x": np.ones((8, 3))}
+    assert LOGICAL_ROW_KEY not in default.logical_to_physical_batch(batch)
+
+
+def test_fewer_rows_than_processes():
+    feeds = dispatchers(4, 2, global_physical_batch_size=4)
+    assert [f.logical_feed_index for f in feeds] == [0, 1, None, None]
+    assert [f.feed_read_config()["shard_index"] for f in feeds] == [0, 1, 0, 0]
+    padding = feeds[3].logical_to_physical_batch({"x": np.ones((1, 2))})
+    assert (padding["x"] == 0).all()
+
+
+def test_default_physical_batch_gives_each_device_a_row():
+    if jax.device_count() != 8:
+        pytest.skip("needs eight devices")
+    (feed, *_) = dispatchers(4, 6, logical_feed_indices=[0, 1])
+    # Three rows per logical feed; two devices per process.
+    assert feed.feed_physical_batch_size == 4
+    assert feed.config.global_physical_batch_size == 16
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"physical_feed_index": 4}, r"physical_feed_index=4 .* num_physical_feeds=4 .* 0 to 3"),
+        ({"logical_feed_indices": [0, 0]}, r"logical_feed_indices=\[0, 0\] are not"),
+        ({"logical_feed_indices": [5]}, r"logical_feed_indices=\[5\].*choose from 0 to 3"),
+        ({"logical_feed_indices": []}, r"logical_feed_indices=\[\] are not at least one"),
+        (
+            {"logical_feed_indices": [0, 1, 2]},
+            r"=8 does not divide over 3 logical feeds; make it a multiple, as 9",
+        ),
+        (
+            {"global_physical_batch_size": 10},
+            r"=10 does not divide over 4 physical feeds; make it a multiple, as 12",
+        ),
+        (
+            {"logical_feed_indices": [0], "global_physical_batch_size": 8},
+            r"of 2 rows cannot hold a logical one of 8; make .* at least 32",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit(kwargs, message):
+    cfg = InputDispatcher.default_config().set(
+        name="dispatcher",
+        global_logical_batch_size=8,
+        num_physical_feeds=4,
+        physical_feed_index=0,
+    )
+    with pytest.raises(InputDispatchError, match="dispatcher: .*" + message):
+        cfg.set(**kwargs).instantiate(parent=None)
+
+
+def test_a_batch_of_another_size_or_kind():
+    (feed, _) = dispatchers(2, 4)
+    with pytest.raises(InputDispatchError, match=r"'a/b' has shape \(3, 5\).*batch .* by 2"):
+        feed.logical_to_physical_batch({"a": {"b": np.ones((3, 5))}})
+    with pytest.raises(InputDispatchError, match=r"'n' has shape \(\)"):
+        feed.logical_to_physical_batch({"n": np.int32(3)})
+    with pytest.raises(InputDispatchError, match=r"must be a dict, got list"):
+        feed.logical_to_physical_batch([np.ones((2, 5))])
+
+
+def spmd(rows, spec):
+    cfg = SpmdInputDispatcher.default_config()
+    cfg.set(name="spmd", global_logical_batch_size=rows, partition_spec=spec)
+    return cfg.instantiate(parent=None)
+
+
+def test_spmd_reads_what_the_devices_of_the_process_hold():
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 1), ("data", "model"))
+    dispatcher = spmd(2 * jax.device_count(), PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        assert dispatcher.feed_read_config() == {"num_shards": 1, "shard_index": 0}
+        assert dispatcher.feed_logical_batch_size == 2 * jax.device_count()
+    assert dispatcher.partition_spec == PartitionSpec("data")
+    batch = {"x": np.ones(3)}
+    assert dispatcher.logical_to_physical_batch(batch) is batch
+    assert dispatcher.physical_to_logical_batch(batch) is batch
+    spec = {"x": jax.ShapeDtypeStruct((3,), np.float64)}
+    assert dispatcher.logical_to_physical_shapes(batch) == spec
+
+
+def test_spmd_errors():
+    if jax.device_count() != 8:
+        pytest.skip("needs eight devices")
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(
+            InputDispatchError, match=r"spmd: .*=6 does not divide over the 4 blocks.* as 8"
+        ),
+    ):
+        spmd(6, PartitionSpec("data")).feed_read_config()
+    with pytest.raises(NoMeshError):
+        spmd(8, PartitionSpec("data")).feed_read_config()
+
+
+def held(rows):
+    """From a table of (process, block) per device."""
+    return dict(enumerate(rows))
+
+
+def test_processes_with_the_same_rows_read_the_same():
+    # data=2, model=2 over four processes of one device.
+    model_parallel = held([(0, 0), (1, 0), (2, 1), (3, 1)])
+    assert blocks_by_process(model_parallel, "x") == {0: (0,), 1: (0,), 2: (1,), 3: (1,)}
+    # Two processes of two devices, neighbours or interleaved.
+    assert blocks_by_process(held([(0, 0), (0, 1), (1, 2), (1, 3)]), "x") == {0: (0, 1), 1: (2, 3)}
+    assert blocks_by_process(held([(0, 0), (1, 1), (0, 2), (1, 3)]), "x") == {0: (0, 2), 1: (1, 3)}
+
+
+@pytest.mark.parametrize(
+    "rows", [[(0, 0), (0, 1), (1, 1), (1, 2)], [(0, 0), (0, 1), (1, 2)]], ids=["overlap", "uneven"]
+)
+def test_processes_that_share_only_some_rows_are_refused(rows):
+    with pytest.raises(InputDispatchError, match=r"x: process 0 holds .*\(0, 1\) and process 1"):
+        blocks_by_process(held(rows), "x")

@@ -1,0 +1,97 @@
+"""Two real processes with two devices each, from reading to the step."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+import sys
+import jax
+jax.config.update("jax_platforms", "cpu")
+jax.distributed.initialize("localhost:" + sys.argv[1], 2, int(sys.argv[2]))
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from weft.errors import BatchShardingError
+from weft.input import (InputDispatcher, SpmdInputDispatcher, global_to_host_array,
+                        host_to_global_device_array)
+from weft.input.fake import FakeLmInput
+
+me = jax.process_index()
+devices = np.array(jax.devices()).reshape(2, 2)  # a row per process
+
+def run(mesh, rows, partition_spec=None, dispatcher=None):
+    cfg = FakeLmInput.default_config().set(
+        name="fake", is_training=True, global_batch_size=rows, source_length=5)
+    whole = cfg.clone(input_dispatcher=InputDispatcher.default_config().set(
+        global_logical_batch_size=rows, num_physical_feeds=1, physical_feed_index=0))
+    want = next(iter(whole.instantiate(parent=None).dataset()))["input_ids"]
+    cfg.set(partition_spec=partition_spec, input_dispatcher=dispatcher)
+    fake = cfg.instantiate(parent=None)
+    with jax.set_mesh(mesh):
+        host = next(fake.batches(iter(fake.dataset())))
+        batch = host_to_global_device_array(host, partition=fake.partition_spec)
+        jax.tree.map(np.testing.assert_array_equal, global_to_host_array(batch), host)
+        everywhere = jax.jit(fake.dispatch_global_batch, out_shardings=NamedSharding(mesh, P()))
+        got = np.asarray(everywhere(batch)["input_ids"].addressable_data(0))
+    np.testing.assert_array_equal(got, want)
+    return host["input_ids"].shape[0]
+
+data = Mesh(devices.reshape(4), ("data",))
+assert run(data, 8) == 4
+
+# Fewer rows than processes: the second brings padding.
+one = InputDispatcher.default_config().set(global_logical_batch_size=1)
+assert run(data, 1, dispatcher=one) == 2
+
+# The second process's rows come first in the global array.
+turned = Mesh(devices[::-1].reshape(4), ("data",))
+assert run(turned, 2, dispatcher=one.clone(global_logical_batch_size=2)) == 2
+
+# A model over both processes: they read the same rows, even a single one.
+for mesh in (Mesh(devices.T, ("data", "model")), Mesh(devices, ("data", "model"))):
+    spmd = SpmdInputDispatcher.default_config().set(
+        global_logical_batch_size=6, partition_spec=P("data"))
+    run(mesh, 6, dispatcher=spmd)
+    run(mesh, 6, dispatcher=spmd.set(partition_spec=P()))
+
+try:
+    run(data, 6)
+except BatchShardingError as error:
+    assert "of size 6 over 2 process(es)" in str(error), error
+else:
+    raise AssertionError("6 rows over 4 devices")
+multihost_utils.sync_global_devices("end")
+print("done", me)
+"""
+
+
+@pytest.mark.long
+def test_two_processes_make_one_batch():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), str(i)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=120)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    for i, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, output
+        assert f"done {i}" in output

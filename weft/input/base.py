@@ -1,0 +1,180 @@
+"""`Input`: the module that yields batches.
+
+A subclass says what one process reads (`dataset`). This base says what becomes of it: `batches`
+makes a batch of the size that this process has to bring, `partition_spec` tells how the batches of
+all processes lie over the mesh as one global batch (see `weft.input.global_batch`), and
+`dispatch_global_batch`, inside the compiled step, turns that into the batch the model sees.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from weft.config import ConfigOr, config_class, maybe_instantiate
+from weft.errors import InputDatasetError, InputReadError
+from weft.hierarchy.module import Module, nowrap
+from weft.input.dispatch import BaseInputDispatcher
+from weft.input.global_batch import input_partition_spec
+from weft.typing import Nested, Tensor
+
+
+class InputPartitionFn(Protocol):
+    """Constrains how a batch lies over the mesh inside the compiled step."""
+
+    def __call__(self, input_batch: Nested[Tensor]) -> Nested[Tensor]:
+        """Returns the batch with sharding constraints on some of its leaves."""
+        ...
+
+
+class PathAndRank(NamedTuple):
+    """Which leaves of a batch a rule of `partition_by_path_rank` is for.
+
+    Attributes:
+        path: A regular expression that the whole path, joined by `/`, must match. None: any path.
+        rank: The number of axes. None: any.
+    """
+
+    path: str | None
+    rank: int | None
+
+
+def partition_by_path_rank(
+    path_rank_to_partition: Mapping[PathAndRank, PartitionSpec],
+) -> InputPartitionFn:
+    """A partition function of rules by path and rank.
+
+    Args:
+        path_rank_to_partition: The rules. The first that fits a leaf counts; a leaf that none fits
+            is left as it is.
+
+    Returns:
+        A function from a batch to the constrained batch. Where no mesh is set, it changes nothing.
+
+    >>> partition = partition_by_path_rank({PathAndRank(".*_ids", 2): PartitionSpec("data")})
+    >>> partition({"input_ids": np.zeros((2, 3))})["input_ids"].shape
+    (2, 3)
+    """
+    rules = [
+        (None if key.path is None else re.compile(key.path), key.rank, spec)
+        for key, spec in path_rank_to_partition.items()
+    ]
+
+    def constrain(path, leaf: Tensor) -> Tensor:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        for pattern, rank, spec in rules:
+            if rank in (None, np.ndim(leaf)) and (pattern is None or pattern.fullmatch(name)):
+                return jax.lax.with_sharding_constraint(leaf, spec)
+        return leaf
+
+    def partition_fn(input_batch: Nested[Tensor]) -> Nested[Tensor]:
+        if jax.sharding.get_abstract_mesh().empty:
+            return input_batch
+        return jax.tree_util.tree_map_with_path(constrain, input_batch)
+
+    return partition_fn
+
+
+class Input(Module):
+    """Base of the inputs: a subclass defines `dataset`."""
+
+    @config_class
+    class Config(Module.Config):
+        """Configures an Input.
+
+        Attributes:
+            partition_spec: How the global batch lies over the mesh when it enters the step. None:
+                the dispatcher's, or else the rows over all axes of the mesh.
+            input_dispatcher: How processes share a batch. None: each brings equally many rows.
+            input_partitioner: Further constraints on the batch inside the step.
+        """
+
+        partition_spec: PartitionSpec | None = None
+        input_dispatcher: BaseInputDispatcher.Config | None = None
+        input_partitioner: ConfigOr[InputPartitionFn] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.input_dispatcher is not None:
+            self._add_child("input_dispatcher", cfg.input_dispatcher)
+        self._input_partitioner: InputPartitionFn | None = maybe_instantiate(cfg.input_partitioner)
+
+    @property
+    def dispatcher(self) -> BaseInputDispatcher | None:
+        """The input dispatcher, if there is one."""
+        return self.children.get("input_dispatcher")  # pyright: ignore[reportReturnType]
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """How the global batch lies over the mesh when it enters the step."""
+        spec = self.config.partition_spec
+        if spec is not None:
+            return spec
+        return self.dispatcher.partition_spec if self.dispatcher else input_partition_spec()
+
+    @nowrap
+    def dataset(self) -> Iterable[Nested[np.ndarray]]:
+        """What this process reads: an iterable of batches of `feed_logical_batch_size` rows.
+
+        Its iterators can be saved if they have `get_state` and `set_state`, and are to be closed if
+        they have `close`.
+        """
+        raise NotImplementedError(type(self))
+
+    @nowrap
+    def batches(self, it: Iterable[Any]) -> Iterator[Nested[np.ndarray]]:
+        """The batches that this process brings to the global ones, one for each of `it`.
+
+        Args:
+            it: An iterator of `dataset()`.
+
+        Raises:
+            InputReadError: If reading fails, in place of the batch that could not be read.
+        """
+        iterator: Any = iter(it)
+        while True:
+            state = iterator.get_state() if hasattr(iterator, "get_state") else None
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            except Exception as error:
+                at = "a batch" if state is None else f"the batch after state {state}"
+                raise InputReadError(
+                    f"{self.path()}: {at} cannot be read: {type(error).__name__}: {error}"
+                ) from error
+            yield self.dispatcher.logical_to_physical_batch(batch) if self.dispatcher else batch
+
+    @nowrap
+    def dispatch_global_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
+        """The batch that the model sees, inside the compiled step.
+
+        Args:
+            global_physical_batch: The rows that all processes brought, as one global array each.
+        """
+        batch = global_physical_batch
+        if self.dispatcher:
+            batch = self.dispatcher.physical_to_logical_batch(batch)
+        return self._input_partitioner(batch) if self._input_partitioner else batch
+
+    @nowrap
+    def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of what `dataset()` yields in this process. Reads one batch.
+
+        Raises:
+            InputDatasetError: If there is none.
+        """
+        it: Any = iter(self.dataset())
+        try:
+            batch = next(it)
+        except StopIteration:
+            raise InputDatasetError(
+                f"{self.path()}: the dataset is empty, so it has no element_spec; give it data"
+            ) from None
+        finally:
+            if hasattr(it, "close"):
+                it.close()
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

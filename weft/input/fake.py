@@ -1,0 +1,388 @@
+"""Inputs and sources of made-up data, for tests, examples and measuring.
+
+Batch k is a function of k alone, the same rows for any number of processes.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import InputDatasetError
+from weft.hierarchy.module import Module, nowrap
+from weft.input.base import Input
+from weft.input.grain import (
+    BuildDatasetFn,
+    DispatchConfig,
+    feed_batch_size,
+    shard_dataset,
+)
+from weft.typing import Nested
+
+
+class EmptyInput(Input):
+    """Batches without any array: for steps that make their data themselves."""
+
+    @config_class
+    class Config(Input.Config):
+        """Configures an EmptyInput and those derived from it.
+
+        Attributes:
+            is_training: Whether batches may come without end.
+            global_batch_size: Rows over all processes.
+            total_num_batches: After how many batches it ends. None: never.
+            source_length: Tokens per row.
+            max_token_id: Token ids are below it.
+        """
+
+        is_training: Required[bool] = REQUIRED
+        global_batch_size: Required[int] = REQUIRED
+        total_num_batches: int | None = None
+        source_length: int = 1024
+        max_token_id: int = 2048
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if not cfg.is_training and cfg.total_num_batches is None:
+            raise InputDatasetError(
+                f"{self.path()}: an evaluation must end, but total_num_batches=None is endless; "
+                "set total_num_batches"
+            )
+
+    @nowrap
+    def dataset(self) -> "FakeDataset":
+        if self.dispatcher:
+            part = DispatchConfig(**self.dispatcher.feed_read_config())
+        else:
+            part = DispatchConfig(jax.process_index(), jax.process_count())
+        rows = feed_batch_size(self.config.global_batch_size, part)
+        first = rows * part.flat_index()
+        return FakeDataset(self, slice(first, first + rows))
+
+    def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
+        """One batch of `global_batch_size` rows."""
+        return {}
+
+
+class FakeDataset:
+    """The batches of a fake input, of which this process has some rows."""
+
+    def __init__(self, source: EmptyInput, rows: slice):
+        self._source, self._rows = source, rows
+
+    def __iter__(self) -> "FakeIterator":
+        return FakeIterator(self._source, self._rows)
+
+
+class FakeIterator:
+    """An iterator whose state is the number of batches it has given."""
+
+    def __init__(self, source: EmptyInput, rows: slice):
+        self._source, self._rows = source, rows
+        self._next_index = 0
+
+    def __iter__(self) -> Iterator[Nested[np.ndarray]]:
+        return self
+
+    def __next__(self) -> Nested[np.ndarray]:
+        if self._next_index == self._source.config.total_num_batches:
+            raise StopIteration
+        batch = self._source._global_batch(np.random.default_rng(self._next_index))
+        self._next_index += 1
+        return jax.tree.map(lambda x: x[self._rows], batch)
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_index": self._next_index}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        self._next_index = state["next_index"]
+
+
+class FakeLmInput(EmptyInput):
+    """Random tokens for a language model: `input_ids`, `target_labels`, `target_num_bytes`."""
+
+    def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
+        cfg = self.config
+        size, length = cfg.global_batch_size, cfg.source_length
+        tokens = rng.integers(cfg.max_token_id, size=(size, length + 1), dtype=np.int32)
+        return {
+            "input_ids": tokens[:, :-1],
+            "target_labels": tokens[:, 1:],
+            "target_num_bytes": np.full(size, length, np.int32),
+        }
+
+
+class FakeSeq2SeqInput(EmptyInput):
+    """Random pairs of sequences: `source/input_ids`, `target/input_ids`, `target_labels`."""
+
+    @config_class
+    class Config(EmptyInput.Config):
+        """Configures a FakeSeq2SeqInput.
+
+        Attributes:
+            target_length: Tokens per target row.
+        """
+
+        target_length: int = 1024
+
+    def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
+        cfg = self.config
+        size = cfg.global_batch_size
+        source = rng.integers(cfg.max_token_id, size=(size, cfg.source_length), dtype=np.int32)
+        target = rng.integers(cfg.max_token_id, size=(size, cfg.target_length + 1), dtype=np.int32)
+        return {
+            "source": {"input_ids": source},
+            "target": {"input_ids": target[:, :-1]},
+            "target_labels": target[:, 1:],
+        }
+
+
+class FakeSequenceClassificationInput(EmptyInput):
+    """Random sequences with a label each: `input_ids`, `target_labels`."""
+
+    @config_class
+    class Config(EmptyInput.Config):
+        """Configures a FakeSequenceClassificationInput.
+
+        Attributes:
+            num_labels: Labels are below it.
+        """
+
+        num_labels: int = 2
+
+    def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
+        cfg = self.config
+        size = cfg.global_batch_size
+        return {
+            "input_ids": rng.integers(
+                cfg.max_token_id, size=(size, cfg.source_length), dtype=np.int32
+            ),
+            "target_labels": rng.integers(cfg.num_labels, size=size, dtype=np.int32),
+        }
+
+
+def fake_grain_source(
+    examples: Iterable[Any], *, repeat: int | None = 1, shuffle_seed: int | None = None
+) -> grain.MapDataset:
+    """Given examples as a dataset.
+
+    Args:
+        examples: Anything that can be listed.
+        repeat: How often they come; None: without end.
+        shuffle_seed: If given, the order is shuffled anew in each pass.
+
+    >>> list(fake_grain_source("ab", repeat=2))
+    ['a', 'b', 'a', 'b']
+    """
+    ds = grain.MapDataset.source(list(examples))
+    if shuffle_seed is not None:
+        ds = ds.shuffle(seed=shuffle_seed)
+    return ds.repeat(repeat)
+
+
+def fake_source(
+    is_training: bool,
+    examples: Iterable[Nested[Any]],
+    repeat: int | None = 1,
+    spec: Nested[jax.ShapeDtypeStruct] | None = None,
+    shuffle_buffer_size: int | None = None,
+) -> BuildDatasetFn:
+    """A source of given examples, shared out over the processes.
+
+    Args:
+        is_training: Whether the examples are shuffled.
+        examples: Anything that can be listed.
+        repeat: How often they come; None: without end.
+        spec: If given, each example becomes arrays of these dtypes, and must have these shapes.
+        shuffle_buffer_size: 0 for no shuffling. Any other size shuffles all, by index.
+
+    Raises:
+        InputDatasetError: If an example is not of the given shapes.
+    """
+    examples = list(examples)
+    if spec is not None:
+        examples = [_cast(example, spec, i) for i, example in enumerate(examples)]
+    seed = 0 if is_training and shuffle_buffer_size != 0 else None
+
+    def build_dataset(dispatch_config: DispatchConfig) -> grain.MapDataset:
+        ds = fake_grain_source(examples, repeat=repeat, shuffle_seed=seed)
+        return shard_dataset(ds, dispatch_config)
+
+    return build_dataset
+
+
+def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) -> Nested[Any]:
+    def cast(path, leaf_spec: jax.ShapeDtypeStruct, value: Any) -> np.ndarray:
+        array = np.asarray(value, leaf_spec.dtype)
+        if array.shape != tuple(leaf_spec.shape):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise InputDatasetError(
+                f"example {index}: {name!r} has shape {array.shape}, the spec says "
+                f"{tuple(leaf_spec.shape)}; change one of them"
+            )
+        return array
+
+    return jax.tree_util.tree_map_with_path(cast, spec, example)
+
+
+def fake_serialized_json_source(examples: Iterable[Nested[Any]]) -> BuildDatasetFn:
+    """A source of the JSON texts of examples.
+
+    Args:
+        examples: JSON values.
+    """
+    return fake_source(False, [json.dumps(example) for example in examples])
+
+
+def fake_text_source(
+    *,
+    text_field_name: str = "text",
+    repeat: int | None = 1,
+    is_training: bool,
+    shuffle_buffer_size: int | None = None,
+    batch_size: int = 2,
+) -> BuildDatasetFn:
+    """A source of `batch_size` different texts, as `{"text": "train text 0"}`.
+
+    Args:
+        text_field_name: The key of the text.
+        repeat: As for `fake_source`.
+        is_training: Likewise; also the first word of the texts, `train` or `eval`.
+        shuffle_buffer_size: As for `fake_source`.
+        batch_size: The number of texts.
+    """
+    mode = "train" if is_training else "eval"
+    examples = [{text_field_name: f"{mode} text {i}"} for i in range(batch_size)]
+    return fake_source(is_training, examples, repeat, shuffle_buffer_size=shuffle_buffer_size)
+
+
+def fake_text2text_source(
+    *,
+    source_key: str = "source_text",
+    target_key: str = "target_text",
+    is_training: bool,
+    shuffle_buffer_size: int | None = None,
+) -> BuildDatasetFn:
+    """A source of two pairs of texts.
+
+    Args:
+        source_key: The key of the first text of a pair.
+        target_key: The key of the second.
+        is_training: As for `fake_text_source`.
+        shuffle_buffer_size: As for `fake_source`.
+    """
+    mode = "train" if is_training else "eval"
+    examples = [
+        {source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"} for i in range(2)
+    ]
+    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+
+
+def fake_classification_source(
+    *,
+    source_key: str = "source_text",
+    target_key: str = "target_text",
+    is_training: bool,
+    classes: Sequence[str],
+    shuffle_buffer_size: int | None = None,
+) -> BuildDatasetFn:
+    """A source of one text per class, with the class as its target.
+
+    Args:
+        source_key: The key of the text.
+        target_key: The key of the class.
+        is_training: As for `fake_text_source`.
+        classes: The classes.
+        shuffle_buffer_size: As for `fake_source`.
+    """
+    mode = "train" if is_training else "eval"
+    examples = [
+        {source_key: f"{mode} text {i}", target_key: name} for i, name in enumerate(classes)
+    ]
+    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+
+
+def fake_classification_source_instruct_lm(
+    *,
+    text_key: str = "text",
+    is_training: bool,
+    classes: Sequence[str] = ("yes", "no"),
+    shuffle_buffer_size: int | None = None,
+    eoa_text: str = "<eoa>",
+    eob_text: str = "<eob>",
+) -> BuildDatasetFn:
+    """A source of one question and answer per class, each as one text.
+
+    Args:
+        text_key: The key of the text.
+        is_training: As for `fake_text_source`.
+        classes: The answers.
+        shuffle_buffer_size: As for `fake_source`.
+        eoa_text: Ends an answer.
+        eob_text: Ends a question.
+    """
+    mode = "train" if is_training else "eval"
+    examples = [
+        {text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"}
+        for i, name in enumerate(classes)
+    ]
+    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+
+
+def fake_speech_source(
+    *,
+    is_training: bool,
+    max_len: int = 100,
+    num_examples: int = 100,
+    speech_key: str = "speech",
+    shuffle_buffer_size: int | None = None,
+) -> BuildDatasetFn:
+    """A source of noise of different lengths, `Int16["samples"]`.
+
+    Args:
+        is_training: As for `fake_source`.
+        max_len: The most samples; the least is 1.
+        num_examples: How many.
+        speech_key: The key of the samples.
+        shuffle_buffer_size: As for `fake_source`.
+    """
+    rng = np.random.default_rng(0)
+    examples = [
+        {speech_key: rng.integers(-(2**15), 2**15, rng.integers(1, max_len + 1), np.int16)}
+        for _ in range(num_examples)
+    ]
+    return fake_source(is_training, examples, shuffle_buffer_size=shuffle_buffer_size)
+
+
+def fake_glue_source(
+    *,
+    input_key: str | Sequence[str],
+    label_key: str,
+    is_training: bool,
+    label_value: Any = 0,
+    num_examples: int | None = None,
+    shuffle_buffer_size: int | None = None,
+    spec: Nested[jax.ShapeDtypeStruct] | None = None,
+) -> BuildDatasetFn:
+    """A source of one text, or several, with a label.
+
+    Args:
+        input_key: The key of the text, or the keys of several.
+        label_key: The key of the label.
+        is_training: As for `fake_text_source`.
+        label_value: The label of all examples.
+        num_examples: How many; None: 2.
+        shuffle_buffer_size: As for `fake_source`.
+        spec: As for `fake_source`.
+    """
+    mode = "train" if is_training else "eval"
+    keys = [input_key] if isinstance(input_key, str) else list(input_key)
+    examples = [
+        {key: f"{mode} {key} {i}" for key in keys} | {label_key: label_value}
+        for i in range(2 if num_examples is None else num_examples)
+    ]
+    return fake_source(is_training, examples, spec=spec, shuffle_buffer_size=shuffle_buffer_size)

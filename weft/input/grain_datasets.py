@@ -1,0 +1,99 @@
+"""Random-access datasets that Grain does not have, made by the functions of `weft.input.grain`.
+
+They follow Grain's convention that an index beyond the length is the next epoch, so that what was
+shuffled below is shuffled anew.
+"""
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+
+from weft.errors import InputReadError
+
+
+class NamedSource:
+    """Files as one random-access source, whose errors name the file and the record.
+
+    Args:
+        paths: One path per file.
+        open_file: From a path to a source: something with a length and items.
+    """
+
+    def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any]):
+        self._paths = list(paths)
+        self._sources = []
+        for path in self._paths:
+            try:
+                self._sources.append(open_file(path))
+            except Exception as error:
+                raise InputReadError(
+                    f"cannot open {path}: {type(error).__name__}: {error}"
+                ) from error
+        self._ends = list(itertools.accumulate(len(source) for source in self._sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __repr__(self) -> str:
+        return f"NamedSource({len(self)} records in {len(self._paths)} files)"
+
+    def __getitem__(self, index: int) -> Any:
+        file = bisect.bisect_right(self._ends, index)
+        record = index - (self._ends[file - 1] if file else 0)
+        try:
+            return self._sources[file][record]
+        except Exception as error:
+            raise InputReadError(
+                f"cannot read record {record} of {self._paths[file]}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+class ProportionMapDataset(grain.MapDataset):
+    """The elements whose index, modulo a period, lies in a range."""
+
+    def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
+        super().__init__(parent)
+        self._start, self._kept, self._period = start, end - start, period
+        whole, rest = divmod(len(parent), period)
+        self._length = whole * self._kept + min(max(rest - start, 0), self._kept)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, index = divmod(index, self._length)
+        round_, place = divmod(index, self._kept)
+        parent_index = round_ * self._period + self._start + place
+        return self._parent[parent_index + epoch * len(self._parent)]
+
+    def __str__(self) -> str:
+        end = self._start + self._kept
+        return f"ProportionMapDataset[{self._start}:{end} of {self._period}]"
+
+
+class PadMapDataset(grain.MapDataset):
+    """A dataset with examples of padding after its last, up to a length."""
+
+    def __init__(self, parent: grain.MapDataset, *, length: int, pad_example_fn: Callable):
+        super().__init__(parent)
+        self._length, self._pad_example_fn = length, pad_example_fn
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return self.slice(index)
+        epoch, index = divmod(index, self._length)
+        if index < len(self._parent):
+            return self._parent[index + epoch * len(self._parent)]
+        return self._pad_example_fn(self._parent[0])
+
+    def __str__(self) -> str:
+        return f"PadMapDataset({self._length})"

@@ -1,0 +1,223 @@
+"""Iterable datasets that Grain does not have, made by the functions of `weft.input.grain`.
+
+Their iterators' states are JSON values of constant size, and say what was handed out, not what was
+read ahead.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import grain
+import jax
+from absl import flags
+
+from weft.errors import InputDatasetError
+
+
+class PadIterDataset(grain.IterDataset):
+    """An iterable with examples of padding after its last, up to a multiple."""
+
+    def __init__(
+        self,
+        parent: grain.IterDataset,
+        *,
+        multiple: int,
+        pad_example_fn: Callable[[Any], Any],
+        max_num_examples: int,
+    ):
+        super().__init__(parent)
+        self._settings = (multiple, pad_example_fn, max_num_examples)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _PadIterator(iter(self._parent), *self._settings)
+
+    def __str__(self) -> str:
+        return f"PadIterDataset(multiple of {self._settings[0]})"
+
+
+class _PadIterator(grain.DatasetIterator):
+    def __init__(
+        self,
+        parent: grain.DatasetIterator,
+        multiple: int,
+        pad_example_fn: Callable[[Any], Any],
+        max_num_examples: int,
+    ):
+        super().__init__(parent)
+        self._multiple, self._pad_example_fn = multiple, pad_example_fn
+        self._max_num_examples = max_num_examples
+        self._first_state = parent.get_state()
+        self._count = 0
+
+    def __next__(self) -> Any:
+        try:
+            example = next(self._parent)
+        except StopIteration:
+            if self._count % self._multiple == 0:
+                raise
+            example = self._padding()
+        else:
+            check_num_examples(self._count + 1, self._max_num_examples)
+        self._count += 1
+        return example
+
+    def _padding(self) -> Any:
+        # From any example, also where the iterator was restored behind the last of them.
+        state = self._parent.get_state()
+        self._parent.set_state(self._first_state)
+        example = self._pad_example_fn(next(self._parent))
+        self._parent.set_state(state)
+        return example
+
+    def get_state(self) -> dict[str, Any]:
+        return {"parent": self._parent.get_state(), "count": self._count}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._count = state["count"]
+
+
+def check_num_examples(number: int, limit: int) -> None:
+    """Checks that an evaluation dataset has not more examples than expected.
+
+    Raises:
+        InputDatasetError: If it has.
+    """
+    if number > limit:
+        raise InputDatasetError(
+            f"the dataset has {number} examples or more, over max_num_examples={limit}; an "
+            "evaluation dataset must end: do not repeat it, or raise max_num_examples"
+        )
+
+
+class UnbatchIterDataset(grain.IterDataset):
+    """The rows of batches, one by one."""
+
+    def __init__(self, parent: grain.IterDataset, *, skip_empty_batch: bool):
+        super().__init__(parent)
+        self._skip_empty_batch = skip_empty_batch
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _UnbatchIterator(iter(self._parent), self._skip_empty_batch)
+
+    def __str__(self) -> str:
+        return "UnbatchIterDataset"
+
+
+class _UnbatchIterator(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, skip_empty_batch: bool):
+        super().__init__(parent)
+        self._skip_empty_batch = skip_empty_batch
+        # The batch under way can be read again from the state that the parent had before it.
+        self._before = parent.get_state()
+        self._batch: Any = None
+        self._num_rows = self._row = 0
+
+    def __next__(self) -> Any:
+        while self._row >= self._num_rows:
+            self._before, self._row, self._num_rows = self._parent.get_state(), 0, 0
+            self._read()
+        row = self._row
+        self._row += 1
+        return jax.tree.map(lambda leaf: leaf[row], self._batch)
+
+    def _read(self) -> None:
+        self._batch = next(self._parent)
+        sizes = {
+            jax.tree_util.keystr(path, simple=True, separator="/"): len(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self._batch)
+        }
+        if len(set(sizes.values())) != 1:
+            raise InputDatasetError(
+                f"a batch after state {self._before} cannot be unbatched: its leaves have {sizes} "
+                "rows; all must have equally many"
+            )
+        self._num_rows = next(iter(sizes.values()))
+        if self._num_rows == 0 and not self._skip_empty_batch:
+            raise InputDatasetError(
+                f"the batch after state {self._before} has no rows; drop such batches, or pass "
+                "skip_empty_batch=True"
+            )
+
+    def get_state(self) -> dict[str, Any]:
+        return {"parent": self._before, "row": self._row}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(state["parent"])
+        self._before, self._row, self._num_rows = state["parent"], state["row"], 0
+        if self._row:
+            self._read()
+
+
+class WorkerIterDataset(grain.IterDataset):
+    """A random-access dataset read by worker processes.
+
+    Grain's own multi-process dataset keeps a state per worker. Here it is the number of elements
+    handed out, as without workers, so a run may go on with another number of them.
+    """
+
+    def __init__(
+        self,
+        parent: grain.MapDataset,
+        *,
+        options: grain.MultiprocessingOptions,
+        read_options: grain.ReadOptions,
+    ):
+        super().__init__(parent)
+        self._settings = (parent, options, read_options)
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _WorkerIterator(*self._settings)
+
+    def __str__(self) -> str:
+        return f"WorkerIterDataset(num_workers={self._settings[1].num_workers})"
+
+
+class _WorkerIterator(grain.DatasetIterator):
+    def __init__(
+        self,
+        ds: grain.MapDataset,
+        options: grain.MultiprocessingOptions,
+        read_options: grain.ReadOptions,
+    ):
+        super().__init__()
+        self._ds, self._options, self._read_options = ds, options, read_options
+        self._next_index = 0
+        self._workers: grain.DatasetIterator | None = None
+        self._ended = False
+
+    def __next__(self) -> Any:
+        if self._ended:
+            raise InputDatasetError("the iterator is closed; make a new one: iter(dataset)")
+        if self._next_index >= len(self._ds):
+            raise StopIteration
+        if self._workers is None:
+            mark_flags_as_parsed()
+            rest = self._ds.slice(slice(self._next_index, None)).to_iter_dataset(self._read_options)
+            self._workers = iter(rest.mp_prefetch(self._options))
+        element = next(self._workers)
+        self._next_index += 1
+        return element
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_index": self._next_index}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self._stop()
+        self._next_index = state["next_index"]
+
+    def close(self) -> None:
+        self._ended = True
+        self._stop()
+        super().close()
+
+    def _stop(self) -> None:
+        workers, self._workers = getattr(self, "_workers", None), None
+        if workers is not None:
+            workers.close()
+
+
+def mark_flags_as_parsed() -> None:
+    """Lets Grain start workers in a program that does not parse its flags with absl."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
