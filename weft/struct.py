@@ -16,9 +16,10 @@ def field(pytree_node: bool = True, *, metadata: dict[str, Any] | None = None, *
     """A dataclass field that says whether it is a child of the pytree.
 
     Args:
-      pytree_node: True for arrays and containers of them, False for what belongs to the structure.
-      metadata: further metadata of the field.
-      **kwargs: as for `dataclasses.field`.
+        pytree_node: True for arrays and containers of them, False for what belongs to the
+          structure.
+        metadata: further metadata of the field.
+        **kwargs: as for `dataclasses.field`.
     """
     return dataclasses.field(metadata={**(metadata or {}), "pytree_node": pytree_node}, **kwargs)
 
@@ -28,16 +29,16 @@ def dataclass(cls: type[T] | None = None, /, **kwargs: Any):
     """Makes a class a frozen dataclass, a pytree node, and gives it `replace`.
 
     Args:
-      cls: the class; left out when the decorator is used with arguments.
-      **kwargs: as for `dataclasses.dataclass`, where `frozen` is True by default.
+        cls: the class; left out when the decorator is used with arguments.
+        **kwargs: as for `dataclasses.dataclass`, where `frozen` is True by default.
 
     Example:
-      >>> @dataclass
-      ... class Point:
-      ...     x: float
-      ...     name: str = field(pytree_node=False, default="p")
-      >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
-      Point(x=2.0, name='q')
+        >>> @dataclass
+        ... class Point:
+        ...     x: float
+        ...     name: str = field(pytree_node=False, default="p")
+        >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
+        Point(x=2.0, name='q')
     """
     if cls is None:
         return lambda cls: dataclass(cls, **kwargs)
@@ -63,11 +64,11 @@ class PyTreeNode:
     """Base class that makes every subclass a `struct.dataclass`.
 
     Example:
-      >>> class Scaled(PyTreeNode):
-      ...     value: float
-      ...     unit: str = field(pytree_node=False, default="m")
-      >>> jax.tree.leaves(Scaled(2.0))
-      [2.0]
+        >>> class Scaled(PyTreeNode):
+        ...     value: float
+        ...     unit: str = field(pytree_node=False, default="m")
+        >>> jax.tree.leaves(Scaled(2.0))
+        [2.0]
     """
 
     def __init_subclass__(cls, **kwargs: Any):

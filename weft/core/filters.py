@@ -14,8 +14,8 @@ class DenyList:
     """Matches what its filter does not.
 
     Example:
-      >>> in_filter(DenyList("params"), "cache")
-      True
+        >>> in_filter(DenyList("params"), "cache")
+        True
     """
 
     deny: "Filter"
@@ -28,15 +28,15 @@ def in_filter(where: Filter, name: str) -> bool:
     """Whether a filter matches a name.
 
     Args:
-      where: the filter.
-      name: of a collection, a PRNG stream or a field of a context.
+        where: the filter.
+        name: of a collection, a PRNG stream or a field of a context.
 
     Raises:
-      TypeError: if `where` is no filter.
+        TypeError: if `where` is no filter.
 
     Example:
-      >>> in_filter(("params", "cache"), "cache")
-      True
+        >>> in_filter(("params", "cache"), "cache")
+        True
     """
     if isinstance(where, bool):
         return where

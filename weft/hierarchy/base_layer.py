@@ -59,8 +59,8 @@ class ParameterNoise(Configurable):
         """The perturbed parameters; by itself this class changes nothing.
 
         Args:
-          prng_key: for the noise.
-          params: of the layer and those below it.
+            prng_key: for the noise.
+            params: of the layer and those below it.
         """
         return params
 
@@ -70,8 +70,8 @@ class RematSpec:
     """What of a layer's forward pass is computed again in the backward pass.
 
     Attributes:
-      prevent_cse: as for `jax.checkpoint`; False is right, and quicker, inside a scan.
-      policy: one of `jax.checkpoint_policies`, or a config of one; None keeps nothing.
+        prevent_cse: as for `jax.checkpoint`; False is right, and quicker, inside a scan.
+        policy: one of `jax.checkpoint_policies`, or a config of one; None keeps nothing.
     """
 
     prevent_cse: bool = True
@@ -93,8 +93,8 @@ class Parameters(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         raise MissingStateError(
-            f"{self._path} has no parameter {name!r} in its state, which has {sorted(self)}"
-            f"{did_you_mean(name, self)}. Was the state made by this model's "
+            f"{self._path} has no parameter {name!r} in its state, which has "
+            f"{sorted(self)}. {did_you_mean(name, self)} Was the state made by this model's "
             "`initialize_parameters_recursively`?"
         )
 
@@ -111,12 +111,12 @@ class BaseLayer(Module):
         """Configures a BaseLayer.
 
         Attributes:
-          dtype: of the parameters; None for that of the parent layer, float32 at the root.
-          param_init: draws the parameters; None for that of the parent layer.
-          param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
-          param_noise: perturbs the parameters in training.
-          remat_spec: what to compute again in the backward pass; None keeps everything.
-          tensor_stats: what to report about activations.
+            dtype: of the parameters; None for that of the parent layer, float32 at the root.
+            param_init: draws the parameters; None for that of the parent layer.
+            param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
+            param_noise: perturbs the parameters in training.
+            remat_spec: what to compute again in the backward pass; None keeps everything.
+            tensor_stats: what to report about activations.
         """
 
         dtype: DType | None = None
@@ -186,7 +186,7 @@ class BaseLayer(Module):
         """The specs of all parameters of the layer and those below it, nested as its state is.
 
         Raises:
-          ParameterSpecError: if a spec contradicts itself, naming the parameter.
+            ParameterSpecError: if a spec contradicts itself, naming the parameter.
         """
         specs: dict[str, Any] = dict(self._own_parameter_specs())
         for name, child in self._children.items():
@@ -204,12 +204,13 @@ class BaseLayer(Module):
         not depend on what else the model has.
 
         Args:
-          prng_key: for the draws.
-          prebuilt: values to use instead, nested as the state is; what is missing or None is drawn.
+            prng_key: for the draws.
+            prebuilt: values to use instead, nested as the state is; what is missing or None is
+              drawn.
 
         Raises:
-          ParameterSpecError: if a value in `prebuilt` has the wrong shape, or is of no parameter.
-          ParameterInitError: if no initializer fits a parameter.
+            ParameterSpecError: if a value in `prebuilt` has the wrong shape, or is of no parameter.
+            ParameterInitError: if no initializer fits a parameter.
         """
         given: dict[str, Any] = dict(prebuilt or {})
         state: dict[str, Any] = {}
@@ -226,8 +227,7 @@ class BaseLayer(Module):
         if given:
             raise ParameterSpecError(
                 f"prebuilt has {sorted(given)} for {self.path()}, which has no such parameters "
-                "or children"
-                f"{did_you_mean(next(iter(given)), state)}."
+                f"or children. {did_you_mean(next(iter(given)), state)}"
             )
         return state
 
@@ -257,8 +257,8 @@ class BaseLayer(Module):
         """The parameters with each layer's `param_noise` applied.
 
         Args:
-          prng_key: for the noise; each layer uses its own part of it.
-          params: of this layer and those below it.
+            prng_key: for the noise; each layer uses its own part of it.
+            params: of this layer and those below it.
         """
         noisy = type(params)(params)  # a stack stays marked as one
         for name, child in self._children.items():
@@ -278,10 +278,10 @@ class BaseLayer(Module):
         """The PRNG key of the current invocation.
 
         Args:
-          what: needs it, for the error.
+            what: needs it, for the error.
 
         Raises:
-          MissingPrngKeyError: if the invocation has none.
+            MissingPrngKeyError: if the invocation has none.
         """
         if self.prng_key is None:
             raise MissingPrngKeyError(

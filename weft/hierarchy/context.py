@@ -33,9 +33,9 @@ class OutputCollection(NamedTuple):
     """What an invocation gives beside its results; each a dict that is nested as the modules are.
 
     Attributes:
-      summaries: what was given to `add_summary`.
-      state_updates: what was given to `add_state_update`, laid out as the state.
-      module_outputs: what was given to `add_module_output`.
+        summaries: what was given to `add_summary`.
+        state_updates: what was given to `add_state_update`, laid out as the state.
+        module_outputs: what was given to `add_module_output`.
     """
 
     summaries: dict[str, Any]
@@ -46,7 +46,7 @@ class OutputCollection(NamedTuple):
         """The collection of a child of that name, which must be new.
 
         Raises:
-          OutputConflictError: if something of that name was added before.
+            OutputConflictError: if something of that name was added before.
         """
         for kind, outputs in self._asdict().items():
             if name in outputs:
@@ -75,8 +75,8 @@ def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
     """The PRNG key of a child: the parent's key with the child's name folded in.
 
     Args:
-      prng_key: the parent's key.
-      name: of the child.
+        prng_key: the parent's key.
+        name: of the child.
     """
     digest = int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16)
     return jax.random.fold_in(prng_key, digest % (2**31 - 1))
@@ -95,14 +95,14 @@ class InvocationContext:
     """The context of one invocation of a module.
 
     Attributes:
-      name: unique among the children of `parent`; the module's name unless `child_context` was
-        given another.
-      parent: the context of the caller, or None for a root.
-      module: whose method is invoked.
-      state: the module's state, a nested dict of arrays.
-      is_training: whether the invocation is a part of training.
-      prng_key: the key for this invocation, or None.
-      output_collection: the side outputs.
+        name: unique among the children of `parent`; the module's name unless `child_context` was
+            given another.
+        parent: the context of the caller, or None for a root.
+        module: whose method is invoked.
+        state: the module's state, a nested dict of arrays.
+        is_training: whether the invocation is a part of training.
+        prng_key: the key for this invocation, or None.
+        output_collection: the side outputs.
     """
 
     name: str
@@ -139,14 +139,14 @@ class InvocationContext:
         """A context for invoking `module`, by default the child of that name.
 
         Args:
-          name: of the context, new among the children of this context.
-          **override_kwargs: fields that are not derived from this context: `module`, `state`,
-            `prng_key`, `is_training`, `output_collection`.
+            name: of the context, new among the children of this context.
+            **override_kwargs: fields that are not derived from this context: `module`, `state`,
+                `prng_key`, `is_training`, `output_collection`.
 
         Raises:
-          OutputConflictError: if the name was used before in this invocation.
-          InvalidDescendantError: if there is no such module, or its state cannot be reached from
-            here.
+            OutputConflictError: if the name was used before in this invocation.
+            InvalidDescendantError: if there is no such module, or its state cannot be reached from
+                here.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
         if "output_collection" not in override_kwargs:
@@ -174,8 +174,8 @@ class InvocationContext:
         children = self.module.children if self.module is not None else {}
         if name not in children:
             raise InvalidDescendantError(
-                f"{self.path()} has no child {name!r}"
-                f"{did_you_mean(name, children)}; pass module= for a context of another name."
+                f"{self.path()} has no child {name!r}. {did_you_mean(name, children)} "
+                "Pass module= for a context of another name."
             )
         return children[name]
 
@@ -219,11 +219,11 @@ class InvocationContext:
         """A pure function of this context's invocation of `method_fn`.
 
         Args:
-          method_fn: called in a copy of this context with empty outputs.
+            method_fn: called in a copy of this context with empty outputs.
 
         Returns:
-          A function with the arguments of `method_fn` that returns its result and an
-          `OutputCollection`.
+            A function with the arguments of `method_fn` that returns its result and an
+            `OutputCollection`.
         """
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
@@ -304,7 +304,7 @@ def require_context(what: str) -> InvocationContext:
     """The current context.
 
     Raises:
-      NoContextError: outside of an invocation.
+        NoContextError: outside of an invocation.
     """
     context = current_context()
     if context is None:
@@ -323,11 +323,12 @@ def set_current_context(
     """Makes `context` the current one until the block ends.
 
     Args:
-      context: to be pushed.
-      require_parent: whether the current context, if there is one, must be the parent of `context`.
+        context: to be pushed.
+        require_parent: whether the current context, if there is one, must be the parent of
+          `context`.
 
     Raises:
-      ContextStackError: if it must and is not.
+        ContextStackError: if it must and is not.
     """
     current = current_context()
     if require_parent and current is not None and context.parent is not current:
@@ -347,9 +348,9 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
     """Opens a child of the current context until the block ends.
 
     Args:
-      name: of the child context.
-      **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child of
-        that name.
+        name: of the child context.
+        **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child
+            of that name.
     """
     context = require_context(f"child_context({name!r})").add_child(name, **kwargs)
     _contexts.stack.append(context)
@@ -368,7 +369,7 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
     """Makes `stack` this thread's stack.
 
     Raises:
-      ContextStackError: if an invocation is under way in this thread.
+        ContextStackError: if an invocation is under way in this thread.
     """
     current = current_context()
     if current is not None:

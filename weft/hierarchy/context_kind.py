@@ -32,11 +32,11 @@ def fork_key(prng_key: Any, n: int) -> Any:
     """`n` keys from one, each split off from what the one before left.
 
     Args:
-      prng_key: the key, or None.
-      n: the number of keys.
+        prng_key: the key, or None.
+        n: the number of keys.
 
     Returns:
-      The keys along a new leading axis, or None.
+        The keys along a new leading axis, or None.
     """
     if prng_key is None:
         return None

@@ -72,9 +72,9 @@ class SharedModule(NamedTuple):
     """A module that an ancestor shares, with its state.
 
     Attributes:
-      module: the shared module.
-      state: its state.
-      shared_module_name: under which it is shared.
+        module: the shared module.
+        state: its state.
+        shared_module_name: under which it is shared.
     """
 
     module: "Module"
@@ -120,27 +120,27 @@ class Module(Configurable):
     methods; calling a module calls its `forward`.
 
     Example:
-      >>> class Scale(Module):
-      ...     @config_class
-      ...     class Config(Module.Config):
-      ...         factor: Required[float] = REQUIRED
-      ...
-      ...     def forward(self, x):
-      ...         return self.config.factor * x
-      >>> class Twice(Module):
-      ...     @config_class
-      ...     class Config(Module.Config):
-      ...         inner: Scale.Config = Scale.default_config()
-      ...
-      ...     def __init__(self, cfg, *, parent):
-      ...         super().__init__(cfg, parent=parent)
-      ...         self._add_child("inner", cfg.inner.set(factor=2.0))
-      ...
-      ...     def forward(self, x):
-      ...         return self.inner(x)
-      >>> twice = Twice.default_config().set(name="twice").instantiate(parent=None)
-      >>> functional(twice, prng_key=None, state={}, inputs=(3.0,), is_training=False)[0]
-      6.0
+        >>> class Scale(Module):
+        ...     @config_class
+        ...     class Config(Module.Config):
+        ...         factor: Required[float] = REQUIRED
+        ...
+        ...     def forward(self, x):
+        ...         return self.config.factor * x
+        >>> class Twice(Module):
+        ...     @config_class
+        ...     class Config(Module.Config):
+        ...         inner: Scale.Config = Scale.default_config()
+        ...
+        ...     def __init__(self, cfg, *, parent):
+        ...         super().__init__(cfg, parent=parent)
+        ...         self._add_child("inner", cfg.inner.set(factor=2.0))
+        ...
+        ...     def forward(self, x):
+        ...         return self.inner(x)
+        >>> twice = Twice.default_config().set(name="twice").instantiate(parent=None)
+        >>> functional(twice, prng_key=None, state={}, inputs=(3.0,), is_training=False)[0]
+        6.0
     """
 
     @config_class
@@ -148,8 +148,8 @@ class Module(Configurable):
         """Configures a Module.
 
         Attributes:
-          name: of the module, unique among its siblings; `_add_child` sets it.
-          vlog: the level up to which `vlog` writes; None for that of the parent.
+            name: of the module, unique among its siblings; `_add_child` sets it.
+            vlog: the level up to which `vlog` writes; None for that of the parent.
         """
 
         name: Required[str] = REQUIRED
@@ -198,8 +198,7 @@ class Module(Configurable):
         known = [n for n in (*children, *dir(type(self))) if not n.startswith("_")]
         raise AttributeError(
             f"{type(self).__name__} {self.__dict__.get('_name', '')!r} has no attribute or child "
-            f"{name!r}"
-            f"{did_you_mean(name, known)}."
+            f"{name!r}. {did_you_mean(name, known)}"
         )
 
     def __repr__(self) -> str:
@@ -210,13 +209,13 @@ class Module(Configurable):
         """Creates a child.
 
         Args:
-          name: of the child, new among the children and attributes of this module.
-          child_config: of a module, complete but for its name.
-          **kwargs: for the child's `__init__`, beside its config and parent.
+            name: of the child, new among the children and attributes of this module.
+            child_config: of a module, complete but for its name.
+            **kwargs: for the child's `__init__`, beside its config and parent.
 
         Raises:
-          ChildNameConflictError: if the name is taken.
-          ChildConfigError: if `child_config` is not the config of a module.
+            ChildNameConflictError: if the name is taken.
+            ChildConfigError: if `child_config` is not the config of a module.
         """
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(
@@ -239,20 +238,21 @@ class Module(Configurable):
         """Creates a child of a descendant.
 
         Args:
-          names: from this module to the new one, a sequence or joined by dots.
-          child_config: as for `_add_child`.
-          **kwargs: likewise.
+            names: from this module to the new one, a sequence or joined by dots.
+            child_config: as for `_add_child`.
+            **kwargs: likewise.
 
         Raises:
-          InvalidDescendantError: if a module on the way does not exist.
+            InvalidDescendantError: if a module on the way does not exist.
         """
         *above, name = names.split(".") if isinstance(names, str) else names
         module = self
         for step in above:
             if step not in module._children:
                 raise InvalidDescendantError(
-                    f"{module.path()} has no child {step!r}{did_you_mean(step, module._children)}; "
-                    f"cannot add {'.'.join([*above, name])!r} below {self.path()}."
+                    f"{module.path()} has no child {step!r}, so "
+                    f"{'.'.join([*above, name])!r} cannot be added below {self.path()}. "
+                    f"{did_you_mean(step, module._children)}"
                 )
             module = module._children[step]
         return module._add_child(name, child_config, **kwargs)
@@ -270,7 +270,7 @@ class Module(Configurable):
         """The names from this module to one below it; [] for itself.
 
         Raises:
-          InvalidDescendantError: if `module` is not below this one.
+            InvalidDescendantError: if `module` is not below this one.
         """
         names = self.find_descendant(module)
         if names is None:
@@ -285,12 +285,12 @@ class Module(Configurable):
         """Lets all modules below this one call `module`.
 
         Args:
-          module: this module or one below it.
-          shared_module_name: the name of its contexts when it is called from elsewhere.
+            module: this module or one below it.
+            shared_module_name: the name of its contexts when it is called from elsewhere.
 
         Raises:
-          ChildNameConflictError: if another module is shared here under this name.
-          InvalidDescendantError: if `module` is not below this one.
+            ChildNameConflictError: if another module is shared here under this name.
+            InvalidDescendantError: if `module` is not below this one.
         """
         self.path_to_descendant_module(module)
         if self._shared.get(shared_module_name, module) is not module:
@@ -309,10 +309,10 @@ class Module(Configurable):
         """A module that this one or one above it shares, with its state in the current invocation.
 
         Args:
-          shared_module_or_name: the module, or the name under which it is shared.
+            shared_module_or_name: the module, or the name under which it is shared.
 
         Raises:
-          InvalidDescendantError: if it is not shared with this module.
+            InvalidDescendantError: if it is not shared with this module.
         """
         shared = self.shared_modules()
         for name, module in shared.items():
@@ -322,8 +322,8 @@ class Module(Configurable):
         wanted = shared_module_or_name
         wanted = wanted.path() if isinstance(wanted, Module) else wanted
         raise InvalidDescendantError(
-            f"{wanted!r} is not shared with {self.path()}, which sees {sorted(shared)}"
-            f"{did_you_mean(wanted, shared)}; share it from a module above both with "
+            f"{wanted!r} is not shared with {self.path()}. "
+            f"{did_you_mean(wanted, shared)} Share it from a module above both with "
             "`self._share_with_descendants(module, shared_module_name=...)`."
         )
 
@@ -348,7 +348,7 @@ class Module(Configurable):
         """The current context.
 
         Raises:
-          NoContextError: outside of an invocation.
+            NoContextError: outside of an invocation.
         """
         return require_context(f"the context of {self.path()}")
 
@@ -371,11 +371,11 @@ class Module(Configurable):
         """Adds a value to be reported for this step.
 
         Args:
-          name: new among the summaries of this invocation.
-          value: an array, a `WeightedScalar`, a `Summary`, or a nested dict of them.
+            name: new among the summaries of this invocation.
+            value: an array, a `WeightedScalar`, a `Summary`, or a nested dict of them.
 
         Raises:
-          OutputConflictError: if the name was used before.
+            OutputConflictError: if the name was used before.
         """
         jax.tree.map(
             lambda v: v.validate() if hasattr(v, "validate") else None,
@@ -388,8 +388,8 @@ class Module(Configurable):
         """Adds a new value for an entry of the module's state, to take effect after the step.
 
         Args:
-          name: of the entry.
-          value: an array, or a nested dict of arrays.
+            name: of the entry.
+            value: an array, or a nested dict of arrays.
         """
         self.get_invocation_context().add_state_update(name, value)
 
@@ -397,8 +397,8 @@ class Module(Configurable):
         """Adds an output beside the method's result.
 
         Args:
-          name: new among the module outputs of this invocation.
-          value: anything that is a pytree.
+            name: new among the module outputs of this invocation.
+            value: anything that is a pytree.
         """
         self.get_invocation_context().add_module_output(name, value)
 
@@ -442,18 +442,18 @@ def functional(
     """Invokes a method of a module as a pure function.
 
     Args:
-      module: the module.
-      prng_key: for randomness, or None.
-      state: of the module and those below it, a nested dict of arrays.
-      inputs: positional arguments as a sequence, or keyword arguments as a dict.
-      method: the name of the method.
-      is_training: whether this is a part of training.
-      drop_output_collections: the kinds of side outputs to leave out.
-      copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so
-        that changing one inside has no effect outside.
+        module: the module.
+        prng_key: for randomness, or None.
+        state: of the module and those below it, a nested dict of arrays.
+        inputs: positional arguments as a sequence, or keyword arguments as a dict.
+        method: the name of the method.
+        is_training: whether this is a part of training.
+        drop_output_collections: the kinds of side outputs to leave out.
+        copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so
+            that changing one inside has no effect outside.
 
     Returns:
-      The method's result, and its side outputs as an `OutputCollection`.
+        The method's result, and its side outputs as an `OutputCollection`.
     """
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))

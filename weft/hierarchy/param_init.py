@@ -57,9 +57,9 @@ class FanAxes(NamedTuple):
     All others are a receptive field, as a convolution's window is.
 
     Attributes:
-      in_axis: one axis or several.
-      out_axis: one axis or several.
-      batch_axis: axes along which independent weights lie, as of the layers of a stack.
+        in_axis: one axis or several.
+        out_axis: one axis or several.
+        batch_axis: axes along which independent weights lie, as of the layers of a stack.
     """
 
     in_axis: Axes
@@ -81,8 +81,8 @@ class FanAxes(NamedTuple):
         """The axes of a weight that gained axis 0, which is of this type.
 
         Example:
-          >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
-          FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
+            >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
+            FanAxes(in_axis=(-2,), out_axis=(2,), batch_axis=(0,))
         """
         canonical: Any = self.canonicalize()
         moved = (tuple(a + 1 if a >= 0 else a for a in axes) for axes in canonical)
@@ -120,11 +120,11 @@ class Initializer(Configurable):
         """Draws a value.
 
         Args:
-          name: of the parameter within its layer.
-          prng_key: the parameter's own key.
-          shape: of the value.
-          dtype: of the value.
-          axes: which axes are inputs and outputs, where that matters.
+            name: of the parameter within its layer.
+            prng_key: the parameter's own key.
+            shape: of the value.
+            dtype: of the value.
+            axes: which axes are inputs and outputs, where that matters.
         """
         raise ParameterInitError(
             f"{type(self).__name__} defines no `initialize`, so it cannot draw {name!r}."
@@ -145,7 +145,7 @@ class ConstantInitializer(Initializer):
         """Configures a ConstantInitializer.
 
         Attributes:
-          value: a number, or an array that can be broadcast to the shape.
+            value: a number, or an array that can be broadcast to the shape.
         """
 
         value: Required[Any] = REQUIRED
@@ -165,8 +165,8 @@ class GaussianInitializer(Initializer):
         """Configures a GaussianInitializer.
 
         Attributes:
-          std: the standard deviation.
-          mean: the mean, 0 if None.
+            std: the standard deviation.
+            mean: the mean, 0 if None.
         """
 
         std: Required[float] = REQUIRED
@@ -211,9 +211,9 @@ class WeightInitializer(Initializer):
         """Configures a WeightInitializer.
 
         Attributes:
-          fan: "fan_in", "fan_out", "fan_avg" or None.
-          scale: the factor of the variance; with fan=None of the value.
-          distribution: "uniform", "normal" or "truncated_normal".
+            fan: "fan_in", "fan_out", "fan_avg" or None.
+            scale: the factor of the variance; with fan=None of the value.
+            distribution: "uniform", "normal" or "truncated_normal".
         """
 
         fan: str | None = "fan_avg"
@@ -265,8 +265,8 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
     """The numbers of inputs and outputs of a weight, and their mean.
 
     Args:
-      shape: of the weight.
-      axes: which axes are what; the others count for both, as a convolution's window does.
+        shape: of the weight.
+        axes: which axes are what; the others count for both, as a convolution's window does.
     """
     size = {
         name: math.prod(shape[axis] for axis in axis_tuple)  # pyright: ignore[reportArgumentType]
@@ -286,8 +286,8 @@ class DefaultInitializer(Initializer):
         """Configures a DefaultInitializer.
 
         Attributes:
-          init_by_param_name: initializers by a regular expression that the whole name must match.
-            What none matches falls to: weights uniform by fan_avg, biases 0, scales 1.
+            init_by_param_name: initializers by a regular expression that the whole name must match.
+                What none matches falls to: weights uniform by fan_avg, biases 0, scales 1.
         """
 
         init_by_param_name: dict[str, InstantiableConfig] = {}
@@ -340,8 +340,8 @@ class PerGroupInitializer(Initializer):
         """Configures a PerGroupInitializer.
 
         Attributes:
-          initializer: of each part.
-          num_groups: the number of parts, which must divide the last axis.
+            initializer: of each part.
+            num_groups: the number of parts, which must divide the last axis.
         """
 
         initializer: InstantiableConfig = DefaultInitializer.default_config()
@@ -387,8 +387,8 @@ def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
     """A function `init(key, shape, dtype)` of normal values cut off at two standard deviations.
 
     Args:
-      stddev: the standard deviation of what is drawn.
-      dtype: the default of `init`.
+        stddev: the standard deviation of what is drawn.
+        dtype: the default of `init`.
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
@@ -401,8 +401,8 @@ def uniform(scale: float = 1.0, dtype: DType = jnp.float32):
     """A function `init(key, shape, dtype)` of uniform values within `±scale`.
 
     Args:
-      scale: the bound.
-      dtype: the default of `init`.
+        scale: the bound.
+        dtype: the default of `init`.
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:

@@ -15,7 +15,7 @@ class FactorizationSpec(NamedTuple):
     """How an optimizer may factor its statistics of a parameter.
 
     Attributes:
-      axes: one entry per axis of the parameter: "row", "col" or None.
+        axes: one entry per axis of the parameter: "row", "col" or None.
     """
 
     axes: tuple[str | None, ...]
@@ -26,10 +26,10 @@ class TensorSpec:
     """The shape, dtype and layout of an array.
 
     Attributes:
-      shape: its shape.
-      dtype: its dtype; None where a layer leaves it to its config.
-      mesh_axes: one entry per axis: the mesh axes it is laid over. None if no axis is.
-      memory_kind: the memory that holds it, such as "pinned_host"; None for the device's own.
+        shape: its shape.
+        dtype: its dtype; None where a layer leaves it to its config.
+        mesh_axes: one entry per axis: the mesh axes it is laid over. None if no axis is.
+        memory_kind: the memory that holds it, such as "pinned_host"; None for the device's own.
     """
 
     shape: Shape
@@ -53,14 +53,14 @@ class ParameterSpec(TensorSpec):
     """A parameter of a layer.
 
     Attributes:
-      initializer: how it gets its first value; None for the layer's `param_init`.
-      factorization: how an optimizer may factor it; None if it may not.
-      fan_axes: which axes are inputs and outputs; None for the layer's own rule.
-      weight_decay_scale: the factor of weight decay, 1 if None.
+        initializer: how it gets its first value; None for the layer's `param_init`.
+        factorization: how an optimizer may factor it; None if it may not.
+        fan_axes: which axes are inputs and outputs; None for the layer's own rule.
+        weight_decay_scale: the factor of weight decay, 1 if None.
 
     Raises:
-      ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than
-        `shape`.
+        ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than
+            `shape`.
     """
 
     initializer: Initializer | None = None
@@ -81,7 +81,7 @@ class ParameterSpec(TensorSpec):
         """The sizes "fan_in", "fan_out", "fan_avg".
 
         Raises:
-          ParameterSpecError: if the spec has no `fan_axes`.
+            ParameterSpecError: if the spec has no `fan_axes`.
         """
         if self.fan_axes is None:
             raise ParameterSpecError(
@@ -97,9 +97,9 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
     """The spec of `size` such parameters, stacked.
 
     Args:
-      spec: of one.
-      size: the number of copies.
-      mesh_axis: what the new axis is laid over.
+        spec: of one.
+        size: the number of copies.
+        mesh_axis: what the new axis is laid over.
     """
     prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
     factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))

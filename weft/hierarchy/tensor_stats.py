@@ -14,8 +14,8 @@ class TensorStats(Module):
         """Adds summaries about an array; by itself this class adds none.
 
         Args:
-          name: of the array within its layer.
-          value: the array.
+            name: of the array within its layer.
+            value: the array.
         """
 
 
@@ -41,9 +41,9 @@ class CompositeTensorStats(TensorStats):
         """Configures CompositeTensorStats.
 
         Attributes:
-          tensor_stats: the statistics by name.
-          inline_child_summaries: whether their summaries stand beside each other instead of under
-            their names.
+            tensor_stats: the statistics by name.
+            inline_child_summaries: whether their summaries stand beside each other instead of under
+                their names.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {}
@@ -71,8 +71,8 @@ class DefaultTensorStats(CompositeTensorStats):
         """Configures DefaultTensorStats.
 
         Attributes:
-          tensor_stats: the statistics by name.
-          inline_child_summaries: as for CompositeTensorStats.
+            tensor_stats: the statistics by name.
+            inline_child_summaries: as for CompositeTensorStats.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {

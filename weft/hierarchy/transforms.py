@@ -42,11 +42,11 @@ def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
     """`jax.checkpoint` of a function that invokes modules.
 
     Args:
-      fn: takes arrays, and anything else beside them.
-      **remat_kwargs: `prevent_cse` and `policy`, as for `jax.checkpoint`.
+        fn: takes arrays, and anything else beside them.
+        **remat_kwargs: `prevent_cse` and `policy`, as for `jax.checkpoint`.
 
     Returns:
-      A function with the arguments and results of `fn`, to be called inside an invocation.
+        A function with the arguments and results of `fn`, to be called inside an invocation.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -77,15 +77,15 @@ def vmap(
     """`jax.vmap` of a function that invokes modules.
 
     Args:
-      fn: a function of pytrees.
-      state_axis: the axis of the state that is mapped, or None if all share the state.
-      in_axes: as for `jax.vmap`, one entry for each argument of `fn` or one for all.
-      out_axes: likewise, of its results.
-      **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
+        fn: a function of pytrees.
+        state_axis: the axis of the state that is mapped, or None if all share the state.
+        in_axes: as for `jax.vmap`, one entry for each argument of `fn` or one for all.
+        out_axes: likewise, of its results.
+        **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
 
     Returns:
-      A function with the arguments and results of `fn`, to be called inside an invocation. Each
-      index has its own PRNG key; outputs of modules are stacked along axis 0.
+        A function with the arguments and results of `fn`, to be called inside an invocation. Each
+        index has its own PRNG key; outputs of modules are stacked along axis 0.
     """
     roles = Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
@@ -114,18 +114,18 @@ def scan(
     """`jax.lax.scan` of a function that invokes modules in `context`.
 
     Args:
-      context: in which the body runs. Its outputs are stacked along axis 0.
-      fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
-      carry: the first carry.
-      xs: scanned over along axis 0.
-      state_axis: the axis along which iterations have their own state, or None if all share it.
-      length: the number of iterations, where neither `xs` nor the state tells it.
-      unroll: as for `jax.lax.scan`.
-      remat_kwargs: if given, the body is computed again in the backward pass, as by `remat`.
-      drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
+        context: in which the body runs. Its outputs are stacked along axis 0.
+        fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
+        carry: the first carry.
+        xs: scanned over along axis 0.
+        state_axis: the axis along which iterations have their own state, or None if all share it.
+        length: the number of iterations, where neither `xs` nor the state tells it.
+        unroll: as for `jax.lax.scan`.
+        remat_kwargs: if given, the body is computed again in the backward pass, as by `remat`.
+        drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
 
     Returns:
-      The last carry and what was stacked.
+        The last carry and what was stacked.
     """
 
     def body(context: InvocationContext, carry: Carry, x: Any) -> tuple[Carry, Any]:
@@ -173,17 +173,17 @@ def scan_in_context(
     The state is the same in each iteration.
 
     Args:
-      fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
-      carry: the first carry.
-      xs: scanned over along axis 0.
-      drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
-      child_name_prefix: summaries of iteration i are found under this prefix followed by i.
-      unroll: as for `jax.lax.scan`.
-      remat_kwargs: if given, the body is computed again in the backward pass.
-      merge_summaries: whether to report one summary for all iterations instead of one for each.
+        fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
+        carry: the first carry.
+        xs: scanned over along axis 0.
+        drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
+        child_name_prefix: summaries of iteration i are found under this prefix followed by i.
+        unroll: as for `jax.lax.scan`.
+        remat_kwargs: if given, the body is computed again in the backward pass.
+        merge_summaries: whether to report one summary for all iterations instead of one for each.
 
     Returns:
-      The last carry and what was stacked. Each iteration has a PRNG key of its own.
+        The last carry and what was stacked. Each iteration has a PRNG key of its own.
     """
     context = require_context("scan_in_context")
     inner = context.twin()
@@ -216,12 +216,12 @@ def propagate_repeated_output_collections(
     """Adds the outputs of a loop's iterations to those of the invocation around it.
 
     Args:
-      repeated_output_collection: outputs with a leading axis of iterations.
-      child_name_prefix: summaries of iteration i are added under this prefix followed by i.
-      target_output_collection: changed in place. State updates and module outputs are added as they
-        are.
-      merge_summaries: whether to add one summary for all iterations under the prefix alone: the
-        mean of arrays, the sum of what else can be added, such as a `WeightedScalar`.
+        repeated_output_collection: outputs with a leading axis of iterations.
+        child_name_prefix: summaries of iteration i are added under this prefix followed by i.
+        target_output_collection: changed in place. State updates and module outputs are added as
+            they are.
+        merge_summaries: whether to add one summary for all iterations under the prefix alone: the
+            mean of arrays, the sum of what else can be added, such as a `WeightedScalar`.
     """
     target = target_output_collection
     target.state_updates.update(repeated_output_collection.state_updates)

@@ -21,18 +21,18 @@ def value_and_grad(
     """`jax.value_and_grad` of a function that takes carriers.
 
     Args:
-      kind: whose carriers cross.
-      fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
-      wrt: a prefix of the arguments: DIFF where to differentiate, None elsewhere, `Roles` where a
-        carrier is.
-      has_aux: whether `fn` returns a pair.
-      holomorphic: as for `jax.grad`.
-      allow_int: as for `jax.grad`.
+        kind: whose carriers cross.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
+        wrt: a prefix of the arguments: DIFF where to differentiate, None elsewhere, `Roles` where a
+            carrier is.
+        has_aux: whether `fn` returns a pair.
+        holomorphic: as for `jax.grad`.
+        allow_int: as for `jax.grad`.
 
     Returns:
-      A function whose result is that of `fn`, and the gradients: a tree shaped like the arguments,
-        with None where
-      nothing was differentiated and, where a carrier was, a tuple with one entry per group.
+        A function whose result is that of `fn`, and the gradients: a tree shaped like the
+            arguments, with None where
+        nothing was differentiated and, where a carrier was, a tuple with one entry per group.
     """
 
     def call(*args: Any) -> tuple[Any, Any]:

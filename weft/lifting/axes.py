@@ -15,12 +15,12 @@ def axis_size(units: Units, size: int | None, transformation: str) -> int:
     """The common size of the mapped axes.
 
     Args:
-      units: what crosses.
-      size: the size that the user gave, if any.
-      transformation: its name, for errors.
+        units: what crosses.
+        size: the size that the user gave, if any.
+        transformation: its name, for errors.
 
     Raises:
-      AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
+        AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
     found: dict[str, int] = {} if size is None else {"the size given": size}
     for i, (value, role) in enumerate(zip(units.values, units.roles, strict=True)):

@@ -136,13 +136,13 @@ def depart(kind: Kind, args: Any, roles: Any, what: str = "in_axes") -> tuple[An
     """Splits the carriers among `args` into groups, by the roles they are given.
 
     Args:
-      kind: whose carriers to look for.
-      args: a pytree of the arguments.
-      roles: a pytree prefix of `args`, see `weft.lifting.roles`.
-      what: the name under which the user gave `roles`, for errors.
+        kind: whose carriers to look for.
+        args: a pytree of the arguments.
+        roles: a pytree prefix of `args`, see `weft.lifting.roles`.
+        what: the name under which the user gave `roles`, for errors.
 
     Returns:
-      A handle for `commit`, which stays outside, and what crosses.
+        A handle for `commit`, which stays outside, and what crosses.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=kind.is_carrier)
     flat = broadcast_roles(roles, args, kind.is_carrier, what)
@@ -165,10 +165,10 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     """Merges the carriers at the present trace level, calls `fn(args)` and collects.
 
     Args:
-      kind: whose carriers cross.
-      fn: takes the pytree that was given to `depart`, with fresh carriers.
-      cargo: from `depart`.
-      out_roles: the roles of carriers that `fn` returns, a pytree prefix of its result.
+        kind: whose carriers cross.
+        fn: takes the pytree that was given to `depart`, with fresh carriers.
+        cargo: from `depart`.
+        out_roles: the roles of carriers that `fn` returns, a pytree prefix of its result.
     """
     static, flat = cargo.static.value
     leaves, tree = jax.tree.flatten(cargo.packed, is_leaf=is_parcel)
@@ -223,8 +223,8 @@ class Units:
     """A packed tree as a list of what has a role of its own: groups of parcels, and other leaves.
 
     Attributes:
-      values: the groups and leaves, in order.
-      roles: the role of each.
+        values: the groups and leaves, in order.
+        roles: the role of each.
     """
 
     def __init__(self, packed: Any, flat_roles: Sequence[Any]):

@@ -45,13 +45,13 @@ def jit(
     """`jax.jit` of a function that takes carriers.
 
     Args:
-      kind: whose carriers cross.
-      fn: the function, traced once for each structure of its arguments and carriers.
-      in_shardings: a prefix of the arguments, one entry per argument.
-      out_shardings: a prefix of the results.
-      donate_argnums: the arguments whose arrays, also those of carriers, may be used for the
-        results.
-      inline: whether an enclosing trace sees the function's operations instead of one call.
+        kind: whose carriers cross.
+        fn: the function, traced once for each structure of its arguments and carriers.
+        in_shardings: a prefix of the arguments, one entry per argument.
+        out_shardings: a prefix of the results.
+        donate_argnums: the arguments whose arrays, also those of carriers, may be used for the
+            results.
+        inline: whether an enclosing trace sees the function's operations instead of one call.
     """
     donate = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     shardings: dict[str, Any] = {}

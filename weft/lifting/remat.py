@@ -18,10 +18,10 @@ def remat(
     """`jax.checkpoint` of a function that takes carriers.
 
     Args:
-      kind: whose carriers cross.
-      fn: the function.
-      prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
-      policy: what to keep, one of `jax.checkpoint_policies`.
+        kind: whose carriers cross.
+        fn: the function.
+        prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
+        policy: what to keep, one of `jax.checkpoint_policies`.
     """
 
     def pure(cargo: Cargo) -> Results:

@@ -39,8 +39,8 @@ class Roles(tuple):
     """`((filter, role), ...)` for the state of one carrier.
 
     Example:
-      >>> Roles((("state", 0), ("prng_key", FORK)))
-      Roles((('state', 0), ('prng_key', FORK)))
+        >>> Roles((("state", 0), ("prng_key", FORK)))
+        Roles((('state', 0), ('prng_key', FORK)))
     """
 
     @property
@@ -69,13 +69,13 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
     """One role for each leaf of `tree`.
 
     Args:
-      prefix: roles as a pytree prefix of `tree`.
-      tree: the arguments or results.
-      is_leaf: what counts as a leaf of `tree`.
-      what: the name of the prefix, for the error.
+        prefix: roles as a pytree prefix of `tree`.
+        tree: the arguments or results.
+        is_leaf: what counts as a leaf of `tree`.
+        what: the name of the prefix, for the error.
 
     Raises:
-      RoleError: if `prefix` is no prefix of `tree`.
+        RoleError: if `prefix` is no prefix of `tree`.
     """
     flat: list[Any] = []
 

@@ -46,20 +46,20 @@ def scan(
     """`jax.lax.scan` of a function that takes carriers.
 
     Args:
-      kind: whose carriers cross.
-      fn: the body.
-      in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` where a carrier is.
-      out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
-        CARRY among the results is what the n-th among the arguments is in the next iteration.
-      length: the number of iterations, where no argument tells it.
-      reverse: whether to run from the last index to the first.
-      unroll: as for `jax.lax.scan`.
-      metadata: handed to axis metadata that gains or loses the axis.
+        kind: whose carriers cross.
+        fn: the body.
+        in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` where a carrier is.
+        out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
+            CARRY among the results is what the n-th among the arguments is in the next iteration.
+        length: the number of iterations, where no argument tells it.
+        reverse: whether to run from the last index to the first.
+        unroll: as for `jax.lax.scan`.
+        metadata: handed to axis metadata that gains or loses the axis.
 
     Raises:
-      AxisSizeError: if the scanned axes do not agree.
-      CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-      RoleError: for a role that a loop does not have.
+        AxisSizeError: if the scanned axes do not agree.
+        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
+        RoleError: for a role that a loop does not have.
     """
     metadata = metadata or {}
 

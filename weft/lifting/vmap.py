@@ -24,18 +24,18 @@ def vmap(
     """`jax.vmap` of a function that takes carriers.
 
     Args:
-      kind: whose carriers cross.
-      fn: the function.
-      in_axes: a prefix of the arguments: an axis, None, or `Roles` where a carrier is.
-      out_axes: a prefix of the results, likewise. The carriers that go in come back as they went.
-      axis_size: the size of the new axis, where no argument tells it.
-      axis_name: the name of the new axis for collectives.
-      spmd_axis_name: the mesh axis over which the new axis is laid.
-      metadata: handed to axis metadata that gains or loses the axis.
+        kind: whose carriers cross.
+        fn: the function.
+        in_axes: a prefix of the arguments: an axis, None, or `Roles` where a carrier is.
+        out_axes: a prefix of the results, likewise. The carriers that go in come back as they went.
+        axis_size: the size of the new axis, where no argument tells it.
+        axis_name: the name of the new axis for collectives.
+        spmd_axis_name: the mesh axis over which the new axis is laid.
+        metadata: handed to axis metadata that gains or loses the axis.
 
     Raises:
-      AxisSizeError: if the mapped axes do not agree.
-      RoleError: for a role that is neither an axis, None nor FORK.
+        AxisSizeError: if the mapped axes do not agree.
+        RoleError: for a role that is neither an axis, None nor FORK.
     """
     metadata = metadata or {}
 

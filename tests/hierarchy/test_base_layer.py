@@ -1,0 +1,209 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import (
+    MissingPrngKeyError,
+    MissingStateError,
+    ParameterInitError,
+    ParameterSpecError,
+)
+from weft.hierarchy.base_layer import (
+    BaseLayer,
+    DefaultTensorStats,
+    ParameterNoise,
+    ParameterSpec,
+    RematSpec,
+    no_remat,
+)
+from weft.hierarchy.module import functional
+from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer, GaussianInitializer
+
+
+class Affine(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        dim: Required[int] = REQUIRED
+        names: tuple = ("weight", "bias")
+
+    def _create_layer_parameter_specs(self):
+        dim = self.config.dim
+        shapes = {"weight": (dim, dim)}
+        return {
+            name: ParameterSpec(
+                shape=shapes.get(name, (dim,)),
+                mesh_axes=self.config.param_partition_spec if name == "weight" else None,
+            )
+            for name in self.config.names
+        }
+
+    def forward(self, x):
+        y = jnp.sin(x @ self.parameters["weight"]) + self.parameters["bias"]
+        self._add_tensor_stats("y", y)
+        return self._remat_name(y, "y")
+
+    @no_remat
+    def kept(self, x):
+        return jnp.sin(x)
+
+    def noise(self):
+        return self.require_prng_key("noise")
+
+    def missing(self):
+        return self.parameters["wieght"]
+
+
+class Pair(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        first: Affine.Config = Affine.default_config()
+        second: Affine.Config = Affine.default_config()
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("first", cfg.first.set(dim=2))
+        self._add_child("second", cfg.second.set(dim=2))
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def kept(self, x):
+        return self.first.kept(x)
+
+
+def make(**kwargs):
+    return Pair.default_config().set(name="pair", **kwargs).instantiate(parent=None)
+
+
+def forward(layer, params, x, *, is_training=True, method="forward"):
+    return functional(
+        layer, jax.random.key(0), params, (x,), method=method, is_training=is_training
+    )
+
+
+def test_specs_are_complete_and_nested():
+    specs = make(
+        dtype=jnp.bfloat16, first=Affine.default_config().set(param_partition_spec=(None, "model"))
+    ).create_parameter_specs_recursively()
+    spec = specs["first"]["weight"]
+    assert (spec.shape, spec.dtype) == ((2, 2), jnp.bfloat16)
+    assert spec.mesh_axes == PartitionSpec(None, "model")
+    assert specs["second"]["weight"].mesh_axes == PartitionSpec(None, None)
+    assert spec.fans() == {"fan_in": 2, "fan_out": 2, "fan_avg": 2}
+    assert spec.initializer.debug_string(name="weight", axes=spec.fan_axes) == (
+        "uniform(-sqrt(3 * 1.0 / fan_avg), sqrt(3 * 1.0 / fan_avg))"
+    )
+
+
+def test_a_parameter_depends_on_its_path_alone():
+    key = jax.random.key(0)
+    alone = make().initialize_parameters_recursively(key)
+    reordered = make(first=Affine.default_config().set(names=("bias", "other_bias", "weight")))
+    again = reordered.initialize_parameters_recursively(key)
+    np.testing.assert_array_equal(alone["first"]["weight"], again["first"]["weight"])
+    np.testing.assert_array_equal(alone["second"]["weight"], again["second"]["weight"])
+    assert jnp.abs(alone["first"]["weight"] - alone["second"]["weight"]).min() > 0
+    np.testing.assert_array_equal(alone["first"]["bias"], [0, 0])
+
+
+def test_dtype_and_init_come_from_the_parent_unless_set():
+    init = DefaultInitializer.default_config().set(
+        init_by_param_name={".*weight": ConstantInitializer.default_config().set(value=3.0)}
+    )
+    layer = make(
+        param_init=init,
+        dtype=jnp.bfloat16,
+        second=Affine.default_config().set(
+            dtype=jnp.float16,
+            param_init=DefaultInitializer.default_config().set(
+                init_by_param_name={".*": GaussianInitializer.default_config().set(std=0.1)}
+            ),
+        ),
+    )
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    assert params["first"]["weight"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(params["first"]["weight"], np.full((2, 2), 3))
+    assert params["second"]["weight"].dtype == jnp.float16
+    assert jnp.abs(params["second"]["bias"]).min() > 0
+
+
+def test_prebuilt_values_are_used_and_checked():
+    layer, key = make(), jax.random.key(0)
+    given = {"first": {"weight": jnp.eye(2), "bias": None}}
+    params = layer.initialize_parameters_recursively(key, prebuilt=given)
+    drawn = layer.initialize_parameters_recursively(key)
+    np.testing.assert_array_equal(params["first"]["weight"], np.eye(2))
+    np.testing.assert_array_equal(params["second"]["weight"], drawn["second"]["weight"])
+    wrong = {"first": {"weight": jnp.eye(3)}}
+    with pytest.raises(ParameterSpecError, match=r"pair.first.weight has the shape \(3, 3\); exp"):
+        layer.initialize_parameters_recursively(key, prebuilt=wrong)
+    with pytest.raises(ParameterSpecError, match=r"\['frist'\] for pair.*Did you mean 'first'"):
+        layer.initialize_parameters_recursively(key, prebuilt={"frist": {}})
+
+
+def test_remat_changes_no_value_but_what_is_kept():
+    x = jnp.ones((1, 2))
+    counts = []
+    for spec in (None, RematSpec(policy=jax.checkpoint_policies.nothing_saveable)):
+        layer = make(first=Affine.default_config().set(remat_spec=spec))
+        params = layer.initialize_parameters_recursively(jax.random.key(0))
+        loss = lambda p: forward(layer, p, x)[0].sum()  # noqa: B023, E731
+        grads = jax.grad(loss)(params)
+        counts.append(str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general["))
+        if spec is None:
+            expected = grads
+    np.testing.assert_allclose(grads["first"]["weight"], expected["first"]["weight"], rtol=1e-6)
+    assert counts[1] == counts[0] + 1
+    assert "remat" not in str(jax.make_jaxpr(lambda x: forward(layer, params, x, method="kept"))(x))
+    evaluation = jax.make_jaxpr(lambda p: forward(layer, p, x, is_training=False)[0])(params)
+    assert "remat" not in str(evaluation)
+
+
+class Double(ParameterNoise):
+    def apply(self, prng_key, params):
+        return jax.tree.map(lambda p: p + jax.random.normal(prng_key, p.shape), params)
+
+
+def test_noise_reaches_the_layers_that_ask_for_it():
+    layer = make(second=Affine.default_config().set(param_noise=Double.default_config()))
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    noisy = layer.apply_parameter_noise_recursively(jax.random.key(1), params)
+    np.testing.assert_array_equal(noisy["first"]["weight"], params["first"]["weight"])
+    assert jnp.abs(noisy["second"]["weight"] - params["second"]["weight"]).min() > 0
+
+
+def test_tensor_stats_report_activations():
+    layer = make(
+        first=Affine.default_config().set(tensor_stats=DefaultTensorStats.default_config())
+    )
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    _, outputs = forward(layer, params, jnp.zeros((1, 2)))
+    stats = outputs.summaries["first"]["tensor_stats_y"]
+    assert set(stats) == {"rms_norm", "max_abs"}
+
+
+def test_what_is_missing_is_named():
+    layer = make()
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    with pytest.raises(
+        MissingStateError, match=r"has no parameter 'wieght'.*Did you mean 'weight'"
+    ):
+        functional(layer.first, None, params["first"], (), method="missing", is_training=False)
+    with pytest.raises(MissingPrngKeyError, match="noise of pair.first needs a PRNG key"):
+        functional(layer.first, None, params["first"], (), method="noise", is_training=False)
+    odd = make(first=Affine.default_config().set(names=("kernel",)))
+    with pytest.raises(ParameterInitError, match="no initializer for a parameter named 'kernel'"):
+        odd.initialize_parameters_recursively(jax.random.key(0))
+
+
+def test_a_parameter_and_a_child_of_one_name():
+    class Clash(Pair):
+        def _create_layer_parameter_specs(self):
+            return {"first": ParameterSpec(shape=())}
+
+    layer = Clash.default_config().set(name="clash").instantiate(parent=None)
+    with pytest.raises(ParameterSpecError, match="both a parameter and a child named 'first'"):
+        layer.create_parameter_specs_recursively()

@@ -1,0 +1,80 @@
+import jax
+import numpy as np
+import pytest
+
+from weft.errors import OutputConflictError
+from weft.hierarchy.context import InvocationContext, current_context, set_current_context
+from weft.hierarchy.context_kind import ContextKind, fork_key
+from weft.hierarchy.transforms import in_context
+from weft.lifting import FORK, Roles, jit, vmap
+
+KIND = ContextKind()
+
+
+def context(**kwargs):
+    fields = {"state": {"w": np.arange(3.0)}, "is_training": True, "prng_key": None, **kwargs}
+    return InvocationContext(name="c", parent=None, module=None, **fields)
+
+
+def test_keys_are_split_off_one_after_the_other():
+    key = jax.random.PRNGKey(3)
+    expected = []
+    for _ in range(4):
+        key, child = jax.random.split(key)
+        expected.append(child)
+    np.testing.assert_array_equal(fork_key(jax.random.PRNGKey(3), 4), expected)
+    assert fork_key(None, 4) is None
+
+
+def test_entries_have_roles_of_their_own():
+    ctx = context(prng_key=jax.random.key(0))
+
+    def fn(x):
+        inner = current_context()
+        inner.add_summary("w", inner.state["w"])
+        inner.add_state_update("w", inner.state["w"] + 1)
+        return jax.random.uniform(inner.prng_key) + x
+
+    roles = Roles((("state", 0), ("prng_key", FORK), (("summaries", "state_updates"), 0)))
+    drawn = vmap(KIND, in_context(fn), in_axes=(roles, None))(ctx, 1.0)
+    assert len(set(drawn.tolist())) == 3
+    np.testing.assert_array_equal(ctx.get_summaries()["w"], np.arange(3.0))
+    np.testing.assert_array_equal(ctx.get_state_updates()["w"], np.arange(3.0) + 1)
+
+
+def test_an_invocation_is_compiled_once_for_equal_structure():
+    traces = []
+
+    def fn(x):
+        traces.append(current_context().is_training)
+        return current_context().state["w"] * x
+
+    fn = jit(KIND, in_context(fn))
+    for training in (True, True, False):
+        np.testing.assert_array_equal(fn(context(is_training=training), 2.0), [0, 2, 4])
+    assert traces == [True, False]
+
+
+def test_outputs_of_one_name_conflict_and_nothing_is_written():
+    ctx = context()
+    ctx.add_summary("x", 1)
+
+    def fn():
+        current_context().add_state_update("y", 1)
+        current_context().add_summary("x", 2)
+
+    with pytest.raises(OutputConflictError, match=r"\['x'\] are added twice to the summaries of c"):
+        jit(KIND, in_context(fn))(ctx)
+    assert ctx.get_state_updates() == {}
+
+
+def test_a_context_is_no_result():
+    with pytest.raises(TypeError, match="returned the context c; return arrays"):
+        jit(KIND, lambda c: c)(context())
+
+
+def test_the_callers_context_is_not_seen_inside():
+    outer = context()
+    with set_current_context(outer):
+        jit(KIND, in_context(lambda: current_context().state.clear()))(outer)
+    assert "w" in outer.state

@@ -1,0 +1,339 @@
+import threading
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import (
+    ChildConfigError,
+    ChildNameConflictError,
+    InvalidDescendantError,
+    NoContextError,
+    OutputConflictError,
+)
+from weft.hierarchy.module import (
+    Module,
+    child_context,
+    clone_context_stack,
+    current_context,
+    functional,
+    install_context_stack,
+    nowrap,
+)
+
+
+class Leaf(Module):
+    @config_class
+    class Config(Module.Config):
+        factor: float = 2.0
+
+    def forward(self, x):
+        self.add_summary("mean", x.mean())
+        self.add_state_update("calls", self.state["calls"] + 1)
+        self.add_module_output("out", x)
+        return x * self.config.factor * self.state["w"]
+
+    def key(self):
+        return self.prng_key
+
+    def fail(self, x):
+        raise ValueError(f"bad {x}")
+
+    @nowrap
+    def context_name(self):
+        return current_context().name
+
+
+class Parent(Module):
+    @config_class
+    class Config(Module.Config):
+        leaf: Leaf.Config = Leaf.default_config()
+        deep: Required[int] = REQUIRED
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("leaf", cfg.leaf)
+        if cfg.deep:
+            self._add_child("inner", Parent.default_config().set(deep=cfg.deep - 1))
+
+    def forward(self, x):
+        x = self.leaf(x)
+        return self.inner(x) if "inner" in self.children else x
+
+    def twice(self, x):
+        return self.leaf(self.leaf(x))
+
+    def twice_named(self, x):
+        y = self.leaf(x)
+        with child_context("again", module=self.leaf):
+            return self.leaf(y)
+
+    def deep_leaf(self, x):
+        return self.inner.leaf(x) + self.inner.inner.leaf(x)
+
+    def deep_key(self):
+        return self.inner.leaf.key()
+
+    def fail(self, x):
+        return self.inner.leaf.fail(x)
+
+    def own_name(self):
+        return self.leaf.context_name()
+
+
+def make(deep=2):
+    root = Parent.default_config().set(name="root", deep=deep).instantiate(parent=None)
+    return root, state_of(deep)
+
+
+def state_of(deep):
+    leaf = {"leaf": {"w": jnp.float32(deep + 1), "calls": jnp.int32(0)}}
+    return {**leaf, "inner": state_of(deep - 1)} if deep else leaf
+
+
+def call(module, state, *args, method="forward", key=None, **kwargs):
+    return functional(
+        module, prng_key=key, state=state, inputs=args, method=method, is_training=True, **kwargs
+    )
+
+
+def test_the_tree_has_names_paths_and_children():
+    root, _ = make()
+    assert root.inner.inner.leaf.path() == "root.inner.inner.leaf"
+    assert list(root.children) == ["leaf", "inner"]
+    assert root.inner.parent is root
+    assert root.path_to_descendant_module(root.inner.leaf) == ["inner", "leaf"]
+    assert root.path_to_descendant_module(root) == []
+    assert repr(root) == "<Parent root of leaf, inner>"
+
+
+def test_side_outputs_are_nested_as_the_modules_are():
+    root, state = make(1)
+    out, outputs = call(root, state, jnp.ones(2))
+    np.testing.assert_allclose(out, [8, 8])
+    assert outputs.summaries == {"leaf": {"mean": 1}, "inner": {"leaf": {"mean": 4}}}
+    assert outputs.state_updates["inner"]["leaf"]["calls"] == 1
+    assert outputs.module_outputs == {}
+    _, outputs = call(root, state, jnp.ones(2), drop_output_collections=("summaries",))
+    assert set(outputs.module_outputs) == {"leaf", "inner"}
+    assert outputs.summaries == {}
+
+
+def test_functional_is_pure_under_jit_grad_and_vmap():
+    root, state = make(1)
+
+    def loss(state, x):
+        return call(root, state, x)[0].sum()
+
+    x = jnp.ones(2)
+    grads = jax.jit(jax.grad(loss, allow_int=True))(state, x)
+    assert grads["leaf"]["w"] == 8.0
+    batched = jax.vmap(loss, in_axes=(None, 0))(state, jnp.ones((3, 2)))
+    np.testing.assert_allclose(batched, loss(state, x) * np.ones(3))
+    assert current_context() is None
+
+
+def test_inputs_may_be_named_and_are_copied():
+    root, state = make(0)
+
+    def forward(self, batch):
+        batch["x"] = batch["x"] + 1
+        self.state["new"] = 1
+        return batch["x"]
+
+    class Changing(Module):
+        pass
+
+    Changing.forward = forward
+    module = Changing.default_config().set(name="c").instantiate(parent=None)
+    batch, state = {"x": 1}, {"w": 2}
+    assert functional(module, None, state, {"batch": batch}, is_training=False)[0] == 2
+    assert (batch, state) == ({"x": 1}, {"w": 2})
+    functional(module, None, state, {"batch": batch}, is_training=False, copy_args_tree=False)
+    assert (batch, state) == ({"x": 2}, {"w": 2, "new": 1})
+
+
+def test_the_key_of_a_child_is_the_parents_with_its_name_folded_in():
+    # Recorded values for PRNGKey(123): a child "inner" and below it "leaf" by the md5 of the names.
+    root, state = make(1)
+    key = jax.random.PRNGKey(123)
+    assert call(root, state, method="deep_key", key=key)[0].dtype == jnp.uint32
+    import hashlib
+
+    def fold(key, name):
+        digest = int(hashlib.md5(name.encode()).hexdigest(), 16)
+        return jax.random.fold_in(key, digest % (2**31 - 1))
+
+    np.testing.assert_array_equal(
+        call(root, state, method="deep_key", key=key)[0], fold(fold(key, "inner"), "leaf")
+    )
+    np.testing.assert_array_equal(fold(key, "child"), [849616983, 2420731061])
+    assert call(root, state, method="deep_key", key=None)[0] is None
+
+
+def test_descendants_can_be_called_through_their_parents():
+    root, state = make(2)
+    out, outputs = call(root, state, jnp.ones(1), method="deep_leaf")
+    np.testing.assert_allclose(out, [4 + 2])
+    assert outputs.summaries == {
+        "inner": {"leaf": {"mean": 1}, "inner": {"leaf": {"mean": 1}}},
+    }
+
+
+def test_calling_a_child_twice_shows_both_calls_and_the_mend():
+    root, state = make(0)
+    with pytest.raises(OutputConflictError) as caught:
+        call(root, state, jnp.ones(1), method="twice")
+    message = str(caught.value)
+    assert "'leaf' is invoked twice in one invocation of root" in message
+    assert message.count("test_module.py:") == 2
+    assert "`with child_context('leaf_2', module=self.leaf): self.leaf(...)`" in message
+    _, outputs = call(root, state, jnp.ones(1), method="twice_named")
+    assert set(outputs.summaries) == {"leaf", "again"}
+
+
+def test_an_exception_names_the_path_once_and_keeps_the_users_frames():
+    root, state = make(1)
+    with pytest.raises(ValueError, match="bad 3") as caught:
+        call(root, state, 3, method="fail")
+    assert caught.value.__notes__ == ["In Leaf.fail of module 'root.inner.leaf'."]
+    functions = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
+    assert functions[-1] == "fail"
+    assert functions.count("fail") == 2
+
+
+def test_nowrap_methods_stay_in_the_callers_context():
+    root, state = make(0)
+    assert call(root, state, method="own_name")[0] == "root"
+
+
+def test_what_belongs_to_an_invocation_is_refused_outside_of_one():
+    root, _ = make(0)
+    with pytest.raises(
+        NoContextError, match="root belongs to an invocation, and none is under way"
+    ):
+        _ = root.state
+    with pytest.raises(NoContextError, match=r"child_context\('leaf'\) belongs to an invocation"):
+        with child_context("leaf"):
+            pass
+
+
+def test_name_conflicts_and_wrong_children():
+    root, _ = make(1)
+    cfg = Leaf.default_config()
+    with pytest.raises(ChildNameConflictError, match="root already has a child 'leaf'"):
+        root._add_child("leaf", cfg)
+    with pytest.raises(ChildNameConflictError, match="root already has an attribute 'forward'"):
+        root._add_child("forward", cfg)
+    with pytest.raises(ChildConfigError, match="the child 'x' of root was given 3; expected"):
+        root._add_child("x", 3)
+    root._add_descendant("inner.new", cfg)
+    assert root.inner.new.path() == "root.inner.new"
+    with pytest.raises(
+        InvalidDescendantError, match=r"no child 'iner', so 'iner.new' cannot .*inner"
+    ):
+        root._add_descendant(["iner", "new"], cfg)
+    with pytest.raises(
+        AttributeError, match=r"Parent 'root' has no attribute or child 'laef'.*leaf"
+    ):
+        _ = root.laef
+    with pytest.raises(InvalidDescendantError, match="root is not below root.inner"):
+        root.inner.path_to_descendant_module(root)
+
+
+class Sharer(Parent):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("user", User.default_config())
+        self._share_with_descendants(self.leaf, shared_module_name="shared_leaf")
+
+    def forward(self, x):
+        return self.user(x)
+
+    def scanned(self, x):
+        from weft.hierarchy.module import scan_in_context
+
+        return scan_in_context(lambda c, _: (self.user(c), None), carry=x, xs=jnp.arange(2))[0]
+
+
+class User(Module):
+    def forward(self, x):
+        shared = self.get_shared_module("shared_leaf")
+        return shared.module(x) + 0 * shared.state["w"]
+
+    def unknown(self):
+        return self.get_shared_module("shared_lef")
+
+
+def test_shared_modules_are_called_from_below_with_their_own_state():
+    root = Sharer.default_config().set(name="root", deep=0).instantiate(parent=None)
+    out, outputs = call(root, state_of(0), jnp.ones(1))
+    np.testing.assert_allclose(out, [2])
+    assert outputs.summaries == {"user": {"shared_leaf": {"mean": 1}}}
+    out, outputs = call(root, state_of(0), jnp.ones(1), method="scanned")
+    np.testing.assert_allclose(out, [4])
+    assert outputs.summaries["iter1"]["user"]["shared_leaf"]["mean"] == 2
+
+    with pytest.raises(InvalidDescendantError, match="'shared_lef' is not shared with root.user"):
+        root.user.unknown()
+    with pytest.raises(ChildNameConflictError, match="root already shares root.leaf"):
+        root._share_with_descendants(root.user, shared_module_name="shared_leaf")
+    other, _ = make(0)
+
+    class Stray(Module):
+        def forward(self, x):
+            return other.leaf(x)
+
+    stray = Stray.default_config().set(name="stray").instantiate(parent=None)
+    with pytest.raises(InvalidDescendantError, match="root.leaf is neither below stray nor shared"):
+        call(stray, {}, jnp.ones(1))
+
+
+def test_vlog_levels_are_inherited(caplog, capfd):
+    root = Parent.default_config().set(name="root", deep=1, vlog=1).instantiate(parent=None)
+    with caplog.at_level("INFO"):
+        root.inner.leaf.vlog(1, "seen %d", 3)
+        root.inner.leaf.vlog(2, "not seen")
+    assert [r.getMessage() for r in caplog.records] == ["root.inner.leaf: seen 3"]
+    jax.jit(lambda x: root.leaf.vprint(1, "x={x}", x=x))(jnp.float32(2))
+    jax.effects_barrier()
+    assert "root.leaf: x=2.0" in capfd.readouterr().out
+
+
+def test_threads_have_their_own_stacks():
+    root, state = make(1)
+    results = {}
+
+    def work(i):
+        for _ in range(20):
+            results[i] = call(root, state, jnp.full(1, float(i)))[0]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(4):
+        np.testing.assert_allclose(results[i], [8 * i])
+
+
+def test_a_stack_can_be_handed_to_another_thread():
+    class Spawning(Module):
+        def forward(self):
+            stack, seen = clone_context_stack(), []
+
+            def work():
+                assert current_context() is None
+                install_context_stack(stack)
+                seen.append(self.state["w"])
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            return seen
+
+    module = Spawning.default_config().set(name="s").instantiate(parent=None)
+    assert call(module, {"w": 7})[0] == [7]

@@ -1,0 +1,166 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import NoContextError
+from weft.hierarchy import transforms
+from weft.hierarchy.context import current_context, new_output_collection
+from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.module import Module, functional, scan_in_context
+
+
+class Child(Module):
+    def forward(self, x, scale=1.0):
+        y = jnp.sin(x * self.state["w"]) * scale
+        self.add_summary("mean", y.mean())
+        self.add_summary("weighted", WeightedScalar(y.mean(), 1.0))
+        self.add_state_update("w", self.state["w"] + 1)
+        self.add_module_output("y", y)
+        self.add_summary("key", self.prng_key)
+        return y
+
+
+class Root(Module):
+    """Runs the function `body` of its child in its own context."""
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("child", Child.default_config())
+
+    def forward(self, body):
+        return body(self.child)
+
+
+def run(body, state=None, **kwargs):
+    root = Root.default_config().set(name="root").instantiate(parent=None)
+    state = {"child": {"w": jnp.float32(0.5)}} if state is None else state
+    return functional(root, jax.random.PRNGKey(0), state, (body,), is_training=True, **kwargs)
+
+
+def test_scan_equals_the_loop():
+    xs = jnp.arange(3.0)
+    out, outputs = run(
+        lambda child: scan_in_context(lambda c, x: (child(c) + x, c), carry=jnp.ones(2), xs=xs)
+    )
+    carry, expected = jnp.ones(2), []
+    for x in xs:
+        expected.append(carry)
+        carry = jnp.sin(carry * 0.5) + x
+    np.testing.assert_allclose(out[0], carry, rtol=1e-6)
+    np.testing.assert_allclose(out[1], expected, rtol=1e-6)
+    assert list(outputs.summaries) == ["iter0", "iter1", "iter2"]
+    np.testing.assert_allclose(
+        outputs.summaries["iter1"]["child"]["mean"], jnp.sin(expected[1] * 0.5).mean(), rtol=1e-6
+    )
+    np.testing.assert_array_equal(outputs.state_updates["child"]["w"], [1.5] * 3)
+    keys = [outputs.summaries[f"iter{i}"]["child"]["key"].tolist() for i in range(3)]
+    assert len({str(key) for key in keys}) == 3
+
+
+def test_summaries_of_iterations_can_be_merged_and_outputs_dropped():
+    _, outputs = run(
+        lambda child: scan_in_context(
+            lambda c, x: (c, child(x)),
+            carry=None,
+            xs=jnp.arange(3.0),
+            merge_summaries=True,
+            drop_output=lambda path: path.startswith(("module_outputs", "summaries/child/key")),
+        ),
+        drop_output_collections=(),
+    )
+    means = np.sin(np.arange(3) * 0.5)
+    merged = outputs.summaries["iter"]["child"]
+    assert set(merged) == {"mean", "weighted"}
+    np.testing.assert_allclose(merged["mean"], means.mean(), rtol=1e-6)
+    np.testing.assert_allclose(merged["weighted"].mean, means.mean(), rtol=1e-6)
+    assert merged["weighted"].weight == 3
+    assert outputs.module_outputs == {}
+
+
+def test_remat_gives_the_same_gradients_and_takes_what_is_no_array():
+    def loss(w, lift, **kwargs):
+        def body(child):
+            return lift(lambda x, how, scale: child(x, scale=scale[how]))(jnp.ones(2), "a", kwargs)
+
+        return run(body, {"child": {"w": w}})[0].sum()
+
+    w = jnp.float32(0.5)
+    plain = jax.grad(loss)(w, lambda f: f, a=3.0)
+    with jax.checking_leaks():
+        lifted = jax.grad(loss)(w, transforms.remat, a=3.0)
+    np.testing.assert_allclose(plain, lifted, rtol=1e-6)
+
+
+def test_scan_with_remat():
+    def loss(w, remat_kwargs):
+        def body(child):
+            return scan_in_context(
+                lambda c, _: (child(c), None),
+                carry=jnp.ones(2),
+                xs=jnp.arange(4),
+                remat_kwargs=remat_kwargs,
+            )[0]
+
+        return run(body, {"child": {"w": w}})[0].sum()
+
+    grads = [jax.grad(loss)(jnp.float32(0.5), kwargs) for kwargs in (None, {"policy": None})]
+    np.testing.assert_allclose(*grads, rtol=1e-5)
+
+
+@pytest.mark.parametrize("state_axis", [0, None])
+def test_vmap_over_the_state_or_with_one_state_for_all(state_axis):
+    w = jnp.arange(3.0) if state_axis == 0 else jnp.float32(2)
+    x = jnp.array([1.0, 2.0, 3.0])
+    with jax.checking_leaks():
+        out, outputs = run(
+            lambda child: transforms.vmap(child.forward, state_axis=state_axis)(x),
+            {"child": {"w": w}},
+        )
+    np.testing.assert_allclose(out, np.sin(x * w), rtol=1e-6)
+    np.testing.assert_allclose(outputs.summaries["child"]["mean"], out, rtol=1e-6)
+    assert len({str(k) for k in outputs.summaries["child"]["key"].tolist()}) == 3
+
+
+def test_arguments_of_vmap_may_have_axes_of_their_own():
+    x = jnp.arange(6.0).reshape(2, 3)
+    out, _ = run(
+        lambda child: transforms.vmap(
+            lambda x, y: child(x) + y, state_axis=None, in_axes=(1, None), out_axes=1
+        )(x, jnp.ones(2))
+    )
+    np.testing.assert_allclose(out, np.sin(x * 0.5) + 1, rtol=1e-6)
+
+
+def test_transformations_nest():
+    def body(child):
+        inner = transforms.remat(lambda x: child(x))
+        return transforms.vmap(
+            lambda x: scan_in_context(lambda c, _: (inner(c), None), carry=x, xs=jnp.arange(2))[0],
+            state_axis=None,
+        )(jnp.array([1.0, 2.0]))
+
+    with jax.checking_leaks():
+        out, outputs = run(body)
+    expected = np.sin(np.sin(np.array([1.0, 2.0]) * 0.5) * 0.5)
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    np.testing.assert_allclose(outputs.summaries["iter1"]["child"]["mean"], expected, rtol=1e-6)
+
+
+def test_they_belong_to_an_invocation():
+    for call in (
+        lambda: transforms.remat(jnp.sin)(1.0),
+        lambda: transforms.vmap(jnp.sin)(jnp.ones(2)),
+        lambda: scan_in_context(lambda c, x: (c, x), carry=0, xs=jnp.ones(2)),
+    ):
+        with pytest.raises(NoContextError, match="belongs to an invocation"):
+            call()
+    assert current_context() is None
+
+
+def test_propagation_leaves_no_empty_summaries():
+    target = new_output_collection()
+    transforms.propagate_repeated_output_collections(
+        new_output_collection(), child_name_prefix="iter", target_output_collection=target
+    )
+    assert target == new_output_collection()
