@@ -72,6 +72,9 @@ class ConfigBase(ConfigNode):
         check_value(value, path)
         check_type(value, field, path, title=self._title())
         self.__dict__[name] = copy_value(value, path)
+        self._remember_line(name)
+
+    def _remember_line(self, name: str) -> None:
         origin = calling_line()
         if origin is not None:
             self._origins[name] = origin
@@ -81,8 +84,6 @@ class ConfigBase(ConfigNode):
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
         field = self._field(name)
-        if self._source is None:
-            raise UnknownFieldError(f"{self._title()} lost its field {name!r}.")
         value = copy_value(getattr(self._source, field.name), join_path(self._place, f".{name}"))
         self.__dict__[name] = value
         return value

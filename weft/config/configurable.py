@@ -63,15 +63,18 @@ def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) ->
         InvalidConfigValueError: for a value that came into a list or dict after it was set.
     """
     values = config._field_values() | (given or {})
+    made = config._origins.get(config._target or "")
     missing = [name for name, value in values.items() if value is REQUIRED]
     if missing:
         paths = ", ".join(join_path(config._place, f".{name}") for name in missing)
         be = "is" if len(missing) == 1 else "are"
         raise RequiredFieldMissingError(
-            f"{paths} {be} still REQUIRED in {config._title()}. "
+            f"{paths} {be} still REQUIRED in {config._title()}"
+            f"{f', which was made at {made}' if made else ''}. "
             f"Write cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
         )
     for name, value in values.items():
+        # Fields were checked as they were set, but lists and dicts may have changed since.
         check_value(value, join_path(config._place, f".{name}"))
 
 

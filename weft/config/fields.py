@@ -196,7 +196,12 @@ _METHOD_KINDS = (types.FunctionType, classmethod, staticmethod, property, functo
 
 def _check_body(cls: type) -> None:
     annotations = own_annotations(cls)
-    for name in annotations:
+    for name, annotation in annotations.items():
+        if str(annotation).removeprefix("typing.").startswith("ClassVar"):
+            raise NonConfigFieldError(
+                f"{_name(cls)} declares {name!r} as a ClassVar. A config class holds fields only: "
+                "make it a constant of the module."
+            )
         validate_config_field_name(name)
         check_reserved_name(name, cls, what=f"{_name(cls)} declares a field")
     for name, value in vars(cls).items():

@@ -43,6 +43,7 @@ class CallConfig(InstantiableConfig[T]):
     def __init__(self, target: Callable[..., T]):
         self._start()
         self.__dict__[self._target or ""] = target
+        self._remember_line(self._target or "")
         for name, field in self._fields().items():
             if name != self._target:
                 self.__dict__[name] = field.default(name)

@@ -11,6 +11,7 @@ two places can be changed in one of them. A leaf that cannot change, or cannot b
 import copy
 import enum
 import functools
+import operator
 import types
 from typing import Any
 
@@ -133,7 +134,10 @@ def copy_value(x: Any, place: str = "") -> Any:
     if type(x) is dict:
         return {key: copy_value(child, f"{place}[{key!r}]") for key, child in x.items()}
     if type(x) in (list, tuple):
-        return type(x)(copy_value(child, f"{place}[{i}]") for i, child in enumerate(x))
+        children = [copy_value(child, f"{place}[{i}]") for i, child in enumerate(x)]
+        if type(x) is list:
+            return children
+        return x if all(map(operator.is_, x, children)) else tuple(children)
     if record_fields(x) is not None:
         return _copy_record(x, place)
     if _has_identity(x) and not hasattr(x, "__dict__"):
@@ -213,8 +217,8 @@ def _all_equal(a: dict, b: dict) -> bool:
 
 
 def _leaves_equal(a: Any, b: Any) -> bool:
-    shape = getattr(a, "shape", None)
-    if shape != getattr(b, "shape", None):
+    shape = None if isinstance(a, type) else getattr(a, "shape", None)
+    if not isinstance(b, type) and shape != getattr(b, "shape", None):
         return False
     try:
         equal = a == b

@@ -1,0 +1,304 @@
+import copy
+import pickle
+
+import numpy as np
+import pytest
+
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    Configurable,
+    FrozenConfigError,
+    InstantiableConfig,
+    InvalidConfigValueError,
+    Required,
+    UnknownFieldError,
+    config_class,
+    config_for_function,
+)
+
+
+class Dropout(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        rate: float = 0.1
+
+
+class Layer(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        dropout: Dropout.Config = Dropout.default_config()
+        sizes: list[int] = [1, 2]
+
+
+class Model(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        layers: list[InstantiableConfig] = []
+        by_name: dict[str, InstantiableConfig] = {}
+        pair: tuple = ()
+
+
+# Fields.
+
+
+def test_fields_are_set_and_read():
+    cfg = Layer.default_config().set(dim=8)
+    cfg.sizes = [3]
+    assert (cfg.dim, cfg.sizes) == (8, [3])
+
+
+def test_set_returns_the_config_itself():
+    cfg = Layer.default_config()
+    assert cfg.set(dim=1) is cfg
+
+
+def test_values_may_be_given_to_the_class():
+    assert Layer.Config(dim=3).dim == 3
+
+
+def test_keys_and_items_are_sorted():
+    cfg = Layer.default_config().set(dim=2)
+    assert cfg.keys() == ["dim", "dropout", "klass", "sizes"]
+    assert [name for name, _ in cfg.items()] == cfg.keys()
+    assert dict(cfg.items())["klass"] is Layer
+
+
+def test_an_unknown_field_names_the_nearest():
+    cfg = Dropout.default_config()
+    for act in (
+        lambda: cfg.set(raet=0.2),
+        lambda: setattr(cfg, "raet", 0.2),
+        lambda: cfg.raet,
+        lambda: Dropout.Config(raet=0.2),
+        lambda: cfg.clone(raet=0.2),
+    ):
+        with pytest.raises(UnknownFieldError) as error:
+            act()
+        assert str(error.value) == ("unknown field 'raet' in Dropout.Config. Did you mean 'rate'?")
+
+
+def test_an_unknown_field_inside_names_its_path():
+    cfg = Layer.default_config()
+    with pytest.raises(UnknownFieldError, match=r"in Dropout\.Config \(at dropout\)"):
+        cfg.dropout.raet = 0.2
+
+
+def test_nothing_is_set_where_a_name_is_wrong():
+    cfg = Layer.default_config()
+    with pytest.raises(UnknownFieldError):
+        cfg.set(dim=3, dmi=3)
+    assert cfg.dim is REQUIRED
+
+
+def test_hasattr_asks_for_fields():
+    cfg = Layer.default_config()
+    assert hasattr(cfg, "dim")
+    assert not hasattr(cfg, "dmi")
+    with pytest.raises(AttributeError, match="has no attribute '_missing'"):
+        cfg._missing  # noqa: B018 - the access is what is tested
+
+
+def test_a_field_cannot_be_deleted():
+    with pytest.raises(UnknownFieldError, match="fields are set, not deleted"):
+        del Layer.default_config().dim
+
+
+# By value.
+
+
+def test_what_is_assigned_is_copied():
+    cfg, dropout = Layer.default_config(), Dropout.default_config()
+    cfg.dropout = dropout
+    dropout.rate = 0.5
+    assert cfg.dropout.rate == 0.1
+    cfg.dropout.rate = 0.9
+    assert dropout.rate == 0.5
+
+
+@pytest.mark.parametrize("wrap", [lambda c: [c], lambda c: (c,), lambda c: {"a": c}])
+def test_it_is_copied_in_containers_too(wrap):
+    dropout = Dropout.default_config()
+    cfg = Model.default_config()
+    value = wrap(dropout)
+    name = {list: "layers", tuple: "pair", dict: "by_name"}[type(value)]
+    setattr(cfg, name, value)
+    dropout.rate = 0.7
+    held = getattr(cfg, name)
+    assert held is not value
+    assert (held["a"] if name == "by_name" else held[0]).rate == 0.1
+
+
+def test_one_config_in_two_places_can_be_changed_in_one():
+    layer = Layer.default_config()
+    cfg = Model.default_config().set(layers=[layer, layer])
+    cfg.layers[0].dim = 1
+    assert cfg.layers[1].dim is REQUIRED
+
+
+def test_a_clone_is_independent():
+    cfg = Model.default_config().set(layers=[Layer.default_config()])
+    clone = cfg.clone(by_name={"x": Dropout.default_config()})
+    clone.layers[0].dropout.rate = 0.9
+    clone.layers[0].sizes.append(3)
+    assert cfg.layers[0].dropout.rate == 0.1
+    assert cfg.layers[0].sizes == [1, 2]
+    assert cfg.by_name == {}
+
+
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda c: c.clone()])
+def test_every_copy_is_equal_and_independent(copier):
+    cfg = Model.default_config().set(layers=[Layer.default_config().set(dim=4)])
+    result = copier(cfg)
+    assert result == cfg
+    result.layers[0].dropout.rate = 0.9
+    assert result != cfg
+
+
+def test_pickle():
+    cfg = Layer.default_config().set(dim=4)
+    cfg.dropout.rate = 0.3
+    loaded = pickle.loads(pickle.dumps(cfg))
+    assert loaded == cfg
+    assert loaded.klass is Layer
+    loaded.dim = 5
+    assert cfg.dim == 4
+
+
+def test_what_cannot_be_copied_is_shared():
+    class Client:
+        def __init__(self):
+            self.x = 1
+
+        def __deepcopy__(self, memo):
+            raise RuntimeError("no copies")
+
+    @config_class
+    class Config(ConfigBase):
+        client: object = None
+
+    client = Client()
+    cfg = Config(client=client)
+    assert cfg.client is client
+    assert cfg.clone().client is client
+    assert cfg.clone() == cfg
+
+
+# Comparing.
+
+
+def test_equality_is_by_value():
+    assert Layer.default_config() == Layer.default_config()
+    assert Layer.default_config() != Layer.default_config().set(dim=1)
+    assert Layer.default_config() != Dropout.default_config()
+    assert Layer.default_config() != "something else"
+
+
+def test_arrays_and_nan_compare():
+    @config_class
+    class Config(ConfigBase):
+        x: object = None
+
+    assert Config(x=np.arange(3)) == Config(x=np.arange(3))
+    assert Config(x=np.arange(3)) != Config(x=np.arange(4))
+    assert Config(x=float("nan")) == Config(x=float("nan"))
+
+
+def test_a_config_is_not_hashable():
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(Layer.default_config())
+
+
+# Frozen views.
+
+
+def test_a_config_of_an_object_cannot_be_set():
+    layer = Dropout(Dropout.default_config())
+    with pytest.raises(FrozenConfigError) as error:
+        layer.config.rate = 0.5
+    assert "Dropout.Config is frozen" in str(error.value)
+    assert "cfg = self.config.clone(rate=…)" in str(error.value)
+    with pytest.raises(FrozenConfigError):
+        layer.config.set(rate=0.5)
+    assert layer.config.clone(rate=0.5).rate == 0.5
+
+
+def test_configs_inside_of_it_are_copies_to_complete():
+    model = Layer(Layer.default_config().set(dim=4))
+    cfg = model.config
+    dropout = cfg.dropout.set(rate=0.5)
+    assert dropout.rate == 0.5
+    assert cfg.dropout.rate == 0.5  # this view sees it, the object does not
+    assert model.config.dropout.rate == 0.1
+    cfg.sizes.append(9)
+    assert model.config.sizes == [1, 2]
+
+
+def test_a_view_is_a_whole_config():
+    cfg = Layer.default_config().set(dim=4)
+    view = Layer(cfg).config
+    assert view == cfg
+    assert view.keys() == cfg.keys()
+    assert repr(view) == repr(cfg)
+    assert pickle.loads(pickle.dumps(view)) == cfg
+    with pytest.raises(UnknownFieldError, match="Did you mean 'dim'"):
+        view.dmi  # noqa: B018 - the access is what is tested
+
+
+def test_a_pickled_view_stays_frozen():
+    view = pickle.loads(pickle.dumps(Dropout(Dropout.default_config()).config))
+    with pytest.raises(FrozenConfigError):
+        view.rate = 1.0
+
+
+# What the methods that stand in other files promise.
+
+
+def test_paths():
+    cfg = Model.default_config().set(layers=[Layer.default_config()])
+    cfg.set_recursively(["layers", 0, "dropout", "rate"], value=0.4)
+    assert cfg.get_recursively("layers[0].dropout.rate") == 0.4
+    assert cfg.get_recursively([]) is cfg
+
+
+def test_a_wrong_value_names_its_path():
+    cfg = Model.default_config().set(layers=[Layer.default_config()])
+    with pytest.raises(InvalidConfigValueError, match=r"layers\[0\]\.dropout\.rate: Dropout\.Con"):
+        cfg.layers[0].dropout.rate = "high"
+
+
+def test_dicts_and_strings():
+    cfg = Layer.default_config().set(dim=1)
+    assert cfg.to_dict() == {
+        "dim": 1,
+        "dropout": {"klass": Dropout, "rate": 0.1},
+        "klass": Layer,
+        "sizes": [1, 2],
+    }
+    assert cfg.to_flat_dict(omit_default_values=()) == {
+        "dim": 1,
+        "dropout.klass": Dropout,
+        "dropout.rate": 0.1,
+        "klass": Layer,
+        "sizes[0]": 1,
+        "sizes[1]": 2,
+    }
+    assert "dropout.rate: 0.1" in cfg.debug_string().splitlines()
+    assert repr(cfg) == "Layer.Config(dim=1, dropout=Dropout.Config(rate=0.1), sizes=[1, 2])"
+
+
+def test_visit():
+    seen = []
+    Dropout.default_config().visit(visit_fn=lambda path, value: seen.append((path, value)))
+    assert seen == [("klass", Dropout), ("rate", 0.1)]
+
+
+def test_configs_of_functions_are_values_of_fields():
+    cfg = Model.default_config().set(by_name={"f": config_for_function(divmod_of)})
+    assert cfg.clone() == cfg
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+def divmod_of(a, b=2):
+    return divmod(a, b)

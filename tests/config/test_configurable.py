@@ -1,0 +1,186 @@
+import pytest
+
+from weft.config import (
+    REQUIRED,
+    ConfigModifier,
+    ConfigOr,
+    Configurable,
+    InstantiableConfig,
+    InvalidConfigClassError,
+    InvalidConfigValueError,
+    Required,
+    RequiredFieldMissingError,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+    maybe_set_config,
+)
+
+
+class Part(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        depth: Required[int] = REQUIRED
+        scale: float = 1.0
+
+
+class Whole(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        part: Part.Config = Part.default_config()
+        parts: list[InstantiableConfig] = []
+
+    def __init__(self, config, *, parent=None):
+        super().__init__(config)
+        cfg = self.config
+        self.parent = parent
+        self.part = cfg.part.set(dim=cfg.dim, depth=1).instantiate()
+
+
+def test_instantiate_makes_an_object_of_the_class():
+    whole = Whole.default_config().set(dim=4).instantiate(parent="the parent")
+    assert type(whole) is Whole
+    assert whole.parent == "the parent"
+    assert whole.part.config.dim == 4
+
+
+def test_a_factory_makes_two_objects():
+    cfg = Part.default_config().set(dim=1, depth=1)
+    assert cfg.instantiate() is not cfg.instantiate()
+
+
+def test_the_config_of_an_object_does_not_follow_the_one_it_was_made_from():
+    cfg = Part.default_config().set(dim=1, depth=1)
+    part = cfg.instantiate()
+    cfg.dim = 2
+    assert part.config.dim == 1
+
+
+def test_completing_a_part_does_not_change_the_whole():
+    whole = Whole.default_config().set(dim=4).instantiate()
+    assert whole.config.part.dim is REQUIRED
+
+
+def test_a_subclass_without_config_uses_that_of_its_parent():
+    class Special(Part):
+        pass
+
+    cfg = Special.default_config().set(dim=1, depth=2)
+    assert type(cfg) is Part.Config
+    assert type(cfg.instantiate()) is Special
+    assert repr(cfg) == "Special.Config(depth=2, dim=1, scale=1.0)"
+
+
+def test_default_config_may_be_extended():
+    class Wide(Part):
+        @classmethod
+        def default_config(cls):
+            return super().default_config().set(dim=512)
+
+    assert Wide.default_config().dim == 512
+    assert Wide.default_config().klass is Wide
+
+
+def test_a_required_field_is_refused():
+    with pytest.raises(RequiredFieldMissingError) as error:
+        Whole.default_config().instantiate()
+    message = str(error.value)
+    assert message.startswith("dim is still REQUIRED in Whole.Config, which was made at ")
+    assert "test_configurable.py:" in message
+    assert message.endswith("Write cfg.set(dim=…) before cfg.instantiate().")
+
+
+def test_all_required_fields_are_named_with_their_paths():
+    cfg = Whole.default_config()
+    with pytest.raises(RequiredFieldMissingError) as error:
+        cfg.part.instantiate()
+    assert "part.depth, part.dim are still REQUIRED in Part.Config" in str(error.value)
+    assert "Write cfg.set(depth=…, dim=…)" in str(error.value)
+
+
+def test_the_path_is_known_through_lists_and_clones():
+    cfg = Whole.default_config().set(parts=[Part.default_config(), Part.default_config()])
+    with pytest.raises(RequiredFieldMissingError, match=r"parts\[1\]\.depth"):
+        cfg.clone().parts[1].instantiate()
+
+
+def test_a_bad_value_that_came_later_is_refused():
+    cfg = Whole.default_config().set(dim=1)
+    cfg.parts.append(Part.default_config().set(dim=1, depth=1).instantiate())
+    with pytest.raises(InvalidConfigValueError, match=r"parts\[0\]: A config cannot hold an obj"):
+        cfg.instantiate()
+
+
+def test_an_object_is_no_value_of_a_config():
+    part = Part.default_config().set(dim=1, depth=1).instantiate()
+    with pytest.raises(InvalidConfigValueError) as error:
+        Whole.default_config().part = part
+    assert "part: A config cannot hold an object of type Part" in str(error.value)
+    assert "Part.default_config(), or the object's `.config.clone()`" in str(error.value)
+    assert Whole.default_config().set(part=part.config.clone()).part.dim == 1
+
+
+def test_a_config_that_does_not_extend_its_parents():
+    class Wrong(Part):
+        class Config:
+            dim: int = 1
+
+    with pytest.raises(InvalidConfigClassError) as error:
+        Wrong.default_config()
+    assert "Wrong.Config does not derive from the config of its parent" in str(error.value)
+    assert "Write `class Config(Part.Config):`" in str(error.value)
+
+
+def test_the_bases_say_what_has_to_be_defined():
+    with pytest.raises(NotImplementedError, match="InstantiableConfig"):
+        InstantiableConfig().instantiate()
+    with pytest.raises(NotImplementedError, match="ConfigModifier"):
+        ConfigModifier.default_config().instantiate()(Part.default_config())
+
+
+def test_a_modifier_changes_configs():
+    class Scale(ConfigModifier):
+        @config_class
+        class Config(ConfigModifier.Config):
+            by: Required[float] = REQUIRED
+
+        def __call__(self, cfg):
+            return cfg.set(scale=cfg.scale * self.config.by)
+
+    modifier = Scale.default_config().set(by=3.0).instantiate()
+    assert modifier(Part.default_config()).scale == 3.0
+
+
+def test_an_own_factory_may_define_instantiate():
+    @config_class
+    class Doubled(InstantiableConfig[int]):
+        x: int = 1
+
+        def instantiate(self, **kwargs):
+            return 2 * self.x
+
+    class Holder(Configurable):
+        @config_class
+        class Config(Configurable.Config):
+            value: ConfigOr[int] = 0
+
+    cfg = Holder.default_config().set(value=Doubled(x=4))
+    assert maybe_instantiate(cfg.value) == 8
+    assert Holder.default_config().set(value=5).value == 5
+
+
+def test_maybe_set_config_passes_over_what_is_not_there():
+    cfg = Part.default_config()
+    assert maybe_set_config(cfg, dim=3, colour="red") is cfg
+    assert cfg.dim == 3
+    assert maybe_set_config("not a config", dim=3) == "not a config"
+
+
+def test_any_config_may_stand_where_a_config_is_declared():
+    def make(dim=1):
+        return dim
+
+    cfg = Whole.default_config().set(part=config_for_function(make))
+    assert cfg.part.instantiate() == 1

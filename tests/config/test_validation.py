@@ -1,0 +1,149 @@
+import collections
+import io
+import threading
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import (
+    ConfigBase,
+    InvalidConfigNameError,
+    InvalidConfigValueError,
+    config_class,
+    register_validator,
+    validate_config_field_name,
+    validate_config_field_value,
+    validation,
+)
+
+
+@config_class
+class Holder(ConfigBase):
+    value: object = None
+
+
+@pytest.fixture
+def own_validators(monkeypatch):
+    monkeypatch.setattr(validation, "_validators", list(validation._validators))
+
+
+@pytest.mark.parametrize("name", ["x", "learning_rate", "größe", "x2"])
+def test_good_names(name):
+    validate_config_field_name(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("_x", "must not begin with an underscore. Call it 'x'"),
+        ("__x__", "Call it 'x__'"),
+        ("_", "Call it 'value'"),
+        ("a b", "'a b': its name must be a Python identifier"),
+        ("2x", "must be a Python identifier"),
+        ("class", "must be a Python identifier"),
+        ("", "must be a Python identifier"),
+        (3, "must be a Python identifier"),
+    ],
+)
+def test_bad_names(name, message):
+    with pytest.raises(InvalidConfigNameError) as error:
+        validate_config_field_name(name)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [1, {"a": (2.0, "x")}],
+        {1, 2},
+        len,
+        int,
+        SimpleNamespace(x=1),
+        np.float32(1),
+        np.dtype("int8"),
+        jnp.bfloat16,
+        jax.sharding.PartitionSpec("data"),
+        collections.deque(),
+        Holder(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_good_values(value):
+    validate_config_field_value(value)
+    Holder(value=[value])
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: pytest, "a Python module"),
+        (io.StringIO, "an open file"),
+        (lambda: (x for x in ()), "a generator"),
+        (threading.Lock, "a lock"),
+        (threading.RLock, "a lock"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("wrap", "where"),
+    [
+        (lambda v: v, "value"),
+        (lambda v: [1, v], r"value[1]"),
+        (lambda v: {"a": (v,)}, r"value['a'][0]"),
+    ],
+)
+def test_bad_values(make, kind, wrap, where):
+    value = make()
+    cfg = Holder()
+    with pytest.raises(InvalidConfigValueError) as error:
+        cfg.value = wrap(value)
+    assert f"A config cannot hold {kind} in {where}: got an object of type" in str(error.value)
+    assert "hold the name or the function that makes the object" in str(error.value)
+    with pytest.raises(InvalidConfigValueError, match=f"cannot hold {kind}"):
+        validate_config_field_value(wrap(value))
+
+
+def test_bad_values_in_sets_and_keys():
+    with pytest.raises(InvalidConfigValueError, match="a Python module"):
+        Holder(value={pytest})
+    with pytest.raises(InvalidConfigValueError, match="a Python module"):
+        Holder(value={pytest: 1})
+
+
+def test_a_tracer_is_no_value():
+    @jax.jit
+    def f(x):
+        Holder(value=x)
+        return x
+
+    with pytest.raises(InvalidConfigValueError, match="a traced array in value"):
+        f(1.0)
+
+
+def test_a_container_in_itself():
+    loop = []
+    loop.append(loop)
+    with pytest.raises(InvalidConfigValueError, match=r"value\[0\] contains itself"):
+        Holder(value=loop)
+    shared = [1]
+    assert Holder(value=[shared, shared]).value == [[1], [1]]
+
+
+def test_an_own_rule(own_validators):
+    def refuse(value):
+        raise InvalidConfigValueError(f"{value} is too big")
+
+    register_validator(match_fn=lambda v: isinstance(v, int) and v > 100, validate_fn=refuse)
+    Holder(value=[1])
+    with pytest.raises(InvalidConfigValueError, match=r"value\['a'\]\[1\]: 101 is too big"):
+        Holder(value={"a": [1, 101]})
+    with pytest.raises(InvalidConfigValueError, match=r"^101 is too big"):
+        validate_config_field_value(101)
+
+
+def test_the_last_rule_comes_first_and_may_accept(own_validators):
+    register_validator(match_fn=lambda v: v is pytest, validate_fn=lambda v: None)
+    assert Holder(value=pytest).value is pytest
