@@ -1,0 +1,121 @@
+"""From a step's nested summaries to a flat list of what a writer is to show.
+
+Each leaf gets the path of names that leads to it, joined by `/`, and a kind. The kind decides
+whether the leaf is due at a step, before anything is copied from a device.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
+
+SummaryKind = Literal[
+    "AudioSummary",
+    "CallbackSummary",
+    "HistogramSummary",
+    "ImageSummary",
+    "ScalarSummary",
+    "TextSummary",
+]
+
+
+class Shown(NamedTuple):
+    """One leaf of a step's summaries, on the host.
+
+    Attributes:
+        path: As "model/decoder/loss".
+        kind: What `value` is; never "CallbackSummary", since its value is of another.
+        value: A float, a str, an array of a histogram's values, of images `[batch, height, width,
+            channels]` or of sound `[batch, time, channels]`.
+        sample_rate: Of sound.
+    """
+
+    path: str
+    kind: SummaryKind
+    value: Any
+    sample_rate: int | None = None
+
+
+def due_summaries(
+    step: int,
+    values: Mapping[str, Any],
+    *,
+    every_n_steps: int,
+    every_n_steps_by_kind: Mapping[SummaryKind, int] | None = None,
+) -> list[Shown]:
+    """What is to be shown of a step's summaries.
+
+    Args:
+        step: The step.
+        values: Summaries, scalars, arrays and strings in nested dicts. None is left out.
+        every_n_steps: Steps between two times that a leaf is shown.
+        every_n_steps_by_kind: The same for leaves of some kinds.
+
+    Returns:
+        The leaves that are due at this step, with values on the host, in order of their paths.
+    """
+    intervals = every_n_steps_by_kind or {}
+    due = {
+        path: leaf
+        for path, leaf in _flatten(values, "")
+        if step % intervals.get(_kind(leaf), every_n_steps) == 0
+    }
+    host = jax.device_get(due)
+    return [shown for path, leaf in sorted(host.items()) for shown in _show(path, leaf)]
+
+
+def _flatten(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(values, Mapping):
+        for name, child in values.items():
+            yield from _flatten(child, f"{path}/{name}" if path else str(name))
+    elif isinstance(values, Summary) and not isinstance(values, tuple(_SHOWN_AS_THEMSELVES)):
+        yield from _flatten(values.value(), path)
+    elif values is not None:
+        yield path, values
+
+
+_SHOWN_AS_THEMSELVES: dict[type[Summary], SummaryKind] = {
+    AudioSummary: "AudioSummary",
+    CallbackSummary: "CallbackSummary",
+    ImageSummary: "ImageSummary",
+}
+
+
+def _kind(leaf: Any) -> SummaryKind:
+    for cls, kind in _SHOWN_AS_THEMSELVES.items():
+        if isinstance(leaf, cls):
+            return kind
+    if isinstance(leaf, str):
+        return "TextSummary"
+    return "HistogramSummary" if np.ndim(leaf) else "ScalarSummary"
+
+
+def _show(path: str, leaf: Any) -> Iterator[Shown]:
+    kind = _kind(leaf)
+    if kind == "CallbackSummary":
+        for inner_path, value in _flatten(leaf.value(), path):
+            yield from _show(inner_path, value)
+        return
+    if kind == "TextSummary":
+        yield Shown(path, kind, leaf)
+        return
+    value: Any = leaf.value() if isinstance(leaf, Summary) else leaf
+    dtype = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+        logging.getLogger(__name__).warning(
+            "The summary %s holds values of %s, which cannot be shown; it is left out.", path, dtype
+        )
+        return
+    array = np.asarray(value)
+    if kind == "ScalarSummary":
+        yield Shown(path, kind, float(np.real(array)))
+    elif kind == "HistogramSummary":
+        yield Shown(path, kind, array)
+    else:
+        batched = array if array.ndim == (4 if kind == "ImageSummary" else 3) else array[None]
+        yield Shown(path, kind, batched, getattr(leaf, "sample_rate", None))

@@ -1,0 +1,159 @@
+"""Weights & Biases. The package is imported when a writer is made, and only then."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weft.config import REQUIRED, ConfigBase, config_class
+from weft.config.show import value_repr
+from weft.errors import MissingExtraError
+from weft.hierarchy.module import Module
+from weft.trainer.base_writer import PeriodicWriter, processor_zero_only
+from weft.trainer.summary_values import Shown
+
+
+class WandBWriter(PeriodicWriter):
+    """Writes to a run of Weights & Biases.
+
+    The id of the run is kept in `dir`, so that training that is started again goes on with it.
+
+    Raises:
+        MissingExtraError: If the package wandb is not installed.
+    """
+
+    @config_class
+    class Config(PeriodicWriter.Config):
+        """Configures a WandBWriter.
+
+        Attributes:
+            prefix: Goes before the name of every summary, as `prefix/name`.
+            exp_name: The name of the run; None lets wandb choose one.
+            project: Its project.
+            entity: The user or team that it belongs to.
+            group: The group of runs that it is one of.
+            tags: Its tags.
+            notes: Its description.
+            mode: "online", "offline" or "disabled".
+            resume: What to do about a run of the same id, as in `wandb.init`; "auto" goes on with
+                it, as "allow" does.
+            wandb_dir: Where wandb keeps its own files; None for `dir`.
+            wandb_settings_kwargs: Further arguments, for `wandb.Settings`.
+            convert_2d_to_image: Whether arrays with two axes are shown as images, not histograms.
+        """
+
+        prefix: str | None = None
+        exp_name: str | None = None
+        project: str | None = None
+        entity: str | None = None
+        group: str | None = None
+        tags: Sequence[str] | None = None
+        notes: str | None = None
+        mode: str = "online"
+        resume: str = "auto"
+        wandb_dir: str | None = None
+        wandb_settings_kwargs: dict[str, Any] | None = None
+        convert_2d_to_image: bool = False
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{self.path()}: WandBWriter needs the package wandb, which cannot be imported "
+                f"({error}). Install it with `pip install 'weft[wandb]'`, or use another "
+                "summary_writer."
+            ) from error
+        self._wandb: Any = wandb
+        self._start_run()
+
+    @processor_zero_only
+    def _start_run(self) -> None:
+        cfg = self.config
+        os.makedirs(cfg.dir, exist_ok=True)
+        settings = cfg.wandb_settings_kwargs
+        self._wandb.init(
+            id=self._run_id(),
+            name=cfg.exp_name,
+            project=cfg.project,
+            entity=cfg.entity,
+            group=cfg.group,
+            tags=cfg.tags and list(cfg.tags),
+            notes=cfg.notes,
+            mode=cfg.mode,
+            # wandb's own "auto" looks for an id in its directory, not at the one given.
+            resume="allow" if cfg.resume == "auto" else cfg.resume,
+            dir=cfg.wandb_dir or cfg.dir,
+            settings=None if settings is None else self._wandb.Settings(**settings),
+        )
+
+    def _run_id(self) -> str:
+        path = os.path.join(self.config.dir, "wandb_id")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                return file.read().strip()
+        run_id = f"{time.time_ns():x}"
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(run_id)
+        return run_id
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        shown = self._due(step, values)
+        if shown:
+            self._log(step, {leaf.path: self._convert(leaf) for leaf in shown})
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        del step
+        self._wandb.config.update(self.format_config(config), allow_val_change=True)
+
+    @processor_zero_only
+    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+        if len(step_times):
+            self._log(step, {"average_step_time": sum(step_times) / len(step_times)})
+
+    @processor_zero_only
+    def close(self) -> None:
+        self._wandb.finish()
+
+    @staticmethod
+    def format_config(val: Any) -> Any:
+        """A config as wandb shows it: nested dicts of numbers and strings.
+
+        Args:
+            val: A config, or a value inside of one.
+
+        >>> from weft.config import config_for_function
+        >>> WandBWriter.format_config(config_for_function(round).set(number=2.5))
+        {'fn': "'round'", 'ndigits': None, 'number': 2.5}
+        """
+        if isinstance(val, ConfigBase):
+            return {name: WandBWriter.format_config(value) for name, value in val.items()}
+        if isinstance(val, dict):
+            return {str(name): WandBWriter.format_config(value) for name, value in val.items()}
+        if type(val) in (list, tuple):
+            return [WandBWriter.format_config(value) for value in val]
+        if val is REQUIRED:
+            return "REQUIRED"
+        return val if isinstance(val, bool | int | float | str | None) else value_repr(val)
+
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        prefix = self.config.prefix
+        named = {f"{prefix}/{name}": v for name, v in values.items()} if prefix else values
+        self._wandb.log(named, step=step)
+
+    def _convert(self, shown: Shown) -> Any:
+        wandb, value = self._wandb, shown.value
+        match shown.kind:
+            case "HistogramSummary":
+                if value.ndim == 2 and self.config.convert_2d_to_image:
+                    return wandb.Image(value)
+                return wandb.Histogram(value)
+            case "ImageSummary":
+                return [wandb.Image(image) for image in value]
+            case "AudioSummary":
+                return [wandb.Audio(clip, sample_rate=shown.sample_rate) for clip in value]
+            case _:
+                return value
