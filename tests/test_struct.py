@@ -1,0 +1,50 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import struct
+
+
+class Point(struct.PyTreeNode):
+    x: jax.Array
+    name: str = struct.field(pytree_node=False, default="p")
+
+
+class Point3(Point):
+    z: float = 0.0
+
+
+@struct.dataclass
+class Decorated:
+    x: int
+
+    def replace(self, **kwargs):
+        return "own"
+
+
+def test_fields_are_children_unless_they_say_otherwise():
+    p = Point(jnp.ones(2), name="q")
+    doubled = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p))(p)
+    np.testing.assert_array_equal(doubled.x, [2, 2])
+    assert doubled.name == "q"
+    assert jax.tree.structure(p) != jax.tree.structure(p.replace(name="r"))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(p)]
+    assert paths == [".x"]
+
+
+def test_subclasses_are_nodes_of_their_own():
+    assert jax.tree.leaves(Point3(1.0, z=2.0)) == [1.0, 2.0]
+
+
+def test_they_are_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Point(1.0).x = 2.0
+    assert Point(1.0).replace(x=3.0) == Point(3.0)
+
+
+def test_a_class_keeps_its_own_replace_and_is_made_once():
+    assert Decorated(1).replace() == "own"
+    assert struct.dataclass(Decorated) is Decorated

@@ -1,0 +1,51 @@
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from weft.trainer.watchdog import Watchdog
+
+HANG = """
+import logging, sys, threading, time
+from weft.trainer.watchdog import Watchdog
+logging.basicConfig()
+def stuck_in_here(): time.sleep(float(sys.argv[1]))
+threading.Thread(target=stuck_in_here, daemon=True).start()
+with Watchdog({timeout}, {crash}) as watchdog:
+    watchdog.report("running step 7")
+    time.sleep(float(sys.argv[1]))
+print("ended")
+"""
+
+
+def hang(timeout, crash, seconds):
+    script = HANG.format(timeout=timeout, crash=crash)
+    return subprocess.run(
+        [sys.executable, "-c", script, str(seconds)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.long
+def test_a_hang_prints_every_threads_stack():
+    done = hang(0.4, None, 1.5)
+    assert done.returncode == 0
+    assert "while running step 7. The stacks of all threads:" in done.stderr
+    assert "in stuck_in_here" in done.stderr
+    assert "ended" in done.stdout
+
+
+@pytest.mark.long
+def test_a_long_hang_ends_the_process():
+    done = hang(None, 0.4, 30)
+    assert done.returncode == -signal.SIGABRT
+    assert "in stuck_in_here" in done.stderr
+
+
+def test_progress_keeps_it_quiet(capfd):
+    with Watchdog(timeout_seconds=0.4) as watchdog:
+        for step in range(8):
+            watchdog.report(f"step {step}")
+            time.sleep(0.1)
+    assert "stacks" not in capfd.readouterr().err

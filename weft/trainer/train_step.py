@@ -1,0 +1,124 @@
+"""One step of training, as a pure function of the state and a batch."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from weft.hierarchy.module import Module, functional
+from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.trainer.optimizer_base import OptParam
+from weft.trainer.update_transformation import ForwardOutputs
+from weft.typing import DType, NestedTensor, Tensor
+
+
+class TrainerState(NamedTuple):
+    """All that training changes, but for the position in the data.
+
+    Attributes:
+        prng_key: for the next step.
+        model: the model's parameters and other state.
+        learner: the optimizer's state, moving averages of parameters, counters.
+    """
+
+    prng_key: Any
+    model: Any
+    learner: Any
+
+
+def opt_params(model_params: NestedTensor, specs: Any) -> Any:
+    """Parameters as the learner takes them, with what their specs say to the optimizer.
+
+    Args:
+        model_params: values, nested as the model is.
+        specs: their `ParameterSpec`s.
+    """
+    return jax.tree.map(
+        lambda spec, value: OptParam(
+            value=value,
+            factorization_spec=spec.factorization,
+            weight_decay_scale=spec.weight_decay_scale,
+        ),
+        specs,
+        model_params,
+        is_leaf=lambda x: isinstance(x, ParameterSpec),
+    )
+
+
+def cast_floats(tree: Any, dtype: DType | None) -> Any:
+    """Floating-point arrays in another dtype; all else, and everything for None, as it is."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, tree
+    )
+
+
+def train_step(
+    state: TrainerState,
+    batch: NestedTensor,
+    *,
+    model: Module,
+    learner: Module,
+    input_: Any,
+    model_specs: Any,
+    train_dtype: DType | None,
+) -> tuple[TrainerState, dict[str, Any]]:
+    """Runs the model on a batch and lets the learner update its parameters.
+
+    Args:
+        state: before the step.
+        batch: as the processes brought it.
+        model: returns a loss and anything else from `forward(input_batch)`.
+        learner: a `BaseLearner`.
+        input_: the `Input` that says how the batch is dispatched.
+        model_specs: the specs of the model's parameters.
+        train_dtype: in which the model computes; None for that of its parameters.
+
+    Returns:
+        The state after the step, and "loss", "aux" and "summaries".
+    """
+    next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
+    batch = input_.dispatch_global_batch(batch)
+
+    def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+        params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
+        (loss, aux), collection = functional(
+            model,
+            prng_key=inputs["forward_key"],
+            state=cast_floats(params, train_dtype),
+            inputs={"input_batch": cast_floats(inputs["input_batch"], train_dtype)},
+            is_training=True,
+        )
+        return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
+
+    inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}
+    results, collection = functional(
+        learner,
+        prng_key=learner_key,
+        state=state.learner,
+        inputs={
+            "fn": forward,
+            "inputs": inputs,
+            "opt_params": opt_params(state.model, model_specs),
+        },
+        method="forward_and_backward",
+        is_training=True,
+        copy_args_tree=False,
+    )
+    of_model = results.forward_outputs
+    new_state = TrainerState(
+        prng_key=next_key,
+        model=results.backward_outputs.updated_params,
+        learner=collection.state_updates,
+    )
+    summaries = {
+        **of_model.output_collection.summaries,
+        "learner": collection.summaries,
+    }
+    return new_state, {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}
+
+
+def loss_is_finite(loss: Tensor) -> bool:
+    """Whether a loss is a number; waits for the step that computes it."""
+    return bool(jnp.isfinite(loss))

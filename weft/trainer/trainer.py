@@ -1,0 +1,492 @@
+"""The trainer: a model, a learner, data, evaluation and checkpoints, on a mesh of devices.
+
+`run` reads from top to bottom: prepare the state (restored, or new), then for each batch one
+compiled step that updates the state in place, summaries, evaluation, a checkpoint when its policy
+says so. The order of steps, keys and data is a function of the config and the seed alone, so a run
+that was cut and one that was not end with the same bits.
+"""
+
+import contextlib
+import functools
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import jax
+
+from weft import lifting
+from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
+from weft.errors import UndefinedLossException
+from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.module import Module
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.hierarchy.transforms import CONTEXTS
+from weft.input import Input, PrefetchingIterator, host_to_global_device_array
+from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
+from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.interruption import GracefulStop
+from weft.trainer.learner import BaseLearner
+from weft.trainer.mesh import (
+    MeshShape,
+    build_mesh,
+    check_divides,
+    named_sharding,
+    select_mesh_config,
+)
+from weft.trainer.progress import RunListener
+from weft.trainer.run_record import claim_run_dir
+from weft.trainer.summary_writer import BaseWriter, SummaryWriter
+from weft.trainer.train_step import TrainerState, loss_is_finite, opt_params, train_step
+from weft.trainer.watchdog import Watchdog
+from weft.typing import DType, PartitionSpec, Tensor
+
+__all__ = [
+    "SpmdTrainer",
+    "TrainerState",
+    "UndefinedLossException",
+    "aot_model_analysis",
+    "select_mesh_config",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class SpmdTrainer(Module):
+    """Trains a model on a mesh of devices."""
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a SpmdTrainer.
+
+        Attributes:
+            dir: the directory of the run.
+            model: its `forward(input_batch)` returns a scalar loss and anything else.
+            learner: updates the parameters.
+            input: the training data.
+            max_step: the number of steps.
+            mesh_shape: the number of devices along each axis of the mesh; one may be -1.
+            mesh_axis_names: the names of the axes.
+            mesh_rules: pairs of a regular expression for hardware and a mesh shape, see
+              `select_mesh_config`.
+            batch_axis_names: the axes over which the rows of a batch are laid.
+            evalers: evaluations by name.
+            checkpointer: saves and restores.
+            summary_writer: reports.
+            train_dtype: in which the model computes; None for that of its parameters.
+            log_every_n_steps: how often the loss is logged; None for never.
+            watchdog_timeout_seconds: after how long without progress all threads' stacks are
+              printed.
+            crash_on_hang_timeout_seconds: after how long without progress the process is ended.
+            start_trace_steps: steps at which a profiler trace is started.
+            n_steps_for_each_trace: how many steps a trace covers, 3 if None.
+            start_trace_process_indices: the processes that trace, or "all".
+            context_manager: opened around the whole run.
+            prune_empty_state_updates: whether modules that update nothing are left out of the
+              model's state updates.
+        """
+
+        dir: Required[str] = REQUIRED
+        model: Required[BaseModel.Config] = REQUIRED
+        learner: Required[BaseLearner.Config] = REQUIRED
+        input: Required[Input.Config] = REQUIRED
+        max_step: int | float = math.inf
+        mesh_shape: Required[MeshShape] = REQUIRED
+        mesh_axis_names: Required[Sequence[str]] = REQUIRED
+        mesh_rules: Sequence[tuple[str, MeshShape | None]] | None = None
+        batch_axis_names: str | Sequence[str] | None = "data"
+        evalers: dict[str, SpmdEvaler.Config] = {}
+        checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
+        summary_writer: BaseWriter.Config = SummaryWriter.default_config()
+        train_dtype: DType | None = None
+        log_every_n_steps: int | None = None
+        watchdog_timeout_seconds: float | None = None
+        crash_on_hang_timeout_seconds: float | None = None
+        start_trace_steps: Sequence[int] = []
+        n_steps_for_each_trace: int | None = None
+        start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
+        context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
+        prune_empty_state_updates: bool = True
+
+    def __init__(
+        self, cfg: Config, *, parent: Module | None, devices: Sequence[jax.Device] | None = None
+    ):
+        super().__init__(cfg, parent=parent)
+        self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._step = 0
+        self._state: TrainerState | None = None
+        with self.mesh():
+            self._add_child("input", cfg.input)
+            self._add_child("model", cfg.model)
+            self._add_child("learner", cfg.learner)
+            self._model_specs = self.model.create_parameter_specs_recursively()
+            self._state_specs = TrainerState(
+                prng_key=TensorSpec(shape=()),
+                model=self._model_specs,
+                learner=self.learner.create_state_partition_specs(self._model_specs),
+            )
+            self._shardings = self._state_shardings()
+            self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, "checkpoints")))
+            self._add_child(
+                "summary_writer", cfg.summary_writer.set(dir=_below(cfg, "summaries/train_train"))
+            )
+            for name, evaler in cfg.evalers.items():
+                evaler.summary_writer.set(dir=_below(cfg, f"summaries/{name}"))
+                self._add_child(
+                    name,
+                    evaler,
+                    model=self.model,
+                    model_param_partition_specs=self.trainer_state_partition_specs.model,
+                )
+        self._train_step = self._jit_train_step()
+
+    # The state.
+
+    def mesh(self) -> AbstractContextManager:
+        """Makes the trainer's mesh the current one while open."""
+        return jax.set_mesh(self._mesh)
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were run."""
+        return self._step
+
+    @property
+    def trainer_state(self) -> TrainerState:
+        """The present state; None before `init` or `restore_checkpoint`."""
+        return self._state  # pyright: ignore[reportReturnType]
+
+    @property
+    def trainer_state_specs(self) -> TrainerState:
+        """Shapes, dtypes and layouts of the state."""
+        return self._state_specs
+
+    @property
+    def trainer_state_partition_specs(self) -> TrainerState:
+        """The layouts of the state."""
+        return jax.tree.map(
+            lambda spec: spec.partition_spec, self._state_specs, is_leaf=_is_tensor_spec
+        )
+
+    def _state_shardings(self) -> TrainerState:
+        def sharding(path: Any, spec: TensorSpec) -> jax.sharding.NamedSharding:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            sharding = named_sharding(self._mesh, spec.partition_spec, name)
+            check_divides(name, spec.shape, sharding)
+            return sharding.with_memory_kind(spec.memory_kind) if spec.memory_kind else sharding
+
+        return jax.tree_util.tree_map_with_path(
+            sharding, self._state_specs, is_leaf=_is_tensor_spec
+        )
+
+    def _init_state(self, prng_key: Tensor) -> TrainerState:
+        prng_key, init_key = jax.random.split(prng_key)
+        params = self.model.initialize_parameters_recursively(init_key)
+        learner = self.learner.init(opt_params(params, self._model_specs))
+        return TrainerState(prng_key=prng_key, model=params, learner=learner)
+
+    def init(self, prng_key: Tensor) -> None:
+        """Draws a new state, each array on the devices that hold it.
+
+        Args:
+            prng_key: for the parameters and all steps.
+        """
+        with self.mesh():
+            self._step = 0
+            self._state = jax.jit(self._init_state, out_shardings=self._shardings)(prng_key)
+
+    # The data.
+
+    def _batch_partition(self) -> PartitionSpec:
+        if self.input.config.partition_spec is not None or self.input.dispatcher is not None:
+            return self.input.partition_spec
+        return PartitionSpec(self.config.batch_axis_names)
+
+    def _open_batches(self) -> PrefetchingIterator:
+        """The training batches on the devices, made ready ahead of the step."""
+        to_devices = functools.partial(
+            host_to_global_device_array, partition=self._batch_partition(), mesh=self._mesh
+        )
+        return PrefetchingIterator(
+            iter(self.input.dataset()),
+            stream=lambda it: map(to_devices, self.input.batches(it)),
+        )
+
+    # Checkpoints.
+
+    def _to_save(self, batches: PrefetchingIterator, state: Any) -> dict[str, Any]:
+        return {**state._asdict(), "input_iter": batches}
+
+    def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
+        """Restores the state, and the position in the data if `run` has opened it.
+
+        Args:
+            restore_step: the step to restore; None for the newest that is whole.
+
+        Returns:
+            The step that was restored, or None if there is no checkpoint.
+        """
+        with self.mesh(), contextlib.ExitStack() as stack:
+            batches = self._batches or stack.enter_context(self._open_batches())
+            shapes = jax.eval_shape(self._init_state, jax.random.key(0))
+            target = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                shapes,
+                self._shardings,
+            )
+            step, restored = self.checkpointer.restore(
+                step=restore_step, state=self._to_save(batches, target)
+            )
+            if step is not None:
+                self._step = step
+                self._state = TrainerState(**{k: restored[k] for k in TrainerState._fields})
+            return step
+
+    _batches: PrefetchingIterator | None = None
+
+    def save_checkpoint(
+        self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
+    ) -> bool:
+        """Hands the state to the checkpointer.
+
+        Args:
+            evaler_summaries: of the evalers that ran after this step, for policies that look at
+              them.
+            force: whether to save even if the policy would not.
+
+        Returns:
+            Whether it was saved.
+        """
+        with self.mesh():
+            return self.checkpointer.save(
+                step=self._step,
+                state=self._to_save(self._batches, self._state),
+                evaler_summaries=evaler_summaries,
+                force=force,
+            )
+
+    # The step.
+
+    def _jit_train_step(self) -> Callable[..., Any]:
+        step = functools.partial(
+            train_step,
+            model=self.model,
+            learner=self.learner,
+            input_=self.input,
+            model_specs=self._model_specs,
+            train_dtype=self.config.train_dtype,
+        )
+        return lifting.jit(
+            CONTEXTS,
+            step,
+            in_shardings=(self._shardings, None),
+            out_shardings=(self._shardings, None),
+            donate_argnums=0,
+        )
+
+    def compile_train_step(
+        self,
+        *,
+        trainer_state: TrainerState | None = None,
+        input_batch: Any = None,
+        compiler_options: dict[str, Any] | None = None,
+    ) -> jax.stages.Compiled:
+        """Compiles the step ahead of time.
+
+        Args:
+            trainer_state: arrays or their shapes; None for those of the config.
+            input_batch: likewise.
+            compiler_options: for XLA.
+        """
+        with self.mesh():
+            if trainer_state is None:
+                trainer_state = jax.eval_shape(self._init_state, jax.random.key(0))
+            if input_batch is None:
+                sharding = jax.sharding.NamedSharding(self._mesh, self._batch_partition())
+                input_batch = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(
+                        (x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype, sharding=sharding
+                    ),
+                    self.input.element_spec(),
+                )
+            lowered = self._train_step.lower(trainer_state, input_batch)
+            return lowered.compile(compiler_options=compiler_options)
+
+    # The run.
+
+    def model_params_for_eval(self) -> Any:
+        """The parameters that evaluation uses: their moving average if the learner keeps one."""
+        ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
+        return self.trainer_state.model if not jax.tree.leaves(ema) else ema
+
+    def run(
+        self,
+        prng_key: Tensor,
+        *,
+        return_evaler_summaries: bool | set[str] | None = None,
+        listener: RunListener | None = None,
+    ) -> dict[str, Any] | None:
+        """Trains until `max_step`, the end of the data, or a signal that asks to stop.
+
+        A run whose directory holds a checkpoint goes on from there.
+
+        Args:
+            prng_key: the seed of a new run.
+            return_evaler_summaries: the evalers to run at the end, or True for all.
+            listener: is told what happens.
+
+        Returns:
+            The summaries of those evalers by name, or None.
+
+        Raises:
+            RunDirError: if the directory belongs to another config.
+            UndefinedLossException: if the loss becomes NaN or infinite.
+        """
+        cfg, listener = self.config, listener or RunListener()
+        claim_run_dir(cfg)
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(GracefulStop())
+            watchdog = stack.enter_context(
+                Watchdog(cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
+            )
+            if cfg.context_manager is not None:
+                stack.enter_context(maybe_instantiate(cfg.context_manager)())
+            stack.enter_context(self.mesh())
+            self._batches = stack.enter_context(self._open_batches())
+            stack.callback(self._close)
+
+            resumed_from = self.restore_checkpoint()
+            if resumed_from is None:
+                self.init(prng_key)
+            self.summary_writer.log_config(cfg, step=self._step)
+            listener.on_start(self, resumed_from)
+
+            reason = "max_step"
+            for batch in self._until_max_step():
+                watchdog.report(f"running step {self._step + 1}")
+                outputs = self._run_step(batch, listener)
+                watchdog.report(f"evaluating or saving after step {self._step}")
+                evaler_summaries = self._run_evalers(outputs["summaries"], listener)
+                if self.save_checkpoint(evaler_summaries):
+                    listener.on_checkpoint(self._step)
+                watchdog.report("waiting for input")
+                if stop.signal_name:
+                    reason = stop.signal_name
+                    break
+            else:
+                if self._step < cfg.max_step:
+                    reason = "input ended"
+            self._save_last(listener)
+            listener.on_end(self._step, reason)
+            if not return_evaler_summaries or reason not in ("max_step", "input ended"):
+                return None
+            return self._run_evalers(None, listener, forced=return_evaler_summaries)
+
+    def _until_max_step(self) -> Iterator[Any]:
+        """The batches of the steps that are left; saves what was trained if one cannot be read."""
+        while self._step < self.config.max_step:
+            try:
+                batch = next(self._batches)  # pyright: ignore[reportArgumentType]
+            except StopIteration:
+                return
+            except Exception:
+                self._save_last(RunListener())
+                raise
+            yield batch
+
+    def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any]:
+        cfg, step = self.config, self._step + 1
+        with self._trace(step):
+            self._state, outputs = self._train_step(self._state, batch)
+            self._step = step
+        listener.on_step(step, outputs, batch)
+        self.summary_writer(step, {"loss": outputs["loss"], **outputs["summaries"]})
+        if step % (cfg.log_every_n_steps or 10) == 0:
+            self._check_loss(outputs["loss"])
+            if cfg.log_every_n_steps:
+                logger.info("step %d: loss %.4f", step, float(outputs["loss"]))
+        return outputs
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not self.learner.handles_undefined_loss() and not loss_is_finite(loss):
+            raise UndefinedLossException(
+                f"the loss after step {self._step} is {float(loss)}; the last checkpoint is from "
+                "before. Lower "
+                "the learning rate or clip gradients, or let the learner skip such steps: "
+                "`learner.ignore_undefined_loss=True`."
+            )
+
+    def _run_evalers(
+        self,
+        train_summaries: dict[str, Any] | None,
+        listener: RunListener,
+        forced: bool | set[str] = False,
+    ) -> dict[str, Any]:
+        results = {}
+        for name in self.config.evalers:
+            force = forced is True or (isinstance(forced, set) and name in forced)
+            summaries = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
+                self._step,
+                prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
+                model_params=self.model_params_for_eval(),
+                train_summaries=train_summaries,
+                force_run=force,
+            )
+            if summaries is not None:
+                results[name] = summaries
+                listener.on_eval(name, self._step, summaries)
+        return results
+
+    def _save_last(self, listener: RunListener) -> None:
+        """Saves the present step, unless it is saved already, and waits for it."""
+        if self._step and self.save_checkpoint(None, force=True):
+            listener.on_checkpoint(self._step)
+        self.checkpointer.wait_until_finished()
+
+    def _close(self) -> None:
+        self.checkpointer.stop()
+        self._batches = None
+
+    @contextlib.contextmanager
+    def _trace(self, step: int) -> Iterator[None]:
+        """Opens a profiler trace at the steps that the config names."""
+        cfg = self.config
+        n = cfg.n_steps_for_each_trace or 3
+        here = cfg.start_trace_process_indices
+        if here != "all" and jax.process_index() not in here:
+            yield
+            return
+        if step in cfg.start_trace_steps:
+            jax.profiler.start_trace(_below(cfg, f"trace/step_{step:08d}"))
+        yield
+        if step - n + 1 in cfg.start_trace_steps:
+            jax.block_until_ready(self._state)
+            jax.profiler.stop_trace()
+
+
+def _below(cfg: SpmdTrainer.Config, name: str) -> str:
+    return os.path.join(cfg.dir, name)
+
+
+def _is_tensor_spec(x: Any) -> bool:
+    return isinstance(x, TensorSpec)
+
+
+def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
+    """What XLA says of a compiled step: memory by purpose and floating-point operations.
+
+    Args:
+        compiled: from `SpmdTrainer.compile_train_step`.
+    """
+    lines = []
+    memory = compiled.memory_analysis()
+    for name in ("argument", "output", "temp", "alias", "generated_code"):
+        size = getattr(memory, f"{name}_size_in_bytes", None)
+        if size is not None:
+            lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
+    cost = compiled.cost_analysis() or {}
+    if "flops" in cost:
+        lines.append(f"floating-point operations: {cost['flops']:.3e}")
+    return "\n".join(lines)

@@ -1,0 +1,71 @@
+"""A watchdog: when a step hangs, the stacks of all threads say where."""
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+
+logger = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Prints every thread's stack when nothing was reported for too long.
+
+    Args:
+        timeout_seconds: after how long without a report the stacks are printed, again after each
+            further such time; None for never.
+        crash_after_seconds: after how long the process is ended by SIGABRT; None for never.
+
+    Example:
+        >>> with Watchdog(timeout_seconds=60.0) as watchdog:
+        ...     watchdog.report("step 1")
+    """
+
+    def __init__(
+        self, timeout_seconds: float | None = None, crash_after_seconds: float | None = None
+    ):
+        self._timeout = timeout_seconds
+        self._crash_after = crash_after_seconds
+        self._stopped = threading.Event()
+        self._last = time.monotonic()
+        self._doing = "starting"
+        self._thread: threading.Thread | None = None
+
+    def report(self, doing: str) -> None:
+        """Says that the run is alive, and what it does next."""
+        self._last, self._doing = time.monotonic(), doing
+
+    def __enter__(self) -> "Watchdog":
+        self._last = time.monotonic()
+        if self._timeout is not None or self._crash_after is not None:
+            self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self) -> None:
+        limits = [t for t in (self._timeout, self._crash_after) if t is not None]
+        printed_at = 0.0
+        while not self._stopped.wait(min(limits) / 4):
+            silent = time.monotonic() - self._last
+            due = time.monotonic() - printed_at
+            if self._timeout is not None and min(silent, due) > self._timeout:
+                printed_at = time.monotonic()
+                self._print_stacks(silent)
+            if self._crash_after is not None and silent > self._crash_after:
+                self._print_stacks(silent)
+                os.kill(os.getpid(), signal.SIGABRT)
+                return
+
+    def _print_stacks(self, silent: float) -> None:
+        logger.error(
+            "No progress for %.0f s while %s. The stacks of all threads:", silent, self._doing
+        )
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
