@@ -85,7 +85,7 @@ class EventFile:
         """Brings everything to the disk if it can, and closes the file."""
         self._at_exit()
 
-    def _write(self, event: Event) -> None:
+    def _write(self, event: Any) -> None:
         self._records.write(event.SerializeToString())
 
 
@@ -94,17 +94,17 @@ def _close(records: Any) -> None:
         records.close()
 
 
-def scalar(tag: str, value: float) -> SummaryProto:
+def scalar(tag: str, value: float) -> Any:
     """A point of a curve."""
     return protos.scalar(tag, value)
 
 
-def text(tag: str, value: str) -> SummaryProto:
+def text(tag: str, value: str) -> Any:
     """A text, which TensorBoard reads as Markdown."""
     return protos.text(tag, value)
 
 
-def histogram(tag: str, values: np.ndarray, bins: int = 30) -> SummaryProto | None:
+def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
     """A histogram of the finite values, None if there are none.
 
     Args:
@@ -117,7 +117,7 @@ def histogram(tag: str, values: np.ndarray, bins: int = 30) -> SummaryProto | No
     return protos.histogram(tag, finite, bins) if finite.size else None
 
 
-def images(tag: str, value: np.ndarray) -> SummaryProto:
+def images(tag: str, value: np.ndarray) -> Any:
     """One image per row, called `tag/0`, `tag/1` and so on, or `tag` where there is only one.
 
     Args:
@@ -137,7 +137,7 @@ def images(tag: str, value: np.ndarray) -> SummaryProto:
     return summary
 
 
-def audio(tag: str, value: np.ndarray, sample_rate: int) -> SummaryProto:
+def audio(tag: str, value: np.ndarray, sample_rate: int) -> Any:
     """One clip per row, named as images are.
 
     Args:
