@@ -44,8 +44,8 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
     position = 0
     while position < len(path):
         match = _STEP.match(path, position)
-        dotted = path[position] == "."
-        if match is None or (match["name"] is not None) != (dotted or position == 0):
+        dot = path[position] == "."
+        if match is None or dot != (match["name"] is not None and position > 0):
             raise UnknownFieldError(
                 f"{path!r} is not a path: cannot read {path[position:]!r}. "
                 "Write names with dots and indices in brackets, as model.layers[2].rate."

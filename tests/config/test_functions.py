@@ -1,0 +1,297 @@
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import attrs
+import jax.numpy as jnp
+import optax
+import pytest
+
+from weft.config import (
+    REQUIRED,
+    ClassConfigBase,
+    ConfigBase,
+    ConfigTypeError,
+    Configurable,
+    FunctionConfigBase,
+    InstantiableConfig,
+    InvalidConfigClassError,
+    InvalidConfigNameError,
+    InvalidConfigValueError,
+    RequiredFieldMissingError,
+    UnknownFieldError,
+    config_class,
+    config_for_class,
+    config_for_function,
+    maybe_instantiate,
+)
+
+
+def scale(x: float, by: float = 2.0, *, tags: list = ()):
+    return (x, by, tags)
+
+
+def gather(first, /, second=2, *args, key=0, **kwargs):
+    return (first, second, args, key, kwargs)
+
+
+class Schedule:
+    def __init__(self, peak: float, warmup: int = 10):
+        self.peak, self.warmup = peak, warmup
+
+
+class Layer(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: int = 1
+
+
+def test_fields_are_the_parameters():
+    cfg = config_for_function(scale)
+    assert isinstance(cfg, FunctionConfigBase)
+    assert dict(cfg.items()) == {"fn": scale, "x": REQUIRED, "by": 2.0, "tags": ()}
+    assert cfg.set(x=1.0, tags=["a"]).instantiate() == (1.0, 2.0, ["a"])
+
+
+def test_a_class():
+    cfg = config_for_class(Schedule)
+    assert isinstance(cfg, ClassConfigBase)
+    assert dict(cfg.items()) == {"klass": Schedule, "peak": REQUIRED, "warmup": 10}
+    made = cfg.set(peak=0.1).instantiate()
+    assert type(made) is Schedule
+    assert (made.peak, made.warmup) == (0.1, 10)
+    assert cfg.instantiate() is not cfg.instantiate()
+
+
+def test_optax():
+    params = {"w": jnp.ones(2)}
+    optimizer = config_for_function(optax.sgd).set(learning_rate=0.5).instantiate()
+    updates, _ = optimizer.update(params, optimizer.init(params))
+    assert updates["w"].tolist() == [-0.5, -0.5]
+
+
+def test_further_arguments_replace_fields():
+    assert config_for_function(scale).instantiate(x=1.0, by=3.0) == (1.0, 3.0, ())
+    assert config_for_function(gather).instantiate(first=1, other=4) == (1, 2, (), 0, {"other": 4})
+
+
+def test_every_kind_of_parameter():
+    cfg = config_for_function(gather)
+    assert cfg.keys() == ["args", "first", "fn", "key", "kwargs", "second"]
+    assert (cfg.args, cfg.kwargs) == ((), {})
+    assert cfg.set(first=1).instantiate() == (1, 2, (), 0, {})
+    cfg.set(args=(3, 4), kwargs={"z": 5}, key=6)
+    assert cfg.instantiate() == (1, 2, (3, 4), 6, {"z": 5})
+
+
+def test_a_missing_argument():
+    with pytest.raises(RequiredFieldMissingError) as error:
+        config_for_class(Schedule).instantiate()
+    assert "peak is still REQUIRED in config_for_class(Schedule), which was made at " in str(
+        error.value
+    )
+    assert "test_functions.py:" in str(error.value)
+
+
+def test_an_unknown_argument():
+    with pytest.raises(UnknownFieldError, match=r"'bye' in config_for_function\(scale\)\. Did you"):
+        config_for_function(scale).set(bye=1)
+
+
+def test_annotations_are_checked():
+    with pytest.raises(ConfigTypeError, match="declares float there, but got 'x'"):
+        config_for_function(scale).set(by="x")
+
+
+def test_configs_among_the_values_are_instantiated():
+    cfg = config_for_function(scale).set(
+        x=config_for_function(scale).set(x=1.0),
+        tags=[config_for_class(Schedule).set(peak=1.0), {"deep": (Layer.default_config(),)}],
+    )
+    x, by, tags = cfg.instantiate()
+    assert x == (1.0, 2.0, ())
+    assert by == 2.0
+    assert type(tags[0]) is Schedule
+    assert type(tags[1]["deep"][0]) is Layer
+    assert isinstance(cfg.tags[0], ClassConfigBase)  # the config itself has not changed
+
+
+def takes_configs(a: Layer.Config, b: InstantiableConfig | None = None, c: Any = None):
+    return a, b, c
+
+
+def test_what_is_declared_to_be_a_config_stays_one():
+    layer = Layer.default_config()
+    a, b, c = config_for_function(takes_configs).set(a=layer, b=layer, c=layer).instantiate()
+    assert a == layer
+    assert b == layer
+    assert type(c) is Layer
+
+
+def test_equal_by_value():
+    assert config_for_function(scale) == config_for_function(scale)
+    assert config_for_function(scale) != config_for_function(scale).set(by=3.0)
+    assert config_for_function(scale) != config_for_function(gather)
+    assert type(config_for_function(scale)) is type(config_for_function(gather))
+
+
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda c: c.clone(), lambda c: pickle.loads(pickle.dumps(c))]
+)
+def test_copies(copier):
+    cfg = config_for_function(scale).set(x=1.0, tags=[[1]])
+    result = copier(cfg)
+    assert result == cfg
+    result.tags[0].append(2)
+    assert cfg.tags == [[1]]
+    assert result.instantiate() == (1.0, 2.0, [[1, 2]])
+
+
+def collect(values=[]):  # noqa: B006 - the mutable default is what is tested
+    return values
+
+
+def test_mutable_defaults_are_copied():
+    cfg = config_for_function(collect)
+    cfg.values.append(1)
+    assert config_for_function(collect).values == []
+    assert collect() == []
+
+
+class Sentinel:
+    pass
+
+
+MISSING = Sentinel()
+
+
+def with_sentinel(x=MISSING):
+    return x is MISSING
+
+
+def test_a_sentinel_reaches_the_function_as_itself():
+    cfg = config_for_function(with_sentinel)
+    assert cfg.clone().instantiate()
+    assert not cfg.set(x=1).instantiate()
+
+
+def private(x, _depth=0):
+    return x, _depth
+
+
+def private_required(_x):
+    return _x
+
+
+def test_private_parameters():
+    assert config_for_function(private).set(x=1).instantiate() == (1, 0)
+    with pytest.raises(InvalidConfigNameError, match="'_x': fields are public"):
+        config_for_function(private_required)
+
+
+@dataclasses.dataclass
+class Spec:
+    name: str
+    sizes: list = dataclasses.field(default_factory=lambda: [1])
+
+
+@attrs.define
+class Pair:
+    left: int
+    right: list = attrs.field(factory=list)
+
+
+def test_default_factories():
+    cfg = config_for_class(Spec)
+    assert cfg.sizes == [1]
+    cfg.sizes.append(2)
+    assert cfg.set(name="a").instantiate() == Spec("a", [1, 2])
+    assert config_for_class(Pair).set(left=1).instantiate() == Pair(1, [])
+
+
+def test_any_callable_will_do():
+    class Adder:
+        def __call__(self, x: int, y: int = 1):
+            return x + y
+
+    assert config_for_function(Adder()).set(x=2).instantiate() == 3
+    assert config_for_function(lambda x=1: x).instantiate() == 1
+    assert config_for_function(dict.fromkeys).set(iterable=("a",)).instantiate() == {"a": None}
+
+
+def test_the_function_may_be_exchanged_for_one_of_the_same_parameters():
+    def double(x: float, by: float = 4.0, *, tags: list = ()):
+        return x * by
+
+    cfg = config_for_function(scale).set(x=3.0)
+    cfg.fn = double
+    assert cfg.instantiate() == 6.0
+    assert cfg.clone().instantiate() == 6.0
+    with pytest.raises(InvalidConfigValueError) as error:
+        cfg.fn = gather
+    assert "cannot be turned into a config of gather, which takes other parameters" in str(
+        error.value
+    )
+    assert "Make a new config of it: config_for_function(gather)" in str(error.value)
+
+
+def fn_parameter(fn):
+    return fn
+
+
+def keys_parameter(keys=()):
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("make", "error_type", "message"),
+    [
+        (lambda: config_for_function(3), InvalidConfigValueError, "takes a function, but got 3"),
+        (
+            lambda: config_for_function(config_for_function(scale)),
+            InvalidConfigValueError,
+            "takes a function, but got config_for_function",
+        ),
+        (lambda: config_for_class(scale), InvalidConfigValueError, "takes a class, but got <func"),
+        (lambda: config_for_class(Layer), InvalidConfigClassError, "Write Layer.default_config()"),
+        (
+            lambda: config_for_class(type),
+            InvalidConfigValueError,
+            "config_for_class cannot read the parameters of type",
+        ),
+        (
+            lambda: config_for_function(fn_parameter),
+            InvalidConfigNameError,
+            "fn_parameter has a parameter 'fn', but config_for_function keeps",
+        ),
+        (
+            lambda: config_for_function(keys_parameter),
+            InvalidConfigNameError,
+            "keys_parameter has a parameter 'keys', but every config has a method",
+        ),
+    ],
+)
+def test_what_has_no_config(make, error_type, message):
+    with pytest.raises(error_type) as error:
+        make()
+    assert message in str(error.value)
+
+
+def test_maybe_instantiate():
+    assert maybe_instantiate(3) == 3
+    assert maybe_instantiate(config_for_function(scale).set(x=1.0)) == (1.0, 2.0, ())
+    spec = Spec("a", [Layer.default_config()])
+    assert type(maybe_instantiate(spec).sizes[0]) is Layer
+    assert isinstance(spec.sizes[0], InstantiableConfig)
+    same = [1, {"a": (2,)}]
+    assert maybe_instantiate(same) is same
+
+
+def test_maybe_instantiate_leaves_plain_configs():
+    @config_class
+    class Data(ConfigBase):
+        x: int = 1
+
+    data = Data()
+    assert maybe_instantiate([data])[0] is data
