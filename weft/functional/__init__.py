@@ -5,6 +5,26 @@ computed in float32, and what comes out has the dtype of what went in.
 """
 
 from weft.functional.activation import ACTIVATIONS, ActivationFn, get_activation_fn
+from weft.functional.attention import (
+    attention_context,
+    attention_logits,
+    attention_probs,
+    cap_logits,
+    dot_product_attention,
+)
+from weft.functional.attention_mask import (
+    NEG_INF,
+    MaskFn,
+    and_masks,
+    bool_to_bias,
+    causal_mask,
+    evaluate_mask,
+    left_right_window_mask,
+    or_masks,
+    segment_mask,
+    sliding_window_causal_mask,
+    truncated_key_mask,
+)
 from weft.functional.conv import conv, conv_transpose
 from weft.functional.conv_shape import (
     NAMED_PADDINGS,
@@ -34,6 +54,19 @@ from weft.functional.embedding import (
     sinusoidal_positions,
 )
 from weft.functional.linear import dense, dense_general, project
+from weft.functional.loss import (
+    absolute_error,
+    binary_cross_entropy,
+    categorical_hinge_loss,
+    contrastive_logits,
+    contrastive_loss,
+    cross_entropy,
+    huber_error,
+    kl_divergence,
+    sigmoid_cross_entropy,
+    squared_error,
+    weighted_mean,
+)
 from weft.functional.norm import (
     batch_norm,
     group_norm,
@@ -43,6 +76,14 @@ from weft.functional.norm import (
     rms_norm,
 )
 from weft.functional.pooling import avg_pool, max_pool, min_pool
+from weft.functional.sampling import (
+    LogitsToLogitsFn,
+    chain,
+    sample_token,
+    scale_by,
+    top_k_logits,
+    top_p_logits,
+)
 from weft.functional.statistics import (
     compute_mean_square_with_segment_ids,
     moments,
@@ -59,6 +100,24 @@ __all__ = [
     "get_activation_fn",
     "ActivationFn",
     "ACTIVATIONS",
+    # attention
+    "dot_product_attention",
+    "attention_logits",
+    "cap_logits",
+    "attention_probs",
+    "attention_context",
+    # attention masks
+    "MaskFn",
+    "NEG_INF",
+    "causal_mask",
+    "sliding_window_causal_mask",
+    "left_right_window_mask",
+    "truncated_key_mask",
+    "and_masks",
+    "or_masks",
+    "evaluate_mask",
+    "segment_mask",
+    "bool_to_bias",
     # dropout
     "dropout",
     "get_dropout_mask",
@@ -101,4 +160,23 @@ __all__ = [
     "segment_mean",
     "compute_mean_square_with_segment_ids",
     "update_running_average",
+    # loss
+    "cross_entropy",
+    "binary_cross_entropy",
+    "sigmoid_cross_entropy",
+    "categorical_hinge_loss",
+    "squared_error",
+    "absolute_error",
+    "huber_error",
+    "kl_divergence",
+    "weighted_mean",
+    "contrastive_logits",
+    "contrastive_loss",
+    # sampling
+    "LogitsToLogitsFn",
+    "scale_by",
+    "top_k_logits",
+    "top_p_logits",
+    "chain",
+    "sample_token",
 ]

@@ -1,0 +1,207 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from weft.functional import (
+    absolute_error,
+    binary_cross_entropy,
+    categorical_hinge_loss,
+    contrastive_logits,
+    contrastive_loss,
+    cross_entropy,
+    huber_error,
+    kl_divergence,
+    sigmoid_cross_entropy,
+    squared_error,
+    weighted_mean,
+)
+
+RNG = np.random.default_rng(0)
+
+
+def array(*shape):
+    return jnp.array(RNG.normal(size=shape).astype(np.float32))
+
+
+def close(ours, expected):
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+LOGITS = array(2, 5, 7)
+LABELS = jnp.array([[0, 6, 3, -1, 2], [7, 1, 1, 4, -100]])
+LIVE = np.array([[1, 1, 1, 0, 1], [0, 1, 1, 1, 0]], bool)
+
+
+def test_cross_entropy_averages_over_the_labels_that_are_classes():
+    loss, aux = cross_entropy(LOGITS, LABELS)
+    expected = optax.softmax_cross_entropy_with_integer_labels(LOGITS[LIVE], LABELS[LIVE])
+    close(loss, expected.mean())
+    close(aux["total_loss"], loss)
+    close(aux["cross_entropy_loss"], loss)
+    assert aux["z_loss"] == 0
+    close(aux["per_target_loss"][LIVE], expected)
+    assert (aux["per_target_loss"][~LIVE] == 0).all()
+    assert aux["num_targets"] == 7
+    np.testing.assert_array_equal(aux["live_targets"], LIVE)
+
+
+def test_live_targets_are_weights():
+    weights = jnp.array([0.0, 0.5, 2.0])
+    loss, aux = cross_entropy(LOGITS[0, :3], LABELS[0, :3], live_targets=weights)
+    each = optax.softmax_cross_entropy_with_integer_labels(LOGITS[0, :3], LABELS[0, :3])
+    close(loss, (each * weights).sum() / 2.5)
+    assert aux["num_targets"] == 2.5
+
+
+def test_label_smoothing_spreads_over_all_classes():
+    logits, labels = LOGITS[LIVE], LABELS[LIVE]
+    smooth = optax.smooth_labels(jax.nn.one_hot(labels, 7), 0.2)
+    expected = optax.softmax_cross_entropy(logits, smooth)
+    close(cross_entropy(logits, labels, label_smoothing=0.2)[1]["per_target_loss"], expected)
+
+
+def test_soft_labels_take_the_place_of_labels():
+    soft = jax.nn.softmax(array(2, 5, 7))
+    loss, aux = cross_entropy(LOGITS, LABELS, soft_target_labels=soft)
+    expected = optax.softmax_cross_entropy(LOGITS[LIVE], soft[LIVE])
+    close(loss, expected.mean())
+    close(aux["per_target_loss"][LIVE], expected)
+
+
+def test_z_loss_is_the_squared_log_of_the_denominator():
+    logits, labels = LOGITS[LIVE], LABELS[LIVE]
+    loss, aux = cross_entropy(logits, labels, z_loss_scale=0.1)
+    z = 0.1 * jax.nn.logsumexp(logits, axis=-1) ** 2
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    close(loss, (each + z).mean())
+    close(aux["z_loss"], z.mean())
+    close(aux["cross_entropy_loss"], each.mean())
+    close(aux["per_target_loss"], each + z)
+
+
+def test_without_any_target_the_loss_and_its_gradient_are_zero():
+    labels = jnp.full((2, 5), -1)
+    loss, grad = jax.jit(
+        jax.value_and_grad(lambda x: cross_entropy(x, labels, z_loss_scale=1.0)[0])
+    )(LOGITS)
+    assert loss == 0
+    assert (grad == 0).all()
+
+
+def test_dead_targets_may_hold_anything():
+    logits = LOGITS.at[0, 3].set(jnp.nan)
+    loss, grad = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, LABELS)[0]))(logits)
+    close(loss, cross_entropy(LOGITS, LABELS)[0])
+    assert np.isfinite(grad[LIVE]).all()
+
+
+def test_gradient_of_cross_entropy_is_softmax_minus_target():
+    logits, labels = LOGITS[LIVE], LABELS[LIVE]
+    grad = jax.grad(lambda x: cross_entropy(x, labels)[0])(logits)
+    close(grad, (jax.nn.softmax(logits) - jax.nn.one_hot(labels, 7)) / 7)
+
+
+def test_extreme_logits_stay_finite():
+    logits = jnp.array([[1e30, -1e30], [-1e30, 1e30]])
+    value, grad = jax.jit(jax.value_and_grad(lambda x: cross_entropy(x, jnp.array([0, 1]))[0]))(
+        logits
+    )
+    assert value == 0
+    assert np.isfinite(grad).all()
+
+
+def test_losses_are_float32():
+    logits = LOGITS.astype(jnp.bfloat16)
+    loss, aux = cross_entropy(logits, LABELS)
+    assert loss.dtype == aux["per_target_loss"].dtype == jnp.float32
+    assert binary_cross_entropy(logits, target_labels=jnp.ones_like(logits))[0].dtype == jnp.float32
+    assert squared_error(logits, logits).dtype == jnp.float32
+
+
+def test_binary_cross_entropy_leaves_out_negative_labels():
+    logits, labels = array(6), jnp.array([0, 1, 1, -1, 0, -1])
+    loss, aux = binary_cross_entropy(logits, target_labels=labels)
+    live = labels >= 0
+    expected = optax.sigmoid_binary_cross_entropy(logits, labels)
+    close(loss, expected[live].mean())
+    close(aux["per_target_loss"], jnp.where(live, expected, 0))
+    assert aux["num_targets"] == 4
+
+
+def test_binary_cross_entropy_with_weights():
+    logits, labels = array(3), jnp.array([0, 1, 1])
+    weights = jnp.array([1.0, 0.0, 3.0])
+    loss, _ = binary_cross_entropy(logits, target_labels=labels, live_targets=weights)
+    expected = optax.sigmoid_binary_cross_entropy(logits, labels)
+    close(loss, (expected * weights).sum() / 4)
+
+
+def test_sigmoid_cross_entropy_of_probabilities():
+    logits, targets = array(8), jax.nn.sigmoid(array(8))
+    p = jax.nn.sigmoid(logits)
+    expected = -targets * jnp.log(p) - (1 - targets) * jnp.log(1 - p)
+    close(sigmoid_cross_entropy(logits, targets), expected)
+
+
+def test_categorical_hinge_loss():
+    logits, labels = np.array(array(9, 4)), RNG.integers(0, 4, 9)
+    expected = []
+    for row, label in zip(logits, labels, strict=True):
+        others = np.where(np.arange(4) == label, 0, row).max()
+        expected.append(max(0, others - row[label] + 1))
+    close(categorical_hinge_loss(jnp.array(logits), jax.nn.one_hot(labels, 4)), expected)
+
+
+def test_errors_of_regression():
+    preds, targets = array(10), array(10)
+    close(squared_error(preds, targets), (preds - targets) ** 2)
+    close(absolute_error(preds, targets), abs(preds - targets))
+    close(huber_error(preds, targets, delta=0.5), optax.huber_loss(preds, targets, delta=0.5))
+
+
+def test_huber_gradient_is_cut_off_at_delta():
+    grad = jax.vmap(jax.grad(lambda x: huber_error(x, jnp.float32(0), delta=2.0)))
+    close(grad(jnp.array([-9.0, -1.0, 0.0, 1.5, 9.0])), [-2, -1, 0, 1.5, 2])
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_kl_divergence(log):
+    p, q = jax.nn.softmax(array(3, 5)), jax.nn.softmax(array(3, 5))
+    ours = kl_divergence(jnp.log(q), jnp.log(p) if log else p, is_log_targets=log)
+    close(ours, np.sum(p * np.log(p / q), -1))
+
+
+def test_kl_divergence_of_an_impossible_class_has_a_finite_gradient():
+    p = jnp.array([1.0, 0.0])
+    grad = jax.grad(lambda x: kl_divergence(jax.nn.log_softmax(x), p))(jnp.zeros(2))
+    close(grad, [-0.5, 0.5])
+    assert np.isfinite(jax.grad(lambda p: kl_divergence(jnp.log(jnp.full(2, 0.5)), p))(p)).all()
+
+
+def test_weighted_mean():
+    x, w = array(3, 4), jnp.array([[1.0], [0.0], [2.0]])
+    mean, weight = weighted_mean(x, w)
+    close(mean, (x * w).sum() / 12)
+    assert weight == 12
+    mean, weight = weighted_mean(x)
+    close(mean, x.mean())
+    assert weight == 12
+    assert weighted_mean(jnp.array([jnp.nan, 2.0]), jnp.array([0, 1]))[0] == 2
+    assert weighted_mean(x, jnp.zeros((3, 4)))[0] == 0
+
+
+def test_contrastive_loss_finds_the_key_of_each_query():
+    x, y = array(3, 4), array(5, 4)
+    logits = contrastive_logits(x, y)
+    close(logits, x @ y.T)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits / 0.5, jnp.arange(3))
+    close(contrastive_loss(logits, temperature=0.5), expected.mean())
+    paddings = jnp.array([False, False, False, True, True])
+    alone = optax.softmax_cross_entropy_with_integer_labels(logits[:, :3], jnp.arange(3))
+    close(contrastive_loss(logits, key_paddings=paddings), alone.mean())
+    soft = jax.nn.softmax(array(3, 5))
+    close(
+        contrastive_loss(logits, soft_labels=soft), optax.softmax_cross_entropy(logits, soft).mean()
+    )

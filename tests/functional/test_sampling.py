@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentValueError
+from weft.functional import (
+    NEG_INF,
+    chain,
+    sample_token,
+    scale_by,
+    top_k_logits,
+    top_p_logits,
+)
+
+LOGITS = jnp.array(np.random.default_rng(0).normal(size=(4, 9)).astype(np.float32))
+
+
+def kept(logits):
+    return np.array(logits > NEG_INF / 2)
+
+
+def test_scale_by_divides_and_never_by_zero():
+    np.testing.assert_allclose(scale_by(2.0)(LOGITS), LOGITS / 2, rtol=1e-6)
+    np.testing.assert_allclose(scale_by(0.0)(LOGITS), LOGITS / 1e-4, rtol=1e-5)
+    each = jnp.array([1.0, 2.0, 4.0, 0.0])
+    np.testing.assert_allclose(
+        scale_by(each, min_temperature=0.5)(LOGITS),
+        LOGITS / np.array([[1], [2], [4], [0.5]]),
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("break_ties", ["all", "smallest_index"])
+@pytest.mark.parametrize("k", [1, 3, 9, 20])
+def test_top_k_keeps_the_largest(k, break_ties):
+    out = np.array(top_k_logits(k, break_ties=break_ties)(LOGITS))
+    expected = np.argsort(np.argsort(-np.array(LOGITS), -1), -1) < k
+    np.testing.assert_array_equal(kept(out), expected)
+    np.testing.assert_array_equal(out[expected], np.array(LOGITS)[expected])
+
+
+def test_ties_stay_all_or_by_index():
+    logits = jnp.array([1.0, 2.0, 2.0, 2.0, 0.0])
+    assert kept(top_k_logits(2)(logits)).tolist() == [False, True, True, True, False]
+    by_index = top_k_logits(2, break_ties="smallest_index")(logits)
+    assert kept(by_index).tolist() == [False, True, True, False, False]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 0.8, 0.99, 1.0])
+def test_top_p_keeps_the_fewest_that_reach_p(p):
+    out = top_p_logits(p)(LOGITS)
+    probs = np.array(jax.nn.softmax(LOGITS), np.float64)
+    for row, keeps in zip(probs, kept(out), strict=True):
+        if p == 1:
+            assert keeps.all()
+            continue
+        order = np.argsort(-row)
+        needed = int(np.searchsorted(np.cumsum(row[order]), p)) + 1
+        assert set(np.nonzero(keeps)[0]) == set(order[:needed])
+
+
+def test_top_p_may_differ_by_example():
+    out = top_p_logits(jnp.array([0.0, 1.0, 0.0, 1.0]))(LOGITS)
+    assert kept(out).sum(-1).tolist() == [1, 9, 1, 9]
+
+
+def test_chain_applies_from_left_to_right():
+    out = chain(top_k_logits(3), scale_by(2.0))(LOGITS)
+    np.testing.assert_array_equal(out, scale_by(2.0)(top_k_logits(3)(LOGITS)))
+    np.testing.assert_array_equal(chain()(LOGITS), LOGITS)
+
+
+@pytest.mark.parametrize("modify", [scale_by(0.5), top_k_logits(2), top_p_logits(0.5)])
+def test_modifiers_run_under_jit_and_keep_the_dtype(modify):
+    logits = LOGITS.astype(jnp.bfloat16)
+    out = jax.jit(modify)(logits)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, modify(logits))
+
+
+def test_samples_follow_the_softmax():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.2, 0.0]))
+    token, log_prob = sample_token(jnp.broadcast_to(logits, (20000, 4)), prng_key=jax.random.key(0))
+    np.testing.assert_allclose(
+        np.bincount(token, minlength=4) / 20000, [0.5, 0.3, 0.2, 0], atol=0.02
+    )
+    np.testing.assert_allclose(log_prob, logits[token], rtol=1e-5)
+
+
+def test_without_a_key_the_likeliest_token_is_taken():
+    token, log_prob = sample_token(LOGITS, prng_key=None)
+    np.testing.assert_array_equal(token, LOGITS.argmax(-1))
+    np.testing.assert_allclose(log_prob, jax.nn.log_softmax(LOGITS).max(-1), rtol=1e-5)
+
+
+def test_what_is_ruled_out_is_never_drawn():
+    keys = jax.random.split(jax.random.key(0), 200)
+    modify = top_k_logits(2)
+    tokens = jax.vmap(lambda key: sample_token(modify(LOGITS), prng_key=key)[0])(keys)
+    for row, allowed in enumerate(kept(modify(LOGITS))):
+        assert set(np.unique(tokens[:, row])) == set(np.nonzero(allowed)[0])
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ArgumentValueError, match="k=0 must be at least 1"):
+        top_k_logits(0)
+    with pytest.raises(ArgumentValueError, match="break_ties='first' must be"):
+        top_k_logits(1, break_ties="first")

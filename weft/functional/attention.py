@@ -1,0 +1,162 @@
+"""Dot-product attention, whole and in its three parts: logits, probabilities, context.
+
+Queries are `(batch, target, heads, dim)`, keys and values `(batch, source, kv_heads, dim)`. Where
+there are fewer heads of keys than of queries, `heads / kv_heads` consecutive query heads share one
+(Ainslie et al., 2023); keys and values are not repeated for it. Logits and probabilities are
+computed in float32. A step of decoding is the same with one query, and with the cache as keys.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Key
+
+from weft.errors import ArgumentShapeError
+from weft.functional.attention_mask import bool_to_bias
+from weft.functional.dropout import dropout
+
+
+def dot_product_attention(
+    query: Float[Array, "batch target heads dim"],
+    key: Float[Array, "batch source kv_heads dim"],
+    value: Float[Array, "batch source kv_heads value_dim"],
+    *,
+    bias: Float[Array, "#batch #heads #target #source"] | None = None,
+    mask: Bool[Array, "#batch #heads #target #source"] | None = None,
+    scale: float | None = None,
+    logit_cap: float | None = None,
+    logit_sink: Float[Array, " heads"] | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Key[Array, ""] | None = None,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "batch target heads value_dim"]:
+    """Returns `softmax(scale * query · key + bias) · value` (Vaswani et al., 2017).
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries.
+        value: what is averaged.
+        bias: added to the logits, broadcastable to `(batch, heads, target, source)`.
+        mask: True where a query may attend, likewise. A query that may attend to nothing gets the
+            average of all values.
+        scale: the factor of the logits; by default `1 / sqrt(dim)`.
+        logit_cap: the logits are squashed to ±`logit_cap` before bias and mask.
+        logit_sink: per head, the logit of something that has no value.
+        dropout_rate: of the probabilities.
+        dropout_key: draws what is dropped.
+        precision: of the multiplications, as in `jax.lax.dot_general`.
+
+    Returns:
+        The context of each query, in the dtype of the values.
+
+    Raises:
+        ArgumentShapeError: if query heads cannot be shared out evenly among those of the keys.
+
+    >>> x = jnp.ones((1, 3, 4, 2))
+    >>> dot_product_attention(x, x[:, :, :2], x[:, :, :2]).shape
+    (1, 3, 4, 2)
+    """
+    logits = attention_logits(query, key, precision=precision)
+    logits = logits * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if logit_cap is not None:
+        logits = cap_logits(logits, logit_cap)
+    if mask is not None:
+        bias = bool_to_bias(mask) if bias is None else bias + bool_to_bias(mask)
+    probs = attention_probs(logits, bias, logit_sink=logit_sink)
+    if dropout_rate:
+        probs = dropout(probs, rate=dropout_rate, prng_key=dropout_key)
+    return attention_context(probs, value, precision=precision)
+
+
+def attention_logits(
+    query: Float[Array, "batch target heads dim"],
+    key: Float[Array, "batch source kv_heads dim"],
+    *,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "batch heads target source"]:
+    """Returns the inner products of all queries and keys, in float32.
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+
+    Raises:
+        ArgumentShapeError: if query heads cannot be shared out evenly among those of the keys.
+    """
+    batch, target, heads, dim = query.shape
+    source, kv_heads = key.shape[1:3]
+    if heads % kv_heads:
+        raise ArgumentShapeError(
+            f"{heads} heads of queries (shape {query.shape}) cannot share {kv_heads} heads of keys "
+            f"(shape {key.shape}): the first must be a multiple of the second."
+        )
+    logits = jnp.einsum(
+        "btkgd,bskd->bkgts",
+        query.reshape(batch, target, kv_heads, heads // kv_heads, dim),
+        key,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return logits.reshape(batch, heads, target, source)
+
+
+def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
+    """Returns `cap * tanh(logits / cap)`, which stays within ±`cap` (Gemma Team, 2024).
+
+    >>> cap_logits(jnp.array([0.0, 1e6]), 50.0).tolist()
+    [0.0, 50.0]
+    """
+    return cap * jnp.tanh(logits / cap)
+
+
+def attention_probs(
+    logits: Float[Array, "batch heads target source"],
+    bias: Float[Array, "#batch #heads #target #source"] | None = None,
+    *,
+    logit_sink: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch heads target source"]:
+    """Returns the softmax of `logits + bias` over the source, in float32.
+
+    Args:
+        logits: of each query and key.
+        bias: added to the logits; none by default.
+        logit_sink: per head, a logit that takes part in the sum but has no probability of its
+            own, so that a head may attend to nothing (Xiao et al., 2024).
+
+    >>> attention_probs(jnp.zeros((1, 1, 1, 3)), logit_sink=jnp.zeros(1)).ravel().tolist()
+    [0.25, 0.25, 0.25]
+    """
+    logits = logits.astype(jnp.float32)
+    if bias is not None:
+        logits = logits + bias.astype(jnp.float32)
+    if logit_sink is None:
+        return jax.nn.softmax(logits, axis=-1)
+    sink = logit_sink.astype(jnp.float32)[:, None, None]
+    largest = lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(logits - largest)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest))
+
+
+def attention_context(
+    probs: Float[Array, "batch heads target source"],
+    value: Float[Array, "batch source kv_heads dim"],
+    *,
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "batch target heads dim"]:
+    """Returns the average of the values by the probabilities, in the dtype of the values.
+
+    Args:
+        probs: of each query and key.
+        value: what is averaged.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+    """
+    batch, heads, target, source = probs.shape
+    kv_heads, dim = value.shape[2:]
+    context = jnp.einsum(
+        "bkgts,bskd->btkgd",
+        probs.astype(value.dtype).reshape(batch, kv_heads, heads // kv_heads, target, source),
+        value,
+        precision=precision,
+    )
+    return context.reshape(batch, target, heads, dim)

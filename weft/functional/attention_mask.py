@@ -1,0 +1,146 @@
+"""Who attends to whom: masks as functions of positions, and biases made of masks.
+
+A mask function takes the positions of queries and of keys, which broadcast against each other, and
+says True where the query may attend to the key. It is as cheap for one step of decoding (one query,
+all keys) as for a whole sequence, and never needs a table of all pairs before the positions are
+known. A bias is added to the logits: 0 where the mask is True, `NEG_INF` elsewhere.
+"""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+# Finite, so that a row in which nothing may be attended to has a softmax and a gradient; so large
+# that a float32 logit disappears in it.
+NEG_INF = -1e15
+
+MaskFn = Callable[[Array, Array], Array]
+
+
+def causal_mask(
+    query_position: Int[Array, "*#shape"], key_position: Int[Array, "*#shape"]
+) -> Bool[Array, "*shape"]:
+    """Each position attends to itself and to what came before.
+
+    >>> causal_mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+    return query_position >= key_position
+
+
+def sliding_window_causal_mask(sliding_window_size: int) -> MaskFn:
+    """Each position attends to itself and to the `sliding_window_size` positions before it.
+
+    >>> mask = sliding_window_causal_mask(1)
+    >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+    return left_right_window_mask(sliding_window_size, 0)
+
+
+def left_right_window_mask(left_context: int | None, right_context: int | None) -> MaskFn:
+    """Each position attends to so many positions on its left and right, and to itself.
+
+    Args:
+        left_context: how many earlier positions; None is all.
+        right_context: how many later positions; None is all.
+
+    >>> mask = left_right_window_mask(0, 1)
+    >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
+    [[1, 1, 0], [0, 1, 1], [0, 0, 1]]
+    """
+
+    def mask(query_position, key_position):
+        distance = query_position - key_position
+        inside = jnp.ones(jnp.shape(distance), bool)
+        if left_context is not None:
+            inside &= distance <= left_context
+        if right_context is not None:
+            inside &= distance >= -right_context
+        return inside
+
+    return mask
+
+
+def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
+    """Every position attends to the first `valid_k_len` keys.
+
+    >>> truncated_key_mask(2)(jnp.arange(1)[:, None], jnp.arange(4)[None, :]).astype(int).tolist()
+    [[1, 1, 0, 0]]
+    """
+
+    def mask(query_position, key_position):
+        shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
+        return jnp.broadcast_to(key_position < valid_k_len, shape)
+
+    return mask
+
+
+def and_masks(*mask_fns: MaskFn) -> MaskFn:
+    """Returns the mask that is True where all of the given ones are.
+
+    >>> mask = and_masks(causal_mask, left_right_window_mask(1, None))
+    >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    """
+
+    def mask(query_position, key_position):
+        inside = mask_fns[0](query_position, key_position)
+        for fn in mask_fns[1:]:
+            inside = inside & fn(query_position, key_position)
+        return inside
+
+    return mask
+
+
+def or_masks(*mask_fns: MaskFn) -> MaskFn:
+    """Returns the mask that is True where one of the given ones is.
+
+    >>> prefix = lambda query, key: (key < 2) & (query >= 0)
+    >>> mask = or_masks(causal_mask, prefix)
+    >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
+    [[1, 1, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    def mask(query_position, key_position):
+        inside = mask_fns[0](query_position, key_position)
+        for fn in mask_fns[1:]:
+            inside = inside | fn(query_position, key_position)
+        return inside
+
+    return mask
+
+
+def evaluate_mask(
+    mask_fn: MaskFn,
+    query_positions: Int[Array, "#batch target"],
+    key_positions: Int[Array, "#batch source"],
+) -> Bool[Array, "batch 1 target source"]:
+    """Returns the mask of all pairs of positions, with an axis for the heads.
+
+    >>> evaluate_mask(causal_mask, jnp.array([[2], [0]]), jnp.arange(3)[None]).astype(int).tolist()
+    [[[[1, 1, 1]]], [[[1, 0, 0]]]]
+    """
+    return mask_fn(query_positions[:, None, :, None], key_positions[:, None, None, :])
+
+
+def segment_mask(
+    query_segments: Int[Array, "batch target"], key_segments: Int[Array, "batch source"]
+) -> Bool[Array, "batch 1 target source"]:
+    """Each position attends to those of its own segment.
+
+    >>> ids = jnp.array([[1, 1, 2]])
+    >>> segment_mask(ids, ids).astype(int).tolist()
+    [[[[1, 1, 0], [1, 1, 0], [0, 0, 1]]]]
+    """
+    return query_segments[:, None, :, None] == key_segments[:, None, None, :]
+
+
+def bool_to_bias(mask: Bool[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns 0 where the mask is True and `NEG_INF` elsewhere.
+
+    >>> (bool_to_bias(jnp.array([True, False])) < -1e14).tolist()
+    [False, True]
+    """
+    return jnp.where(mask, 0.0, NEG_INF).astype(jnp.float32)

@@ -1,0 +1,244 @@
+"""Losses of logits and targets, and means over what counts.
+
+Those with one number per example come apart: a function gives the numbers, `weighted_mean` their
+mean. `cross_entropy` and `binary_cross_entropy` do both, and return `(loss, aux)`, where `aux` is a
+dict with the loss of each target. Everything is computed in float32.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Num
+
+Aux = dict[str, Array]
+
+
+def cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    target_labels: Int[Array, "*batch"],
+    *,
+    live_targets: Num[Array, "*batch"] | None = None,
+    z_loss_scale: float = 0.0,
+    label_smoothing: float = 0.0,
+    soft_target_labels: Float[Array, "*batch classes"] | None = None,
+) -> tuple[Float[Array, ""], Aux]:
+    """Returns the mean negative log probability of the targets.
+
+    Args:
+        logits: of each class.
+        target_labels: the right class. A label outside `[0, classes)` does not count.
+        live_targets: the weight of each target; by default 1 where the label is a class, else 0.
+        z_loss_scale: the factor of the squared log of the softmax's denominator, which keeps logits
+            from drifting (Chowdhery et al., 2022).
+        label_smoothing: how much of each target is spread evenly over all classes (Szegedy et al.,
+            2016).
+        soft_target_labels: the probability of each class, instead of the labels, which then only
+            tell what counts by default. They are not smoothed.
+
+    Returns:
+        The loss, and a dict of the scalars `total_loss` (the loss once more), `cross_entropy_loss`
+        and `z_loss` (its two parts) and `num_targets` (the sum of the weights), and of the arrays
+        `per_target_loss` (with the z-loss, 0 where the weight is 0) and `live_targets`.
+
+    >>> logits = jnp.array([[0.0, 0.0], [5.0, 0.0]])
+    >>> loss, aux = cross_entropy(logits, jnp.array([1, -1]))
+    >>> aux["per_target_loss"].round(3).tolist(), aux["num_targets"].item()
+    ([0.693..., 0.0], 1.0)
+    """
+    logits = logits.astype(jnp.float32)
+    classes = logits.shape[-1]
+    if live_targets is None:
+        live_targets = (target_labels >= 0) & (target_labels < classes)
+    live = live_targets.astype(jnp.float32)
+    log_normalizer = jax.nn.logsumexp(logits, axis=-1)
+    if soft_target_labels is not None:
+        targets = soft_target_labels.astype(jnp.float32)
+        per_target = log_normalizer * targets.sum(-1) - jnp.sum(targets * logits, axis=-1)
+    else:
+        # A comparison and a sum, and no gather: it stays local where classes lie over devices.
+        hit = target_labels[..., None] == jnp.arange(classes)
+        expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
+        if label_smoothing:
+            expected += label_smoothing * (logits.mean(-1) - expected)
+        per_target = log_normalizer - expected
+    # Without the factor no square, which may overflow where the loss does not.
+    z_loss = z_loss_scale * jnp.square(log_normalizer) if z_loss_scale else jnp.zeros_like(live)
+    per_target_loss = jnp.where(live > 0, per_target + z_loss, 0)
+    loss, num_targets = weighted_mean(per_target_loss, live)
+    aux = {
+        "total_loss": loss,
+        "cross_entropy_loss": weighted_mean(per_target, live)[0],
+        "z_loss": weighted_mean(z_loss, live)[0],
+        "num_targets": num_targets,
+        "per_target_loss": per_target_loss * live,
+        "live_targets": live_targets,
+    }
+    return loss, aux
+
+
+def binary_cross_entropy(
+    logits: Float[Array, "*shape"],
+    *,
+    target_labels: Num[Array, "*shape"],
+    live_targets: Num[Array, "*shape"] | None = None,
+) -> tuple[Float[Array, ""], Aux]:
+    """Returns the mean of `sigmoid_cross_entropy`.
+
+    Args:
+        logits: of being true.
+        target_labels: 1 for true, 0 for false, or a probability between. A negative one does not
+            count.
+        live_targets: the weight of each target; by default 1 where the label is not negative.
+
+    Returns:
+        The loss, and a dict of the scalar `num_targets` and the arrays `per_target_loss` and
+        `live_targets`.
+
+    >>> loss, _ = binary_cross_entropy(jnp.zeros(2), target_labels=jnp.array([1, 0]))
+    >>> round(loss.item(), 3)
+    0.693
+    """
+    if live_targets is None:
+        live_targets = target_labels >= 0
+    live = live_targets.astype(jnp.float32)
+    per_target = jnp.where(live > 0, sigmoid_cross_entropy(logits, target_labels), 0)
+    loss, num_targets = weighted_mean(per_target, live)
+    return loss, {
+        "num_targets": num_targets,
+        "per_target_loss": per_target * live,
+        "live_targets": live_targets,
+    }
+
+
+def sigmoid_cross_entropy(
+    logits: Float[Array, "*shape"], targets: Num[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """Returns `-t * log(sigmoid(x)) - (1 - t) * log(1 - sigmoid(x))`, without overflow.
+
+    >>> sigmoid_cross_entropy(jnp.array([1000.0, 1000.0]), jnp.array([1, 0])).tolist()
+    [0.0, 1000.0]
+    """
+    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    return jax.nn.softplus(logits) - targets * logits
+
+
+def categorical_hinge_loss(
+    logits: Float[Array, "*batch classes"], targets: Num[Array, "*batch classes"]
+) -> Float[Array, "*batch"]:
+    """Returns by how much the right class fails to lead the best of the others by 1.
+
+    Args:
+        logits: of each class. The best of the others counts as at least 0, as in Keras.
+        targets: one-hot.
+
+    >>> logits = jnp.array([[2.0, 0.5], [0.0, 3.0]])
+    >>> categorical_hinge_loss(logits, jnp.array([[1, 0], [1, 0]])).tolist()
+    [0.0, 4.0]
+    """
+    logits, targets = logits.astype(jnp.float32), targets.astype(jnp.float32)
+    right = jnp.sum(targets * logits, axis=-1)
+    wrong = jnp.max((1 - targets) * logits, axis=-1)
+    return jax.nn.relu(wrong - right + 1)
+
+
+def squared_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]) -> Array:
+    """Returns `(preds - targets)²`."""
+    return jnp.square(preds.astype(jnp.float32) - targets.astype(jnp.float32))
+
+
+def absolute_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"]) -> Array:
+    """Returns `|preds - targets|`."""
+    return jnp.abs(preds.astype(jnp.float32) - targets.astype(jnp.float32))
+
+
+def huber_error(
+    preds: Float[Array, "*shape"], targets: Num[Array, "*shape"], *, delta: float = 1.0
+) -> Array:
+    """Returns half the squared error up to `delta`, and grows linearly from there (Huber, 1964).
+
+    >>> huber_error(jnp.array([0.5, 3.0]), jnp.zeros(2)).tolist()
+    [0.125, 2.5]
+    """
+    error = absolute_error(preds, targets)
+    inside = jnp.minimum(error, delta)
+    return 0.5 * jnp.square(inside) + delta * (error - inside)
+
+
+def kl_divergence(
+    log_predictions: Float[Array, "*batch classes"],
+    targets: Float[Array, "*batch classes"],
+    *,
+    is_log_targets: bool = False,
+) -> Float[Array, "*batch"]:
+    """Returns `Σ p log(p / q)` of targets `p` and predictions `q`; where `p` is 0, nothing.
+
+    Args:
+        log_predictions: `log q`.
+        targets: `p`, or `log p` with `is_log_targets`.
+        is_log_targets: what `targets` are.
+
+    >>> half = jnp.log(jnp.array([0.5, 0.5]))
+    >>> round(kl_divergence(half, jnp.array([1.0, 0.0])).item(), 3)
+    0.693
+    """
+    log_q, p = log_predictions.astype(jnp.float32), targets.astype(jnp.float32)
+    p, log_p = (jnp.exp(p), p) if is_log_targets else (p, jnp.log(jnp.where(p > 0, p, 1)))
+    return jnp.sum(jnp.where(p > 0, p * (log_p - log_q), 0), axis=-1)
+
+
+def weighted_mean(
+    values: Float[Array, "*shape"],
+    weights: Num[Array, "*#shape"] | None = None,
+    *,
+    eps: float = 1e-7,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns `sum(values * weights) / sum(weights)`, and the sum of the weights.
+
+    Args:
+        values: what to average.
+        weights: broadcastable to `values`; all 1 by default. Where a weight is 0, its value may be
+            anything.
+        eps: where the weights sum to less, the mean is 0.
+
+    >>> mean, weight = weighted_mean(jnp.array([1.0, 5.0]), jnp.array([3, 1]))
+    >>> mean.item(), weight.item()
+    (2.0, 4.0)
+    """
+    values = values.astype(jnp.float32)
+    if weights is None:
+        return jnp.mean(values), jnp.float32(values.size)
+    weights = jnp.broadcast_to(weights, values.shape).astype(jnp.float32)
+    total = jnp.sum(weights)
+    summed = jnp.sum(jnp.where(weights != 0, values, 0) * weights)
+    return jnp.where(total > eps, summed / jnp.maximum(total, eps), 0), total
+
+
+def contrastive_logits(
+    x: Float[Array, "x_batch dim"], y: Float[Array, "y_batch dim"]
+) -> Float[Array, "x_batch y_batch"]:
+    """Returns the inner product of each `x` with each `y`, in float32."""
+    return jnp.einsum("id,jd->ij", x, y, preferred_element_type=jnp.float32)
+
+
+def contrastive_loss(
+    logits: Float[Array, "queries keys"],
+    *,
+    temperature: float | Float[Array, ""] = 1.0,
+    key_paddings: Bool[Array, " keys"] | None = None,
+    soft_labels: Float[Array, "queries keys"] | None = None,
+) -> Float[Array, ""]:
+    """Returns the cross entropy of finding each query's key among all keys (Oord et al., 2018).
+
+    Args:
+        logits: of each query and key; the key of query `i` is key `i`.
+        temperature: the logits are divided by it.
+        key_paddings: True for keys that are none.
+        soft_labels: the probability of each key instead.
+
+    >>> round(contrastive_loss(jnp.zeros((2, 4))).item(), 3)
+    1.386
+    """
+    logits = logits.astype(jnp.float32) / temperature
+    if key_paddings is not None:
+        logits = jnp.where(key_paddings, jnp.finfo(jnp.float32).min, logits)
+    labels = jnp.arange(logits.shape[0])
+    return cross_entropy(logits, labels, soft_target_labels=soft_labels)[0]

@@ -1,0 +1,131 @@
+"""From logits to a next token: modifiers of logits, and the choice itself.
+
+A modifier is a function of logits `(*batch, vocab)` that returns logits of the same shape; what it
+rules out gets `NEG_INF`. `chain` makes one of several.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Key
+
+from weft.errors import ArgumentValueError
+from weft.functional.attention_mask import NEG_INF
+
+LogitsToLogitsFn = Callable[[Array], Array]
+
+
+def scale_by(
+    temperature: float | Float[Array, "*#batch"], *, min_temperature: float = 1e-4
+) -> LogitsToLogitsFn:
+    """Divides logits by a temperature: below 1 the likely becomes likelier.
+
+    Args:
+        temperature: one for all, or one for each example of the batch.
+        min_temperature: smaller ones count as this one, at which sampling is all but greedy.
+
+    >>> scale_by(0.5)(jnp.array([1.0, 2.0])).tolist()
+    [2.0, 4.0]
+    """
+
+    def modify(logits):
+        divisor = jnp.maximum(jnp.asarray(temperature, logits.dtype), min_temperature)
+        return logits / (divisor[..., None] if divisor.ndim else divisor)
+
+    return modify
+
+
+def top_k_logits(
+    k: int, *, break_ties: Literal["all", "smallest_index"] = "all"
+) -> LogitsToLogitsFn:
+    """Rules out all but the `k` largest logits.
+
+    Args:
+        k: how many stay, at least 1; all, if there are not more.
+        break_ties: whether all that equal the k-th stay, or of these those of the smallest index.
+
+    Raises:
+        ArgumentValueError: if `k` is less than 1, or `break_ties` is another word.
+
+    >>> (top_k_logits(2)(jnp.array([1.0, 3.0, 2.0])) > NEG_INF).tolist()
+    [False, True, True]
+    """
+    if k < 1:
+        raise ArgumentValueError(f"k={k} must be at least 1: something has to stay.")
+    if break_ties not in ("all", "smallest_index"):
+        raise ArgumentValueError(f"break_ties={break_ties!r} must be 'all' or 'smallest_index'.")
+
+    def modify(logits):
+        values, index = lax.top_k(logits, min(k, logits.shape[-1]))
+        if break_ties == "all":
+            return jnp.where(logits >= values[..., -1:], logits, NEG_INF)
+        kept = jnp.any(index[..., None] == jnp.arange(logits.shape[-1]), axis=-2)
+        return jnp.where(kept, logits, NEG_INF)
+
+    return modify
+
+
+def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
+    """Rules out all but the fewest tokens whose probabilities reach `p` (Holtzman et al., 2020).
+
+    What equals the last of them in probability stays too.
+
+    Args:
+        p: one for all, or one for each example of the batch; at 0 the likeliest stays, at 1 all.
+
+    >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
+    >>> (top_p_logits(0.7)(logits) > NEG_INF).tolist()
+    [True, True, False]
+    """
+
+    def modify(logits):
+        threshold = jnp.asarray(p, jnp.float32)
+        threshold = threshold[..., None] if threshold.ndim else threshold
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probs = jax.nn.softmax(ordered.astype(jnp.float32), axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        # The likeliest always stays. At 1 all do, although a rounded sum may reach 1 early.
+        stays = (before < threshold) | (threshold >= 1) | (jnp.arange(logits.shape[-1]) == 0)
+        last = jnp.sum(stays, axis=-1, keepdims=True) - 1
+        return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, NEG_INF)
+
+    return modify
+
+
+def chain(*fns: LogitsToLogitsFn) -> LogitsToLogitsFn:
+    """Returns the modifier that applies the given ones from left to right.
+
+    >>> chain(scale_by(0.5), lambda logits: logits + 1)(jnp.array([1.0])).tolist()
+    [3.0]
+    """
+
+    def modify(logits):
+        for fn in fns:
+            logits = fn(logits)
+        return logits
+
+    return modify
+
+
+def sample_token(
+    logits: Float[Array, "*batch vocab"], *, prng_key: Key[Array, ""] | None
+) -> tuple[Int[Array, "*batch"], Float[Array, "*batch"]]:
+    """Returns a token drawn from the softmax of the logits, and its log probability.
+
+    Args:
+        logits: of each token.
+        prng_key: draws it; without one the likeliest token is taken.
+
+    >>> token, log_prob = sample_token(jnp.log(jnp.array([0.25, 0.75])), prng_key=None)
+    >>> token.item(), round(jnp.exp(log_prob).item(), 2)
+    (1, 0.75)
+    """
+    if prng_key is None:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        token = jax.random.categorical(prng_key, logits, axis=-1)
+    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return token, jnp.take_along_axis(log_probs, token[..., None], axis=-1)[..., 0]
