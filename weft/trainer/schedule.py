@@ -1,0 +1,429 @@
+"""Schedules: scalars that depend on the training step, such as learning rates and decay rates.
+
+A schedule is a number, a function from a step to a number, or the config of something that makes
+such a function; `as_schedule_fn` turns every form into a function. The functions are pure and take
+the step as a number or a traced array.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from weft.config import InstantiableConfig, maybe_instantiate
+from weft.errors import ScheduleError
+from weft.typing import Tensor
+
+ScheduleFn = Callable[[Any], Any]  # from a step to a value, both numbers or scalar arrays
+Schedule = float | Tensor | ScheduleFn | InstantiableConfig
+
+
+def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
+    """The function from step to value that a schedule stands for.
+
+    Args:
+      s: a number, a function of the step, a config of either, or None for the constant 1.
+
+    Raises:
+      ScheduleError: if `s` is none of them.
+
+    >>> as_schedule_fn(0.1)(7)
+    0.1
+    """
+    made: Any = maybe_instantiate(s)
+    if made is None:
+        made = 1.0
+    if callable(made):
+        return made
+    if (
+        not isinstance(made, int | float | np.generic | np.ndarray | jax.Array)
+        or np.ndim(made) != 0
+    ):
+        raise ScheduleError(
+            "a schedule is a number, a function from step to number, or a config of one; got "
+            f"{made!r} of type {type(made).__name__}."
+        )
+    return lambda step: made
+
+
+def polynomial(
+    *,
+    begin_step: int = 0,
+    begin_value: float = 0,
+    end_step: int = 1,
+    end_value: float = 0,
+    power: float = 1,
+) -> ScheduleFn:
+    """Moves from `begin_value` to `end_value` along a polynomial, and is constant before and after.
+
+    Between the two steps the value is `begin_value + (end_value - begin_value) * t**power`, where t
+    grows from 0 to 1.
+
+    Args:
+      begin_step: the last step of `begin_value`.
+      begin_value: the value up to `begin_step`.
+      end_step: the first step of `end_value`.
+      end_value: the value from `end_step` on.
+      power: the exponent; 1 is a straight line.
+
+    Raises:
+      ScheduleError: if `begin_step >= end_step`.
+
+    >>> float(polynomial(begin_value=1, end_step=4, end_value=3)(2))
+    2.0
+    """
+    fraction = _fraction_between("polynomial", begin_step, end_step)
+
+    def fn(step):
+        return begin_value + (end_value - begin_value) * fraction(step) ** power
+
+    return fn
+
+
+def exponential(
+    *,
+    begin_step: int = 0,
+    begin_value: float = 0,
+    end_step: int = 1,
+    end_value: float = 0,
+) -> ScheduleFn:
+    """Moves from `begin_value` to `end_value` by a constant factor per step, constant around that.
+
+    Args:
+      begin_step: the last step of `begin_value`.
+      begin_value: the value up to `begin_step`; must be positive.
+      end_step: the first step of `end_value`.
+      end_value: the value from `end_step` on; must be positive.
+
+    Raises:
+      ScheduleError: if `begin_step >= end_step`, or if a value is not positive.
+
+    >>> round(float(exponential(begin_value=1, end_step=4, end_value=0.01)(2)), 6)
+    0.1
+    """
+    if begin_value <= 0 or end_value <= 0:
+        raise ScheduleError(
+            "exponential multiplies by a constant factor per step, so both values must be "
+            f"positive; got begin_value={begin_value} and end_value={end_value}."
+        )
+    fraction = _fraction_between("exponential", begin_step, end_step)
+    log_begin, log_end = math.log(begin_value), math.log(end_value)
+
+    def fn(step):
+        return jnp.exp(log_begin + (log_end - log_begin) * fraction(step))
+
+    return fn
+
+
+def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
+    if begin_step >= end_step:
+        raise ScheduleError(
+            f"{name} moves between two different steps; got begin_step={begin_step}, which is not "
+            f"below end_step={end_step}."
+        )
+    return lambda step: jnp.clip((step - begin_step) / (end_step - begin_step), 0.0, 1.0)
+
+
+def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
+    """`1 / sqrt(max(step, warmup_steps))`. Unlike its siblings it is itself a function of the step.
+
+    >>> float(inverse_sqrt(16, warmup_steps=4))
+    0.25
+    """
+    return jax.lax.rsqrt(jnp.maximum(step, warmup_steps).astype(jnp.float32))
+
+
+def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
+    """One schedule after another, each seeing the steps since its own beginning.
+
+    Args:
+      sub: the schedules, in order.
+      start_step: the first step of each schedule but the first, in order.
+
+    Raises:
+      ScheduleError: if the lengths do not fit or a start lies before the one before it.
+
+    >>> [float(stepwise([1.0, 0.5, 0.25], [10, 20])(step)) for step in (9, 10, 20)]
+    [1.0, 0.5, 0.25]
+    """
+    _check_boundaries("stepwise", "start_step", len(sub), start_step)
+    if list(start_step) != sorted(start_step):
+        raise ScheduleError(f"stepwise needs start_step in order; got {list(start_step)}.")
+    return optax.join_schedules([as_schedule_fn(s) for s in sub], list(start_step))
+
+
+def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
+    """`stepwise`, where it is said how long each schedule lasts.
+
+    Args:
+      segments: the schedules, in order.
+      segment_steps: the number of steps of each schedule but the last, which has no end.
+
+    Raises:
+      ScheduleError: if the lengths do not fit or a length is negative.
+
+    >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 1.0], segment_steps=[4])
+    >>> [float(warm(step)) for step in (0, 2, 4, 9)]
+    [0.0, 0.5, 1.0, 1.0]
+    """
+    _check_boundaries("segment_wise", "segment_steps", len(segments), segment_steps)
+    if any(steps < 0 for steps in segment_steps):
+        raise ScheduleError(
+            f"segment_wise needs lengths of at least 0; got segment_steps={list(segment_steps)}."
+        )
+    ends = [sum(segment_steps[: i + 1]) for i in range(len(segment_steps))]
+    return stepwise(segments, ends)
+
+
+def _check_boundaries(
+    name: str, argument: str, num_schedules: int, boundaries: Sequence[int]
+) -> None:
+    if num_schedules != len(boundaries) + 1:
+        raise ScheduleError(
+            f"{name} needs one entry of {argument} between each two schedules; got {num_schedules} "
+            f"schedules and {len(boundaries)} entries, expected {max(num_schedules - 1, 0)}."
+        )
+
+
+def adafactor(
+    scale: float = 1.0,
+    *,
+    warmup_steps: int = 10_000,
+    decay_power: float = -0.5,
+    step_offset: int = 0,
+) -> ScheduleFn:
+    """A linear warm-up, then `scale * step**decay_power`; the two meet at `warmup_steps`.
+
+    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power).
+
+    Args:
+      scale: factor of the whole schedule.
+      warmup_steps: where the two parts meet; at least 1.
+      decay_power: the exponent after the warm-up.
+      step_offset: added to the step: how far an earlier run already went.
+
+    Raises:
+      ScheduleError: if `warmup_steps < 1`.
+
+    >>> [round(float(adafactor(warmup_steps=4)(step)), 6) for step in (0, 2, 4, 16)]
+    [0.0, 0.25, 0.5, 0.25]
+    """
+    _check_positive("adafactor", warmup_steps)
+    peak = scale * warmup_steps**decay_power
+
+    def fn(step):
+        step = step + step_offset
+        decayed = scale * jnp.maximum(step, warmup_steps).astype(jnp.float32) ** decay_power
+        return jnp.where(step < warmup_steps, peak * step / warmup_steps, decayed)
+
+    return fn
+
+
+def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
+    """The decay of Adafactor's second moment: `1 - t**-c`, `t = max(step - step_offset, 0) + 1`.
+
+    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.2.
+
+    >>> round(float(adafactor_decay_rate(c=1.0)(3)), 6)
+    0.75
+    """
+
+    def fn(step):
+        return 1.0 - (jnp.maximum(step - step_offset, 0) + 1.0) ** -c
+
+    return fn
+
+
+def decay_bias_correction(decay: float) -> ScheduleFn:
+    """A decay that makes an exponential moving average unbiased without a division at the end.
+
+    The value is `decay * (1 - decay**(t-1)) / (1 - decay**t)` with `t = step + 1`: 0 at step 0,
+    `decay` in the limit.
+    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
+
+    >>> round(float(decay_bias_correction(0.5)(1)), 6)
+    0.333333
+    """
+
+    def fn(step):
+        t = step + 1.0
+        return decay * (1 - decay ** (t - 1)) / (1 - decay**t)
+
+    return fn
+
+
+def ema_schedule(
+    decay: float = 0.9999, *, warmup_steps: int = 1, step_offset: int = 0
+) -> ScheduleFn:
+    """The decay of a moving average that is the plain mean of all values during the warm-up.
+
+    With `t = max(step - step_offset, 0)` the value is `t / (t + 1)` while `t < warmup_steps`, then
+    `decay`.
+
+    Args:
+      decay: the decay after the warm-up.
+      warmup_steps: at least 1, so that the first average is the first value.
+      step_offset: the step at which the average begins.
+
+    Raises:
+      ScheduleError: if `warmup_steps < 1`.
+
+    >>> [round(float(ema_schedule(0.9, warmup_steps=3)(step)), 4) for step in range(4)]
+    [0.0, 0.5, 0.6667, 0.9]
+    """
+    _check_positive("ema_schedule", warmup_steps)
+
+    def fn(step):
+        t = jnp.maximum(step - step_offset, 0)
+        return jnp.where(t < warmup_steps, t / (t + 1), decay)
+
+    return fn
+
+
+def _check_positive(name: str, warmup_steps: int) -> None:
+    if warmup_steps < 1:
+        raise ScheduleError(f"{name} needs warmup_steps of at least 1; got {warmup_steps}.")
+
+
+def constant_with_linear_warmup(
+    peak_lr: float, *, warmup_steps: int = 500, begin_value: float = 0.0
+) -> ScheduleFn:
+    """A straight line from `begin_value` to `peak_lr` over `warmup_steps` (0: none), then constant.
+
+    >>> [float(constant_with_linear_warmup(1.0, warmup_steps=4)(step)) for step in (0, 1, 4, 100)]
+    [0.0, 0.25, 1.0, 1.0]
+    """
+    return _with_linear_warmup([peak_lr], [], warmup_steps, begin_value, peak_lr)
+
+
+def linear_schedule_with_warmup(
+    peak_lr: float,
+    *,
+    max_step: int,
+    warmup_steps: int,
+    begin_value: float = 0.0,
+    end_value: float = 0.0,
+) -> ScheduleFn:
+    """A straight line up to `peak_lr` over `warmup_steps` (0: none), then one down to `end_value`.
+
+    The second line ends at `max_step`.
+
+    Raises:
+      ScheduleError: if `max_step` is not above `warmup_steps`.
+
+    >>> schedule = linear_schedule_with_warmup(1.0, max_step=8, warmup_steps=4)
+    >>> [float(schedule(step)) for step in (2, 4, 6, 8)]
+    [0.5, 1.0, 0.5, 0.0]
+    """
+    decay_steps = _steps_between(
+        "linear_schedule_with_warmup", "warmup_steps", warmup_steps, max_step
+    )
+    decay = polynomial(begin_value=peak_lr, end_step=decay_steps, end_value=end_value)
+    return _with_linear_warmup([decay], [], warmup_steps, begin_value, peak_lr)
+
+
+def cosine_with_linear_warmup(
+    peak_lr: float,
+    *,
+    max_step: int,
+    warmup_steps: int = 500,
+    begin_value: float = 0.0,
+    alpha: float = 0.0,
+    decay_begin_step: int | None = None,
+) -> ScheduleFn:
+    """A straight line up to `peak_lr`, then half a cosine down to `alpha * peak_lr` at `max_step`.
+
+    Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
+
+    Args:
+      peak_lr: the largest value.
+      max_step: the step at which the cosine ends.
+      warmup_steps: length of the line; 0 for none.
+      begin_value: where the line begins.
+      alpha: the last value as a fraction of `peak_lr`.
+      decay_begin_step: where the cosine begins; `peak_lr` is kept between the warm-up and it. By
+        default, and if it lies within the warm-up, the end of the warm-up.
+
+    Raises:
+      ScheduleError: if `max_step` is not above the step at which the cosine begins.
+
+    >>> schedule = cosine_with_linear_warmup(1.0, max_step=8, warmup_steps=4, alpha=0.5)
+    >>> [round(float(schedule(step)), 4) for step in (2, 4, 6, 8)]
+    [0.5, 1.0, 0.75, 0.5]
+    """
+    begin = max(warmup_steps, decay_begin_step or 0)
+    decay_steps = _steps_between(
+        "cosine_with_linear_warmup", "the beginning of the decay", begin, max_step
+    )
+    decay = optax.cosine_decay_schedule(peak_lr, decay_steps, alpha)
+    if begin == warmup_steps:
+        return _with_linear_warmup([decay], [], warmup_steps, begin_value, peak_lr)
+    return _with_linear_warmup(
+        [peak_lr, decay], [begin - warmup_steps], warmup_steps, begin_value, peak_lr
+    )
+
+
+def warmup_stable_decay(
+    peak_lr: float,
+    *,
+    max_step: int,
+    decay_begin_step: int,
+    warmup_steps: int = 500,
+    begin_value: float = 0.0,
+    alpha: float = 0.0,
+) -> ScheduleFn:
+    """A straight line up to `peak_lr`, a long constant part, and a line down to `alpha * peak_lr`.
+
+    Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
+
+    Args:
+      peak_lr: the largest value.
+      max_step: the step at which the decay ends.
+      decay_begin_step: the step at which it begins; not before the end of the warm-up.
+      warmup_steps: length of the first line; 0 for none.
+      begin_value: where the first line begins.
+      alpha: the last value as a fraction of `peak_lr`.
+
+    Raises:
+      ScheduleError: if not `warmup_steps <= decay_begin_step < max_step`.
+
+    >>> schedule = warmup_stable_decay(1.0, max_step=10, decay_begin_step=8, warmup_steps=4)
+    >>> [float(schedule(step)) for step in (2, 4, 8, 9, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if decay_begin_step < warmup_steps:
+        raise ScheduleError(
+            "warmup_stable_decay needs decay_begin_step at or after the warm-up; got "
+            f"decay_begin_step={decay_begin_step} and warmup_steps={warmup_steps}."
+        )
+    decay_steps = _steps_between(
+        "warmup_stable_decay", "decay_begin_step", decay_begin_step, max_step
+    )
+    decay = polynomial(begin_value=peak_lr, end_step=decay_steps, end_value=alpha * peak_lr)
+    stable_steps = decay_begin_step - warmup_steps
+    return _with_linear_warmup([peak_lr, decay], [stable_steps], warmup_steps, begin_value, peak_lr)
+
+
+def _steps_between(name: str, what: str, begin: int, max_step: int) -> int:
+    if max_step <= begin:
+        raise ScheduleError(
+            f"{name} needs max_step above {what} ({begin}); got max_step={max_step}"
+        )
+    return max_step - begin
+
+
+def _with_linear_warmup(
+    segments: list[Schedule],
+    segment_steps: list[int],
+    warmup_steps: int,
+    begin_value: float,
+    peak_lr: float,
+) -> ScheduleFn:
+    if warmup_steps == 0:
+        return segment_wise(segments, segment_steps=segment_steps)
+    warmup = polynomial(begin_value=begin_value, end_step=warmup_steps, end_value=peak_lr)
+    return segment_wise([warmup, *segments], segment_steps=[warmup_steps, *segment_steps])
