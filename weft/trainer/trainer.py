@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class SpmdTrainer(Module):
             learner: updates the parameters.
             input: the training data.
             max_step: the number of steps.
+            seed: for the parameters and all steps of a new run, where `run` is given no key.
             mesh_shape: the number of devices along each axis of the mesh; one may be -1.
             mesh_axis_names: the names of the axes.
             mesh_rules: pairs of a regular expression for hardware and a mesh shape, see
@@ -93,6 +94,7 @@ class SpmdTrainer(Module):
         learner: Required[BaseLearner.Config] = REQUIRED
         input: Required[Input.Config] = REQUIRED
         max_step: int | float = math.inf
+        seed: int = 0
         mesh_shape: Required[MeshShape] = REQUIRED
         mesh_axis_names: Required[Sequence[str]] = REQUIRED
         mesh_rules: Sequence[tuple[str, MeshShape | None]] | None = None
@@ -203,6 +205,12 @@ class SpmdTrainer(Module):
         if self.input.config.partition_spec is not None or self.input.dispatcher is not None:
             return self.input.partition_spec
         return PartitionSpec(self.config.batch_axis_names)
+
+    def _check_batches(self) -> None:
+        """Lays out zeros in the place of a batch: whether it divides shows before any work."""
+        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.input.element_spec())
+        with self.mesh():
+            host_to_global_device_array(zeros, partition=self._batch_partition())
 
     def _open_batches(self) -> PrefetchingIterator:
         """The training batches on the devices, made ready ahead of the step."""
@@ -323,7 +331,7 @@ class SpmdTrainer(Module):
 
     def run(
         self,
-        prng_key: Tensor,
+        prng_key: Tensor | None = None,
         *,
         return_evaler_summaries: bool | set[str] | None = None,
         listener: RunListener | None = None,
@@ -341,10 +349,12 @@ class SpmdTrainer(Module):
             The summaries of those evalers by name, or None.
 
         Raises:
+            BatchShardingError: if the batches do not fit the mesh.
             RunDirError: if the directory belongs to another config.
             UndefinedLossException: if the loss becomes NaN or infinite.
         """
         cfg, listener = self.config, listener or RunListener()
+        self._check_batches()
         claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(GracefulStop())
@@ -359,11 +369,11 @@ class SpmdTrainer(Module):
 
             resumed_from = self.restore_checkpoint()
             if resumed_from is None:
-                self.init(prng_key)
+                self.init(jax.random.key(cfg.seed) if prng_key is None else prng_key)
             self.summary_writer.log_config(cfg, step=self._step)
             listener.on_start(self, resumed_from)
 
-            reason = "max_step"
+            reason, evaler_summaries = "max_step", {}
             for batch in self._until_max_step():
                 watchdog.report(f"running step {self._step + 1}")
                 outputs = self._run_step(batch, listener)
@@ -382,7 +392,12 @@ class SpmdTrainer(Module):
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or reason not in ("max_step", "input ended"):
                 return None
-            return self._run_evalers(None, listener, forced=return_evaler_summaries)
+            wanted = (
+                set(cfg.evalers) if return_evaler_summaries is True else return_evaler_summaries
+            )
+            missing = wanted - evaler_summaries.keys()
+            evaler_summaries |= self._run_evalers(None, listener, forced=missing)
+            return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
 
     def _until_max_step(self) -> Iterator[Any]:
         """The batches of the steps that are left; saves what was trained if one cannot be read."""
@@ -422,17 +437,16 @@ class SpmdTrainer(Module):
         self,
         train_summaries: dict[str, Any] | None,
         listener: RunListener,
-        forced: bool | set[str] = False,
+        forced: Collection[str] = (),
     ) -> dict[str, Any]:
         results = {}
         for name in self.config.evalers:
-            force = forced is True or (isinstance(forced, set) and name in forced)
             summaries = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
                 self._step,
                 prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
                 model_params=self.model_params_for_eval(),
                 train_summaries=train_summaries,
-                force_run=force,
+                force_run=name in forced,
             )
             if summaries is not None:
                 results[name] = summaries
