@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from weft import lifting
 from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
