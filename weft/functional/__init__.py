@@ -25,6 +25,12 @@ from weft.functional.attention_mask import (
     sliding_window_causal_mask,
     truncated_key_mask,
 )
+from weft.functional.attention_variants import (
+    per_dim_scale,
+    relative_to_absolute,
+    sigmoid_attention_probs,
+    xl_attention_logits,
+)
 from weft.functional.conv import conv, conv_transpose
 from weft.functional.conv_shape import (
     NAMED_PADDINGS,
@@ -50,9 +56,12 @@ from weft.functional.embedding import (
     apply_rotary,
     attend,
     lookup,
+    rotary_frequencies,
     rotary_sincos,
+    sincos,
     sinusoidal_positions,
 )
+from weft.functional.initializers import draw, fan_sizes
 from weft.functional.linear import dense, dense_general, project
 from weft.functional.loss import (
     absolute_error,
@@ -90,6 +99,7 @@ from weft.functional.statistics import (
     segment_mean,
     update_running_average,
 )
+from weft.functional.yarn import yarn_frequencies, yarn_magnitude
 
 __all__ = [
     # linear
@@ -106,6 +116,10 @@ __all__ = [
     "cap_logits",
     "attention_probs",
     "attention_context",
+    "sigmoid_attention_probs",
+    "per_dim_scale",
+    "relative_to_absolute",
+    "xl_attention_logits",
     # attention masks
     "MaskFn",
     "NEG_INF",
@@ -129,7 +143,11 @@ __all__ = [
     "attend",
     "sinusoidal_positions",
     "rotary_sincos",
+    "rotary_frequencies",
+    "sincos",
     "apply_rotary",
+    "yarn_frequencies",
+    "yarn_magnitude",
     "alibi_slopes",
     "alibi_bias",
     # convolution
@@ -160,6 +178,9 @@ __all__ = [
     "segment_mean",
     "compute_mean_square_with_segment_ids",
     "update_running_average",
+    # initializers (those of jax.nn.initializers too: weft.functional.initializers)
+    "draw",
+    "fan_sizes",
     # loss
     "cross_entropy",
     "binary_cross_entropy",

@@ -100,8 +100,27 @@ def rotary_sincos(
     >>> sin.shape, cos[0].tolist()
     ((2, 2), [1.0, 1.0])
     """
+    return sincos(positions, rotary_frequencies(dim, theta))
+
+
+def rotary_frequencies(dim: int, theta: float = 1e4) -> Float[Array, " half_dim"]:
+    """Returns `theta ** (-2 i / dim)`: by how much each pair of dimensions turns per position.
+
+    Args:
+        dim: of the vectors to rotate; even.
+        theta: the base.
+
+    Raises:
+        ArgumentValueError: if `dim` is odd.
+    """
     _require_even(dim)
-    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    return theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+def sincos(
+    positions: Num[Array, "*shape"], frequencies: Float[Array, " half_dim"]
+) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
+    """Returns sine and cosine of the angles `position * frequency`, in float32."""
     angles = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.sin(angles), jnp.cos(angles)
 

@@ -1,0 +1,82 @@
+"""Variants of attention's parts: sigmoid probabilities, learned scales, relative positions."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from weft.functional.attention import attention_logits
+
+
+def sigmoid_attention_probs(
+    logits: Float[Array, "batch heads target source"],
+    bias: Float[Array, "#batch #heads #target #source"] | None = None,
+) -> Float[Array, "batch heads target source"]:
+    """Returns the sigmoid of `logits + bias`, in float32 (Ramapuram et al., 2024).
+
+    Each key has a probability of its own; they do not add up to 1.
+
+    Args:
+        logits: of each query and key.
+        bias: added to the logits; none by default.
+
+    >>> sigmoid_attention_probs(jnp.zeros((1, 1, 1, 2))).ravel().tolist()
+    [0.5, 0.5]
+    """
+    logits = logits.astype(jnp.float32)
+    return jax.nn.sigmoid(logits if bias is None else logits + bias.astype(jnp.float32))
+
+
+def per_dim_scale(
+    x: Float[Array, "*batch dim"], param: Float[Array, " dim"]
+) -> Float[Array, "*batch dim"]:
+    """Scales each dimension by `softplus(param) / softplus(0)`: positive, and 1 where `param` is 0.
+
+    >>> per_dim_scale(jnp.ones(2), jnp.zeros(2)).tolist()
+    [1.0, 1.0]
+    """
+    return x * (jax.nn.softplus(param) / jax.nn.softplus(0.0)).astype(x.dtype)
+
+
+def relative_to_absolute(
+    x: Float[Array, "*batch length 2*length-1"],
+) -> Float[Array, "*batch length length"]:
+    """Turns the axis of a distance between positions into one of the position itself.
+
+    Args:
+        x: entry `(i, k)` belongs to query `i` and the key at `i + k - (length - 1)`.
+
+    Returns:
+        Shape `(*batch, length, length)`; entry `(i, j)` is that of query `i` and key `j`.
+
+    >>> relative_to_absolute(jnp.array([[-1, 0, 1], [-1, 0, 1]])).tolist()
+    [[0, 1], [-1, 0]]
+    """
+    length, distances = x.shape[-2:]
+    # Each row is one place further to the left than the row above it: with one entry more per row,
+    # all of them are evenly spaced in memory.
+    padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    flat = padded.reshape(*x.shape[:-2], length * (distances + 1))
+    skewed = flat[..., : length * distances].reshape(*x.shape[:-2], length, distances)
+    return skewed[..., length - 1 :]
+
+
+def xl_attention_logits(
+    query: Float[Array, "batch length heads dim"],
+    key: Float[Array, "batch length heads dim"],
+    relative_positions: Float[Array, "2*length-1 heads dim"],
+    u: Float[Array, "heads dim"],
+    v: Float[Array, "heads dim"],
+) -> Float[Array, "batch heads length length"]:
+    """Returns logits of content and relative position (Dai et al., 2019, section 3.3).
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries.
+        relative_positions: projected embeddings of `query position - key position`, from
+            `length - 1` down to `-(length - 1)`.
+        u: added to the query where it meets contents.
+        v: added to the query where it meets positions.
+    """
+    return attention_logits(query + u, key) + relative_to_absolute(
+        attention_logits(query + v, relative_positions[None])
+    )
