@@ -23,6 +23,7 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.errors import ParameterInitError
+from weft.functional.initializers import DISTRIBUTIONS, draw, fan_sizes
 from weft.typing import DType, Shape, Tensor
 
 __all__ = [
@@ -181,23 +182,6 @@ class GaussianInitializer(Initializer):
         return f"normal({self.config.mean or 0}, {self.config.std}^2)"
 
 
-# The standard deviation of a standard normal variable that is cut off at -2 and 2.
-_TRUNCATED_STD = 0.87962566103423978
-
-_DISTRIBUTIONS = ("uniform", "normal", "truncated_normal")
-
-
-def _draw(distribution: str, prng_key: Tensor, shape: Shape, dtype: DType, scale: float) -> Tensor:
-    """`scale` is the bound of the uniform distribution, the standard deviation of the others."""
-    scale = jnp.asarray(scale, dtype)  # pyright: ignore[reportAssignmentType]
-    if distribution == "uniform":
-        return jax.random.uniform(prng_key, shape, dtype, -1.0, 1.0) * scale
-    if distribution == "normal":
-        return jax.random.normal(prng_key, shape, dtype) * scale
-    drawn = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
-    return drawn * (scale / jnp.asarray(_TRUNCATED_STD, dtype))
-
-
 class WeightInitializer(Initializer):
     """Values of variance `scale / fan`, which keep the size of activations or gradients.
 
@@ -222,9 +206,9 @@ class WeightInitializer(Initializer):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        if cfg.distribution not in _DISTRIBUTIONS:
+        if cfg.distribution not in DISTRIBUTIONS:
             raise ParameterInitError(
-                f"distribution={cfg.distribution!r} is unknown; expected one of {_DISTRIBUTIONS}."
+                f"distribution={cfg.distribution!r} is unknown; expected one of {DISTRIBUTIONS}."
             )
         if cfg.fan not in (None, "fan_in", "fan_out", "fan_avg"):
             raise ParameterInitError(
@@ -233,7 +217,7 @@ class WeightInitializer(Initializer):
 
     def initialize(self, name, *, prng_key, shape, dtype, axes=None):
         scale = self._scale(name, shape, axes)
-        return _draw(self.config.distribution, prng_key, shape, dtype, scale)
+        return draw(prng_key, shape, dtype, distribution=self.config.distribution, scale=scale)
 
     def _scale(self, name: str | None, shape: Shape, axes: FanAxes | None) -> float:
         cfg = self.config
@@ -268,14 +252,13 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
         shape: of the weight.
         axes: which axes are what; the others count for both, as a convolution's window does.
     """
-    size = {
-        name: math.prod(shape[axis] for axis in axis_tuple)  # pyright: ignore[reportArgumentType]
-        for name, axis_tuple in axes.canonicalize()._asdict().items()
-    }
-    total = math.prod(shape)
-    window = total / max(1, size["in_axis"] * size["out_axis"] * size["batch_axis"])
-    fan_in, fan_out = size["in_axis"] * window, size["out_axis"] * window
-    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
+    canonical: Any = axes.canonicalize()
+    return fan_sizes(
+        shape,
+        in_axes=canonical.in_axis,
+        out_axes=canonical.out_axis,
+        batch_axes=canonical.batch_axis,
+    )
 
 
 class DefaultInitializer(Initializer):
@@ -392,7 +375,7 @@ def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
-        return _draw("truncated_normal", key, shape, dtype, stddev)
+        return draw(key, shape, dtype, distribution="truncated_normal", scale=stddev)
 
     return init
 
@@ -406,6 +389,6 @@ def uniform(scale: float = 1.0, dtype: DType = jnp.float32):
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
-        return _draw("uniform", key, shape, dtype, scale)
+        return draw(key, shape, dtype, distribution="uniform", scale=scale)
 
     return init

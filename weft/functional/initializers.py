@@ -1,0 +1,132 @@
+"""First values of parameters: how wide to draw them, and the draw.
+
+What `jax.nn.initializers` has already is re-exported; it makes functions `init(key, shape, dtype)`.
+`fan_sizes` and `draw` are the two halves of variance scaling, for those who know a weight's axes by
+another way than by their places at its end.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.nn.initializers import (
+    constant,
+    delta_orthogonal,
+    glorot_normal,
+    glorot_uniform,
+    he_normal,
+    he_uniform,
+    kaiming_normal,
+    kaiming_uniform,
+    lecun_normal,
+    lecun_uniform,
+    normal,
+    ones,
+    orthogonal,
+    truncated_normal,
+    uniform,
+    variance_scaling,
+    xavier_normal,
+    xavier_uniform,
+    zeros,
+)
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+from weft.errors import ArgumentValueError
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "constant",
+    "delta_orthogonal",
+    "draw",
+    "fan_sizes",
+    "glorot_normal",
+    "glorot_uniform",
+    "he_normal",
+    "he_uniform",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "lecun_normal",
+    "lecun_uniform",
+    "normal",
+    "ones",
+    "orthogonal",
+    "truncated_normal",
+    "uniform",
+    "variance_scaling",
+    "xavier_normal",
+    "xavier_uniform",
+    "zeros",
+]
+
+Distribution = Literal["uniform", "normal", "truncated_normal"]
+DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "normal", "truncated_normal")
+
+# The standard deviation of a standard normal variable that is cut off at -2 and 2.
+_TRUNCATED_STD = 0.87962566103423978
+
+
+def fan_sizes(
+    shape: Sequence[int],
+    *,
+    in_axes: Sequence[int],
+    out_axes: Sequence[int],
+    batch_axes: Sequence[int] = (),
+) -> dict[str, float]:
+    """Returns a weight's numbers of inputs and outputs, and their mean.
+
+    Axes that are none of the three are a receptive field, as a convolution's window: they count for
+    both.
+
+    Args:
+        shape: of the weight.
+        in_axes: the inputs.
+        out_axes: the outputs.
+        batch_axes: axes along which independent weights lie.
+
+    >>> fan_sizes((3, 3, 8, 16), in_axes=(2,), out_axes=(3,))
+    {'fan_in': 72.0, 'fan_out': 144.0, 'fan_avg': 108.0}
+    """
+    inputs, outputs, copies = (
+        math.prod(shape[axis] for axis in axes) for axes in (in_axes, out_axes, batch_axes)
+    )
+    window = math.prod(shape) / max(1, inputs * outputs * copies)
+    fan_in, fan_out = inputs * window, outputs * window
+    return {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}
+
+
+def draw(
+    prng_key: Key[Array, ""],
+    shape: Sequence[int],
+    dtype: DTypeLike = jnp.float32,
+    *,
+    distribution: Distribution,
+    scale: float,
+) -> Float[Array, "*shape"]:
+    """Returns random values of mean 0.
+
+    Args:
+        prng_key: draws them.
+        shape: of the values.
+        dtype: of the values.
+        distribution: `"truncated_normal"` is cut off at about 2.3 standard deviations: the normal
+            one's 2, widened so that the standard deviation is `scale` again.
+        scale: the bound of the uniform distribution, the standard deviation of the others.
+
+    Raises:
+        ArgumentValueError: if the distribution is unknown.
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise ArgumentValueError(
+            f"distribution={distribution!r} is unknown; expected one of {', '.join(DISTRIBUTIONS)}."
+        )
+    factor = jnp.asarray(scale, dtype)
+    if distribution == "uniform":
+        return jax.random.uniform(prng_key, shape, dtype, -1.0, 1.0) * factor
+    if distribution == "normal":
+        return jax.random.normal(prng_key, shape, dtype) * factor
+    drawn = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
+    return drawn * (factor / jnp.asarray(_TRUNCATED_STD, dtype))
