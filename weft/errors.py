@@ -111,6 +111,10 @@ class ChildConfigError(WeftError, TypeError):
     """A child was given as something that is not the config of a module."""
 
 
+class LayerConfigError(ConfigError, ValueError):
+    """Fields of a layer's config, each right by itself, do not fit together."""
+
+
 class ParameterSpecError(WeftError, ValueError):
     """A parameter's specification, its partitioning and its value do not fit together."""
 
@@ -267,3 +271,10 @@ class CheckpointStateError(CheckpointError, TypeError):
 
 class CheckpointPolicyError(CheckpointError, ValueError):
     """A save policy asks for something that the run does not have."""
+
+
+# The command line.
+
+
+class CommandLineError(WeftError, ValueError):
+    """The arguments of a command name something that is not there, or do not go together."""

@@ -1,0 +1,63 @@
+"""From what people write to a trainer config: a recipe's name, a file, a run's directory."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from weft.config import apply_overrides, from_text
+from weft.config.names import did_you_mean
+from weft.errors import CommandLineError, UnknownConfigError
+from weft.recipes import named_trainer_configs
+from weft.trainer.run_record import CONFIG_FILE
+
+
+def load_config(name: str, overrides: Iterable[str] = ()) -> Any:
+    """Makes the config that a name stands for.
+
+    Args:
+        name: A recipe; or the path of a file that holds the text of a config; or a run's directory.
+        overrides: Strings `path=value`.
+
+    Raises:
+        UnknownConfigError: if there is no such recipe, file or directory.
+        CommandLineError: if the directory is not that of a run, or the file cannot be read.
+        ConfigError: if the text is not that of a config, or an override does not fit.
+    """
+    recipes = named_trainer_configs()
+    if name in recipes:
+        config = recipes[name]()
+    elif Path(name).exists():
+        config = run_config(name) if Path(name).is_dir() else _read(Path(name))
+    elif "/" in name:
+        raise UnknownConfigError(f"there is no file or directory {name!r}, and no such recipe.")
+    else:
+        raise UnknownConfigError(f"unknown recipe {name!r}. {did_you_mean(name, recipes)}")
+    return apply_overrides(config, overrides, source="command line")
+
+
+def run_config(directory: str) -> Any:
+    """Reads the config of a run.
+
+    Args:
+        directory: The run's.
+
+    Raises:
+        CommandLineError: if it is not the directory of a run.
+        ConfigError: if its config cannot be read.
+    """
+    path = Path(directory, CONFIG_FILE)
+    if not path.is_file():
+        what = "has no run in it" if Path(directory).is_dir() else "is no directory"
+        raise CommandLineError(
+            f"{directory!r} {what}: there is no {path}. Name the directory of a run, "
+            "the value of `dir` that it was trained with."
+        )
+    return _read(path).set(dir=directory)
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandLineError(f"cannot read {str(path)!r}: {error}") from None
+    return from_text(text, source=str(path))

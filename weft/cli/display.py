@@ -1,0 +1,222 @@
+"""How a run looks while it runs: a live display on a terminal, lines of text elsewhere.
+
+Both are listeners of the trainer. What is said once (the model, evaluations, where it was saved) is
+a line in both; what changes with each step is redrawn in place on a terminal, and elsewhere a line
+every few seconds.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from weft.cli.meter import Meter, Reading, scalar
+from weft.trainer.progress import RunListener
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def make_display(console: Console, dir: str) -> "Display":
+    """The display that suits a console.
+
+    Args:
+        console: Where to write.
+        dir: The directory of the run, as the person wrote it.
+    """
+    live = console.is_terminal and not console.is_dumb_terminal
+    return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
+
+
+class Display(RunListener):
+    """What both displays share. Use it in a `with` block.
+
+    Attributes:
+        evals: For each evaler the step at which it ran last, and its scalars "loss" and
+            "bits_per_byte" as far as it has them.
+        resumed_from: The step of the checkpoint that the run went on from, or None.
+        ended: The last step and the reason, as of `RunListener.on_end`.
+        parameters: How many the model has.
+    """
+
+    def __init__(self, console: Console, dir: str):
+        self._console = console
+        self._dir = dir
+        self.evals: dict[str, tuple[int, dict[str, float]]] = {}
+        self.resumed_from: int | None = None
+        self.ended: tuple[int, str] | None = None
+        self.parameters = 0
+
+    def __enter__(self) -> "Display":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        """Prints a line that stays."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        self.resumed_from = resumed_from
+        self._max_step = trainer.config.max_step
+        self._meter = Meter(self._max_step)
+        leaves = jax.tree.leaves(trainer.trainer_state.model)
+        self.parameters = sum(leaf.size for leaf in leaves)
+        size = sum(leaf.nbytes for leaf in leaves)
+        self.say(f"model      {self.parameters:,} parameters, {bytes_text(size)}")
+        mesh = ", ".join(f"{n}={s}" for n, s in jax.sharding.get_abstract_mesh().shape.items())
+        devices = jax.devices()
+        self.say(f"devices    {len(devices)} × {devices[0].device_kind}, mesh {mesh}")
+        if resumed_from is None:
+            self.say(f"run        {self._dir}: a new run of {self._max_step:,} steps")
+        elif resumed_from >= self._max_step:
+            self.say(f"run        {self._dir}: finished at step {resumed_from:,} already")
+        else:
+            self.say(f"run        {self._dir}: resuming from step {resumed_from:,}")
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
+        reading = self._meter.on_step(step, outputs, batch)
+        if reading is not None:
+            self._show(reading)
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        found = {key: scalar(summaries, key) for key in ("loss", "bits_per_byte")}
+        values = {key: float(value) for key, value in found.items() if value is not None}
+        self.evals[name] = (step, values)
+        self.say(f"step {step:>7,}  {name}: {loss_text(values)}")
+        self._meter.pause()
+
+    def on_checkpoint(self, step: int) -> None:
+        self._meter.pause()
+
+    def on_end(self, step: int, reason: str) -> None:
+        self.ended = (step, reason)
+        reading = self._meter.last()
+        if reading is not None:
+            self._show(reading, last=True)
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        """Shows a reading; `last` for that of the last step."""
+        raise NotImplementedError
+
+
+class LineDisplay(Display):
+    """Lines of text: the first step, one every ten seconds, the last step."""
+
+    def __init__(self, console: Console, dir: str, clock: Callable[[], float] = time.monotonic):
+        super().__init__(console, dir)
+        self._clock = clock
+        self._next = -math.inf
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        if last or self._clock() >= self._next:
+            self._next = self._clock() + _SECONDS_BETWEEN_LINES
+            self.say("  ".join(reading_texts(reading)))
+
+
+class LiveDisplay(Display):
+    """A bar and a line of numbers, redrawn four times a second."""
+
+    def __init__(self, console: Console, dir: str):
+        super().__init__(console, dir)
+        self._reading: Reading | None = None
+        self._doing = "compiling the train step"
+        self._saved: int | None = None
+        self._live = Live(
+            console=console, get_renderable=self._render, refresh_per_second=4, transient=True
+        )
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        super().on_start(trainer, resumed_from)
+        self._live.start()
+
+    def on_checkpoint(self, step: int) -> None:
+        super().on_checkpoint(step)
+        self._saved = step
+
+    def on_end(self, step: int, reason: str) -> None:
+        super().on_end(step, reason)
+        self._doing = "evaluating"
+
+    def _show(self, reading: Reading, *, last: bool = False) -> None:
+        self._reading = reading
+        if last:
+            self.say("  ".join(reading_texts(reading)))
+
+    def _render(self) -> RenderableType:
+        reading = self._reading
+        if reading is None or self.ended:
+            return Text(f"{self._doing} …", style="dim")
+        total = None if math.isinf(self._max_step) else self._max_step
+        bar = ProgressBar(total=total, completed=reading.step, width=30)
+        line = Table.grid(padding=(0, 2))
+        line.add_row(bar, *(Text(text) for text in reading_texts(reading, self._max_step)))
+        notes = [f"{n} {loss_text(values)} (step {s:,})" for n, (s, values) in self.evals.items()]
+        if self._saved is not None:
+            notes.append(f"saved step {self._saved:,}")
+        return Group(line, Text(" · ".join(notes), style="dim"))
+
+
+def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
+    """What a reading says, in pieces.
+
+    >>> reading_texts(Reading(20, 2.5, 3.6, 12_345.6, 75.0), 100)
+    ['step 20/100', 'loss 2.500', '3.60 bits per byte', '12,346 tokens/s', '1:15 left']
+    """
+    of_all = "" if math.isinf(max_step) else f"/{int(max_step):,}"
+    texts = [f"step {reading.step:,}{of_all}", f"loss {reading.loss:.3f}"]
+    if reading.bits_per_byte is not None:
+        texts.append(f"{reading.bits_per_byte:.2f} bits per byte")
+    if reading.tokens_per_second is not None:
+        texts.append(f"{reading.tokens_per_second:,.0f} tokens/s")
+    if reading.seconds_left is not None:
+        texts.append(f"{duration_text(reading.seconds_left)} left")
+    return texts
+
+
+def loss_text(values: Mapping[str, float]) -> str:
+    """A loss as a person reads it.
+
+    >>> loss_text({"loss": 1.5, "bits_per_byte": 2.164})
+    'loss 1.500, 2.16 bits per byte'
+    """
+    texts = [f"loss {values['loss']:.3f}"] if "loss" in values else []
+    if "bits_per_byte" in values:
+        texts.append(f"{values['bits_per_byte']:.2f} bits per byte")
+    return ", ".join(texts) or "done"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as `m:ss`, or with hours.
+
+    >>> duration_text(75), duration_text(3_675)
+    ('1:15', '1:01:15')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def bytes_text(size: float) -> str:
+    """A number of bytes with a unit.
+
+    >>> bytes_text(999), bytes_text(12_300_000)
+    ('999 bytes', '12.3 MB')
+    """
+    if size < 1000:
+        return f"{size} bytes"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1000:.1f} TB"

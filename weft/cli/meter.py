@@ -1,0 +1,121 @@
+"""What a display shows of a step: values read late, so that no step waits for them.
+
+A step's loss is on a device, and reading it waits for the step. So a reading is taken two steps
+later, when the device has others to work on.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.summary import Summary
+
+_DELAY = 2
+_WINDOW = 50
+
+
+class Reading(NamedTuple):
+    """What is known of a step.
+
+    Attributes:
+        step: Which.
+        loss: Its loss, nats per token for a language model.
+        bits_per_byte: None if the model does not report them.
+        tokens_per_second: Over the last steps; None for data without tokens, or too early to tell.
+        seconds_left: Until the last step; None for a run without one, or too early to tell.
+    """
+
+    step: int
+    loss: float
+    bits_per_byte: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+
+class Meter:
+    """Takes readings of a run.
+
+    Args:
+        max_step: The last step; may be infinite.
+        clock: Seconds.
+    """
+
+    def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
+        self._max_step = max_step
+        self._clock = clock
+        self._waiting: deque[tuple[int, Any, Any]] = deque()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._first: tuple[int, float] | None = None
+        self._tokens_per_step = 0
+
+    def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
+        """Takes note of a step that was started.
+
+        Args:
+            step: Its number.
+            outputs: "loss" and "summaries".
+            batch: Its input.
+
+        Returns:
+            The reading of an earlier step, if there is one.
+        """
+        if isinstance(batch, Mapping) and "input_ids" in batch:
+            self._tokens_per_step = int(np.prod(np.shape(batch["input_ids"])))
+        bits = scalar(outputs.get("summaries", {}), "bits_per_byte")
+        self._waiting.append((step, outputs["loss"], bits))
+        return self._read() if len(self._waiting) > _DELAY else None
+
+    def last(self) -> Reading | None:
+        """Waits for the newest step and reads it; None if it was read already."""
+        reading = None
+        while self._waiting:
+            reading = self._read()
+        return reading
+
+    def pause(self) -> None:
+        """Says that something other than steps took time, such as evaluation."""
+        self._recent.clear()
+
+    def _read(self) -> Reading:
+        step, loss, bits = self._waiting.popleft()
+        loss, bits = float(loss), None if bits is None else float(bits)
+        now = self._clock()
+        self._recent.append((step, now))
+        self._first = self._first or (step, now)
+        return Reading(step, loss, bits, self._speed(), self._seconds_left(step, now))
+
+    def _speed(self) -> float | None:
+        (first, start), (last, end) = self._recent[0], self._recent[-1]
+        if not self._tokens_per_step or end <= start:
+            return None
+        return self._tokens_per_step * (last - first) / (end - start)
+
+    def _seconds_left(self, step: int, now: float) -> float | None:
+        """By the time that steps took so far, with the evaluations and savings between them."""
+        assert self._first is not None
+        first, start = self._first
+        if step <= first or math.isinf(self._max_step):
+            return None
+        return (now - start) / (step - first) * (self._max_step - step)
+
+
+def scalar(summaries: Any, name: str) -> Any:
+    """The summary of that name that lies least deep, None if there is none.
+
+    >>> scalar({"decoder": {"loss": 1.0}, "learner": {"x": {"loss": 2.0}}}, "loss")
+    1.0
+    """
+    level = [summaries]
+    while level:
+        for values in level:
+            if name in values:
+                value = values[name]
+                value = value.value() if isinstance(value, Summary) else value
+                return value.mean if isinstance(value, WeightedScalar) else value
+        level = [v for values in level for v in values.values() if isinstance(v, Mapping)]
+    return None

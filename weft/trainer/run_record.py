@@ -1,0 +1,241 @@
+"""What a run's directory says of the run: its config, its data, and where it was started.
+
+    config.txt    the config, as text that `weft.config.from_text` reads
+    run.json      the corpus and its hash, notes, and for each start: time, versions, devices
+
+A directory belongs to the config that it was first claimed with. What decides the bits of the
+result (model, learner, data, seed) has to be the same at each start; how long, where and how
+closely watched it runs may change.
+"""
+
+import ast
+import datetime
+import difflib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import weft
+from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
+from weft.errors import ConfigError, RunDirError
+
+CONFIG_FILE = "config.txt"
+RECORD_FILE = "run.json"
+CHECKPOINTS_DIR = "checkpoints"
+
+# What the parameters after a given step do not depend on.
+MAY_CHANGE = frozenset(
+    {
+        "name",
+        "dir",
+        "max_step",
+        "mesh_shape",
+        "mesh_axis_names",
+        "mesh_rules",
+        "batch_axis_names",
+        "evalers",
+        "checkpointer",
+        "summary_writer",
+        "log_every_n_steps",
+        "watchdog_timeout_seconds",
+        "crash_on_hang_timeout_seconds",
+        "start_trace_steps",
+        "n_steps_for_each_trace",
+        "start_trace_process_indices",
+        "context_manager",
+    }
+)
+
+
+def check_run_dir(cfg: Any) -> None:
+    """Checks that a run may use its directory, and changes nothing.
+
+    Args:
+        cfg: A trainer's config.
+
+    Raises:
+        RunDirError: if the directory cannot be written, or belongs to another config or other data.
+    """
+    directory = Path(cfg.dir)
+    _check_writable(directory)
+    if not (directory / CONFIG_FILE).exists():
+        if (directory / CHECKPOINTS_DIR).exists():
+            raise RunDirError(
+                f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
+                "Name another directory."
+            )
+        return
+    changes = _changes(directory / CONFIG_FILE, cfg)
+    if changes:
+        raise RunDirError(
+            f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
+            + "\n".join(f"  {change}" for change in changes)
+            + "\nName another directory, or set these fields as they were."
+        )
+    before, now = read_record(cfg.dir).get("corpora", {}), _corpora(cfg)
+    for path in before.keys() & now.keys():
+        if before[path]["sha256"] != now[path]["sha256"]:
+            raise RunDirError(
+                f"dir={cfg.dir!r} belongs to a run on other text: {path} was "
+                f"{_shown(before[path])} and is {_shown(now[path])}. Name another directory, or "
+                "bring the text back."
+            )
+
+
+def claim_run_dir(cfg: Any) -> None:
+    """Makes the directory of a run, and notes in it what is started and where.
+
+    Args:
+        cfg: A trainer's config.
+
+    Raises:
+        RunDirError: as of `check_run_dir`.
+    """
+    check_run_dir(cfg)
+    if jax.process_index():
+        return
+    directory = Path(cfg.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / CONFIG_FILE, to_text(cfg) + "\n")
+        record = read_record(cfg.dir)
+        starts = [*record.get("starts", []), environment()]
+        update_record(cfg.dir, corpora=_corpora(cfg), starts=starts)
+    except OSError as error:
+        raise _unwritable(directory, error) from error
+
+
+def read_record(directory: str) -> dict[str, Any]:
+    """What `run.json` holds; nothing if it is not there.
+
+    Args:
+        directory: The run's.
+
+    Raises:
+        RunDirError: if it cannot be read.
+    """
+    path = Path(directory, RECORD_FILE)
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise RunDirError(
+            f"{path} cannot be read: {error}. It only tells of the run; move it away to go on."
+        ) from error
+
+
+def update_record(directory: str, **values: Any) -> None:
+    """Sets entries of `run.json`.
+
+    Args:
+        directory: The run's.
+        **values: Plain JSON values.
+    """
+    text = json.dumps({**read_record(directory), **values}, indent=2)
+    write_whole(Path(directory, RECORD_FILE), text + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Where this process runs: versions, devices, time."""
+    devices = jax.devices()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "weft": weft.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(terse=True),
+        "devices": f"{len(devices)} × {devices[0].device_kind}",
+        "processes": jax.process_count(),
+    }
+
+
+def corpus_configs(cfg: ConfigBase) -> dict[str, Any]:
+    """The configs of the texts that a config reads: what stands in its fields named `corpus`.
+
+    Args:
+        cfg: The config of an input, or of anything that holds some.
+
+    Returns:
+        The configs by path.
+    """
+    found: dict[str, Any] = {}
+
+    def enter(path: str, value: Any, children: Any) -> Any:
+        if path.rpartition(".")[2] == "corpus" and hasattr(value, "instantiate"):
+            found[path] = value
+        return children
+
+    cfg.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def _corpora(cfg: Any) -> dict[str, Any]:
+    return {
+        f"input.{path}": maybe_instantiate(corpus).record()
+        for path, corpus in corpus_configs(cfg.input).items()
+    }
+
+
+def _shown(corpus: Mapping[str, Any]) -> str:
+    return f"{corpus['name']} with the SHA-256 {corpus['sha256'][:12]}…"
+
+
+def _changes(path: Path, cfg: Any) -> list[str]:
+    """What differs from the config in a file, in the fields that may not."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error}. Name another directory.") from error
+    try:
+        before = from_text(text, source=str(path))
+    except ConfigError:
+        # It holds what no text can, such as a lambda; two of its kind look the same in both.
+        return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
+    return [str(c) for c in diff(before, cfg) if re.split(r"[.\[]", c.path)[0] not in MAY_CHANGE]
+
+
+def _field_texts(text: str) -> dict[str, str]:
+    """The outermost fields of a config's text."""
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return {"config": text}
+    keywords = call.keywords if isinstance(call, ast.Call) else ()
+    return {str(k.arg): ast.get_source_segment(text, k.value) or "" for k in keywords}
+
+
+def _changed_lines(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
+    for name in sorted((before.keys() | after.keys()) - MAY_CHANGE):
+        lines = (before.get(name, "").splitlines(), after.get(name, "").splitlines())
+        for line in difflib.ndiff(*lines):
+            if line[0] in "+-":
+                yield f"{name}: {line}"
+
+
+def _check_writable(directory: Path) -> None:
+    paths = (directory, *directory.absolute().parents)
+    existing = next(path for path in paths if os.path.exists(path))
+    if not existing.is_dir():
+        raise _unwritable(directory, f"{existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _unwritable(directory, f"{existing} may not be written")
+
+
+def _unwritable(directory: Path, why: object) -> RunDirError:
+    return RunDirError(
+        f"dir={str(directory)!r} cannot be written: {why}. Name one that can, dir=runs/name."
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file at once: whoever reads it sees all of it, or what was there before."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
