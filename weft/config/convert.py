@@ -87,14 +87,13 @@ def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -
         (arm for arm in arms if arm is not RequiredFieldValue),
         key=lambda arm: (arm is str, arm is not type(None), _SCALAR_ORDER.get(arm, 9)),
     )
+    cause = None
     for arm in ranked:
         try:
-            value = convert(text, arm, read)
-        except NoConversion:
-            continue
-        if arm is str or not isinstance(value, str) or fits(value, arm):
-            return value
-    raise NoConversion
+            return convert(text, arm, read)
+        except NoConversion as error:
+            cause = error.cause or cause
+    raise NoConversion(cause)
 
 
 def _convert_undeclared(text: str, hint: Any, read: Callable[[str], Any], like: Any) -> Any:
@@ -163,7 +162,7 @@ _SCALARS: dict[Any, Callable[[str], Any]] = {
     complex: _to_complex,
     str: _to_str,
 }
-_SCALAR_ORDER = {bool: 1, int: 2, float: 3, complex: 4}
+_SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # so that 1 is a number
 _CONTAINERS: dict[Any, Callable[[list], Any]] = {
     tuple: tuple,
     collections.abc.Sequence: tuple,

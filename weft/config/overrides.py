@@ -83,8 +83,6 @@ def _apply(cfg: ConfigBase, override: str, allow: Sequence[str], origin: Origin)
         expected = error.cause or f"expected {_type_of(hint, like)}, but got {text!r}."
         raise kind(f"{override}: {expected}{_now(owner, steps)}") from None
     except ConfigError as error:
-        if isinstance(error, UnknownFieldError):
-            raise
         raise type(error)(f"{override}: {error}{_now(owner, steps)}") from None
     owner._origins[steps[0]] = origin
 

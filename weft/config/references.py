@@ -14,6 +14,7 @@ trusted with that: `numpy.load` may be named, not called.
 Whoever reads a text of their own adds packages with `allow`; they are trusted with both.
 """
 
+import enum
 import importlib
 import sys
 import types
@@ -28,7 +29,8 @@ from weft.errors import ConfigReferenceError
 NAMEABLE = ("weft", "jax", "optax", "numpy", "ml_dtypes")
 CALLABLE = ("weft", "optax", "jax.nn")
 # These start processes, read files or import modules by names that they are given.
-_NOT_CALLABLE = ("weft.config", "weft.cli", "weft.launch")
+_NOT_CALLABLE = ("weft.cli", "weft.config", "weft.interop", "weft.launch", "weft.serialization")
+_NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 _IMPORTABLE = (
     *("jax", "jax.lax", "jax.nn", "jax.nn.initializers", "jax.numpy", "jax.random"),
     *("jax.sharding", "ml_dtypes", "numpy", "optax"),
@@ -47,18 +49,25 @@ def reference_to(obj: Any) -> str | None:
     """
     module = getattr(obj, "__module__", None)
     name = getattr(obj, "__qualname__", None) or getattr(obj, "__name__", None)
-    if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
+    if not callable(obj) or not isinstance(module, str):
         return None
-    if _BUILTINS.get(name) is obj:
-        return name
-    if not _is_private(module) and _find(module, name.split(".")) is obj:
-        return f"{module}.{name}"
+    if isinstance(name, str):
+        if "<" in name:
+            return None
+        if _BUILTINS.get(name) is obj:
+            return name
+        if not _is_private(module) and _find(module, name.split(".")) is obj:
+            return f"{module}.{name}"
     # Many libraries define things in private modules and export them from public ones.
     package = module.partition(".")[0]
     for public in sorted(_loaded_modules(package), key=lambda n: (n.count("."), n)):
         for namespace in _namespaces(public):
-            if _find(public, [*namespace, name]) is obj:
-                return ".".join([public, *namespace, name])
+            # What is not a class or function but an object of its own has no name to look for.
+            members = vars(_find(public, namespace))
+            candidates = [name] if name else [n for n, x in members.items() if x is obj]
+            for candidate in candidates:
+                if _find(public, [*namespace, candidate]) is obj:
+                    return ".".join([public, *namespace, candidate])
     return None
 
 
@@ -91,7 +100,9 @@ def _find(module: str, names: Sequence[str]) -> Any:
     """Looks names up in a loaded module, running no code: no properties, no `__getattr__`."""
     found: Any = sys.modules.get(module, _ABSENT)
     for name in names:
-        if isinstance(found, type):
+        if isinstance(found, enum.EnumMeta) and name in found.__members__:
+            found = found.__members__[name]
+        elif isinstance(found, type):
             found = next((vars(c)[name] for c in found.__mro__ if name in vars(c)), _ABSENT)
             found = found.__func__ if isinstance(found, staticmethod) else found
         elif isinstance(found, types.ModuleType | types.SimpleNamespace):
@@ -133,8 +144,7 @@ def resolve_reference(name: str, *, allow: Sequence[str] = (), call: bool = Fals
             f"a text may not speak of {name!r}: it is neither configurable nor in a trusted "
             f"package. If you trust the text, pass allow=({name.rpartition('.')[0]!r},)."
         )
-    callable_by_texts = _within(name, CALLABLE) and not _within(name, _NOT_CALLABLE)
-    if call and not (callable_by_texts or _within(name, allow)):
+    if call and not (_within(name, allow) or _is_harmless(found, name)):
         raise ConfigReferenceError(
             f"a text may not have {name!r} called with arguments that it chooses. "
             f"If you trust the text, pass allow=({name!r},)."
@@ -156,20 +166,30 @@ def _split(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
 
 def _import(module: str, allow: Sequence[str]) -> bool:
     listed = module in _IMPORTABLE or (
-        _within(module, ("weft", *allow)) and not _within(module, _NOT_CALLABLE)
+        _within(module, ("weft", *allow)) and not _within(module, _NOT_IMPORTABLE)
     )
     if not listed or _is_private(module):
         return False
     try:
         importlib.import_module(module)
-    except ModuleNotFoundError:
-        return False
+    except ImportError as error:
+        if error.name is not None and _within(module, (error.name,)):
+            return False  # there is no such module
+        raise ConfigReferenceError(f"{module} cannot be imported: {error}.") from None
     return True
 
 
 def _is_configurable(found: Any) -> bool:
     # A Configurable, or a config class: what it does was written to be configured.
     return isinstance(found, type) and issubclass(found, ConfigNode | Configurable)
+
+
+def _is_harmless(found: Any, name: str) -> bool:
+    """Whether a call does nothing but compute, judged by its name and by where it is defined."""
+    defined = str(getattr(found, "__module__", ""))
+    return _within(name, CALLABLE) and not any(
+        _within(where, _NOT_CALLABLE) for where in (name, defined)
+    )
 
 
 def _is_at_home(found: Any, name: str) -> bool:

@@ -82,7 +82,7 @@ class _Writer:
             opening, closing = "[]" if type(value) is list else "()"
             items = [("", child, None) for child in value]
             return self._block(opening, items, closing, indent)
-        if record_fields(value) is not None:
+        if record_fields(value) is not None and not (callable(value) and self._name(value)):
             name = self._name(type(value)) or unreadable(type(value))
             fields = [(f"{suffix[1:]}=", child, None) for suffix, child in parts(value) or ()]
             return self._block(f"{name}(", fields, ")", indent)
