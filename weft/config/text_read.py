@@ -108,10 +108,15 @@ class _Reader:
         return self._hashed(node, lambda: kind(self.read(child) for child in node.elts))
 
     def _dict(self, node: ast.Dict) -> dict:
-        if None in node.keys:
-            raise self._error(node, "a config has no ** in a dict")
-        pairs = [(self.read(k), self.read(v)) for k, v in zip(node.keys, node.values, strict=True)]  # type: ignore[arg-type]
-        return self._hashed(node, lambda: dict(pairs))
+        pairs = []
+        for key, value in zip(node.keys, node.values, strict=True):
+            if key is None:
+                raise self._error(node, "a config has no ** in a dict")
+            pairs.append((self.read(key), self.read(value)))
+        result = self._hashed(node, lambda: dict(pairs))
+        if len(result) < len(pairs):
+            raise self._error(node, "a key is given twice")
+        return result
 
     def _hashed(self, node: ast.expr, make: Callable[[], Any]) -> Any:
         try:
@@ -187,7 +192,10 @@ class _Reader:
     def _named(self, node: ast.Call) -> list[tuple[str, ast.expr]]:
         if any(keyword.arg is None for keyword in node.keywords):
             raise self._error(node, "a config has no **")
-        return [(keyword.arg, keyword.value) for keyword in node.keywords]  # type: ignore[misc]
+        pairs: Any = [(keyword.arg, keyword.value) for keyword in node.keywords]
+        if len(dict(pairs)) < len(pairs):
+            raise self._error(node, "a field is given twice")
+        return pairs
 
     def _record(self, node: ast.Call, cls: Any, name: str) -> Any:
         fields: list[str] = []

@@ -1,0 +1,246 @@
+import collections
+import dataclasses
+import enum
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    Configurable,
+    Origin,
+    Required,
+    apply_overrides,
+    config_class,
+    config_for_class,
+    config_for_function,
+    from_text,
+    to_text,
+)
+from weft.config.text_write import value_text
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    size: int = 1
+
+
+class Leaf(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        rate: float = 0.1
+        act: Any = jax.nn.gelu
+
+
+class Twin(Leaf):
+    pass
+
+
+class Tree(Configurable):
+    @config_class
+    class Config(Configurable.Config):
+        dim: Required[int] = REQUIRED
+        leaf: Leaf.Config = Leaf.default_config()
+        many: list = []
+        value: Any = None
+
+
+@config_class
+class Data(ConfigBase):
+    x: Any = None
+
+
+class Foreign:
+    def __init__(self, x: int = 1):
+        self.x = x
+
+
+M = __name__
+
+
+def test_it_reads_like_the_expression_that_makes_it():
+    cfg = Tree.default_config().set(many=[Twin.default_config(), (1, "a")], dim=3)
+    assert (
+        to_text(cfg)
+        == f"""\
+{M}.Tree.Config(
+    dim=3,
+    leaf={M}.Leaf.Config(
+        act=jax.nn.gelu,
+        rate=0.1,
+    ),
+    many=[
+        {M}.Twin.Config(
+            act=jax.nn.gelu,
+            rate=0.1,
+        ),
+        (1, 'a'),
+    ],
+    value=None,
+)"""
+    )
+
+
+def test_defaults_may_be_left_out():
+    cfg = Tree.default_config().set(dim=3)
+    cfg.leaf.rate = 0.5
+    assert (
+        to_text(cfg, omit_defaults=True)
+        == f"""\
+{M}.Tree.Config(
+    dim=3,
+    leaf={M}.Leaf.Config(
+        rate=0.5,
+    ),
+)"""
+    )
+    assert to_text(Leaf.default_config(), omit_defaults=True) == f"{M}.Leaf.Config()"
+
+
+def test_configs_of_functions_and_classes():
+    assert to_text(config_for_function(optax.sgd).set(learning_rate=0.1), True) == (
+        "config_for_function(optax.sgd)(\n    learning_rate=0.1,\n)"
+    )
+    assert to_text(config_for_class(Foreign)) == f"config_for_class({M}.Foreign)(\n    x=1,\n)"
+
+
+def test_the_class_is_written_where_the_head_does_not_tell():
+    cfg = Tree.default_config().set(klass=Leaf)
+    assert to_text(cfg, True) == f"{M}.Tree.Config(\n    klass={M}.Leaf,\n)"
+    assert from_text(to_text(cfg)) == cfg
+
+
+VALUES = [
+    (None, "None"),
+    (True, "True"),
+    (-3, "-3"),
+    (3e-4, "0.0003"),
+    (math.inf, "inf"),
+    (-math.inf, "-inf"),
+    (math.nan, "nan"),
+    (complex(1, -2), "complex(1.0, -2.0)"),
+    ("it's\n", '"it\'s\\n"'),
+    (b"x", "b'x'"),
+    (REQUIRED, "REQUIRED"),
+    (Colour.RED, f"{M}.Colour.RED"),
+    ([], "[]"),
+    ((), "()"),
+    ((1,), "(1,)"),
+    ({}, "{}"),
+    ({"a": [1], 2: None}, "{'a': [1], 2: None}"),
+    ({2, 1}, "{1, 2}"),
+    (set(), "set()"),
+    (frozenset({1}), "frozenset({1})"),
+    (frozenset(), "frozenset()"),
+    (Point(1), f"{M}.Point(x=1, y=None)"),
+    (Spec(2), f"{M}.Spec(size=2)"),
+    (int, "int"),
+    (Foreign, f"{M}.Foreign"),
+    (jax.nn.relu, "jax.nn.relu"),
+    (jax.checkpoint_policies.dots_saveable, "jax.checkpoint_policies.dots_saveable"),
+    (functools.partial(jax.nn.gelu, approximate=False), None),
+    (np.dtype("float32"), "numpy.dtype('float32')"),
+    (np.dtype("bfloat16"), "numpy.dtype('bfloat16')"),
+    (np.dtype(">f4"), "numpy.dtype('>f4')"),
+    (np.dtype("U3"), "numpy.dtype('<U3')"),
+    (np.float32(0.5), "numpy.float32(0.5)"),
+    (np.int8(-3), "numpy.int8(-3)"),
+    (np.float64("inf"), "numpy.float64(inf)"),
+    (np.bool_(True), "numpy.bool(True)"),
+    (ml_dtypes.bfloat16(1.5), "ml_dtypes.bfloat16(1.5)"),
+    (jnp.bfloat16, "jax.numpy.bfloat16"),
+    (jax.sharding.PartitionSpec(), "jax.sharding.PartitionSpec()"),
+    (
+        jax.sharding.PartitionSpec("data", None, ("a", "b")),
+        "jax.sharding.PartitionSpec('data', None, ('a', 'b'))",
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), VALUES, ids=lambda v: str(v)[:40])
+def test_values(value, text):
+    cfg = Data(x=value)
+    assert text is None or to_text(cfg) == f"{M}.Data(\n    x={text},\n)"
+    assert from_text(to_text(cfg), allow=(M,)) == cfg
+    again = from_text(to_text(cfg), allow=(M,)).x
+    assert type(again) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (lambda: 1, "<lambda>"),
+        (object(), "an object of type builtins.object"),
+        (np.arange(3), "an object of type numpy.ndarray"),
+        (np.dtype([("a", "f4")]), "an object of type"),
+        (collections.OrderedDict(), "an object of type collections.OrderedDict"),
+        (jax.sharding.PartitionSpec(jax.sharding.PartitionSpec.UNCONSTRAINED), "an object of"),
+        (np.datetime64("2020-01-01"), "an object of type numpy.datetime64"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_what_has_no_text_is_marked(value, name):
+    text = to_text(Data(x=value))
+    assert text.startswith(f"{M}.Data(\n    x=unreadable(")
+    assert name in text
+    assert " at 0x" not in text  # the same config gives the same text
+
+
+def test_a_local_class_is_marked():
+    class Local(Configurable):
+        pass
+
+    assert to_text(Local.default_config()).startswith("unreadable('")
+
+
+def test_text_is_stable():
+    a = Data(x={"z": 1, "a": {3, 1, 2}})
+    assert to_text(a) == to_text(a.clone())
+    cfg = Tree.default_config().set(dim=1, many=[Leaf.default_config()])
+    assert to_text(from_text(to_text(cfg))) == to_text(cfg)
+
+
+def test_long_lines_are_broken():
+    text = to_text(Data(x=list(range(100))))
+    assert max(map(len, text.splitlines())) < 100
+    assert from_text(text, allow=(M,)).x == list(range(100))
+
+
+def test_origins_stand_behind_the_fields():
+    cfg = Tree.default_config().set(dim=3)
+    apply_overrides(cfg, ["leaf.rate=0.5"])
+    lines = to_text(cfg, omit_defaults=True, origins=True).splitlines()
+    assert lines[1].startswith("    dim=3,  # ")
+    assert "test_text_write.py:" in lines[1]
+    assert lines[2] == f"    leaf={M}.Leaf.Config("
+    assert lines[3] == "        rate=0.5,  # override"
+    assert from_text("\n".join(lines)) == cfg
+
+
+def test_an_origin_cannot_leave_its_comment():
+    cfg = Data(x=1)
+    cfg._origins["x"] = Origin("a\nb\r__import__('os')")
+    assert from_text(to_text(cfg, origins=True), allow=(M,)) == cfg
+
+
+def test_value_text_is_one_line():
+    cfg = Tree.default_config().set(dim=3, many=[Leaf.default_config()] * 9)
+    assert "\n" not in value_text(cfg)
+    assert value_text({"a": Spec(1)}) == f"{{'a': {M}.Spec(size=1)}}"
