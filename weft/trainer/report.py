@@ -67,7 +67,7 @@ def read_curves(directory: str) -> dict[str, Curves]:
     """
     curves: dict[str, Curves] = {}
     for file in sorted(Path(directory, SUMMARIES_DIR).glob(f"**/{FILE_NAME}")):
-        of_file = curves.setdefault(file.parent.relative_to(file.parents[1]).as_posix(), {})
+        of_file = curves.setdefault(file.parent.name, {})
         for line in read_json_lines(str(file)):
             for name, value in line.get("values", {}).items():
                 if not isinstance(value, str):
@@ -92,7 +92,8 @@ def _header(directory: str, record: Mapping[str, Any]) -> str:
     name = Path(directory).absolute().name
     end, facts = record.get("end"), []
     if end:
-        facts.append(f"{end['step']:,} steps, {_REASONS.get(end['reason'], end['reason'])}")
+        how = _REASONS.get(end["reason"], f"stopped by {end['reason']}")
+        facts.append(f"{end['step']:,} steps, {how}")
     if "model" in record:
         facts.append(f"{record['model']['parameters']:,} parameters")
     if record.get("starts"):
@@ -100,7 +101,7 @@ def _header(directory: str, record: Mapping[str, Any]) -> str:
     return f"<header><h1>{html.escape(name)}</h1><p>{html.escape(' · '.join(facts))}</p></header>"
 
 
-_REASONS = {"max_step": "finished", "input ended": "the data ended", "SIGINT": "stopped by Ctrl-C"}
+_REASONS = {"max_step": "finished", "input ended": "the data ended"}
 
 
 def _loss_section(curves: Mapping[str, Curves], baselines: Mapping[str, Any]) -> str:

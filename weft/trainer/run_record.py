@@ -156,10 +156,11 @@ def environment() -> dict[str, Any]:
     }
 
 
-def corpus_configs(cfg: ConfigBase) -> dict[str, Any]:
-    """The configs of the texts that a config reads: what stands in its fields named `corpus`.
+def configs_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
+    """The configs that stand in fields of a name, such as the `corpus` of an input.
 
     Args:
+        name: The field's.
         cfg: The config of an input, or of anything that holds some.
 
     Returns:
@@ -168,7 +169,7 @@ def corpus_configs(cfg: ConfigBase) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def enter(path: str, value: Any, children: Any) -> Any:
-        if path.rpartition(".")[2] == "corpus" and hasattr(value, "instantiate"):
+        if path.rpartition(".")[2] == name and hasattr(value, "instantiate"):
             found[path] = value
         return children
 
@@ -179,7 +180,7 @@ def corpus_configs(cfg: ConfigBase) -> dict[str, Any]:
 def _corpora(cfg: Any) -> dict[str, Any]:
     return {
         f"input.{path}": maybe_instantiate(corpus).record()
-        for path, corpus in corpus_configs(cfg.input).items()
+        for path, corpus in configs_named("corpus", cfg.input).items()
     }
 
 
@@ -237,5 +238,8 @@ def _unwritable(directory: Path, why: object) -> RunDirError:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file at once: whoever reads it sees all of it, or what was there before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,109 @@
+"""What a person sees of a run: lines in a log, one redrawn block on a terminal, never both."""
+
+import io
+import types
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+
+from weft.cli.display import LineDisplay, LiveDisplay, make_display
+from weft.hierarchy.metrics import WeightedScalar
+
+
+def trainer(max_step=100):
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(max_step=max_step),
+        trainer_state=types.SimpleNamespace(model={"w": np.zeros((1000, 250), np.float32)}),
+    )
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])):
+        yield
+
+
+def console(terminal=False):
+    return Console(file=io.StringIO(), force_terminal=terminal, width=120, highlight=False)
+
+
+def text_of(display):
+    return display._console.file.getvalue()
+
+
+def play(display, resumed_from=None, steps=range(1, 8)):
+    with display:
+        display.on_start(trainer(), resumed_from)
+        for step in steps:
+            display.on_step(step, {"loss": 3.0 - step / 10}, {"input_ids": np.zeros((2, 5))})
+        display.on_eval("held_out", 7, {"loss": WeightedScalar(1.5, 3.0), "bits_per_byte": 2.2})
+        display.on_checkpoint(7)
+        display.on_end(7, "max_step")
+    return text_of(display)
+
+
+def test_a_log_gets_lines_and_no_control_codes():
+    text = play(LineDisplay(console(), "runs/x"))
+    assert "\x1b" not in text and "\r" not in text
+    assert "model      250,000 parameters, 1.0 MB" in text
+    assert "mesh data=1, model=1" in text
+    assert "runs/x: a new run of 100 steps" in text
+    assert "step       7  held_out: loss 1.500, 2.20 bits per byte" in text
+    assert "step 7  loss 2.300" in text  # the last step is always shown
+
+
+def test_a_log_gets_a_line_every_ten_seconds():
+    clock = types.SimpleNamespace(now=0.0)
+    display = LineDisplay(console(), "d", clock=lambda: clock.now)
+    display.on_start(trainer(), None)
+    for step in range(1, 102):
+        clock.now += 1
+        display.on_step(step, {"loss": 1.0}, None)
+    lines = [line for line in text_of(display).splitlines() if line.startswith("step")]
+    assert len(lines) == 10
+
+
+def test_a_terminal_gets_a_block_that_vanishes_and_the_lines_that_stay():
+    text = play(LiveDisplay(console(terminal=True), "runs/x"))
+    assert "\x1b[" in text
+    assert "held_out: loss 1.500" in text
+
+
+def test_the_block_shows_the_step_the_loss_and_what_was_last():
+    display = LiveDisplay(console(terminal=True), "runs/x")
+    with display:
+        display.on_start(trainer(), None)
+        assert "compiling" in drawn(display)
+        for step in range(1, 8):
+            display.on_step(step, {"loss": 2.0}, {"input_ids": np.zeros((2, 5))})
+        display.on_eval("held_out", 7, {"loss": 1.5})
+        display.on_checkpoint(7)
+        block = drawn(display)
+    assert "step 5/100" in block and "loss 2.000" in block and "tokens/s" in block
+    assert "held_out loss 1.500 (step 7)" in block and "saved step 7" in block
+
+
+def drawn(display):
+    page = Console(file=io.StringIO(), width=160, highlight=False)
+    page.print(display._render())
+    return page.file.getvalue()
+
+
+def test_the_console_decides():
+    assert isinstance(make_display(console(terminal=True), "d"), LiveDisplay)
+    assert isinstance(make_display(console(), "d"), LineDisplay)
+
+
+def test_a_run_that_goes_on_says_from_where():
+    assert "runs/x: resuming from step 40" in play(LineDisplay(console(), "runs/x"), 40)
+    assert "finished at step 100 already" in play(LineDisplay(console(), "d"), 100, steps=[])
+
+
+def test_it_remembers_what_the_end_of_a_run_tells():
+    display = LineDisplay(console(), "d")
+    play(display, resumed_from=3)
+    assert display.evals == {"held_out": (7, {"loss": 1.5, "bits_per_byte": pytest.approx(2.2)})}
+    assert display.ended == (7, "max_step")
+    assert display.resumed_from == 3 and display.parameters == 250_000

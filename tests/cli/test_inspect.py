@@ -1,0 +1,67 @@
+"""The tree of a checkpoint, from the index that its directory holds."""
+
+import json
+import sys
+
+import pytest
+
+from weft.cli import main
+from weft.trainer.checkpoint_index import write_index_file
+from weft.trainer.checkpoint_manifest import write_manifest
+
+INDEX = [
+    ("model/decoder/w", {"shape": [2, 3], "dtype": "bfloat16", "spec": ["data", ["a", "b"]]}),
+    ("model/decoder/b", {"shape": [3], "dtype": "float32", "spec": [None]}),
+    ("prng_key", {"shape": [], "dtype": "key<fry>", "spec": []}),
+    ("input_iter", {"savable": "PrefetchingIterator"}),
+    ("epoch", 3),
+]
+
+
+def save(run_dir, step, index=INDEX):
+    directory = run_dir / "checkpoints" / f"step_{step:08d}"
+    directory.mkdir(parents=True)
+    write_index_file(ckpt_dir=str(directory), index=index)
+    return directory
+
+
+def test_it_prints_the_steps_and_the_tree_of_the_newest(tmp_path, capsys):
+    write_manifest(str(save(tmp_path, 100, index=[])))
+    save(tmp_path, 200)
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
+    steps = [
+        line for line in out.splitlines() if line.startswith("step ") and "checkpoints" in line
+    ]
+    assert "not whole" not in steps[0] and "not whole: its manifest is missing" in steps[1]
+    assert lines["model"] == ["model", "24"]
+    assert lines["w"] == ["w", "(2,", "3)", "bfloat16", "(data,", "a×b)", "12"]
+    assert lines["b"] == ["b", "(3)", "float32", "12"]
+    assert lines["prng_key"] == ["prng_key", "()", "key<fry>", "8"]
+    assert lines["input_iter"] == ["input_iter", "PrefetchingIterator", "0"]
+    assert lines["epoch"] == ["epoch", "3", "int", "0"]
+
+
+def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "there is no checkpoint in" in capsys.readouterr().err
+
+
+def test_what_is_no_directory_is_named(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["{", json.dumps({"version": 99, "index": []})])
+def test_an_index_that_cannot_be_read_is_named(tmp_path, capsys, content):
+    (save(tmp_path, 5) / "index").write_text(content)
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "cannot be read as the index" in capsys.readouterr().err
+
+
+def test_no_arrays_are_loaded(tmp_path, capsys, monkeypatch):
+    save(tmp_path, 5)
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert main(["inspect", str(tmp_path)]) == 0

@@ -1,0 +1,80 @@
+"""Readings of a run: late, without blocking, and with the right arithmetic."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.cli.meter import Meter, scalar
+from weft.hierarchy.metrics import WeightedScalar
+
+
+class Clock:
+    """Advances a second at each look."""
+
+    now = 0.0
+
+    def __call__(self):
+        self.now += 1.0
+        return self.now
+
+
+class Loss:
+    """Notes when it is read."""
+
+    def __init__(self, step, read):
+        self._step, self._read = step, read
+
+    def __float__(self):
+        self._read.append(self._step)
+        return float(self._step)
+
+
+BATCH = {"input_ids": np.zeros((4, 25))}
+
+
+def test_a_loss_is_read_two_steps_late():
+    read, meter = [], Meter(10, Clock())
+    readings = [meter.on_step(s, {"loss": Loss(s, read)}, BATCH) for s in (1, 2, 3, 4)]
+    assert read == [1, 2]
+    assert [r and r.step for r in readings] == [None, None, 1, 2]
+    assert meter.last().step == 4 and read == [1, 2, 3, 4]
+    assert meter.last() is None
+
+
+def run(meter, steps, batch=BATCH, **outputs):
+    for step in steps:
+        meter.on_step(step, {"loss": 1.0, **outputs}, batch)
+    return meter.last()
+
+
+def test_speed_and_time_left_follow_from_the_clock():
+    reading = run(Meter(100, Clock()), range(1, 11))
+    assert reading.tokens_per_second == pytest.approx(100.0)  # 4 × 25 tokens, a step a second
+    assert reading.seconds_left == pytest.approx(90.0)
+
+
+def test_a_pause_does_not_count_as_slow_steps():
+    clock = Clock()
+    meter = Meter(100, clock)
+    run(meter, range(1, 6))
+    clock.now += 1000
+    meter.pause()
+    assert run(meter, range(6, 11)).tokens_per_second == pytest.approx(100.0)
+
+
+def test_a_run_without_end_or_tokens_has_no_time_left_or_speed():
+    reading = run(Meter(math.inf, Clock()), range(1, 5), batch={"image": np.zeros((4, 8, 8))})
+    assert reading.seconds_left is None and reading.tokens_per_second is None
+
+
+def test_bits_per_byte_come_from_the_summaries():
+    summaries = {"decoder": {"bits_per_byte": WeightedScalar(jnp.float32(2.5), jnp.float32(9.0))}}
+    assert run(Meter(9, Clock()), [1], summaries=summaries).bits_per_byte == 2.5
+    assert run(Meter(9, Clock()), [1], summaries={}).bits_per_byte is None
+
+
+def test_a_summary_is_found_where_it_lies_least_deep():
+    assert scalar({"a": {"b": {"x": 1}}, "c": {"x": 2}}, "x") == 2
+    assert scalar({"a": {"b": 1}}, "x") is None

@@ -1,0 +1,105 @@
+"""Text from a trained language model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.config import maybe_instantiate
+from weft.errors import CommandLineError
+from weft.hierarchy.module import Module, functional
+from weft.input.text import Tokenizer
+from weft.trainer.run_record import configs_named
+
+
+def find_tokenizer(cfg: Any) -> Any | None:
+    """The tokenizer that a config's data is read with, None if there is none.
+
+    Args:
+        cfg: A trainer's config.
+    """
+    found = configs_named("tokenizer", cfg.input)
+    return maybe_instantiate(next(iter(found.values()))) if found else None
+
+
+def generate(
+    model: Module,
+    params: Any,
+    *,
+    tokenizer: Tokenizer,
+    prompt: str,
+    num_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """Samples what a language model adds to a prompt.
+
+    Args:
+        model: A causal language model.
+        params: Its parameters.
+        tokenizer: From text to ids and back.
+        prompt: What the text begins with; may be empty.
+        num_tokens: How many tokens to add, at most: the model may end the text.
+        temperature: Divides the logits; 0 takes the likeliest token each time.
+        seed: Decides what is drawn.
+
+    Returns:
+        The added text.
+
+    Raises:
+        CommandLineError: if the model does not generate text, or a number is out of range.
+    """
+    if not hasattr(model, "sample_decode"):
+        raise CommandLineError(
+            f"{type(model).__name__} generates no text. Sample from a run of a language model."
+        )
+    if num_tokens < 1 or temperature < 0:
+        raise CommandLineError(
+            f"--tokens={num_tokens} --temperature={temperature:g}: there must be at least one "
+            "token to add, and the temperature may not be below 0."
+        )
+    # A document begins with the token that ends the one before.
+    ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
+    prefix = np.full((1, len(ids) + num_tokens), tokenizer.pad_id, np.int32)
+    prefix[0, : len(ids)] = ids
+    inputs = {
+        "input_batch": {"prefix": jnp.asarray(prefix)},
+        "logits_modifier": sharpen(temperature),
+    }
+
+    @jax.jit
+    def sample(params: Any, key: Any) -> Any:
+        outputs, _ = functional(
+            model,
+            prng_key=key,
+            state=params,
+            inputs=inputs,
+            method="sample_decode",
+            is_training=False,
+        )
+        return outputs.sequences
+
+    # Results leave out the first token of the prefix.
+    sequence = np.asarray(sample(params, jax.random.key(seed)))[0, 0]
+    added = sequence[len(ids) - 1 :]
+    ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
+    return tokenizer.decode(added[: ends[0]] if len(ends) else added)
+
+
+def sharpen(temperature: float) -> Callable[[Any], Any]:
+    """From log probabilities to those at a temperature.
+
+    >>> sharpen(0.5)(jnp.array([-1.0, -2.0])).tolist()
+    [-2.0, -4.0]
+    """
+    if temperature > 0:
+        return lambda logits: logits / temperature
+
+    def only_the_likeliest(logits: Any) -> Any:
+        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+        index = jnp.arange(logits.shape[-1])
+        return jnp.where(index == likeliest, 0.0, -1e9)
+
+    return only_the_likeliest

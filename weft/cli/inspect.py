@@ -1,0 +1,113 @@
+"""`weft inspect`: what a run's newest checkpoint holds, read from its index and not its arrays."""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.display import bytes_text
+from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.trainer.checkpoint_dirs import files_below, step_dirs
+from weft.trainer.checkpoint_index import read_index_file
+from weft.trainer.checkpoint_manifest import has_manifest
+from weft.trainer.run_record import CHECKPOINTS_DIR
+
+
+class Row(NamedTuple):
+    """A line of the tree.
+
+    Attributes:
+        name: The last part of the path.
+        depth: How many names stand above it.
+        entry: What the index says of it; None for a name that others stand below.
+        bytes: Its size, or that of all below it.
+    """
+
+    name: str
+    depth: int
+    entry: Any
+    bytes: int
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the steps of the checkpoints, and the tree of the newest."""
+    if not os.path.isdir(arguments.dir):
+        raise CommandLineError(f"{arguments.dir!r} is no directory. Name the directory of a run.")
+    base_dir = os.path.join(arguments.dir, CHECKPOINTS_DIR)
+    found = step_dirs(base_dir)
+    if not found:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
+        )
+    console = Console(highlight=False)
+    for step, directory in found.items():
+        size = sum(os.path.getsize(os.path.join(directory, f)) for f in files_below(directory))
+        state = "" if has_manifest(directory) else "  not whole: its manifest is missing"
+        console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
+    step, directory = list(found.items())[-1]
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column(f"step {step:,}", no_wrap=True)
+    for title in ("shape", "dtype", "layout"):
+        table.add_column(title, overflow="fold")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for row in tree_rows(read_index_file(directory)):
+        table.add_row("  " * row.depth + row.name, *_cells(row.entry), f"{row.bytes:,}")
+    console.print(table)
+    return 0
+
+
+def tree_rows(index: Any) -> Iterator[Row]:
+    """The lines of the tree of a checkpoint.
+
+    Args:
+        index: Pairs of a path and what stands there, as of `read_index_file`.
+
+    >>> index = [("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})]
+    >>> [(row.name, row.depth, row.bytes) for row in tree_rows(index)]
+    [('model', 0, 24), ('w', 1, 24)]
+    """
+    tree: dict[str, Any] = {}
+    for path, entry in index:
+        *above, name = path.split("/")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[name] = (entry,)
+    yield from _rows(tree, 0)
+
+
+def _rows(node: Mapping[str, Any], depth: int) -> Iterator[Row]:
+    for name, child in node.items():
+        if isinstance(child, tuple):
+            yield Row(name, depth, child[0], _bytes(child[0]))
+        else:
+            below = list(_rows(child, depth + 1))
+            total = sum(row.bytes for row in below if row.depth == depth + 1)
+            yield Row(name, depth, None, total)
+            yield from below
+
+
+def _bytes(entry: Any) -> int:
+    if not isinstance(entry, Mapping) or "shape" not in entry:
+        return 0
+    # A PRNG key, such as key<fry>, is two words.
+    size = 8 if entry["dtype"].startswith("key<") else jnp.dtype(entry["dtype"]).itemsize
+    return math.prod(entry["shape"]) * size
+
+
+def _cells(entry: Any) -> tuple[str, str, str]:
+    if entry is None:
+        return "", "", ""
+    if not isinstance(entry, Mapping):
+        return repr(entry), type(entry).__name__, ""
+    if "savable" in entry:
+        return "", entry["savable"], ""
+    axes = entry["spec"] or []
+    layout = ", ".join(str(a) if not isinstance(a, list) else "×".join(a) for a in axes)
+    shape = ", ".join(map(str, entry["shape"]))
+    return f"({shape})", entry["dtype"], f"({layout})" if any(axes) else ""

@@ -1,0 +1,72 @@
+"""`weft sample`: text from the newest checkpoint of a run."""
+
+import argparse
+import os
+from typing import Any
+
+import jax
+
+from weft.cli.configs import run_config
+from weft.cli.generate import find_tokenizer, generate
+from weft.errors import CheckpointNotFoundError, CommandLineError
+from weft.hierarchy.module import Module
+from weft.trainer.checkpointer import CheckpointValidationType
+from weft.trainer.run_record import CHECKPOINTS_DIR
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the prompt and what the model adds to it."""
+    cfg = run_config(arguments.dir)
+    tokenizer = find_tokenizer(cfg)
+    if tokenizer is None:
+        raise CommandLineError(
+            f"the run in {arguments.dir!r} reads no text: its input has no tokenizer."
+        )
+    model, params = restore_model(cfg)
+    text = generate(
+        model,
+        params,
+        tokenizer=tokenizer,
+        prompt=arguments.prompt,
+        num_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    print(arguments.prompt + text)
+    return 0
+
+
+def restore_model(cfg: Any) -> tuple[Module, Any]:
+    """Builds the model of a run and restores its parameters, on one device.
+
+    Args:
+        cfg: The trainer's config, with the run's directory.
+
+    Returns:
+        The model and the parameters of the newest checkpoint that is whole.
+
+    Raises:
+        CheckpointNotFoundError: if the run has not saved yet.
+    """
+    mesh = jax.make_mesh(
+        (1,) * len(cfg.mesh_axis_names), cfg.mesh_axis_names, devices=jax.devices()[:1]
+    )
+    with jax.set_mesh(mesh):
+        model = cfg.model.set(name="model").instantiate(parent=None)
+        checkpointer = cfg.checkpointer.set(
+            name="checkpointer",
+            dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),
+            validation=CheckpointValidationType.CONTAINS_STATE,
+        ).instantiate(parent=None)
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
+        )
+        step, state = checkpointer.restore(state={"model": target})
+        checkpointer.stop()
+    if step is None:
+        raise CheckpointNotFoundError(
+            f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it further."
+        )
+    return model, state["model"]

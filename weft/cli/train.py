@@ -1,0 +1,179 @@
+"""`weft train`: trains a recipe and says how it went."""
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+import weft
+from weft.cli.configs import load_config
+from weft.cli.display import Display, loss_text, make_display
+from weft.cli.generate import find_tokenizer, generate
+from weft.config import maybe_instantiate
+from weft.errors import CommandLineError
+from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
+from weft.recipes import RECIPES
+from weft.trainer.report import write_report
+from weft.trainer.run_record import check_run_dir, configs_named, update_record
+
+_SAMPLE_TOKENS = 256
+_SAMPLE_TEMPERATURE = 0.8
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains, or goes on with a run."""
+    recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    cfg = load_config(recipe, overrides)
+    check_run_dir(cfg)
+    trainer = cfg.instantiate(parent=None)
+    with make_display(Console(highlight=False), cfg.dir) as display:
+        display.say(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
+        baselines = _introduce_corpus(cfg, display)
+        trainer.run(return_evaler_summaries=True, listener=display)
+    _conclude(trainer, display, baselines, [recipe, *overrides])
+    return 0
+
+
+def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe, the default one if none is named, and the overrides.
+
+    Args:
+        words: The arguments of `weft train`.
+
+    Raises:
+        CommandLineError: if there are two names.
+
+    >>> split_arguments(["lm", "max_step=10"]), split_arguments(["seed=1"])
+    (('lm', ['max_step=10']), ('lm', ['seed=1']))
+    """
+    names = [word for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if len(names) > 1:
+        raise CommandLineError(
+            f"{names[1]!r} is neither the only recipe nor of the form path=value. "
+            f"Write it as weft train {names[0]} path.to.field=value."
+        )
+    return names[0] if names else RECIPES[0].name, overrides
+
+
+# What is said before.
+
+
+def _introduce_corpus(cfg: Any, display: Display) -> Mapping[str, Baseline]:
+    """Says what the data is, and what counting reaches on its held-out part."""
+    baselines: Mapping[str, Baseline] = {}
+    for corpus_cfg in configs_named("corpus", cfg.input).values():
+        corpus: Corpus = maybe_instantiate(corpus_cfg)
+        record = corpus.record()
+        display.say(
+            f"corpus     {record['name']}: {record['files']:,} files, "
+            f"{record['train_bytes']:,} bytes to train on, {record['held_out_bytes']:,} held out, "
+            f"SHA-256 {str(record['sha256'])[:12]}"
+        )
+        if isinstance(find_tokenizer(cfg), ByteTokenizer):
+            baselines = ngram_baselines(corpus)
+            for name, baseline in baselines.items():
+                display.say(f"{name:9}  {_baseline_text(baseline)}")
+    return baselines
+
+
+def _baseline_text(baseline: Baseline) -> str:
+    return loss_text({"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte})
+
+
+# What is said after.
+
+
+def _conclude(
+    trainer: Any, display: Display, baselines: Mapping[str, Baseline], arguments: Sequence[str]
+) -> None:
+    cfg = trainer.config
+    assert display.ended is not None
+    step, reason = display.ended
+    facts: dict[str, Any] = {
+        "end": {"step": step, "reason": reason},
+        "model": {"parameters": display.parameters},
+        "baselines": {
+            name: {"nats_per_token": b.nats_per_token, "bits_per_byte": b.bits_per_byte}
+            for name, b in baselines.items()
+        },
+    }
+    stopped = reason not in ("max_step", "input ended")
+    if stopped:
+        display.say(f"\nstopped by {reason} after step {step:,}, which is saved in {cfg.dir}")
+    else:
+        _judge(display, baselines)
+        facts["samples"] = _sample(trainer, display, step)
+    if jax.process_index() == 0:
+        update_record(cfg.dir, **facts)
+        display.say(f"\nreport     {write_report(cfg.dir)}")
+    display.say("\n" + "\n".join(_next_commands(cfg, arguments, stopped)))
+
+
+def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
+    """Compares the evaluations with the baselines."""
+    display.say("")
+    for name, (step, values) in display.evals.items():
+        line = f"{name} at step {step:,}: {loss_text(values)}"
+        loss = values.get("loss")
+        if loss is not None and baselines:
+            beaten = [
+                f"{n} ({b.nats_per_token:.3f})"
+                for n, b in baselines.items()
+                if loss < b.nats_per_token
+            ]
+            line += f"; below {', '.join(beaten)}" if beaten else "; above all baselines"
+        display.say(line)
+
+
+def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
+    """Prints a generated text, where the model generates any."""
+    tokenizer = find_tokenizer(trainer.config)
+    if tokenizer is None or not hasattr(trainer.model, "sample_decode"):
+        return []
+    with trainer.mesh():
+        text = generate(
+            trainer.model,
+            trainer.model_params_for_eval(),
+            tokenizer=tokenizer,
+            prompt="",
+            num_tokens=_SAMPLE_TOKENS,
+            temperature=_SAMPLE_TEMPERATURE,
+            seed=trainer.config.seed,
+        )
+    display.say(f"\nA text that the model begins by itself:\n\n{text}")
+    return [{"step": step, "prompt": "", "text": text}]
+
+
+def _next_commands(cfg: Any, arguments: Sequence[str], stopped: bool) -> list[str]:
+    """What a person would want next, to be copied as it stands."""
+    weft_command = program("weft")
+    go_on = arguments if stopped else _with(arguments, f"max_step={2 * cfg.max_step}")
+    return [
+        f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
+        f"{weft_command} train {shlex.join(go_on)}",
+        f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '",
+    ]
+
+
+def _with(arguments: Sequence[str], override: str) -> list[str]:
+    name = override.partition("=")[0]
+    return [*(a for a in arguments if not a.startswith(f"{name}=")), override]
+
+
+def program(name: str) -> str:
+    """How to call a program that lies beside this one: by its name if the shell would find it.
+
+    Args:
+        name: Such as "tensorboard".
+    """
+    beside, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
+    if not os.path.exists(beside) or (found and os.path.samefile(found, beside)):
+        return name
+    return shlex.quote(os.path.relpath(beside))
