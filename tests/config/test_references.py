@@ -1,8 +1,10 @@
+import ast
 import enum
 import functools
 import os  # noqa: F401 - a hostile text tries to reach it through this module
 import sys
 import types
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 
 import weft.config
 from weft.config import ConfigReferenceError, Configurable
-from weft.config.references import reference_to, resolve_reference
+from weft.config.references import _is_harmless, reference_to, resolve_reference
 
 
 class Colour(enum.Enum):
@@ -214,3 +216,61 @@ def test_an_unknown_name_says_what_can_be_done():
     message = refused("my_package.Layer")
     assert "pass allow=('my_package',)" in message
     assert "weft, jax, optax, numpy" in message
+
+
+ROOT = Path(weft.config.__file__).parents[1]
+HARMFUL_CALLS = {
+    "eval",
+    "exec",
+    "__import__",
+    "import_module",
+    "unlink",
+    "write_text",
+    "write_bytes",
+}
+HARMFUL_MODULES = {"shutil", "subprocess", "pickle", "socket", "ctypes", "runpy"}
+HARMFUL_OF_OS = {"remove", "rename", "replace", "system", "kill", "makedirs", "truncate", "rmdir"}
+
+
+def does_harm(node: ast.AST) -> bool:
+    """Whether a piece of code writes or deletes files, starts processes or imports by name."""
+    for call in ast.walk(node):
+        if not isinstance(call, ast.Call):
+            continue
+        if isinstance(call.func, ast.Name):
+            modes = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)]
+            writes = call.func.id == "open" and any(set(str(mode)) & set("wax+") for mode in modes)
+            if writes or call.func.id in HARMFUL_CALLS:
+                return True
+        if isinstance(call.func, ast.Attribute):
+            of = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
+            if call.func.attr in HARMFUL_CALLS or of in HARMFUL_MODULES:
+                return True
+            if of == "os" and call.func.attr in HARMFUL_OF_OS:
+                return True
+    return False
+
+
+def callables_of_weft():
+    """Every function and class in weft by its dotted name, with the code that a call of it runs."""
+    for path in sorted(ROOT.rglob("*.py")):
+        module = ".".join(("weft", *path.relative_to(ROOT).with_suffix("").parts))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            name = f"{module.removesuffix('.__init__')}.{getattr(node, 'name', '')}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, node
+            elif isinstance(node, ast.ClassDef):
+                yield from (
+                    (name, method)
+                    for method in node.body
+                    if getattr(method, "name", "") in ("__init__", "__new__", "__post_init__")
+                )
+
+
+def test_no_text_has_harm_done_by_what_it_may_call():
+    found = list(callables_of_weft())
+    assert "weft.config.text_write.to_text" in dict(found)
+    harmful = [name for name, code in found if does_harm(code)]
+    assert "weft.config.recipes.get_named_trainer_config" in harmful
+    # What this lists belongs on the list of exceptions in weft/config/references.py.
+    assert [name for name in harmful if _is_harmless(None, name)] == []

@@ -28,8 +28,14 @@ from weft.errors import ConfigReferenceError
 
 NAMEABLE = ("weft", "jax", "optax", "numpy", "ml_dtypes")
 CALLABLE = ("weft", "optax", "jax.nn")
-# These start processes, read files or import modules by names that they are given.
-_NOT_CALLABLE = ("weft.cli", "weft.config", "weft.interop", "weft.launch", "weft.serialization")
+# These start processes, write or delete files, or import modules by names that they are given.
+# A test looks through weft for what belongs here.
+_NOT_CALLABLE = (
+    *("weft.cli", "weft.config", "weft.interop", "weft.launch", "weft.recipes"),
+    *("weft.serialization", "weft.trainer.checkpoint_dirs", "weft.trainer.checkpoint_index"),
+    *("weft.trainer.checkpoint_manifest", "weft.trainer.event_file"),
+    *("weft.trainer.python_savables", "weft.trainer.run_record"),
+)
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 _IMPORTABLE = (
     *("jax", "jax.lax", "jax.nn", "jax.nn.initializers", "jax.numpy", "jax.random"),
