@@ -1,12 +1,18 @@
 """Metrics that add up over batches, devices and iterations."""
 
-import jax.numpy as jnp
+from collections.abc import Mapping
+from typing import Any
 
-from weft import struct
+import jax.numpy as jnp
+import numpy as np
+
+from weft.config import Configurable
+from weft.errors import OutputConflictError
+from weft.hierarchy.summary import Summary
 from weft.typing import Tensor
 
 
-class WeightedScalar(struct.PyTreeNode):
+class WeightedScalar(Summary):
     """A mean with the weight it stands for; two add up to the mean over both.
 
     Attributes:
@@ -26,4 +32,80 @@ class WeightedScalar(struct.PyTreeNode):
         weight = self.weight + other.weight
         total = self.mean * self.weight + other.mean * other.weight
         # Nothing weighs nothing: the mean of no examples is 0, not NaN.
-        return WeightedScalar(jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0), weight)
+        mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
+        return type(self)(mean, weight)
+
+    def value(self) -> Tensor | float:
+        return self.mean
+
+    def accumulate(self, other: "WeightedScalar") -> "WeightedScalar":
+        return self + other
+
+
+class MetricAccumulator(Configurable):
+    """Adds up the summaries of batches.
+
+    Summaries add up as their `accumulate` says. A plain number of each batch becomes the mean over
+    the batches; of everything else, the first stays.
+
+    Example:
+        >>> accumulator = MetricAccumulator.default_config().instantiate()
+        >>> accumulator.update({"loss": WeightedScalar(1.0, 1.0), "scale": 2.0})
+        >>> accumulator.update({"loss": WeightedScalar(4.0, 2.0), "scale": 4.0})
+        >>> summaries = accumulator.summaries()
+        >>> float(summaries["loss"].mean), float(summaries["scale"])
+        (3.0, 3.0)
+    """
+
+    def __init__(self, config: Configurable.Config):
+        super().__init__(config)
+        self._total: dict[str, Any] = {}
+
+    def update(self, model_outputs: Mapping[str, Any]) -> None:
+        """Adds the summaries of one more batch.
+
+        Args:
+            model_outputs: Summaries in nested dicts, as an invocation collects them.
+
+        Raises:
+            OutputConflictError: If a name stands for a dict in one batch and for a value in
+                another.
+        """
+        self._total = _accumulate(self._total, _weighted(model_outputs), path="")
+
+    def summaries(self) -> dict[str, Any]:
+        """The summaries of all batches, nested as those of one are."""
+        return _unweighted(self._total)
+
+
+class _PlainMean(WeightedScalar):
+    """The mean of numbers that were reported without a weight."""
+
+
+def _weighted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _weighted(child) for name, child in value.items()}
+    if value is None or isinstance(value, Summary | str) or np.ndim(value):
+        return value
+    return _PlainMean(value, 1.0)
+
+
+def _unweighted(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _unweighted(child) for name, child in value.items()}
+    return value.mean if isinstance(value, _PlainMean) else value
+
+
+def _accumulate(total: Any, new: Any, path: str) -> Any:
+    if isinstance(total, Mapping) != isinstance(new, Mapping):
+        raise OutputConflictError(
+            f"the summary {path!r} is a dict in one batch and a value in another; give one of them "
+            "another name."
+        )
+    if isinstance(total, Mapping):
+        merged = dict(total)
+        for name, value in new.items():
+            below = f"{path}/{name}" if path else name
+            merged[name] = _accumulate(total[name], value, below) if name in total else value
+        return merged
+    return total.accumulate(new) if isinstance(total, Summary) else total
