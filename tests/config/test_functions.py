@@ -1,5 +1,6 @@
 import copy
 import dataclasses
+import functools
 import pickle
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_annotations_are_checked():
         config_for_function(scale).set(by="x")
 
 
+def test_annotations_of_a_wrapped_function_are_checked():
+    def inner(x: "Spec | int" = 1):
+        return x
+
+    wrapped = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+    assert config_for_function(wrapped).set(x=Spec("a")).instantiate() == Spec("a")
+    with pytest.raises(ConfigTypeError, match=r"declares Spec \| int there"):
+        config_for_function(wrapped).set(x="a")
+
+
 def test_configs_among_the_values_are_instantiated():
     cfg = config_for_function(scale).set(
         x=config_for_function(scale).set(x=1.0),
@@ -157,6 +168,19 @@ def test_mutable_defaults_are_copied():
     cfg.values.append(1)
     assert config_for_function(collect).values == []
     assert collect() == []
+
+
+def extend(values, more=None):
+    values.append(1)
+    more["a"].add(2)
+    return values, more
+
+
+def test_a_function_that_changes_its_arguments_changes_no_config():
+    cfg = config_for_function(extend).set(values=[], more={"a": {1}})
+    assert cfg.instantiate() == ([1], {"a": {1, 2}})
+    assert cfg.instantiate() == ([1], {"a": {1, 2}})
+    assert (cfg.values, cfg.more) == ([], {"a": {1}})
 
 
 class Sentinel:

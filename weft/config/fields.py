@@ -205,7 +205,7 @@ def _check_body(cls: type) -> None:
         validate_config_field_name(name)
         check_reserved_name(name, cls, what=f"{_name(cls)} declares a field")
     for name, value in vars(cls).items():
-        if name in annotations or name == "instantiate":
+        if name in annotations or name == "instantiate" or name.startswith("__annotate"):
             continue
         if isinstance(value, _METHOD_KINDS):
             raise NonConfigFieldError(

@@ -117,6 +117,7 @@ class CallConfig(InstantiableConfig[T]):
         value = getattr(self, name)
         if parameter.default is not parameter.empty and values_equal(value, parameter.default):
             value = parameter.default  # the very object, since it may be a sentinel
+        value = _own_containers(value)
         return value if _wants_config(self._fields()[name].hint) else maybe_instantiate(value)
 
 
@@ -220,6 +221,15 @@ def maybe_instantiate(x: Any) -> Any:
         if made is not child:
             x = replace_part(x, step, made)
     return x
+
+
+def _own_containers(x: Any) -> Any:
+    """Copies lists, dicts and sets, so that what a function does to them changes no config."""
+    if type(x) in (list, tuple):
+        return type(x)(map(_own_containers, x))
+    if type(x) is dict:
+        return {key: _own_containers(child) for key, child in x.items()}
+    return set(x) if type(x) is set else x
 
 
 def _step(suffix: str) -> Any:

@@ -221,7 +221,7 @@ def _leaves_equal(a: Any, b: Any) -> bool:
     if not isinstance(b, type) and shape != getattr(b, "shape", None):
         return False
     try:
-        equal = a == b
+        equal: Any = a == b
         return bool(equal.all() if isinstance(shape, tuple) and hasattr(equal, "all") else equal)
     except Exception:
         return False
