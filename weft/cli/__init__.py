@@ -30,7 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         command = importlib.import_module(arguments.command)
-        return command.run(arguments)
+        code = command.run(arguments)
+        sys.stdout.flush()
+        return code
     except SystemExit as end:  # argparse has printed help, a version or what is wrong
         return int(end.code or 0)
     except WeftError as error:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.summary import Summary
 
 _DELAY = 2
@@ -115,7 +114,6 @@ def scalar(summaries: Any, name: str) -> Any:
         for values in level:
             if name in values:
                 value = values[name]
-                value = value.value() if isinstance(value, Summary) else value
-                return value.mean if isinstance(value, WeightedScalar) else value
+                return value.value() if isinstance(value, Summary) else value
         level = [v for values in level for v in values.values() if isinstance(v, Mapping)]
     return None

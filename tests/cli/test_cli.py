@@ -1,0 +1,98 @@
+"""The command line as a person meets it: help, wrong words, exit codes, a start without delay."""
+
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli import main
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["sample"], ["config", "show"], ["config"]])
+def test_help_says_what_a_command_does(command, capsys):
+    assert main([*command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: weft {' '.join(command)}".rstrip())
+
+
+def test_the_recipes_are_listed_with_the_default_first(capsys):
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("lm ") and "(the default)" in lines[0]
+    assert lines[1].startswith("lm-tiny ") and len(lines) == 2
+
+
+def test_the_version_is_printed(capsys):
+    import weft
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"weft {weft.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["trian"], "unknown command 'trian'. Did you mean 'train'?"),
+        ([], "COMMAND"),
+        (["sample"], "DIR"),
+        (["sample", "x", "--tokens", "many"], "invalid int value: 'many'"),
+        (["config", "diff", "lm"], "required: B"),
+        (["train", "lm", "tiny"], "'tiny' is neither the only recipe nor of the form path=value"),
+        (["train", "lmm"], "unknown recipe 'lmm'. Did you mean 'lm'?"),
+        (["train", "runs/none"], "there is no file or directory 'runs/none'"),
+        (["config", "show", "lm-tny"], "Did you mean 'lm-tiny'?"),
+        (["tabulate", "x"], "unknown recipe 'x'. There are: lm, lm-tiny."),
+        (["sample", "runs/none"], "'runs/none' is no directory"),
+    ],
+)
+def test_wrong_words_end_with_code_2_and_a_way_out(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err and captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_needs_no_jax_does_not_import_it():
+    code = (
+        "import sys; from weft.cli import main\n"
+        "for argv in (['--help'], ['recipes'], ['train', '--help'], ['trian']): main(argv)\n"
+        "assert not {'jax', 'rich', 'optax', 'numpy'} & set(sys.modules), 'something slow'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, capsys):
+    def command(arguments):
+        raise ModuleNotFoundError("No module named 'grain'", name="grain.python")
+
+    monkeypatch.setattr("weft.cli.recipes.run", command)
+    assert main(["recipes"]) == 2
+    assert "pip install 'weft[train]'" in capsys.readouterr().err
+
+
+def test_any_other_missing_module_is_a_defect(monkeypatch):
+    def command(arguments):
+        raise ModuleNotFoundError("No module named 'nothing'", name="nothing")
+
+    monkeypatch.setattr("weft.cli.recipes.run", command)
+    with pytest.raises(ModuleNotFoundError):
+        main(["recipes"])
+
+
+def test_ctrl_c_before_a_run_ends_without_a_traceback(monkeypatch, capsys):
+    def command(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.cli.recipes.run", command)
+    assert main(["recipes"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    code = "import sys; from weft.cli import main; sys.exit(main(['recipes']))"
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
