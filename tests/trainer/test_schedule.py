@@ -53,13 +53,37 @@ GOLDEN = {
     ),
     "adafactor_decay_rate": (
         lambda: schedule.adafactor_decay_rate(0.5, step_offset=2),
-        [0.0, 0.0, 0.0, 0.292893231, 0.422649741, 0.5, 0.622035503, 0.666666627, 0.732738733]
-        + [0.770584285, 0.795875847, 0.899496198],
+        [
+            0.0,
+            0.0,
+            0.0,
+            0.292893231,
+            0.422649741,
+            0.5,
+            0.622035503,
+            0.666666627,
+            0.732738733,
+            0.770584285,
+            0.795875847,
+            0.899496198,
+        ],
     ),
     "decay_bias_correction": (
         lambda: schedule.decay_bias_correction(0.9),
-        [0.0, 0.473684162, 0.630996287, 0.709217846, 0.75580579, 0.786579669, 0.836755872]
-        + [0.854267538, 0.877255201, 0.88771373, 0.893092632, 0.899997592],
+        [
+            0.0,
+            0.473684162,
+            0.630996287,
+            0.709217846,
+            0.75580579,
+            0.786579669,
+            0.836755872,
+            0.854267538,
+            0.877255201,
+            0.88771373,
+            0.893092632,
+            0.899997592,
+        ],
     ),
     "ema_schedule": (
         lambda: schedule.ema_schedule(0.99, warmup_steps=5),
@@ -128,7 +152,7 @@ def test_configs_of_schedules_compare_by_value():
 @settings(deadline=None, max_examples=25)
 def test_laws_of_schedules_with_warmup(warmup, stable, decay, peak, alpha):
     begin, end = warmup + stable, warmup + stable + decay
-    kwargs = dict(max_step=end, warmup_steps=warmup, alpha=alpha, decay_begin_step=begin)
+    kwargs = {"max_step": end, "warmup_steps": warmup, "alpha": alpha, "decay_begin_step": begin}
     for make in (schedule.cosine_with_linear_warmup, schedule.warmup_stable_decay):
         values = np.asarray(jax.vmap(make(peak, **kwargs))(STEPS_160))
         # The peak is reached where the warm-up ends, and kept until the decay begins.
@@ -144,7 +168,7 @@ def test_laws_of_schedules_with_warmup(warmup, stable, decay, peak, alpha):
 @given(begin=st.integers(0, 30), length=st.integers(1, 30), power=st.floats(0.5, 3))
 @settings(deadline=None, max_examples=25)
 def test_polynomial_and_exponential_hold_their_ends(begin, length, power):
-    ends = dict(begin_step=begin, end_step=begin + length, begin_value=0.5, end_value=2.0)
+    ends = {"begin_step": begin, "end_step": begin + length, "begin_value": 0.5, "end_value": 2.0}
     for fn in (schedule.polynomial(**ends, power=power), schedule.exponential(**ends)):
         values = [float(fn(step)) for step in (0, begin, begin + length, begin + length + 9)]
         np.testing.assert_allclose(values, [0.5, 0.5, 2.0, 2.0], rtol=1e-5)
@@ -189,13 +213,13 @@ def test_no_warmup_begins_at_the_peak():
         ),
         (
             lambda: schedule.stepwise([1.0, 2.0], [1, 2]),
-            "stepwise needs one entry of start_step between each two schedules; got 2 schedules and "
-            "2 entries, expected 1",
+            "stepwise needs one entry of start_step between each two schedules; got 2 schedules "
+            "and 2 entries, expected 1",
         ),
         (lambda: schedule.stepwise([1.0, 2.0, 3.0], [5, 2]), r"start_step in order; got \[5, 2\]"),
         (
             lambda: schedule.segment_wise([1.0], segment_steps=[4]),
-            "segment_wise needs one entry of segment_steps .* 1 schedules and 1 entries, expected 0",
+            "segment_wise needs one entry of segment_steps .* 1 schedules and 1 entries",
         ),
         (
             lambda: schedule.segment_wise([1.0, 2.0], segment_steps=[-4]),

@@ -1,0 +1,156 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.config import config_for_function
+from weft.errors import TransformationTypeError
+from weft.hierarchy.base_layer import ParameterSpec, TensorSpec
+from weft.hierarchy.module import InvocationContext, set_current_context
+from weft.trainer import optimizers
+from weft.trainer.optimizer_base import (
+    OptParam,
+    PartitionedGradientTransformation,
+    chain,
+    copy_partition,
+    named_chain,
+    opt_param_values,
+    report,
+    tree_paths,
+    with_partition_fn,
+)
+from weft.vdict import VDict
+
+PARAMS = {"a": {"w": OptParam(jnp.ones((4, 6)))}, "w": OptParam(jnp.ones((6,)))}
+SPECS = {
+    "a": {"w": ParameterSpec((4, 6), jnp.float32, PartitionSpec("data", "model"))},
+    "w": ParameterSpec((6,), jnp.bfloat16, PartitionSpec("model")),
+}
+
+
+def layouts(specs):
+    return jax.tree.map(lambda spec: spec.partition_spec, specs)
+
+
+def test_a_parameter_is_a_leaf():
+    assert jax.tree.leaves(PARAMS) == [PARAMS["a"]["w"], PARAMS["w"]]
+    assert (PARAMS["w"].shape, PARAMS["w"].dtype) == ((6,), jnp.float32)
+    assert opt_param_values(PARAMS)["w"].shape == (6,)
+
+
+def test_paths_are_joined_by_slashes():
+    assert tree_paths({"a": VDict(w=1), "c": [2]}) == {"a": VDict(w="a/w"), "c": ["c/0"]}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(0.1, mu_dtype=jnp.bfloat16),
+        optax.chain(optax.clip(1.0), optax.adam(0.1)),
+        optax.MultiSteps(optax.adam(0.1), every_k_schedule=2).gradient_transformation(),
+        optax.masked(optax.adam(0.1), {"a": {"w": True}, "w": False}),
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+    ],
+    ids=["adam", "chain", "multi_steps", "masked", "inject_hyperparams"],
+)
+def test_the_layout_of_an_optax_state_is_that_of_the_parameters(tx):
+    specs = chain(tx).partition(SPECS)
+    state = jax.eval_shape(lambda: chain(tx).init(PARAMS))
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    by_shape = {
+        (): PartitionSpec(),
+        (4, 6): PartitionSpec("data", "model"),
+        (6,): PartitionSpec("model"),
+    }
+    for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True):
+        assert spec.shape == leaf.shape
+        assert spec.partition_spec == by_shape[leaf.shape]
+
+
+def test_what_does_not_mirror_a_parameter_is_replicated():
+    specs = chain(optax.adafactor(0.1, min_dim_size_to_factor=2)).partition(SPECS)[0][0]
+    assert specs.v_row["a"]["w"] == TensorSpec((4,), jnp.float32, (None,))
+    assert specs.v["w"].partition_spec == PartitionSpec("model")
+
+
+def test_the_longest_path_tells_which_parameter_is_mirrored():
+    specs = {
+        "a": {"w": ParameterSpec((6,), jnp.float32, ("data",))},
+        "w": ParameterSpec((6,), jnp.float32, ("model",)),
+    }
+    trace = optimizers.trace_partition(optax.trace(0.9)).partition(specs).trace
+    assert layouts(trace) == {"a": {"w": PartitionSpec("data")}, "w": PartitionSpec("model")}
+
+
+def test_a_base_with_a_partition_sees_arrays():
+    seen = []
+    base = optax.GradientTransformation(
+        init=lambda params: seen.append(params) or optax.EmptyState(),
+        update=lambda updates, state, params: (seen.append(params) or updates, state),
+    )
+    tx = with_partition_fn(base, lambda specs: "the specs")
+    tx.update({"w": 1.0}, tx.init({"w": OptParam(3.0)}), {"w": OptParam(4.0)})
+    assert seen == [{"w": 3.0}, {"w": 4.0}]
+    assert tx.partition(SPECS) == "the specs"
+
+
+def test_chains_take_either_kind_and_configs():
+    double = config_for_function(optimizers.scale).set(step_size=2.0)
+    params = {"w": OptParam(jnp.zeros(()))}
+    for tx, empty in (
+        (chain(double, optax.scale(3.0)), (optax.EmptyState(), optax.EmptyState())),
+        (
+            named_chain(a=double, b=optax.scale(3.0)),
+            {"a": optax.EmptyState(), "b": optax.EmptyState()},
+        ),
+    ):
+        assert isinstance(tx, PartitionedGradientTransformation)
+        assert tx.init(params) == tx.partition(params) == empty
+        assert tx.update({"w": 1.0}, empty, params) == ({"w": 6.0}, empty)
+
+
+def test_a_chain_of_more_than_ten_keeps_its_order():
+    state = chain(*[optax.scale(1.0)] * 10, optax.trace(0.9)).init({"w": OptParam(jnp.zeros(()))})
+    assert isinstance(state[10], optax.TraceState)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TransformationTypeError, match=r"got 0\.1 of type float"):
+        chain(0.1)
+
+
+def test_copies_of_specs_forget_what_only_parameters_have():
+    assert copy_partition(SPECS)["w"] == TensorSpec((6,), jnp.bfloat16, PartitionSpec("model"))
+
+
+def test_a_memory_kind_goes_where_the_pattern_matches_the_whole_path():
+    def kinds(pattern):
+        specs = copy_partition(SPECS, pattern=pattern, memory_kind="pinned_host")
+        return jax.tree.map(lambda spec: spec.memory_kind or "", specs)
+
+    assert kinds("w") == {"a": {"w": ""}, "w": "pinned_host"}
+    assert kinds("a/.*") == {"a": {"w": "pinned_host"}, "w": ""}
+    assert kinds(None) == {"a": {"w": "pinned_host"}, "w": "pinned_host"}
+
+
+def test_reports_go_to_the_invocation_under_way_and_the_last_one_stands():
+    report("gradient_norm", 1.0)  # there is none
+    context = InvocationContext(
+        "root", parent=None, module=None, state={}, is_training=True, prng_key=None
+    )
+    with set_current_context(context):
+        report("gradient_norm", 2.0)
+        report("gradient_norm", 3.0)
+    assert context.get_summaries() == {"gradient_norm": 3.0}
+
+
+def test_arrays_are_laid_out_by_the_specs():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"w": ParameterSpec((4, 8), jnp.float32, ("data", "model"))}
+    tx = optimizers.adamw_optimizer(0.1, b1=0.9, b2=0.99, eps=1e-8)
+    shardings = jax.tree.map(lambda spec: spec.sharding(mesh), tx.partition(specs))
+    state = jax.jit(lambda: tx.init({"w": OptParam(jnp.ones((4, 8)))}), out_shardings=shardings)()
+    assert {s.data.shape for s in state[0].mu["w"].addressable_shards} == {(2, 2)}
+    np.testing.assert_array_equal(state[0].mu["w"], np.zeros((4, 8)))

@@ -1,0 +1,1 @@
+"""What trains a model: optimizers, the learner, the loop, evaluation, checkpoints, summaries."""

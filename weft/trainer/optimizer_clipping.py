@@ -1,0 +1,120 @@
+"""Transformations that clip updates: all together by their norm, or each by its size."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft.trainer.optimizer_base import (
+    NestedOptParam,
+    PartitionedGradientTransformation,
+    path_name,
+    report,
+    stateless,
+)
+from weft.typing import NestedTensor, Tensor
+from weft.vdict import VDict, map_blocks
+
+
+def global_norm(updates: NestedTensor) -> Tensor:
+    """The norm of all updates together, in float32."""
+    return optax.tree.norm(jax.tree.map(lambda u: u.astype(jnp.float32), updates))
+
+
+def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:
+    """The updates times a number, in their own dtypes."""
+    return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates)
+
+
+def clipping_factor(norm: Tensor, max_norm: float | None, eps: float) -> Tensor:
+    """The factor that brings a norm down to `max_norm`; 1, or no number, where it is no larger."""
+    # Also without a limit the factor depends on the norm, so that one that is no number shows.
+    return norm * 0 + 1 if max_norm is None else jnp.minimum(1.0, max_norm / (norm + eps))
+
+
+def clip_by_global_norm(
+    max_norm: float | None = None, *, drop_norm: float | None = None, eps: float = 1e-8
+) -> PartitionedGradientTransformation:
+    """Scales all updates such that their norm is at most `max_norm`.
+
+    Reports "gradient_norm", before clipping, and "gradient_scale".
+
+    Args:
+      max_norm: the norm; None not to clip.
+      drop_norm: updates with a larger norm become zero; None to keep them. Norms that are not a
+        number give updates that are none; see `skip_and_clip_by_global_norm`.
+      eps: added to the norm before dividing by it.
+    """
+
+    def clipped(updates: NestedTensor, params: NestedOptParam) -> NestedTensor:
+        norm = global_norm(updates)
+        report("gradient_norm", norm)
+        if max_norm is None and drop_norm is None:
+            return updates
+        factor = clipping_factor(norm, max_norm, eps)
+        if drop_norm is not None:
+            factor = jnp.where(norm > drop_norm, 0.0, factor)
+        report("gradient_scale", factor)
+        return scaled(updates, factor)
+
+    return stateless(clipped)
+
+
+def clip_by_block_rms(
+    threshold: float | None, *, summary_suffix: str | None = None
+) -> PartitionedGradientTransformation:
+    """Scales each update such that its root mean square is at most `threshold`.
+
+    In a stack of layers each layer counts for itself.
+
+    Args:
+      threshold: the root mean square; None not to clip.
+      summary_suffix: if given, each update's root mean square before clipping is reported under its
+        path with this suffix, as "decoder/emb/weight/norm"; in a stack, under "repeat/0/layer/...".
+    """
+
+    def clipped(updates: NestedTensor, params: NestedOptParam) -> NestedTensor:
+        rms = map_blocks(_rms, updates)
+        if summary_suffix is not None:
+            report_blocks(rms, summary_suffix)
+        if threshold is None:
+            return updates
+        factors = jax.tree.map(lambda x: 1.0 / jnp.maximum(1.0, x / threshold), rms)
+        return map_blocks(lambda u, factor: (u * factor).astype(u.dtype), updates, factors)
+
+    return stateless(clipped)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+
+def report_blocks(values: NestedTensor, suffix: str) -> None:
+    """Reports one number per parameter, or per layer where the parameters are stacked.
+
+    Args:
+      values: laid out as the parameters; scalars, with a leading axis for each `VDict` above.
+      suffix: appended to each path.
+    """
+
+    def visit(value: Any, path: str) -> None:
+        if isinstance(value, VDict):
+            for i in range(_num_layers(value)):
+                visit(jax.tree.map(lambda x, i=i: x[i], dict(value)), f"{path}{i}/")
+            return
+        entries = jax.tree_util.tree_flatten_with_path(
+            value, is_leaf=lambda x: isinstance(x, VDict)
+        )[0]
+        for below, entry in entries:
+            name = path + "".join(f"{part}/" for part in [path_name(below)] if part)
+            if isinstance(entry, VDict):
+                visit(entry, name)
+            else:
+                report(name + suffix, entry)
+
+    visit(values, "")
+
+
+def _num_layers(stacked: VDict) -> int:
+    return next((len(x) for x in jax.tree.leaves(stacked)), 0)
