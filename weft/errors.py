@@ -123,6 +123,10 @@ class ParameterInitError(WeftError, ValueError):
     """No initializer fits a parameter, or the one it has cannot draw it."""
 
 
+class MetricsError(WeftError, ValueError):
+    """The losses and metrics of a model do not fit together, or find nothing to measure."""
+
+
 # The mathematics of layers.
 
 
