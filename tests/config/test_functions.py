@@ -302,6 +302,18 @@ def test_what_has_no_config(make, error_type, message):
     assert message in str(error.value)
 
 
+def test_arguments_of_instantiate_may_be_what_no_config_can_hold():
+    class Window:
+        def __init__(self, width, positions):
+            self.width, self.positions = width, positions
+
+    cfg = config_for_class(Window).set(width=3)
+    positions = iter(())  # neither copied nor compared
+    assert cfg.instantiate(positions=positions).positions is positions
+    with pytest.raises(RequiredFieldMissingError, match="positions is still REQUIRED"):
+        cfg.instantiate()
+
+
 def test_maybe_instantiate():
     assert maybe_instantiate(3) == 3
     assert maybe_instantiate(config_for_function(scale).set(x=1.0)) == (1.0, 2.0, ())

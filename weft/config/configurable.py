@@ -56,15 +56,17 @@ def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) ->
 
     Args:
         config: the config.
-        given: values that replace those of fields.
+        given: values that replace those of fields. The config does not hold them, so they may be
+            anything, such as traced arrays.
 
     Raises:
         RequiredFieldMissingError: if a field is still REQUIRED.
         InvalidConfigValueError: for a value that came into a list or dict after it was set.
     """
-    values = config._field_values() | (given or {})
+    given = given or {}
+    values = {name: value for name, value in config._field_values().items() if name not in given}
     made = config._origins.get(config._target or "")
-    missing = [name for name, value in values.items() if value is REQUIRED]
+    missing = [name for name, value in (values | given).items() if value is REQUIRED]
     if missing:
         paths = ", ".join(join_path(config._place, f".{name}") for name in missing)
         be = "is" if len(missing) == 1 else "are"
