@@ -1,0 +1,449 @@
+"""Biases of attention logits as objects that say what they are.
+
+A bias is added to the logits. Most of them are masks, 0 or `NEG_INF`, and can be told in a few
+words: causal, within a window, within a segment. As objects they stay what they are until somebody
+asks for the `value()`, so that an implementation of attention can take apart what it is given
+(`split`) and treat what it knows in its own way. `a + b` is the bias that adds both.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from weft import struct
+from weft.config import ConfigOr, config_for_class, config_for_function
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional import attention_mask
+from weft.functional.attention_mask import (
+    NEG_INF,
+    MaskFn,
+    and_masks,
+    bool_to_bias,
+    causal_mask,
+    left_right_window_mask,
+    or_masks,
+    sliding_window_causal_mask,
+    truncated_key_mask,
+)
+from weft.typing import DType, Tensor
+
+__all__ = [
+    # biases
+    "BaseAttentionBias",
+    "TensorAttentionBias",
+    "BoolAttentionBias",
+    "BoolTensorAttentionBias",
+    "MaskFnAttentionBias",
+    "CausalAttentionBias",
+    "SlidingWindowAttentionBias",
+    "LeftRightWindowAttentionBias",
+    "SegmentIdAttentionBias",
+    "ZeroAttentionBias",
+    "CompositeAttentionBias",
+    "BiasAndResidual",
+    "as_attention_bias",
+    "split",
+    # masks
+    "NEG_INF",
+    "MaskFn",
+    "and_masks",
+    "bool_to_bias",
+    "causal_mask",
+    "left_right_window_mask",
+    "make_causal_biases",
+    "make_segment_mask",
+    "make_sliding_window_causal_biases",
+    "or_masks",
+    "sliding_window_causal_mask",
+    "truncated_key_mask",
+]
+
+B = TypeVar("B", bound="BaseAttentionBias")
+
+
+class BaseAttentionBias(struct.PyTreeNode):
+    """A bias. A subclass defines `value`.
+
+    Attributes:
+      dtype: of the value.
+    """
+
+    dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
+
+    def value(self) -> Tensor | None:
+        """`Float[Array, "#batch #heads target source"]`, or None for a bias that is 0."""
+        raise NotImplementedError(type(self))
+
+    def eval_shape(self) -> tuple[int, ...] | None:
+        """The shape of the value; None if it has none."""
+        value = jax.eval_shape(self.value)
+        return None if value is None else value.shape
+
+    def has_value(self) -> bool:
+        """Whether the value is anything else than None."""
+        return self.eval_shape() is not None
+
+    def __add__(self, other: "BaseAttentionBias | Tensor | None") -> "BaseAttentionBias":
+        return CompositeAttentionBias(
+            [*self._parts(), *as_attention_bias(other)._parts()]
+        )._simplest()
+
+    __radd__ = __add__
+
+    def _parts(self) -> "list[BaseAttentionBias]":
+        """The biases that this one is the sum of."""
+        return [self] if self.has_value() else []
+
+    @classmethod
+    def from_sequence(cls, biases: "Sequence[BaseAttentionBias]") -> "BaseAttentionBias":
+        """One bias of this class that equals several of it.
+
+        Args:
+          biases: instances of this class, at least one.
+
+        Raises:
+          ArgumentValueError: if no single one does.
+        """
+        if len(biases) == 1:
+            return biases[0]
+        raise ArgumentValueError(
+            f"{len(biases)} biases of the class {cls.__name__} do not make up one; add them up, or "
+            "ask `split` for a more general class."
+        )
+
+    def bias_and_residual(self, cls: type[B]) -> "BiasAndResidual[B]":
+        """Takes out what is of a class.
+
+        Args:
+          cls: the class.
+
+        Returns:
+          The part that is of the class, None if there is none, and the rest; their sum is this
+          bias.
+        """
+        of_class = [part for part in self._parts() if isinstance(part, cls)]
+        rest = [part for part in self._parts() if not isinstance(part, cls)]
+        return BiasAndResidual(
+            bias=cls.from_sequence(of_class) if of_class else None,
+            residual=CompositeAttentionBias(rest)._simplest(),
+        )
+
+    def astype(self, dtype: DType) -> Self:
+        """The bias with a value of another dtype."""
+        return self.replace(dtype=dtype)
+
+
+class BiasAndResidual(struct.PyTreeNode, Generic[B]):
+    """A bias in two parts; it can be unpacked.
+
+    Attributes:
+      bias: of the class that was asked for, or None.
+      residual: the rest.
+    """
+
+    bias: B | None
+    residual: BaseAttentionBias
+
+    def __iter__(self):
+        return iter((self.bias, self.residual))
+
+
+class CompositeAttentionBias(BaseAttentionBias):
+    """The sum of biases; where one of them is a mask, the masks are joined first.
+
+    Attributes:
+      biases: the summands.
+    """
+
+    biases: Sequence[BaseAttentionBias]
+
+    def _parts(self) -> list[BaseAttentionBias]:
+        return [part for bias in self.biases for part in bias._parts()]
+
+    def _simplest(self) -> BaseAttentionBias:
+        """The same bias without a sum where one is not needed."""
+        if not self.biases:
+            return ZeroAttentionBias()
+        return self.biases[0] if len(self.biases) == 1 else self
+
+    def value(self) -> Tensor | None:
+        parts = self._parts()
+        masks = [part.bool_value() for part in parts if isinstance(part, BoolAttentionBias)]
+        values = [part.value() for part in parts if not isinstance(part, BoolAttentionBias)]
+        if masks:
+            values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
+        return sum(values[1:], values[0]).astype(self.dtype) if values else None
+
+
+class TensorAttentionBias(BaseAttentionBias):
+    """A bias that is given by its value; see `from_tensor`."""
+
+    _value: Tensor
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "TensorAttentionBias":
+        """A bias by its value.
+
+        Args:
+          tensor: `Float[Array, "#batch #heads target source"]`; without the axis of the heads, or
+            without both, it counts for all of them.
+        """
+        return cls(_with_heads(tensor), dtype=tensor.dtype)
+
+    def value(self) -> Tensor:
+        return self._value.astype(self.dtype)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[BaseAttentionBias]) -> BaseAttentionBias:
+        value = CompositeAttentionBias(list(biases)).value()
+        assert value is not None  # each of them has one
+        return cls.from_tensor(value)
+
+
+class BoolAttentionBias(BaseAttentionBias):
+    """A mask: 0 where attending is allowed, `NEG_INF` elsewhere.
+
+    A subclass defines `bool_value`.
+    """
+
+    def bool_value(self) -> Tensor | None:
+        """`Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
+        raise NotImplementedError(type(self))
+
+    def value(self) -> Tensor | None:
+        mask = self.bool_value()
+        return None if mask is None else bool_to_bias(mask).astype(self.dtype)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        if len(biases) == 1 or cls is not BoolAttentionBias:
+            return super().from_sequence(biases)
+        return BoolTensorAttentionBias.from_sequence(biases)
+
+
+class BoolTensorAttentionBias(BoolAttentionBias):
+    """A mask that is given by its value; see `from_tensor`."""
+
+    _bool_value: Tensor
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor) -> "BoolTensorAttentionBias":
+        """A mask by its value.
+
+        Args:
+          tensor: `Bool[Array, "#batch #heads target source"]`; without the axis of the heads, or
+            without both, it counts for all of them.
+
+        Raises:
+          ArgumentValueError: if it is not boolean.
+        """
+        if tensor.dtype != jnp.bool_:
+            raise ArgumentValueError(
+                f"a mask of the dtype {tensor.dtype} was given; expected bool, True where "
+                "attending is allowed. For a bias, use TensorAttentionBias."
+            )
+        return cls(_with_heads(tensor))
+
+    def bool_value(self) -> Tensor:
+        return self._bool_value
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        return cls.from_tensor(functools.reduce(jnp.logical_and, [b.bool_value() for b in biases]))
+
+
+class MaskFnAttentionBias(BoolAttentionBias):
+    """A mask that is given by a function of positions.
+
+    Attributes:
+      mask: the function.
+      target_positions: `Int[Array, "#batch target"]` of the queries.
+      source_positions: `Int[Array, "#batch source"]` of the keys.
+    """
+
+    mask: MaskFn = struct.field(pytree_node=False)
+    target_positions: Tensor
+    source_positions: Tensor
+
+    @classmethod
+    def default_config(cls, mask: ConfigOr[MaskFn]) -> Any:
+        """A config of this class without positions, for the field `mask` of an attention layer.
+
+        Args:
+          mask: the function, or a config that makes it.
+        """
+        return config_for_class(cls).set(mask=mask)
+
+    def bool_value(self) -> Tensor:
+        return attention_mask.evaluate_mask(self.mask, self.target_positions, self.source_positions)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        first, *others = biases
+        same = all(
+            b.target_positions is first.target_positions
+            and b.source_positions is first.source_positions
+            for b in others
+        )
+        if others and same:
+            return MaskFnAttentionBias(
+                and_masks(*(b.mask for b in biases)), first.target_positions, first.source_positions
+            )
+        return super().from_sequence(biases)
+
+
+class CausalAttentionBias(MaskFnAttentionBias):
+    """Each position attends to itself and to what came before."""
+
+    mask: MaskFn = struct.field(pytree_node=False, default=causal_mask, kw_only=True)
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config of this class without positions, for the field `mask` of an attention layer."""
+        return config_for_class(cls)
+
+    @classmethod
+    def from_sequence(cls, biases: Sequence[Any]) -> BaseAttentionBias:
+        same = all(b.target_positions is biases[0].target_positions for b in biases)
+        return biases[0] if same else super().from_sequence(biases)
+
+
+class SlidingWindowAttentionBias(MaskFnAttentionBias):
+    """Each position attends to itself and to some positions before it.
+
+    Attributes:
+      sliding_window_size: how many before it.
+    """
+
+    sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def default_config(cls, sliding_window_size: int) -> Any:
+        """A config of this class without positions, for the field `mask` of an attention layer."""
+        mask = config_for_function(sliding_window_causal_mask)
+        return config_for_class(cls).set(
+            mask=mask.set(sliding_window_size=sliding_window_size),
+            sliding_window_size=sliding_window_size,
+        )
+
+
+class LeftRightWindowAttentionBias(MaskFnAttentionBias):
+    """Each position attends to itself and to some positions on both sides.
+
+    Attributes:
+      left_context: how many before it; None for all.
+      right_context: how many after it; None for all.
+    """
+
+    left_context: int | None = struct.field(pytree_node=False, kw_only=True)
+    right_context: int | None = struct.field(pytree_node=False, kw_only=True)
+
+    @classmethod
+    def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
+        """A config of this class without positions, for the field `mask` of an attention layer."""
+        window = {"left_context": left_context, "right_context": right_context}
+        mask = config_for_function(left_right_window_mask).set(**window)
+        return config_for_class(cls).set(mask=mask, **window)
+
+
+class SegmentIdAttentionBias(BoolAttentionBias):
+    """Each position attends to those of its own segment.
+
+    Attributes:
+      segment_ids: `Int[Array, "batch time"]`, of queries and keys alike.
+    """
+
+    segment_ids: Tensor
+
+    def bool_value(self) -> Tensor:
+        return attention_mask.segment_mask(self.segment_ids, self.segment_ids)
+
+
+class ZeroAttentionBias(BoolAttentionBias):
+    """No bias."""
+
+    def bool_value(self) -> None:
+        return None
+
+
+def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionBias:
+    """A bias as an object.
+
+    Args:
+      bias: an object already, a value, or None for no bias.
+    """
+    if bias is None:
+        return ZeroAttentionBias()
+    return bias if isinstance(bias, BaseAttentionBias) else TensorAttentionBias.from_tensor(bias)
+
+
+def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, ...]:
+    """Takes a bias apart.
+
+    Args:
+      bias: the bias.
+      *cls: the classes to take out, one after the other.
+
+    Returns:
+      The part of each class, a `ZeroAttentionBias` where there is none, and the rest.
+
+    Example:
+      >>> ids = jnp.array([[1, 1, 2]])
+      >>> bias = make_causal_biases(3)[None, None] + SegmentIdAttentionBias(ids)
+      >>> causal, segments, rest = split(bias, CausalAttentionBias, SegmentIdAttentionBias)
+      >>> causal.has_value(), segments.segment_ids.tolist(), type(rest).__name__
+      (False, [[1, 1, 2]], 'TensorAttentionBias')
+    """
+    parts = []
+    for one in cls:
+        part, bias = bias.bias_and_residual(one)
+        parts.append(ZeroAttentionBias() if part is None else part)
+    return (*parts, bias)
+
+
+def make_causal_biases(seq_len: int) -> Tensor:
+    """The bias of causal attention, `Float[Array, "seq_len seq_len"]`.
+
+    Example:
+      >>> (make_causal_biases(2) < 0).tolist()
+      [[False, True], [False, False]]
+    """
+    return _bias_of_mask(causal_mask, seq_len)
+
+
+def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) -> Tensor:
+    """The bias of attention to `sliding_window_size` positions before each."""
+    return _bias_of_mask(sliding_window_causal_mask(sliding_window_size), seq_len)
+
+
+def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
+    """The bias of attention within segments.
+
+    Args:
+      source_segments: `Int[Array, "batch source"]`.
+      target_segments: `Int[Array, "batch target"]`.
+
+    Returns:
+      `Float[Array, "batch 1 target source"]`.
+    """
+    return bool_to_bias(attention_mask.segment_mask(target_segments, source_segments))
+
+
+def _bias_of_mask(mask: MaskFn, seq_len: int) -> Tensor:
+    positions = jnp.arange(seq_len)
+    return bool_to_bias(mask(positions[:, None], positions[None]))
+
+
+def _with_heads(tensor: Tensor) -> Tensor:
+    """A bias with all four axes."""
+    if tensor.ndim not in (2, 3, 4):
+        raise ArgumentShapeError(
+            f"an attention bias has the shape {tensor.shape}; expected (batch, heads, target, "
+            "source), (batch, target, source) or (target, source)."
+        )
+    if tensor.ndim == 2:
+        tensor = tensor[None]
+    return tensor if tensor.ndim == 4 else tensor[:, None]

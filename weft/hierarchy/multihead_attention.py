@@ -1,0 +1,522 @@
+"""Attention with several heads, over a whole sequence or one step of it after the other.
+
+    query ── i_proj ── scale ─┐
+    key ──── i_proj ── scale ─┴─ logits + biases ── softmax ── dropout ─┐
+    value ── i_proj ────────────────────────────────────────────────────┴─ context ── o_proj
+
+In a step of decoding, the keys and values of all positions so far come from the cache, in which the
+step's own have been written before. `time_step` counts what has been written for each sequence.
+"""
+
+import enum
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from weft import functional
+from weft.config import REQUIRED, ClassConfigBase, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention_bias import (
+    BaseAttentionBias,
+    BoolTensorAttentionBias,
+    CausalAttentionBias,
+    MaskFnAttentionBias,
+    SegmentIdAttentionBias,
+    as_attention_bias,
+)
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.dropout import Dropout
+from weft.hierarchy.kv_cache import BaseKVCache, KVCache, KVState
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.param_init import constant_initializer
+from weft.hierarchy.qkv_linear import BaseQKVLinear, MultiheadOutputLinear, QKVLinear
+from weft.hierarchy.scale_qk import BaseScaleQK, ScaleKey, ScaleQuery
+from weft.hierarchy.sharding import maybe_shard
+from weft.typing import DType, MeshAxes, NestedTensor, PartitionSpec, Tensor
+
+PartitionSpecType = PartitionSpec | MeshAxes
+
+
+class ForwardMode(enum.Enum):
+    """What a layer that can decode is asked for."""
+
+    FORWARD = 0
+    """A whole sequence, without a cache."""
+    INIT_STATES = 1
+    """The first positions of a sequence: a prompt, for an empty cache."""
+    EXTEND_STEP = 2
+    """Positions that come after those in the cache."""
+
+    @staticmethod
+    def of_step(is_prefill: bool) -> "ForwardMode":
+        """The mode of an `extend_step`."""
+        return ForwardMode.INIT_STATES if is_prefill else ForwardMode.EXTEND_STEP
+
+
+def softmax_with_biases(
+    logits: Tensor,
+    attention_logit_biases: Tensor | None = None,
+    logit_sink: Tensor | None = None,
+) -> Tensor:
+    """The softmax of logits and a bias over the last axis, computed in float32.
+
+    Args:
+      logits: `Float[Array, "batch heads target source"]`.
+      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
+      logit_sink: `Float[Array, "heads"]`: of each head, the logit of something without a value.
+
+    Returns:
+      Probabilities, in the dtype of the logits.
+    """
+    probs = functional.attention_probs(logits, attention_logit_biases, logit_sink=logit_sink)
+    return probs.astype(logits.dtype)
+
+
+def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = None) -> Tensor:
+    """The sigmoid of logits and a bias, computed in float32.
+
+    Args:
+      logits: `Float[Array, "batch heads target source"]`.
+      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
+
+    Returns:
+      Probabilities, in the dtype of the logits.
+    """
+    return functional.sigmoid_attention_probs(logits, attention_logit_biases).astype(logits.dtype)
+
+
+def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
+    """Inner products of queries and keys, where consecutive query heads share a key head.
+
+    Args:
+      q_proj: `Float[Array, "batch target heads per_head_dim"]`.
+      k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
+
+    Returns:
+      `Float[Array, "batch heads target source"]` in float32.
+    """
+    return functional.attention_logits(q_proj, k_proj)
+
+
+def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
+    """Averages of values, where consecutive query heads share a value head.
+
+    Args:
+      probs: `Float[Array, "batch heads target source"]`.
+      v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
+
+    Returns:
+      `Float[Array, "batch target heads per_head_dim"]`.
+    """
+    return functional.attention_context(probs, v_proj)
+
+
+class MultiheadAttention(BaseLayer):
+    """Attention with several heads (Vaswani et al., 2017)."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a MultiheadAttention.
+
+        Attributes:
+          query_dim: the size of what queries are made from.
+          key_dim: of what keys are made from.
+          value_dim: of what values are made from.
+          num_heads: the number of query heads.
+          hidden_dim: of all heads together; `query_dim` if None.
+          output_dim: the size of the output; `query_dim` if None.
+          input_linear: makes queries, keys and values.
+          output_linear: makes the output from the heads.
+          query_scale: norms and scales of queries.
+          key_scale: norms and scales of keys; nothing is done to them if None.
+          scale_kv_before_cache_update: whether keys are scaled before they go to the cache, once,
+            instead of in every step.
+          dropout: of the probabilities.
+          mask: who may attend to whom by position, such as
+            `CausalAttentionBias.default_config()`; everybody to all if None.
+          causal: short for a causal `mask`.
+          atten_logit_cap: logits are squashed to ± this.
+          logit_sink: whether each head learns a logit of something without a value, so that it may
+            attend to nothing.
+          kv_cache: remembers keys and values in decoding.
+          q_partition_spec: how queries lie over the mesh, by batch, time, heads, dimensions.
+          k_partition_spec: how keys do.
+          v_partition_spec: how values do.
+          o_partition_spec: how the output does, by batch, time, dimensions.
+        """
+
+        query_dim: Required[int] = REQUIRED
+        key_dim: Required[int] = REQUIRED
+        value_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        hidden_dim: int | None = None
+        output_dim: int | None = None
+        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
+        output_linear: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
+        query_scale: BaseScaleQK.Config = ScaleQuery.default_config()
+        key_scale: BaseScaleQK.Config | None = ScaleKey.default_config()
+        scale_kv_before_cache_update: bool | None = None
+        dropout: Dropout.Config = Dropout.default_config()
+        mask: ClassConfigBase[MaskFnAttentionBias] | None = None
+        causal: bool | None = None
+        atten_logit_cap: float | None = None
+        logit_sink: bool | None = None
+        kv_cache: BaseKVCache.Config = KVCache.default_config()
+        q_partition_spec: PartitionSpecType | None = None
+        k_partition_spec: PartitionSpecType | None = None
+        v_partition_spec: PartitionSpecType | None = None
+        o_partition_spec: PartitionSpecType | None = None
+
+    class Output(NamedTuple):
+        """What attention gives.
+
+        Attributes:
+          data: `Float[Array, "batch target output_dim"]`.
+          probs: `Float[Array, "batch heads target source"]`, if "probs" was asked for.
+          kv_state: keys and values for another layer, if "kv_state" was asked for.
+        """
+
+        data: Tensor
+        probs: Tensor | None = None
+        kv_state: KVState | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        heads = {"num_heads": cfg.num_heads, "per_head_dim": self.per_head_dim()}
+        dims = {name: getattr(cfg, name) for name in ("query_dim", "key_dim", "value_dim")}
+        self._add_child("i_proj", cfg.input_linear.set(**dims, **heads))
+        self._add_child("o_proj", cfg.output_linear.set(model_dim=self.output_dim(), **heads))
+        self._add_child("dropout", cfg.dropout)
+        self._add_child("scale_query", cfg.query_scale.set(per_head_dim=self.per_head_dim()))
+        if cfg.key_scale is not None:
+            self._add_child("scale_key", cfg.key_scale.set(per_head_dim=self.per_head_dim()))
+        self._shares_kv = cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
+        if not self._shares_kv:
+            self._add_child("kv_cache", cfg.kv_cache)
+        self._mask = cfg.mask
+        if cfg.causal:
+            if cfg.mask is not None:
+                raise LayerConfigError(
+                    f"{self.path()}: causal=True stands for a mask, and mask is set as well; set "
+                    "one of them."
+                )
+            self._mask = CausalAttentionBias.default_config()
+        if self.i_proj.num_kv_heads != self.num_kv_heads:
+            raise LayerConfigError(
+                f"{self.path()}: {type(self.i_proj).__name__} makes {self.i_proj.num_kv_heads} "
+                f"heads of keys for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
+                "query heads may share them."
+            )
+
+    @nowrap
+    def hidden_dim(self) -> int:
+        """The size of all heads together."""
+        return self.config.hidden_dim or self.config.query_dim
+
+    @nowrap
+    def output_dim(self) -> int:
+        """The size of the output."""
+        return self.config.output_dim or self.config.query_dim
+
+    @nowrap
+    def per_head_dim(self) -> int:
+        """The size of a vector of one head.
+
+        Raises:
+          LayerConfigError: if the heads do not divide the hidden dimension.
+        """
+        hidden_dim, num_heads = self.hidden_dim(), self.config.num_heads
+        if hidden_dim % num_heads:
+            raise LayerConfigError(
+                f"{self.path()}: num_heads={num_heads} does not divide the hidden dimension "
+                f"{hidden_dim}; set hidden_dim to a multiple, or change num_heads."
+            )
+        return hidden_dim // num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.config.num_heads
+
+    @staticmethod
+    def default_query_scale_config() -> BaseScaleQK.Config:
+        """What is done to queries where the config does not say."""
+        return ScaleQuery.default_config()
+
+    @staticmethod
+    def default_key_scale_config() -> BaseScaleQK.Config:
+        """What is done to keys where the config does not say."""
+        return ScaleKey.default_config()
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        if not self.config.logit_sink:
+            return {}
+        sink = ParameterSpec(
+            shape=(self.config.num_heads,),
+            mesh_axes=(None,),
+            initializer=constant_initializer(0.0),
+            weight_decay_scale=0.0,
+        )
+        return {"sink": sink}
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        query_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> Output:
+        """Attends over a whole sequence.
+
+        Args:
+          query: `Float[Array, "batch target query_dim"]`.
+          key: `Float[Array, "batch source key_dim"]`; None for self attention.
+          value: `Float[Array, "batch source value_dim"]`; None for `key`.
+          kv_state: keys and values of another layer, if this one has none of its own.
+          attention_logit_biases: added to the logits, beside the layer's own mask:
+            `Float[Array, "#batch #heads target source"]`.
+          segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own segment.
+          query_positions: `Int[Array, "#batch target"]`; None for those from 0.
+          return_aux: what to give beside the data: "probs", "kv_state".
+        """
+        if query_positions is None:
+            query_positions = jnp.arange(query.shape[1])[None]
+        proj = self._project(query, key, value, kv_state, query_positions)
+        if kv_state is not None:
+            key_positions = kv_state.key_positions
+        else:
+            key_positions = query_positions if key is None else jnp.arange(key.shape[1])[None]
+        biases = as_attention_bias(attention_logit_biases)
+        if segment_ids is not None:
+            biases = biases + SegmentIdAttentionBias(segment_ids)
+        kv_state = KVState(proj.key, proj.value, key_positions)
+        return self._attend(proj.query, query_positions, kv_state, biases, return_aux)
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """The state before the first step of decoding.
+
+        Args:
+          batch_size: the number of sequences.
+          max_len: how long they may become.
+          dtype: of the cache.
+        """
+        states: dict[str, Any] = {"time_step": jnp.zeros([batch_size], jnp.int32)}
+        if not self._shares_kv:
+            shape = (batch_size, max_len, self.num_kv_heads, self.per_head_dim())
+            states["kv_cache"] = self.kv_cache.init_states(shape, dtype=dtype)
+        return states
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        query: Tensor,
+        *,
+        is_prefill: bool = False,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        segment_ids: Tensor | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+        page_pool: Any = None,
+    ) -> tuple[NestedTensor, Output]:
+        """Attends from the next positions of each sequence to all positions so far.
+
+        Args:
+          cached_states: from `init_states` or the step before.
+          query: `Float[Array, "batch step query_dim"]`.
+          is_prefill: whether nothing has been cached before, so that the step's own positions are
+            all there is to attend to.
+          key: `Float[Array, "batch step key_dim"]`; None for `query`.
+          value: `Float[Array, "batch step value_dim"]`; None for `key`.
+          kv_state: keys and values of another layer, if this one has none of its own.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may stand after the last
+            token of a sequence and is not cached. None if there is none.
+          attention_logit_biases: added to the logits, beside the layer's own mask:
+            `Float[Array, "#batch #heads step source"]`, where source is `step` in a prefill, else
+            `max_len`.
+          return_aux: what to give beside the data: "probs", "kv_state".
+          page_pool: for a cache that uses one.
+
+        Returns:
+          The state for the next step, and the output for this one.
+        """
+        time_step = cached_states["time_step"]
+        batch, step = query.shape[:2]
+        positions = time_step[:, None] + jnp.arange(step)
+        unpadded_len = jnp.full([batch], step, jnp.int32)
+        if segment_ids is not None:
+            unpadded_len = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
+        proj = self._project(query, key, value, kv_state, positions)
+        states = {**cached_states, "time_step": time_step + unpadded_len}
+        if kv_state is None:
+            kv_state = KVState(proj.key, proj.value, positions)
+            states["kv_cache"], cached = self.kv_cache.extend_step(
+                cached_states["kv_cache"],
+                k_proj=proj.key,
+                v_proj=proj.value,
+                key_positions=positions,
+                unpadded_len=None if segment_ids is None else unpadded_len,
+                page_pool=page_pool,
+            )
+            kv_state = kv_state if is_prefill else cached
+        filled = kv_state.key_positions < states["time_step"][:, None]
+        biases = as_attention_bias(attention_logit_biases)
+        biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])
+        return states, self._attend(proj.query, positions, kv_state, biases, return_aux)
+
+    def _project(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_state: KVState | None,
+        query_positions: Tensor,
+    ) -> BaseQKVLinear.Output:
+        """Queries, keys and values, named for remat and laid out over the mesh."""
+        cfg = self.config
+        proj = self.i_proj(
+            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+        )
+        q_proj = self._remat_name(maybe_shard(proj.query, cfg.q_partition_spec), "q_proj")
+        self._add_tensor_stats("q_proj_outputs", q_proj)
+        if kv_state is not None:
+            return proj._replace(query=q_proj)
+        k_proj = self._remat_name(maybe_shard(proj.key, cfg.k_partition_spec), "k_proj")
+        v_proj = self._remat_name(maybe_shard(proj.value, cfg.v_partition_spec), "v_proj")
+        self._add_tensor_stats("k_proj_outputs", k_proj)
+        self._add_tensor_stats("v_proj_outputs", v_proj)
+        if cfg.scale_kv_before_cache_update:
+            k_proj = self._scale_key(k_proj, query_positions)
+        return proj._replace(query=q_proj, key=k_proj, value=v_proj)
+
+    def _scale_key(self, k_proj: Tensor, positions: Tensor) -> Tensor:
+        if self.config.key_scale is None:
+            return k_proj
+        return self.scale_key(k_proj, positions=positions)
+
+    def _attend(
+        self,
+        q_proj: Tensor,
+        query_positions: Tensor,
+        kv_state: KVState,
+        biases: BaseAttentionBias,
+        return_aux: Collection[str] | None,
+    ) -> Output:
+        """From projections to the output."""
+        cfg = self.config
+        wanted = set(return_aux or ())
+        if unknown := wanted - {"probs", "kv_state"}:
+            raise ArgumentValueError(
+                f"{self.path()} was asked for {sorted(unknown)}; return_aux may hold 'probs' and "
+                "'kv_state'."
+            )
+        k_proj, v_proj, key_positions = kv_state
+        if not cfg.scale_kv_before_cache_update:
+            k_proj = self._scale_key(k_proj, key_positions)
+        if self._mask is not None:
+            biases = biases + self._mask.instantiate(
+                target_positions=query_positions, source_positions=key_positions
+            )
+        context, probs = self._compute_attention(
+            q_proj=self._scale_query(q_proj, query_positions),
+            k_proj=k_proj,
+            v_proj=v_proj,
+            attention_logit_biases=biases,
+        )
+        o_proj = self.o_proj(self._remat_name(context, "context"))
+        o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
+        self._add_tensor_stats("o_proj_outputs", o_proj)
+        return self.Output(
+            data=o_proj,
+            probs=probs if "probs" in wanted else None,
+            kv_state=kv_state if "kv_state" in wanted else None,
+        )
+
+    def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
+        return self.scale_query(q_proj, positions=positions)
+
+    def _compute_attention(
+        self,
+        *,
+        q_proj: Tensor,
+        k_proj: Tensor,
+        v_proj: Tensor,
+        attention_logit_biases: BaseAttentionBias,
+    ) -> tuple[Tensor, Tensor]:
+        """Context and probabilities.
+
+        Args:
+          q_proj: `Float[Array, "batch target heads per_head_dim"]`, scaled.
+          k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`, scaled.
+          v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
+          attention_logit_biases: all of them.
+        """
+        logits = self._cap_logits(self._compute_logits(q_proj, k_proj))
+        probs = self.dropout(self._compute_probs(logits, attention_logit_biases.value()))
+        return self._compute_context(probs, v_proj), probs
+
+    def _compute_logits(self, q_proj: Tensor, k_proj: Tensor) -> Tensor:
+        return functional.attention_logits(q_proj, k_proj)
+
+    def _cap_logits(self, logits: Tensor) -> Tensor:
+        cap = self.config.atten_logit_cap
+        return logits if not cap else functional.cap_logits(logits, cap)
+
+    def _compute_probs(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        sink = self.parameters["sink"] if self.config.logit_sink else None
+        return functional.attention_probs(logits, bias, logit_sink=sink)
+
+    def _compute_context(self, probs: Tensor, v_proj: Tensor) -> Tensor:
+        return functional.attention_context(probs, v_proj)
+
+
+class GroupedQueryAttention(MultiheadAttention):
+    """Attention in which consecutive query heads share a head of keys and values.
+
+    How many of those there are is said by `input_linear`, such as `GroupedQKVLinear`; with others,
+    each query head has its own.
+    """
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.i_proj.num_kv_heads
+
+
+class SigmoidAttention(MultiheadAttention):
+    """Attention whose probabilities are sigmoids, one for each key by itself.
+
+    (Ramapuram et al., 2024)
+    """
+
+    @config_class
+    class Config(MultiheadAttention.Config):
+        """Configures a SigmoidAttention.
+
+        Attributes:
+          seq_len: the number of keys that are expected.
+          subtract_seq_len_bias: whether logits are lowered by the logarithm of `seq_len`, so that
+            probabilities add up to about 1 at first.
+        """
+
+        seq_len: Required[int] = REQUIRED
+        subtract_seq_len_bias: bool = True
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.logit_sink:
+            raise LayerConfigError(
+                f"{self.path()}: logit_sink is for a softmax; a sigmoid may attend to nothing "
+                "without one."
+            )
+
+    def _compute_probs(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        if self.config.subtract_seq_len_bias:
+            logits = logits - jnp.log(float(self.config.seq_len))
+        return functional.sigmoid_attention_probs(logits, bias)

@@ -1,0 +1,415 @@
+"""Projections into queries, keys and values, and out of heads.
+
+A projection's weight has one axis for the model and two for the heads, `(model_dim, num_heads,
+per_head_dim)`, in both directions. The projections to queries, keys and values are separate
+(`QKVLinear`, `GroupedQKVLinear`), lie in one weight (`FusedQKVLinear`, `FusedGroupedQKVLinear`), or
+leave keys and values to another layer (`QLinear`); `RoFormerQKVLinear` in `rope.py` wraps any of
+them.
+"""
+
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.functional import project
+from weft.hierarchy import transforms
+from weft.hierarchy.base_layer import BaseLayer, FactorizationSpec, ParameterSpec
+from weft.hierarchy.context import child_context
+from weft.hierarchy.kv_cache import KVState
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.sharding import maybe_shard
+from weft.typing import Tensor
+
+
+class BaseMultiheadLinear(BaseLayer):
+    """A linear map between the model's dimension and the heads.
+
+    A subclass says in which direction.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseMultiheadLinear.
+
+        Attributes:
+          model_dim: the size of a vector of the model.
+          num_heads: the number of heads.
+          per_head_dim: the size of a vector of one head.
+          bias: whether to add a bias.
+        """
+
+        model_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+        bias: bool = True
+
+    _subscripts: ClassVar[str]
+    _fan_axes: ClassVar[FanAxes]
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config whose weight is laid over the mesh axis "model" by heads."""
+        return super().default_config().set(param_partition_spec=(None, "model", None))
+
+    def _bias_spec(self, mesh_axes: Any) -> ParameterSpec:
+        """The spec of the bias.
+
+        Args:
+          mesh_axes: those of the weight.
+        """
+        raise NotImplementedError(type(self))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        mesh_axes = cfg.param_partition_spec or (None, None, None)
+        specs = {
+            "weight": ParameterSpec(
+                shape=(cfg.model_dim, cfg.num_heads, cfg.per_head_dim),
+                mesh_axes=mesh_axes,
+                factorization=FactorizationSpec(("row", None, "col")),
+            )
+        }
+        if cfg.bias:
+            specs["bias"] = self._bias_spec(mesh_axes)
+        return specs
+
+    def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
+        return self._fan_axes if name == "weight" else None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Projects.
+
+        Args:
+          inputs: `Float[Array, "batch time *vector"]`.
+
+        Returns:
+          `Float[Array, "batch time *vector"]` of the other side.
+        """
+        params = self.parameters
+        return project(
+            self._subscripts,
+            inputs,
+            params["weight"],
+            params["bias"] if self.config.bias else None,
+        )
+
+
+class MultiheadInputLinear(BaseMultiheadLinear):
+    """From the model's dimension to the heads."""
+
+    _subscripts = "...d,dnh->...nh"
+    _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
+
+    def _bias_spec(self, mesh_axes: Any) -> ParameterSpec:
+        cfg = self.config
+        return ParameterSpec((cfg.num_heads, cfg.per_head_dim), mesh_axes=mesh_axes[-2:])
+
+
+class MultiheadOutputLinear(BaseMultiheadLinear):
+    """From the heads to the model's dimension, which is the weight's first axis here as well."""
+
+    _subscripts = "...nh,dnh->...d"
+    _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
+
+    def _bias_spec(self, mesh_axes: Any) -> ParameterSpec:
+        return ParameterSpec((self.config.model_dim,), mesh_axes=mesh_axes[:1])
+
+
+class BaseQKVLinear(BaseLayer):
+    """Makes queries, keys and values."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseQKVLinear.
+
+        Attributes:
+          query_dim: the size of what queries are made from.
+          key_dim: of what keys are made from.
+          value_dim: of what values are made from.
+          num_heads: the number of query heads.
+          per_head_dim: the size of a vector of one head.
+        """
+
+        query_dim: Required[int] = REQUIRED
+        key_dim: Required[int] = REQUIRED
+        value_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+
+    class Output(NamedTuple):
+        """Queries, keys and values.
+
+        Attributes:
+          query: `Float[Array, "batch target heads per_head_dim"]`.
+          key: `Float[Array, "batch source kv_heads per_head_dim"]`.
+          value: likewise.
+        """
+
+        query: Tensor
+        key: Tensor
+        value: Tensor
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The number of heads of keys and values."""
+        return self.config.num_heads
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: "BaseQKVLinear.Config") -> bool:
+        """Whether keys and values are those that another layer has made.
+
+        Args:
+          cfg: a config of this class.
+        """
+        return False
+
+    def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
+        """Adds a child that projects to the heads."""
+        cfg = self.config
+        self._add_child(
+            name,
+            cfg.layer.set(model_dim=model_dim, num_heads=num_heads, per_head_dim=cfg.per_head_dim),
+        )
+
+    def _inputs(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_state: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What to project: keys are made from the queries' input, values from the keys'."""
+        if kv_state is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a {type(self).__name__}, which makes keys and values itself, "
+                "and was given kv_state; leave it out, or set input_linear to "
+                "QLinear.default_config()."
+            )
+        key = query if key is None else key
+        return query, key, key if value is None else value
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        query_positions: Tensor | None = None,
+    ) -> Output:
+        """Projects.
+
+        Args:
+          query: `Float[Array, "batch target query_dim"]`.
+          key: `Float[Array, "batch source key_dim"]`; None for `query`.
+          value: `Float[Array, "batch source value_dim"]`; None for `key`.
+          kv_state: keys and values of another layer, for a layer that shares them.
+          query_positions: `Int[Array, "batch target"]`, for a layer that depends on positions.
+        """
+        raise NotImplementedError(type(self))
+
+
+class QKVLinear(BaseQKVLinear):
+    """Three separate projections."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a QKVLinear.
+
+        Attributes:
+          layer: the config of each projection.
+          query_partition_spec: how queries lie over the mesh.
+          key_partition_spec: how keys do.
+          value_partition_spec: how values do.
+        """
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        query_partition_spec: PartitionSpec | None = None
+        key_partition_spec: PartitionSpec | None = None
+        value_partition_spec: PartitionSpec | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        kv_heads = self.num_kv_heads
+        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+        self._add_projection("k_proj", model_dim=cfg.key_dim, num_heads=kv_heads)
+        self._add_projection("v_proj", model_dim=cfg.value_dim, num_heads=kv_heads)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        query, key, value = self._inputs(query, key, value, kv_state)
+        return self.Output(
+            query=maybe_shard(self.q_proj(query), cfg.query_partition_spec),
+            key=maybe_shard(self.k_proj(key), cfg.key_partition_spec),
+            value=maybe_shard(self.v_proj(value), cfg.value_partition_spec),
+        )
+
+
+def _check_kv_heads(cfg: Any, path: str) -> None:
+    """Raises LayerConfigError where query heads cannot share key heads evenly."""
+    if cfg.num_heads % cfg.num_kv_heads:
+        raise LayerConfigError(
+            f"{path}: num_heads={cfg.num_heads} is no multiple of num_kv_heads={cfg.num_kv_heads}; "
+            "each key head serves equally many query heads."
+        )
+
+
+class GroupedQKVLinear(QKVLinear):
+    """Three separate projections, with fewer heads of keys and values (Ainslie et al., 2023)."""
+
+    @config_class
+    class Config(QKVLinear.Config):
+        """Configures a GroupedQKVLinear.
+
+        Attributes:
+          num_kv_heads: the number of heads of keys and values, which divides `num_heads`.
+        """
+
+        num_kv_heads: Required[int] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_kv_heads(cfg, self.path())
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+
+class FusedQKVLinear(BaseQKVLinear):
+    """One projection whose weight `(3, model_dim, num_heads, per_head_dim)` holds all three."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a FusedQKVLinear.
+
+        Attributes:
+          layer: the config of one of the three projections.
+        """
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
+            raise LayerConfigError(
+                f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
+                f"value_dim={cfg.value_dim} must be equal to lie in one weight; use QKVLinear."
+            )
+        self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+
+    def _num_copies(self, name: str) -> int | None:
+        return 3 if name == "qkv_proj" else super()._num_copies(name)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        inputs = self._inputs(query, key, value, kv_state)
+        if key is None and value is None:
+            with child_context("qkv_proj"):
+                project_all = transforms.vmap(self.qkv_proj.forward, in_axes=None, axis_size=3)
+                return self.Output(*project_all(query))
+        stacked = self.parameters["qkv_proj"]
+        outputs = []
+        for i, x in enumerate(inputs):
+            own = jax.tree.map(lambda p, i=i: p[i], dict(stacked))
+            with child_context(f"{'qkv'[i]}_proj", module=self.qkv_proj, state=own):
+                outputs.append(self.qkv_proj(x))
+        return self.Output(*outputs)
+
+
+class FusedGroupedQKVLinear(BaseQKVLinear):
+    """One projection to the heads of queries, keys and values, which lie side by side."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a FusedGroupedQKVLinear.
+
+        Attributes:
+          num_kv_heads: the number of heads of keys and values, which divides `num_heads`.
+          layer: the config of the projection.
+          output_partition_spec: how its result, all heads together, lies over the mesh.
+        """
+
+        num_kv_heads: Required[int] = REQUIRED
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+        output_partition_spec: PartitionSpec | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_kv_heads(cfg, self.path())
+        if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
+            raise LayerConfigError(
+                f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
+                f"value_dim={cfg.value_dim} must be equal to lie in one weight; use "
+                "GroupedQKVLinear."
+            )
+        self._add_projection(
+            "qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads + 2 * cfg.num_kv_heads
+        )
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.config.num_kv_heads
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        self._inputs(query, key, value, kv_state)
+        if key is not None or value is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a FusedGroupedQKVLinear, which makes keys and values from the "
+                "queries' input, and was given others; use GroupedQKVLinear."
+            )
+        heads = maybe_shard(self.qkv_proj(query), cfg.output_partition_spec)
+        ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
+        return self.Output(*jnp.split(heads, ends, axis=-2))
+
+
+class QLinear(BaseQKVLinear):
+    """A projection to queries alone; keys and values are those of another layer."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a QLinear.
+
+        Attributes:
+          layer: the config of the projection.
+        """
+
+        layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_projection("q_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: BaseQKVLinear.Config) -> bool:
+        return True
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        kv_state: KVState,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        query_positions: Tensor | None = None,
+    ) -> BaseQKVLinear.Output:
+        """Projects to queries.
+
+        Args:
+          query: `Float[Array, "batch target query_dim"]`.
+          kv_state: keys and values of another layer.
+          key: None.
+          value: None.
+          query_positions: not used.
+
+        Raises:
+          ArgumentValueError: if `kv_state` is missing, or keys or values were given besides.
+        """
+        if kv_state is None or key is not None or value is not None:
+            raise ArgumentValueError(
+                f"{self.path()} is a QLinear, which takes keys and values from another layer: pass "
+                "that layer's kv_state, and neither key nor value. A layer gives it if "
+                'return_aux holds "kv_state".'
+            )
+        return self.Output(self.q_proj(query), kv_state.k_proj, kv_state.v_proj)

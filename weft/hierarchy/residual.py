@@ -1,0 +1,149 @@
+"""A branch of a network beside the skip connection around it, and where norms stand in it.
+
+    structure        y =
+    "prenorm"        x + f(norm(x))
+    "postnorm"       norm(x + f(x))
+    "hybridnorm"     x + postnorm(f(prenorm(x)))
+    "hybridnorm_v2"  z + postnorm(f(z))  with  z = prenorm(x)
+    "v2"             out_norm(x + res_norm(f(in_norm(x)))), each norm optional
+    "nonorm"         f(x), where the skip connection is somewhere else
+
+Dropout and stochastic depth are applied to the branch after its norms, right before the sum.
+"""
+
+import enum
+from typing import Any
+
+from weft.config import InstantiableConfig, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.dropout import Dropout, StochasticDepth
+from weft.hierarchy.module import Module
+from weft.hierarchy.normalization import LayerNorm
+from weft.hierarchy.param_init import constant_initializer
+from weft.typing import Tensor
+
+
+class NormPosition(enum.Enum):
+    """Where a norm stands."""
+
+    IN_NORM = "in_norm"
+    """Before the branch."""
+    RES_NORM = "res_norm"
+    """After the branch, before the sum."""
+    OUT_NORM = "out_norm"
+    """After the sum."""
+
+
+_IN, _RES, _OUT = NormPosition.IN_NORM, NormPosition.RES_NORM, NormPosition.OUT_NORM
+
+# The child that each norm is.
+_NORMS: dict[str, dict[NormPosition, str]] = {
+    "prenorm": {_IN: "norm"},
+    "postnorm": {_OUT: "norm"},
+    "hybridnorm": {_IN: "prenorm", _RES: "postnorm"},
+    "hybridnorm_v2": {_IN: "prenorm", _RES: "postnorm"},
+    "v2": {position: position.value for position in NormPosition},
+    "nonorm": {},
+}
+
+
+class ResidualLayer(BaseLayer):
+    """A layer that is a branch beside a skip connection.
+
+    A subclass adds the norms with `_add_norms`, and its branch is what it does between
+    `_enter_branch` and `_leave_branch`.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a ResidualLayer.
+
+        Attributes:
+          structure: where norms stand; see the table of this module.
+          norm: every norm, or one config for each position. With the structure "v2", there are
+            norms at the given positions only.
+          dropout: of the branch.
+          stochastic_depth: drops the whole branch.
+          residual_gate_init: the first value of a learned factor of the branch; none if None.
+        """
+
+        structure: str = "prenorm"
+        norm: InstantiableConfig | dict[NormPosition, InstantiableConfig] = (
+            LayerNorm.default_config()
+        )
+        dropout: InstantiableConfig = Dropout.default_config()
+        stochastic_depth: InstantiableConfig = StochasticDepth.default_config()
+        residual_gate_init: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.structure not in _NORMS:
+            raise LayerConfigError(
+                f"{self.path()}: structure={cfg.structure!r} is none of {', '.join(_NORMS)}."
+            )
+        self._norms: dict[NormPosition, str] = {}
+
+    def _add_norms(self, dim: int) -> None:
+        """Adds a child for each norm.
+
+        Args:
+          dim: the size of what is normalised.
+        """
+        cfg = self.config
+        wanted = _NORMS[cfg.structure]
+        given = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(wanted, cfg.norm)
+        by_choice = cfg.structure == "v2"
+        if by_choice and not isinstance(cfg.norm, dict):
+            raise LayerConfigError(
+                f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
+                "{NormPosition.IN_NORM: RMSNorm.default_config()}, and norm is one config."
+            )
+        if not by_choice and given.keys() != wanted.keys():
+            raise LayerConfigError(
+                f"{self.path()}: structure={cfg.structure!r} has norms at "
+                f"{[p.name for p in wanted]}, and norm gives {[p.name for p in given]}."
+            )
+        for position, norm in given.items():
+            self._norms[position] = wanted[position]
+            self._add_child(wanted[position], norm.clone(input_dim=dim))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        init = self.config.residual_gate_init
+        if init is None:
+            return {}
+        gate = ParameterSpec(
+            shape=(), mesh_axes=(), initializer=constant_initializer(init), weight_decay_scale=0.0
+        )
+        return {"residual_gate": gate}
+
+    def _normalize(self, position: NormPosition, x: Tensor) -> Tensor:
+        return getattr(self, self._norms[position])(x) if position in self._norms else x
+
+    def _enter_branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What is skipped around the branch, and the branch's input.
+
+        Args:
+          x: the layer's input.
+        """
+        normalized = self._normalize(_IN, x)
+        return (normalized if self.config.structure == "hybridnorm_v2" else x), normalized
+
+    def _leave_branch(
+        self, skipped: Tensor, y: Tensor, *, dropout: Any, weight: float = 1.0
+    ) -> Tensor:
+        """The layer's output.
+
+        Args:
+          skipped: from `_enter_branch`.
+          y: the branch's output.
+          dropout: the child for it.
+          weight: a factor of the branch.
+        """
+        y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
+        y = y if weight == 1 else y * weight
+        if self.config.residual_gate_init is not None:
+            y = y * self.parameters["residual_gate"].astype(y.dtype)
+        if self.config.structure == "nonorm":
+            return y
+        return self._normalize(_OUT, skipped + y)

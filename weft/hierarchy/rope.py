@@ -1,0 +1,251 @@
+"""Rotary positions: queries and keys are rotated by an angle that grows with their position.
+
+The inner product of a query and a key then depends on how far they are apart (Su et al., 2021).
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
+from weft.functional import (
+    apply_rotary,
+    rotary_frequencies,
+    sincos,
+    yarn_frequencies,
+    yarn_magnitude,
+)
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.qkv_linear import BaseQKVLinear, QKVLinear
+from weft.hierarchy.scale_qk import BaseScaleQK
+from weft.typing import Tensor
+
+
+class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
+    """Sines and cosines of the angles by which positions are rotated."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a RoFormerSinusoidalPositionalEmbedding.
+
+        Attributes:
+          dim: of the vectors to rotate, even.
+          theta: the base of the frequencies.
+        """
+
+        dim: Required[int] = REQUIRED
+        theta: float = 10000.0
+
+    @nowrap
+    def default_query_positions(self, max_seq_len: int) -> Tensor:
+        """The positions of a sequence where none are given, `Int[Array, "1 max_seq_len"]`."""
+        return jnp.arange(max_seq_len)[None]
+
+    def _positions(self, positions: Tensor | None, max_seq_len: int | None) -> Tensor:
+        if positions is not None and max_seq_len is not None:
+            raise ArgumentValueError(
+                f"{self.path()} was given positions of shape {positions.shape} and "
+                f"max_seq_len={max_seq_len}, which stands for positions; give one of them."
+            )
+        if positions is not None:
+            return positions
+        if max_seq_len is None:
+            raise ArgumentValueError(
+                f"{self.path()} needs positions, or max_seq_len for the positions below it."
+            )
+        return self.default_query_positions(max_seq_len)
+
+    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+        """Embeds.
+
+        Args:
+          positions: `Int[Array, "batch time"]`.
+          max_seq_len: instead of positions, for those from 0 up to it.
+
+        Returns:
+          `Float[Array, "batch time dim"]`, first the sines, then the cosines.
+
+        Raises:
+          ArgumentValueError: if both or none of them are given.
+        """
+        cfg = self.config
+        frequencies = rotary_frequencies(cfg.dim, cfg.theta)
+        return jnp.concatenate(
+            sincos(self._positions(positions, max_seq_len), frequencies), axis=-1
+        )
+
+
+class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
+    """Rotary positions for longer contexts than a model was trained on (Peng et al., 2023)."""
+
+    @config_class
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a YaRNSinusoidalPositionalEmbedding.
+
+        Attributes:
+          original_max_seq_length: the longest context in training.
+          scaling_factor: how many times as long the context is now.
+          extrapolation_factor: how far pairs of dimensions that turn fast keep their frequency.
+          attn_factor: a factor of queries and keys, beside the one that follows from
+            `scaling_factor`.
+          beta_fast: a pair that turns more often than this within the original context is fast.
+          beta_slow: a pair that turns less often than this is slow, and gets the frequency divided
+            by `scaling_factor`.
+        """
+
+        original_max_seq_length: Required[int] = REQUIRED
+        scaling_factor: float = 1.0
+        extrapolation_factor: float = 1.0
+        attn_factor: float = 1.0
+        beta_fast: float = 32.0
+        beta_slow: float = 1.0
+
+    def compute_rope_params(self) -> tuple[Tensor, float]:
+        """Frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
+        cfg = self.config
+        frequencies = yarn_frequencies(
+            cfg.dim,
+            cfg.theta,
+            original_max_seq_length=cfg.original_max_seq_length,
+            scaling_factor=cfg.scaling_factor,
+            extrapolation_factor=cfg.extrapolation_factor,
+            beta_fast=cfg.beta_fast,
+            beta_slow=cfg.beta_slow,
+        )
+        return frequencies, yarn_magnitude(cfg.scaling_factor, cfg.attn_factor)
+
+    def build_rotary_sinusoidal_positional_embeddings(
+        self, positions: Tensor, inv_freq: Tensor, mscale: float
+    ) -> Tensor:
+        """Sines and cosines.
+
+        Args:
+          positions: `Int[Array, "batch time"]`.
+          inv_freq: by how much each pair of dimensions turns per position.
+          mscale: the factor of sines and cosines.
+        """
+        return jnp.concatenate(sincos(positions, inv_freq), axis=-1) * mscale
+
+    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+        return self.build_rotary_sinusoidal_positional_embeddings(
+            self._positions(positions, max_seq_len), *self.compute_rope_params()
+        )
+
+
+def apply_rotary_position_embeddings(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinusoidal_pos: Tensor,
+    rotary_key: bool,
+    rotary_value: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotates queries, and keys and values on request.
+
+    Args:
+      query: `Float[Array, "batch time heads dim"]`.
+      key: likewise.
+      value: likewise.
+      sinusoidal_pos: `Float[Array, "#batch time #heads dim"]`, first the sines.
+      rotary_key: whether to rotate keys.
+      rotary_value: whether to rotate values.
+    """
+    return (
+        _rotate(query, sinusoidal_pos),
+        _rotate(key, sinusoidal_pos) if rotary_key else key,
+        _rotate(value, sinusoidal_pos) if rotary_value else value,
+    )
+
+
+def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
+    """`x` with as many dimensions rotated, from the first, as there are sines and cosines."""
+    dim = sinusoidal_pos.shape[-1]
+    turned = apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
+    return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
+
+
+class RoFormerQKVLinear(BaseQKVLinear):
+    """Rotates the queries and keys that another layer makes."""
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a RoFormerQKVLinear.
+
+        Attributes:
+          rope_pos_emb_layer: gives sines and cosines for positions.
+          input_linear: makes queries, keys and values.
+          rotary_value: whether values are rotated as well.
+          query_scale: what happens to queries before they are rotated.
+          key_scale: what happens to keys before they are rotated.
+          partial_rope_factor: the fraction of dimensions of a head, the first ones, that are
+            rotated; all if None.
+        """
+
+        rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
+            RoFormerSinusoidalPositionalEmbedding.default_config()
+        )
+        input_linear: BaseQKVLinear.Config = QKVLinear.default_config()
+        rotary_value: Required[bool] = REQUIRED
+        query_scale: BaseScaleQK.Config | None = None
+        key_scale: BaseScaleQK.Config | None = None
+        partial_rope_factor: float | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        factor = 1.0 if cfg.partial_rope_factor is None else cfg.partial_rope_factor
+        self._rotary_dim = int(cfg.per_head_dim * factor)
+        if not 0 < factor <= 1 or self._rotary_dim % 2:
+            raise LayerConfigError(
+                f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
+                f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] that gives an "
+                "even number."
+            )
+        self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
+        self._add_child(
+            "i_proj",
+            cfg.input_linear.set(
+                query_dim=cfg.query_dim,
+                key_dim=cfg.key_dim,
+                value_dim=cfg.value_dim,
+                num_heads=cfg.num_heads,
+                per_head_dim=cfg.per_head_dim,
+            ),
+        )
+        for name in ("query_scale", "key_scale"):
+            scale = getattr(cfg, name)
+            if scale is not None:
+                self._add_child(name, scale.set(per_head_dim=cfg.per_head_dim))
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.i_proj.num_kv_heads
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: Any) -> bool:
+        return cfg.input_linear.klass.is_kv_sharing(cfg.input_linear)
+
+    def forward(self, query, *, key=None, value=None, kv_state=None, query_positions=None):
+        cfg = self.config
+        q, k, v = self.i_proj(
+            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+        )
+        if query_positions is None:
+            query_positions = self.rope_pos_emb_layer.default_query_positions(query.shape[1])
+        if q.shape[1] != k.shape[1] and kv_state is None:
+            raise ArgumentShapeError(
+                f"{self.path()} rotates keys by the positions of the queries, and there are "
+                f"{q.shape[1]} queries and {k.shape[1]} keys; use QKVLinear for cross attention."
+            )
+        sinusoidal = self.rope_pos_emb_layer(positions=query_positions)[:, :, None]
+        if cfg.query_scale is not None:
+            q = self.query_scale(q, positions=query_positions)
+        q = _rotate(q, sinusoidal)
+        if self.is_kv_sharing(cfg):
+            return self.Output(q, k, v)  # the other layer has rotated them
+        if cfg.key_scale is not None:
+            k = self.key_scale(k, positions=query_positions)
+        v = _rotate(v, sinusoidal) if cfg.rotary_value else v
+        return self.Output(q, _rotate(k, sinusoidal), v)

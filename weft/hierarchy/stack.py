@@ -1,0 +1,341 @@
+"""Stacks of transformer layers: one module for each layer, or one module in a loop.
+
+`StackedTransformerLayer` has a child for each layer, which may differ; `RepeatedTransformerLayer`
+has one, whose parameters are stacked, and takes as long to trace and compile as one layer does.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class, maybe_instantiate
+from weft.errors import LayerConfigError
+from weft.functional import get_stochastic_depth_linear_rate
+from weft.hierarchy.module import Module
+from weft.hierarchy.multihead_attention import ForwardMode
+from weft.hierarchy.repeat import Repeat
+from weft.hierarchy.transformer import BaseTransformerLayer, TransformerLayer
+from weft.typing import DType, NestedTensor, Tensor
+from weft.vdict import VDict
+
+Output = BaseTransformerLayer.Output
+
+
+class UpdateDataFn(Protocol):
+    """Makes a layer's input."""
+
+    def __call__(self, data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
+        """The input of the next layer.
+
+        Args:
+          data: what it would be otherwise, the output of the layer before.
+          all_layer_outputs: those of all layers before.
+        """
+        ...
+
+
+def update_data_with_skip_connection(skip_connections: dict[int, int]) -> UpdateDataFn:
+    """Adds the outputs of earlier layers to the inputs of later ones.
+
+    Args:
+      skip_connections: for each later layer the earlier one, both counted from 0.
+    """
+
+    def update_data(data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
+        earlier = skip_connections.get(len(all_layer_outputs))
+        return data if earlier is None else data + all_layer_outputs[earlier].data
+
+    return update_data
+
+
+class BaseStackedTransformerLayer(BaseTransformerLayer):
+    """Several transformer layers, one after the other."""
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a BaseStackedTransformerLayer.
+
+        Attributes:
+          num_layers: how many.
+          layer: the config of each.
+          peak_stochastic_depth_rate: the rate of the last layer, to which those of the others
+            grow linearly; None leaves them as they are.
+          carry: the arguments that a layer gets from the output of the layer before; "data" alone
+            if None.
+          scan_kwargs: the arguments that have a leading axis of layers.
+        """
+
+        num_layers: Required[int] = REQUIRED
+        layer: BaseTransformerLayer.Config = TransformerLayer.default_config()
+        peak_stochastic_depth_rate: float | None = None
+        carry: Sequence[str] | None = None
+        scan_kwargs: Sequence[str] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.carry is not None and "data" not in cfg.carry:
+            raise LayerConfigError(
+                f"{self.path()}: carry={tuple(cfg.carry)} leaves out 'data', the output of one "
+                "layer that is the input of the next."
+            )
+
+    def _with_input_dim(self, layer: Any) -> Any:
+        """The config of a layer with the input dimension of the stack."""
+        if layer.input_dim not in (REQUIRED, self.config.input_dim):
+            raise LayerConfigError(
+                f"{self.path()}: layer.input_dim={layer.input_dim} differs from input_dim="
+                f"{self.config.input_dim} of the stack; set the one of the stack only."
+            )
+        return layer.set(input_dim=self.config.input_dim)
+
+
+def _aux_to_carry(carry: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a layer, with what to return so that it can be carried on."""
+    aux = {name for name in carry or () if name != "data"}
+    return {**kwargs, "return_aux": {*(kwargs.get("return_aux") or ()), *aux}}
+
+
+def _only(output: Output, return_aux: Collection[str] | None) -> Output:
+    """An output with the data and what was asked for."""
+    wanted = {"data", *(return_aux or ())}
+    return output._replace(**{name: None for name in Output._fields if name not in wanted})
+
+
+class StackedTransformerLayer(BaseStackedTransformerLayer):
+    """One child for each layer: "layer0", "layer1", and so on."""
+
+    @config_class
+    class Config(BaseStackedTransformerLayer.Config):
+        """Configures a StackedTransformerLayer.
+
+        Attributes:
+          layer: the config of each layer, or a list with one for each.
+          data_merger: makes an `UpdateDataFn`, which changes the inputs of layers.
+        """
+
+        layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] = (
+            TransformerLayer.default_config()
+        )
+        data_merger: InstantiableConfig[UpdateDataFn] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        layers: Any = cfg.layer
+        if not isinstance(layers, list | tuple):
+            layers = [cfg.layer.clone() for _ in range(cfg.num_layers)]
+        if len(layers) != cfg.num_layers:
+            raise LayerConfigError(
+                f"{self.path()}: layer has {len(layers)} configs and num_layers={cfg.num_layers}; "
+                "give one config per layer, or one for all."
+            )
+        self._update_data = maybe_instantiate(cfg.data_merger)
+        for i, layer in enumerate(layers):
+            layer = self._with_input_dim(layer)
+            if cfg.peak_stochastic_depth_rate:
+                self._set_stochastic_depth_rate(layer, i)
+            self._add_child(f"layer{i}", layer)
+
+    def _set_stochastic_depth_rate(self, layer: Any, index: int) -> None:
+        """Sets the rate of the residual branches of a layer's config."""
+        cfg = self.config
+        rate = get_stochastic_depth_linear_rate(
+            cfg.peak_stochastic_depth_rate, stage_order=index + 1, num_stages=cfg.num_layers
+        )
+        for name in ("self_attention", "cross_attention", "feed_forward"):
+            if getattr(layer, name, None) is not None:
+                getattr(layer, name).stochastic_depth.rate = rate
+
+    def forward(self, data: Tensor, **layer_kwargs: Any) -> Output:
+        return self._forward_for_mode(ForwardMode.FORWARD, None, data, **layer_kwargs)[1]
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        return {
+            name: layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+            for name, layer in self._layers()
+        }
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **layer_kwargs: Any,
+    ) -> tuple[NestedTensor, Output]:
+        return self._forward_for_mode(
+            ForwardMode.of_step(is_prefill), cached_states, data, **layer_kwargs
+        )
+
+    def _layers(self) -> list[tuple[str, Any]]:
+        names = [f"layer{i}" for i in range(self.config.num_layers)]
+        return [(name, getattr(self, name)) for name in names]
+
+    def _forward_for_mode(
+        self, mode: ForwardMode, cached_states: Any, data: Tensor, **layer_kwargs: Any
+    ) -> tuple[NestedTensor, Output]:
+        """Any of the three; keyword arguments go to each layer."""
+        cfg = self.config
+        return_aux = layer_kwargs.get("return_aux")
+        scanned = {name: layer_kwargs.pop(name, None) for name in cfg.scan_kwargs or ()}
+        layer_kwargs = _aux_to_carry(cfg.carry, layer_kwargs)
+        outputs: list[Output] = []
+        states = {}
+        for i, (name, layer) in enumerate(self._layers()):
+            if self._update_data is not None:
+                data = self._update_data(data, outputs)
+            for key in set(cfg.carry or ()) - {"data"} if outputs else ():
+                layer_kwargs[key] = getattr(outputs[-1], key)
+            own = jax.tree.map(lambda x, i=i: x[i], scanned)
+            self._update_layer_kwargs(layer_kwargs, all_layer_outputs=outputs)
+            if mode is ForwardMode.FORWARD:
+                output = layer(data, **layer_kwargs, **own)
+            else:
+                is_prefill = mode is ForwardMode.INIT_STATES
+                states[name], output = layer.extend_step(
+                    cached_states[name], data, is_prefill=is_prefill, **layer_kwargs, **own
+                )
+            outputs.append(output)
+            data = output.data
+        return states, self._aggregate_layer_outputs([_only(o, return_aux) for o in outputs])
+
+    def _update_layer_kwargs(
+        self, layer_kwargs: dict[str, Any], *, all_layer_outputs: list[Output]
+    ) -> None:
+        """Changes the arguments of the next layer; a subclass may do so.
+
+        Args:
+          layer_kwargs: the arguments of all layers, changed in place.
+          all_layer_outputs: those of the layers before.
+        """
+
+    def _aggregate_layer_outputs(self, layer_outputs: Sequence[Output]) -> Output:
+        """The output of the stack: the data and keys of the last layer, probabilities of all.
+
+        Args:
+          layer_outputs: those of all layers.
+        """
+        last = layer_outputs[-1]
+
+        def stacked(name: str) -> Tensor | None:
+            values = [getattr(output, name) for output in layer_outputs]
+            return None if any(v is None for v in values) else jnp.stack(values)
+
+        return last._replace(
+            self_attention_probs=stacked("self_attention_probs"),
+            cross_attention_probs=stacked("cross_attention_probs"),
+        )
+
+
+class _TransformerRepeat(Repeat):
+    """The loop of a repeated stack."""
+
+    @config_class
+    class Config(Repeat.Config):
+        """Configures a _TransformerRepeat.
+
+        Attributes:
+          carry: as for the stack.
+          scan_kwargs: as for the stack.
+        """
+
+        carry: Sequence[str] | None = None
+        scan_kwargs: Sequence[str] | None = None
+
+    def forward(self, data: Tensor, **layer_kwargs: Any) -> Output:
+        """Applies all layers to a whole sequence."""
+
+        def apply(_: None, **kwargs: Any) -> tuple[None, Output]:
+            return None, self.layer(**kwargs)
+
+        return self._loop(apply, None, data, **layer_kwargs)[1]
+
+    def init_states(self, **kwargs: Any) -> NestedTensor:
+        """The states of all layers, stacked."""
+        n = self.config.num_layers
+        state = self.layer.init_states(**kwargs)
+        return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
+
+    def extend_step(
+        self, cached_states: NestedTensor, data: Tensor, **layer_kwargs: Any
+    ) -> tuple[NestedTensor, Output]:
+        """Applies all layers to the next positions."""
+
+        def apply(state: NestedTensor, **kwargs: Any) -> tuple[NestedTensor, Output]:
+            return self.layer.extend_step(state, **kwargs)
+
+        states, output = self._loop(apply, cached_states["layer"], data, **layer_kwargs)
+        return VDict(layer=states), output
+
+    def _loop(
+        self, apply: Callable[..., tuple[Any, Output]], states: Any, data: Tensor, **kwargs: Any
+    ) -> tuple[Any, Output]:
+        """Runs `apply` for each layer; keyword arguments are those of the layers."""
+        cfg = self.config
+        return_aux = kwargs.get("return_aux")
+        kwargs = _aux_to_carry(cfg.carry, {"data": data, **kwargs})
+        carried = {name: kwargs.pop(name) for name in cfg.carry or ("data",)}
+        scanned = {name: kwargs.pop(name, None) for name in cfg.scan_kwargs or ()}
+
+        def step(carried: dict[str, Any], x: Any) -> tuple[dict[str, Any], Any]:
+            state, own = x
+            state, output = apply(state, **carried, **own, **kwargs)
+            rest = _only(output, return_aux)._replace(data=None)
+            return {name: getattr(output, name) for name in carried}, (state, rest)
+
+        carried, (states, rest) = self._run(step, carried, xs=(states, scanned))
+        last_kv_state = jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state)
+        return states, rest._replace(data=carried["data"], self_attention_kv_state=last_kv_state)
+
+
+class RepeatedTransformerLayer(BaseStackedTransformerLayer):
+    """One child in a loop, whose parameters have a leading axis of layers."""
+
+    @config_class
+    class Config(BaseStackedTransformerLayer.Config):
+        """Configures a RepeatedTransformerLayer.
+
+        Attributes:
+          repeat: the loop.
+        """
+
+        repeat: Repeat.Config = _TransformerRepeat.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.peak_stochastic_depth_rate:
+            raise LayerConfigError(
+                f"{self.path()}: peak_stochastic_depth_rate={cfg.peak_stochastic_depth_rate} gives "
+                "each layer a rate of its own, and repeated layers share one config; use "
+                "StackedTransformerLayer, or set the rate of layer's stochastic_depth."
+            )
+        self._add_child(
+            "repeat",
+            cfg.repeat.set(
+                layer=self._with_input_dim(cfg.layer),
+                num_layers=cfg.num_layers,
+                carry=cfg.carry,
+                scan_kwargs=cfg.scan_kwargs,
+            ),
+        )
+
+    def forward(self, data: Tensor, **layer_kwargs: Any) -> Output:
+        return self.repeat(data, **layer_kwargs)
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.repeat.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"repeat": states}
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **layer_kwargs: Any,
+    ) -> tuple[NestedTensor, Output]:
+        states, output = self.repeat.extend_step(
+            cached_states["repeat"], data, is_prefill=is_prefill, **layer_kwargs
+        )
+        return {"repeat": states}, output

@@ -1,0 +1,534 @@
+"""Transformer layers: attention and a feed-forward layer, each beside a skip connection.
+
+Every layer works in three ways, which differ in nothing but the attention inside: over a whole
+sequence (`forward`), and in decoding over a prompt and over one position after the other
+(`init_states`, `extend_step`).
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention_bias import BaseAttentionBias
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.kv_cache import KVState
+from weft.hierarchy.module import Module
+from weft.hierarchy.multihead_attention import ForwardMode, MultiheadAttention
+from weft.hierarchy.normalization import LayerNorm
+from weft.hierarchy.residual import ResidualLayer
+from weft.typing import DType, NestedTensor, Tensor
+
+
+class TransformerAttentionLayer(ResidualLayer):
+    """Attention beside a skip connection."""
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        """Configures a TransformerAttentionLayer.
+
+        Attributes:
+          target_dim: the size of input and output.
+          source_dim: the size of what is attended to.
+          attention: the attention.
+        """
+
+        target_dim: Required[int] = REQUIRED
+        source_dim: Required[int] = REQUIRED
+        attention: InstantiableConfig = MultiheadAttention.default_config()
+
+    class Output(NamedTuple):
+        """What the layer gives.
+
+        Attributes:
+          data: `Float[Array, "batch target target_dim"]`.
+          probs: `Float[Array, "batch heads target source"]`, if "probs" was asked for.
+          kv_state: keys and values for another layer, if "kv_state" was asked for.
+        """
+
+        data: Tensor
+        probs: Tensor | None = None
+        kv_state: KVState | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_norms(cfg.target_dim)
+        self._add_child(
+            "attention",
+            cfg.attention.set(
+                query_dim=cfg.target_dim,
+                key_dim=cfg.source_dim,
+                value_dim=cfg.source_dim,
+                output_dim=cfg.target_dim,
+            ),
+        )
+        self._add_child("dropout", cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def forward(
+        self,
+        *,
+        target: Tensor,
+        source: Tensor | KVState | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> Output:
+        """Attends over a whole sequence.
+
+        Args:
+          target: `Float[Array, "batch target target_dim"]`.
+          source: what to attend to, `Float[Array, "batch source source_dim"]`, or keys and values
+            of another layer; None for `target`.
+          attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
+          segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own segment.
+          target_positions: `Int[Array, "#batch target"]`; None for those from 0.
+          return_aux: what to give beside the data: "probs", "kv_state".
+        """
+        _, output = self._forward_for_mode(
+            ForwardMode.FORWARD,
+            {},
+            target,
+            source,
+            attention_logit_biases=attention_logit_biases,
+            segment_ids=segment_ids,
+            query_positions=target_positions,
+            return_aux=return_aux,
+        )
+        return output
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """The state before the first step of decoding; see `MultiheadAttention.init_states`."""
+        states = self.attention.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"attention": states}
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        target: Tensor,
+        *,
+        is_prefill: bool = False,
+        source: Tensor | KVState | None = None,
+        segment_ids: Tensor | None = None,
+        attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+        page_pool: Any = None,
+    ) -> tuple[NestedTensor, Output]:
+        """Attends from the next positions; see `MultiheadAttention.extend_step`.
+
+        Args:
+          cached_states: from `init_states` or the step before. With a source that is an array,
+            there is nothing to remember, and it comes back as it is.
+          target: `Float[Array, "batch step target_dim"]`.
+          is_prefill: whether nothing has been cached before.
+          source: what to attend to, `Float[Array, "batch source source_dim"]`, or keys and values
+            of another layer; None for what has been cached.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last token.
+          attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
+          return_aux: what to give beside the data: "probs", "kv_state".
+          page_pool: for a cache that uses one.
+        """
+        step_kwargs = {"segment_ids": segment_ids, "page_pool": page_pool}
+        return self._forward_for_mode(
+            ForwardMode.of_step(is_prefill),
+            cached_states,
+            target,
+            source,
+            attention_logit_biases=attention_logit_biases,
+            return_aux=return_aux,
+            **({} if _is_array(source) else step_kwargs),
+        )
+
+    def _forward_for_mode(
+        self,
+        mode: ForwardMode,
+        cached_states: NestedTensor,
+        target: Tensor,
+        source: Tensor | KVState | None,
+        **attention_kwargs: Any,
+    ) -> tuple[NestedTensor, Output]:
+        """Any of the three; keyword arguments go to the attention."""
+        skipped, x = self._enter_branch(target)
+        if isinstance(source, KVState):
+            attention_kwargs["kv_state"] = source
+        if mode is ForwardMode.FORWARD or _is_array(source):
+            key = source if _is_array(source) else None
+            output = self.attention(x, key=key, value=key, **attention_kwargs)
+        else:
+            states, output = self.attention.extend_step(
+                cached_states["attention"],
+                x,
+                is_prefill=mode is ForwardMode.INIT_STATES,
+                **attention_kwargs,
+            )
+            cached_states = {**cached_states, "attention": states}
+        data = self._leave_branch(skipped, output.data, dropout=self.dropout)
+        return cached_states, self.Output(data, output.probs, output.kv_state)
+
+
+def _is_array(source: Tensor | KVState | None) -> bool:
+    return source is not None and not isinstance(source, KVState)
+
+
+class BaseTransformerLayer(BaseLayer):
+    """A layer, or a stack of them, that keeps the shape of its input."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a BaseTransformerLayer.
+
+        Attributes:
+          input_dim: the size of input and output.
+        """
+
+        input_dim: Required[int] = REQUIRED
+
+    class Output(NamedTuple):
+        """What the layer gives.
+
+        Attributes:
+          data: `Float[Array, "batch target input_dim"]`.
+          self_attention_probs: `Float[Array, "batch heads target target"]`, with a leading axis of
+            layers for a stack, if asked for.
+          self_attention_kv_state: keys and values for another layer, if asked for.
+          cross_attention_probs: `Float[Array, "batch heads target source"]`, with a leading axis of
+            layers for a stack, if asked for.
+        """
+
+        data: Tensor
+        self_attention_probs: Tensor | None = None
+        self_attention_kv_state: KVState | None = None
+        cross_attention_probs: Tensor | None = None
+
+    def forward(
+        self,
+        data: Tensor,
+        *,
+        self_attention_kv_state: KVState | None = None,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        cross_attention_data: Tensor | None = None,
+        cross_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> Output:
+        """Applies the layer to a whole sequence.
+
+        Args:
+          data: `Float[Array, "batch target input_dim"]`.
+          self_attention_kv_state: keys and values of another layer, if this one has none of its
+            own.
+          self_attention_logit_biases: `Float[Array, "#batch #heads target target"]`.
+          cross_attention_data: `Float[Array, "batch source source_dim"]`.
+          cross_attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
+          target_segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own
+            segment.
+          target_positions: `Int[Array, "#batch target"]`; None for those from 0.
+          return_aux: the fields of the output to fill beside the data.
+        """
+        raise NotImplementedError(type(self))
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        """The state before the first step of decoding.
+
+        Args:
+          batch_size: the number of sequences.
+          max_len: how long they may become.
+          dtype: of what is remembered.
+        """
+        raise NotImplementedError(type(self))
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        self_attention_kv_state: KVState | None = None,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        cross_attention_data: Tensor | None = None,
+        cross_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        page_pool: Any = None,
+        return_aux: Collection[str] | None = None,
+    ) -> tuple[NestedTensor, Output]:
+        """Applies the layer to the next positions of each sequence.
+
+        Args:
+          cached_states: from `init_states` or the step before.
+          data: `Float[Array, "batch step input_dim"]`.
+          is_prefill: whether nothing has been cached before.
+          self_attention_kv_state: keys and values of another layer, if this one has none of its
+            own.
+          self_attention_logit_biases: `Float[Array, "#batch #heads step source"]`, where source is
+            `step` in a prefill, else `max_len`.
+          cross_attention_data: `Float[Array, "batch source source_dim"]`.
+          cross_attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
+          target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
+            token, which is not cached.
+          page_pool: for a cache that uses one.
+          return_aux: the fields of the output to fill beside the data.
+        """
+        raise NotImplementedError(type(self))
+
+
+def _of_part(return_aux: Collection[str] | None, part: str) -> set[str]:
+    """What to ask an attention layer for, of what a transformer layer was asked for."""
+    return {name.removeprefix(part) for name in return_aux or () if name.startswith(part)}
+
+
+class TransformerLayer(BaseTransformerLayer):
+    """Self attention, cross attention if there is one, and a feed-forward layer."""
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a TransformerLayer.
+
+        Attributes:
+          self_attention: a `TransformerAttentionLayer` or the like.
+          cross_attention: likewise; none if None.
+          feed_forward: a `TransformerFeedForwardLayer` or the like.
+        """
+
+        self_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
+        cross_attention: InstantiableConfig | None = None
+        feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dim = cfg.input_dim
+        self._add_child("self_attention", cfg.self_attention.set(target_dim=dim, source_dim=dim))
+        self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
+        if cfg.cross_attention is not None:
+            self._add_child("cross_attention", cfg.cross_attention.set(target_dim=dim))
+
+    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
+        return self._forward_for_mode(ForwardMode.FORWARD, {}, data, **kwargs)[1]
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.self_attention.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
+        return {"self_attention": states}
+
+    def extend_step(
+        self, cached_states: NestedTensor, data: Tensor, *, is_prefill: bool = False, **kwargs: Any
+    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        return self._forward_for_mode(
+            ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
+        )
+
+    def _forward_for_mode(
+        self,
+        mode: ForwardMode,
+        cached_states: NestedTensor,
+        data: Tensor,
+        *,
+        self_attention_kv_state: KVState | None = None,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        cross_attention_data: Tensor | None = None,
+        cross_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        page_pool: Any = None,
+        return_aux: Collection[str] | None = None,
+    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        """Any of the three; see `forward` and `extend_step` of the base class."""
+        self._check_cross_attention(cross_attention_data)
+        states, self_attention = self._attend(
+            "self_attention",
+            mode,
+            cached_states,
+            target=data,
+            source=self_attention_kv_state,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            return_aux=_of_part(return_aux, "self_attention_"),
+            **(
+                {"target_positions": target_positions}
+                if mode is ForwardMode.FORWARD
+                else {"page_pool": page_pool}
+            ),
+        )
+        data, cross_probs = self_attention.data, None
+        if cross_attention_data is not None:
+            states, cross_attention = self._attend(
+                "cross_attention",
+                mode,
+                states,
+                target=data,
+                source=cross_attention_data,
+                attention_logit_biases=cross_attention_logit_biases,
+                return_aux=_of_part(return_aux, "cross_attention_"),
+            )
+            data, cross_probs = cross_attention.data, cross_attention.probs
+        return states, self.Output(
+            data=self.feed_forward(data),
+            self_attention_probs=self_attention.probs,
+            self_attention_kv_state=self_attention.kv_state,
+            cross_attention_probs=cross_probs,
+        )
+
+    def _attend(
+        self, name: str, mode: ForwardMode, states: NestedTensor, *, target: Tensor, **kwargs: Any
+    ) -> tuple[NestedTensor, Any]:
+        """Applies one of the attention layers."""
+        layer = getattr(self, name)
+        if mode is ForwardMode.FORWARD:
+            return states, layer(target=target, **kwargs)
+        new, output = layer.extend_step(
+            states.get(name, {}), target, is_prefill=mode is ForwardMode.INIT_STATES, **kwargs
+        )
+        return ({**states, name: new} if name in states else states), output
+
+    def _check_cross_attention(self, cross_attention_data: Tensor | None) -> None:
+        has, given = self.config.cross_attention is not None, cross_attention_data is not None
+        if has and not given:
+            raise ArgumentValueError(
+                f"{self.path()} has a cross_attention and was given no cross_attention_data; pass "
+                "what it attends to."
+            )
+        if given and not has:
+            raise ArgumentValueError(
+                f"{self.path()} was given cross_attention_data and has no cross_attention; set "
+                "cross_attention to TransformerAttentionLayer.default_config()."
+            )
+
+
+class ParallelTransformerLayer(BaseTransformerLayer):
+    """`x + attention(norm(x)) + feed_forward(norm(x))` (Wang and Komatsuzaki, 2021)."""
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a ParallelTransformerLayer.
+
+        Attributes:
+          norm: of the input of both branches.
+          self_attention: a `MultiheadAttention` or the like.
+          feed_forward: a feed-forward layer without norm and skip connection.
+        """
+
+        norm: InstantiableConfig = LayerNorm.default_config()
+        self_attention: MultiheadAttention.Config = MultiheadAttention.default_config()
+        feed_forward: TransformerFeedForwardLayer.Config = (
+            TransformerFeedForwardLayer.default_config().set(structure="nonorm")
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dim = cfg.input_dim
+        self._add_child("norm", cfg.norm.set(input_dim=dim))
+        self._add_child(
+            "self_attention",
+            cfg.self_attention.set(query_dim=dim, key_dim=dim, value_dim=dim, output_dim=dim),
+        )
+        self._add_child("feed_forward", cfg.feed_forward.set(input_dim=dim))
+
+    def forward(
+        self,
+        data: Tensor,
+        *,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        target_positions: Tensor | None = None,
+        return_aux: Collection[str] | None = None,
+    ) -> BaseTransformerLayer.Output:
+        """Applies the layer to a whole sequence; see `BaseTransformerLayer.forward`."""
+        x = self.norm(data)
+        attention = self.self_attention(
+            x,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            query_positions=target_positions,
+            return_aux=_of_part(return_aux, "self_attention_"),
+        )
+        return self._output(data, x, attention)
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.self_attention.init_states(
+            batch_size=batch_size, max_len=max_len, dtype=dtype
+        )
+        return {"self_attention": states}
+
+    def extend_step(
+        self,
+        cached_states: NestedTensor,
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        self_attention_logit_biases: BaseAttentionBias | Tensor | None = None,
+        target_segment_ids: Tensor | None = None,
+        page_pool: Any = None,
+        return_aux: Collection[str] | None = None,
+    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        """Applies the layer to the next positions; see `BaseTransformerLayer.extend_step`."""
+        x = self.norm(data)
+        states, attention = self.self_attention.extend_step(
+            cached_states["self_attention"],
+            x,
+            is_prefill=is_prefill,
+            attention_logit_biases=self_attention_logit_biases,
+            segment_ids=target_segment_ids,
+            page_pool=page_pool,
+            return_aux=_of_part(return_aux, "self_attention_"),
+        )
+        return {"self_attention": states}, self._output(data, x, attention)
+
+    def _output(self, data: Tensor, x: Tensor, attention: Any) -> BaseTransformerLayer.Output:
+        return self.Output(
+            data=data + attention.data + self.feed_forward(x),
+            self_attention_probs=attention.probs,
+            self_attention_kv_state=attention.kv_state,
+        )
+
+
+class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
+    """A layer with a narrow feed-forward layer behind it (Houlsby et al., 2019).
+
+    To fine-tune a model, train the adapters and freeze the rest.
+    """
+
+    @config_class
+    class Config(BaseTransformerLayer.Config):
+        """Configures a BottleNeckAdapterTransformerLayer.
+
+        Attributes:
+          layer: the layer.
+          adapter: the feed-forward layer.
+          bottleneck_ratio: its hidden dimension, as a fraction of `input_dim`.
+        """
+
+        layer: BaseTransformerLayer.Config = TransformerLayer.default_config()
+        adapter: TransformerFeedForwardLayer.Config = (
+            TransformerFeedForwardLayer.default_config().set(structure="postnorm")
+        )
+        bottleneck_ratio: float = 0.5
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        hidden_dim = int(cfg.input_dim * cfg.bottleneck_ratio)
+        if hidden_dim < 1:
+            raise LayerConfigError(
+                f"{self.path()}: bottleneck_ratio={cfg.bottleneck_ratio} of input_dim="
+                f"{cfg.input_dim} leaves no dimension; expected at least 1."
+            )
+        self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
+        self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))
+
+    def forward(self, data: Tensor, **kwargs: Any) -> BaseTransformerLayer.Output:
+        output = self.layer(data, **kwargs)
+        return output._replace(data=self.adapter(output.data))
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.layer.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"layer": states}
+
+    def extend_step(
+        self, cached_states: NestedTensor, data: Tensor, *, is_prefill: bool = False, **kwargs: Any
+    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        states, output = self.layer.extend_step(
+            cached_states["layer"], data, is_prefill=is_prefill, **kwargs
+        )
+        return {"layer": states}, output._replace(data=self.adapter(output.data))
