@@ -56,8 +56,8 @@ def test_claiming_makes_the_directory_and_checking_does_not(tmp_path):
 
 def test_each_start_is_noted_with_its_environment(tmp_path):
     cfg = run_config(tmp_path)
-    claim_run_dir(cfg)
-    claim_run_dir(cfg.set(max_step=20, evalers={"x": 1}))
+    assert not claim_run_dir(cfg)
+    assert claim_run_dir(cfg.set(max_step=20, evalers={"x": 1}))
     starts = read_record(cfg.dir)["starts"]
     assert len(starts) == 2 and starts[0]["jax"] == jax.__version__
     assert starts[0].keys() == environment().keys()

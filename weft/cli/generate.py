@@ -1,6 +1,5 @@
 """Text from a trained language model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 
 from weft.config import maybe_instantiate
 from weft.errors import CommandLineError
+from weft.functional import scale_by
 from weft.hierarchy.module import Module, functional
 from weft.input.text import Tokenizer
 from weft.trainer.run_record import configs_named
@@ -66,7 +66,7 @@ def generate(
     prefix[0, : len(ids)] = ids
     inputs = {
         "input_batch": {"prefix": jnp.asarray(prefix)},
-        "logits_modifier": sharpen(temperature),
+        "logits_modifier": scale_by(temperature),
     }
 
     @jax.jit
@@ -86,20 +86,3 @@ def generate(
     added = sequence[len(ids) - 1 :]
     ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
     return tokenizer.decode(added[: ends[0]] if len(ends) else added)
-
-
-def sharpen(temperature: float) -> Callable[[Any], Any]:
-    """From log probabilities to those at a temperature.
-
-    >>> sharpen(0.5)(jnp.array([-1.0, -2.0])).tolist()
-    [-2.0, -4.0]
-    """
-    if temperature > 0:
-        return lambda logits: logits / temperature
-
-    def only_the_likeliest(logits: Any) -> Any:
-        likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
-        index = jnp.arange(logits.shape[-1])
-        return jnp.where(index == likeliest, 0.0, -1e9)
-
-    return only_the_likeliest

@@ -88,19 +88,23 @@ def check_run_dir(cfg: Any) -> None:
             )
 
 
-def claim_run_dir(cfg: Any) -> None:
+def claim_run_dir(cfg: Any) -> bool:
     """Makes the directory of a run, and notes in it what is started and where.
 
     Args:
         cfg: A trainer's config.
 
+    Returns:
+        Whether the run was started before.
+
     Raises:
         RunDirError: as of `check_run_dir`.
     """
     check_run_dir(cfg)
-    if jax.process_index():
-        return
     directory = Path(cfg.dir)
+    started_before = (directory / CONFIG_FILE).exists()
+    if jax.process_index():
+        return started_before
     try:
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(directory / CONFIG_FILE, to_text(cfg) + "\n")
@@ -109,6 +113,7 @@ def claim_run_dir(cfg: Any) -> None:
         update_record(cfg.dir, corpora=_corpora(cfg), starts=starts)
     except OSError as error:
         raise _unwritable(directory, error) from error
+    return started_before
 
 
 def read_record(directory: str) -> dict[str, Any]:

@@ -38,8 +38,8 @@ from weft.trainer.mesh import (
     select_mesh_config,
 )
 from weft.trainer.progress import RunListener
-from weft.trainer.run_record import claim_run_dir
-from weft.trainer.summary_writer import BaseWriter, SummaryWriter
+from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
+from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
 from weft.trainer.train_step import TrainerState, loss_is_finite, opt_params, train_step
 from weft.trainer.watchdog import Watchdog
 from weft.typing import DType, PartitionSpec, Tensor
@@ -131,7 +131,7 @@ class SpmdTrainer(Module):
                 learner=self.learner.create_state_partition_specs(self._model_specs),
             )
             self._shardings = self._state_shardings()
-            self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, "checkpoints")))
+            self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, CHECKPOINTS_DIR)))
             self._add_child(
                 "summary_writer", cfg.summary_writer.set(dir=_below(cfg, "summaries/train_train"))
             )
@@ -356,7 +356,7 @@ class SpmdTrainer(Module):
         """
         cfg, listener = self.config, listener or RunListener()
         self._check_batches()
-        claim_run_dir(cfg)
+        started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(GracefulStop())
             watchdog = stack.enter_context(
@@ -371,6 +371,8 @@ class SpmdTrainer(Module):
             resumed_from = self.restore_checkpoint()
             if resumed_from is None:
                 self.init(jax.random.key(cfg.seed) if prng_key is None else prng_key)
+            if started_before:
+                self._void_later_summaries()
             self.summary_writer.log_config(cfg, step=self._step)
             listener.on_start(self, resumed_from)
 
@@ -399,6 +401,16 @@ class SpmdTrainer(Module):
             missing = wanted - evaler_summaries.keys()
             evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
+
+    def _void_later_summaries(self) -> None:
+        """Tells the writers that the run goes on from here, whatever an earlier start reported."""
+        for reporter in (self, *(self.children[name] for name in self.config.evalers)):
+            reporter.summary_writer.log_checkpoint(  # pyright: ignore[reportAttributeAccessIssue]
+                _below(self.config, CHECKPOINTS_DIR),
+                state=self._state,
+                action=CheckpointerAction.RESTORE,
+                step=self._step,
+            )
 
     def _until_max_step(self) -> Iterator[Any]:
         """The batches of the steps that are left; saves what was trained if one cannot be read."""
