@@ -93,12 +93,21 @@ def test_conv_transpose_agrees_with_lax(padding, transpose_kernel):
     np.testing.assert_allclose(conv_transpose(x, w, b, **options), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_conv_transpose_with_a_transposed_kernel_is_the_gradient_of_conv():
-    w, g = jnp.array(array(3, 2, 4)), jnp.array(array(1, 4, 4))
-    x = jnp.zeros((1, 9, 2))
-    _, vjp = jax.vjp(lambda x: conv(x, w, strides=2), x)
-    ours = conv_transpose(g, w, strides=2, padding="VALID", transpose_kernel=True)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_conv_transpose_with_a_transposed_kernel_is_the_gradient_of_conv(groups):
+    w, g = jnp.array(array(3, 4 // groups, 6)), jnp.array(array(1, 4, 6))
+    x = jnp.zeros((1, 9, 4))
+    _, vjp = jax.vjp(lambda x: conv(x, w, strides=2, groups=groups), x)
+    ours = conv_transpose(g, w, strides=2, padding="VALID", groups=groups, transpose_kernel=True)
     np.testing.assert_allclose(ours, vjp(g)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_groups_of_a_conv_transpose_are_convolved_by_themselves():
+    x, w = jnp.array(array(1, 5, 4)), jnp.array(array(3, 2, 6))
+    y = conv_transpose(x, w, strides=2, groups=2)
+    for g in range(2):
+        alone = conv_transpose(x[..., 2 * g : 2 * g + 2], w[..., 3 * g : 3 * g + 3], strides=2)
+        np.testing.assert_allclose(y[..., 3 * g : 3 * g + 3], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_causal_conv_transpose_sees_nothing_later():
@@ -116,7 +125,9 @@ def test_causal_conv_transpose_sees_nothing_later():
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ArgumentShapeError, match=r"3 input channels for each of 2 group.* 4 chann"):
         conv(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)), groups=2)
-    with pytest.raises(ArgumentShapeError, match=r"takes 3 input channels, but x has 4"):
+    with pytest.raises(
+        ArgumentShapeError, match=r"takes 3 input channels for each of 1 .* x has 4"
+    ):
         conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)))
     with pytest.raises(ArgumentShapeError, match=r"shapes are \(5, 4\) and \(3, 4, 2\)"):
         conv(jnp.ones((5, 4)), jnp.ones((3, 4, 2)))

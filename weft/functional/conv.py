@@ -75,12 +75,13 @@ def conv(
 
 def conv_transpose(
     x: Num[Array, "batch *spatial input"],
-    weight: Num[Array, "*window input output"],
+    weight: Num[Array, "*window group_input output"],
     bias: Num[Array, " output"] | None = None,
     *,
     strides: int | Sequence[int] = 1,
     padding: ConvPadding = "SAME",
     dilation: int | Sequence[int] = 1,
+    groups: int = 1,
     transpose_kernel: bool = False,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -89,12 +90,13 @@ def conv_transpose(
 
     Args:
         x: the input.
-        weight: the window's weights; `(*window, output, input)` with `transpose_kernel`.
+        weight: the window's weights; `(*window, output / groups, input)` with `transpose_kernel`.
         bias: added to each output channel; none by default.
         strides: how many outputs there are for each input position.
         padding: a name (see `conv_transpose_explicit_padding`), or `(left, right)` per spatial
             axis, which is added around the input with its zeros.
         dilation: the step between two positions of one window.
+        groups: the channels are cut into so many groups, each convolved by itself.
         transpose_kernel: flips the window and swaps its channels, which makes this the gradient of
             the convolution with that weight.
         precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
@@ -109,11 +111,12 @@ def conv_transpose(
     """
     window = _window_of(x, weight)
     if transpose_kernel:
-        weight = jnp.swapaxes(jnp.flip(weight, tuple(range(len(window)))), -1, -2)
-    if x.shape[-1] != weight.shape[-2]:
+        weight = _transposed(weight, groups)
+    if x.shape[-1] != weight.shape[-2] * groups:
         raise ArgumentShapeError(
-            f"weight takes {weight.shape[-2]} input channels, but x has {x.shape[-1]} "
-            f"(shape {x.shape}). With transpose_kernel the input channels of a weight come last."
+            f"weight takes {weight.shape[-2]} input channels for each of {groups} group(s), but x "
+            f"has {x.shape[-1]} (shape {x.shape}). With transpose_kernel the input channels of a "
+            "weight come last."
         )
     strides = _per_axis(strides, len(window))
     dilation = _per_axis(dilation, len(window))
@@ -126,10 +129,19 @@ def conv_transpose(
         ),
         lhs_dilation=strides,
         rhs_dilation=dilation,
+        feature_group_count=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
     return y if bias is None else y + bias
+
+
+def _transposed(weight: Array, groups: int) -> Array:
+    """The weight flipped, with inputs and outputs of each group exchanged."""
+    *window, outputs, inputs = weight.shape
+    weight = jnp.flip(weight, tuple(range(len(window))))
+    weight = weight.reshape(*window, outputs, groups, inputs // groups)
+    return jnp.swapaxes(weight, -1, -3).reshape(*window, inputs // groups, outputs * groups)
 
 
 def _conv_general(x, weight, **kwargs):
