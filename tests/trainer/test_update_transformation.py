@@ -1,0 +1,233 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from weft.config import config_for_function
+from weft.errors import InplaceUpdateError, TransformationTypeError
+from weft.hierarchy.base_layer import FactorizationSpec, ParameterSpec
+from weft.hierarchy.module import functional
+from weft.trainer import optimizers
+from weft.trainer.optimizer_base import OptParam, OptStateSpec
+from weft.trainer.update_transformation import (
+    ConditionalUpdateTransformation,
+    OverrideInplaceUpdateTransformation,
+    Updates,
+    UpdateTransformation,
+    WrappedPartitionedGradientTransformation,
+    as_update_transformation,
+    mask_tree,
+)
+from weft.vdict import VDict
+
+TRACE = config_for_function(optax.trace).set(decay=0.5)
+PARAMS = {
+    "a": {"w": OptParam(jnp.array([1.0, 2.0]), FactorizationSpec(("row",)), 0.5)},
+    "b": OptParam(jnp.array(3.0)),
+}
+GRADS = {"a": {"w": jnp.array([0.5, -1.0])}, "b": jnp.array(4.0)}
+SPECS = {"a": {"w": ParameterSpec((2,), jnp.float32)}, "b": ParameterSpec((), jnp.float32)}
+MASKED = optax.MaskedNode()
+
+
+def make_updates(**kwargs):
+    return Updates(**{"opt_params": PARAMS, "delta_updates": GRADS, **kwargs})
+
+
+def make(cfg):
+    return cfg.set(name="tx").instantiate(parent=None)
+
+
+def transform(tx, updates, state):
+    updates, collection = functional(
+        tx, prng_key=None, state=state, inputs=(updates,), method="__call__", is_training=True
+    )
+    return updates, collection.state_updates, collection.summaries
+
+
+class TestMasks:
+    KEEP = {"a": {"w": False}, "b": True}
+
+    def test_leaves_are_replaced(self):
+        assert mask_tree(GRADS, keep=self.KEEP, mask_value=None) == {"a": {"w": None}, "b": 4.0}
+
+    def test_a_tree_may_have_fewer_leaves(self):
+        assert mask_tree({"a": {}, "b": 1}, keep=self.KEEP, mask_value=None) == {"a": {}, "b": 1}
+
+    def test_stacked_and_plain_dicts_match(self):
+        masked = mask_tree({"a": {"w": 1}}, keep={"a": VDict(w=False)}, mask_value=0)
+        assert masked == {"a": {"w": 0}}
+
+    def test_updates_are_masked_field_by_field(self):
+        updates = make_updates(inplace_updates={"a": {"w": jnp.zeros(2)}})
+        masked = updates.mask(self.KEEP, fields=("delta_updates",))
+        assert masked.delta_updates == {"a": {"w": MASKED}, "b": 4.0}
+        assert masked.opt_params is updates.opt_params
+        by_function = updates.mask(lambda params: {"a": {"w": False}, "b": "b" in params})
+        assert by_function.opt_params["a"]["w"] == MASKED
+        assert by_function.inplace_updates == {"a": {"w": MASKED}}
+
+
+class TestUpdates:
+    def test_what_it_knows_of_the_parameters(self):
+        values, specs = make_updates().param_values(), make_updates().param_specs()
+        np.testing.assert_array_equal(values["a"]["w"], [1.0, 2.0])
+        assert specs["a"]["w"] == ParameterSpec(
+            shape=(2,),
+            dtype=jnp.float32,
+            factorization=FactorizationSpec(("row",)),
+            weight_decay_scale=0.5,
+        )
+
+    def test_deltas_are_added_and_in_place_updates_replace(self):
+        updates = make_updates(inplace_updates={"a": {}, "b": 7})
+        values = updates.updated_values()
+        np.testing.assert_array_equal(values["a"]["w"], [1.5, 1.0])
+        assert (float(values["b"]), values["b"].dtype) == (7.0, jnp.float32)
+
+    def test_what_is_masked_stays(self):
+        values = make_updates().mask({"a": {"w": False}, "b": True}, fields=("delta_updates",))
+        np.testing.assert_array_equal(values.updated_values()["a"]["w"], [1.0, 2.0])
+
+    def test_parameters_keep_their_dtype(self):
+        low = {"w": OptParam(jnp.ones(2, jnp.bfloat16))}
+        for deltas, inplace in (({"w": jnp.ones(2)}, {}), ({"w": MASKED}, {"w": jnp.ones(2)})):
+            updates = Updates(opt_params=low, delta_updates=deltas, inplace_updates=inplace)
+            assert updates.updated_values()["w"].dtype == jnp.bfloat16
+
+    def test_in_place_updates_must_fit(self):
+        with pytest.raises(InplaceUpdateError, match=r"'a/v' is for no parameter.*mean 'a/w'"):
+            make_updates(inplace_updates={"a": {"v": 1.0}}).updated_values()
+        with pytest.raises(InplaceUpdateError, match=r"'b' has shape \(2,\), but .* has \(\)"):
+            make_updates(inplace_updates={"b": jnp.ones(2)}).mask(lambda params: params)
+
+
+class TestWrapped:
+    def test_an_optimizer_transforms_deltas(self):
+        tx = make(as_update_transformation(TRACE))
+        assert isinstance(tx, WrappedPartitionedGradientTransformation)
+        state = tx.init(PARAMS)
+        updates = make_updates(inplace_updates={"b": 1.0})
+        for factor in (1.0, 1.5):
+            new, state, _ = transform(tx, updates, state)
+            # A root has a dict of state updates, in which a state of another type has its name.
+            state = state["tx"]
+            assert isinstance(state, optax.TraceState)
+            np.testing.assert_allclose(new.delta_updates["b"], 4.0 * factor)
+        assert new.inplace_updates == {"b": 1.0}
+
+    def test_a_state_that_is_a_dict_needs_no_name(self):
+        chain = config_for_function(optimizers.named_chain).set(kwargs={"momentum": TRACE})
+        tx = make(as_update_transformation(chain))
+        _, state, _ = transform(tx, make_updates(), tx.init(PARAMS))
+        assert list(state) == ["momentum"]
+
+    def test_the_layout_is_that_of_the_optimizer(self):
+        tx = make(as_update_transformation(TRACE))
+        specs = tx.create_state_partition_specs(SPECS)
+        assert isinstance(specs.trace["b"], OptStateSpec)
+
+    def test_an_object_serves_as_well_as_a_config(self):
+        cfg = WrappedPartitionedGradientTransformation.default_config()
+        tx = make(cfg.set(transformation=optimizers.scale(2.0)))
+        updates, _, _ = transform(tx, make_updates(), tx.init(PARAMS))
+        assert float(updates.delta_updates["b"]) == 8.0
+
+    def test_update_transformations_stay_as_they_are(self):
+        cfg = ConditionalUpdateTransformation.default_config()
+        assert as_update_transformation(cfg) is cfg
+
+    def test_what_makes_no_optimizer_is_refused(self):
+        with pytest.raises(TransformationTypeError, match=r"got 1\.0 of type float"):
+            make(as_update_transformation(config_for_function(float).set(x=1.0)))
+
+
+class TestOverride:
+    def make(self, *rules):
+        cfg = OverrideInplaceUpdateTransformation.default_config()
+        return make(cfg.set(transformation=TRACE, rules=list(rules)))
+
+    def test_matching_parameters_become_their_gradients(self):
+        tx = self.make("a/.*")
+        state = tx.init(PARAMS)
+        assert state.trace == {"a": {"w": MASKED}, "b": 0.0}
+        new, state, _ = transform(tx, make_updates(), state)
+        assert state["tx"].trace == {"a": {"w": MASKED}, "b": 4.0}
+        values = new.updated_values()
+        np.testing.assert_array_equal(values["a"]["w"], GRADS["a"]["w"])
+        np.testing.assert_array_equal(values["b"], 7.0)
+        specs = tx.create_state_partition_specs(SPECS)
+        assert jax.tree.structure(specs) == jax.tree.structure(state["tx"])
+
+    def test_other_in_place_updates_stay(self):
+        updates = make_updates(inplace_updates={"b": jnp.array(9.0)})
+        new, _, _ = transform(tx := self.make("a/w"), updates, tx.init(PARAMS))
+        assert float(new.updated_values()["b"]) == 9.0
+
+    def test_a_rule_must_match_the_whole_path(self):
+        tx = self.make("a", "w")
+        new, _, _ = transform(tx, make_updates(), tx.init(PARAMS))
+        assert new.inplace_updates == {}
+
+    def test_frozen_parameters_stay(self):
+        tx = self.make("a/w")
+        updates = make_updates().mask(
+            {"a": {"w": False}, "b": True}, fields=("opt_params", "delta_updates")
+        )
+        new, _, _ = transform(tx, updates, tx.init(updates.opt_params))
+        assert new.inplace_updates == {}
+
+
+class TestConditional:
+    def make(self, inner=TRACE, **kwargs):
+        return make(ConditionalUpdateTransformation.default_config().set(inner=inner, **kwargs))
+
+    def test_steps_that_are_left_out_change_nothing(self):
+        tx = self.make(update_schedule=lambda step: step != 1)
+        state, deltas = tx.init(PARAMS), []
+        for _ in range(3):
+            new, state, _ = transform(tx, make_updates(), state)
+            deltas.append(float(new.delta_updates["b"]))
+        assert deltas == [4.0, 0.0, 6.0]
+        assert int(state["step"]) == 3
+
+    def test_without_a_schedule_all_steps_count(self):
+        tx = self.make()
+        new, state, _ = transform(tx, make_updates(), tx.init(PARAMS))
+        assert float(new.delta_updates["b"]) == 4.0
+        assert int(state["step"]) == 1
+
+    def test_a_schedule_can_be_a_config(self):
+        def every(n):
+            return lambda step: step % n == 0
+
+        tx = self.make(update_schedule=config_for_function(every).set(n=2))
+        state = tx.init(PARAMS)
+        _, state, summaries = transform(tx, make_updates(), state)
+        assert bool(summaries["should_update"])
+        _, _, summaries = transform(tx, make_updates(), state)
+        assert not bool(summaries["should_update"])
+
+    def test_replacements_of_the_inner_transformation_wait_as_well(self):
+        inner = OverrideInplaceUpdateTransformation.default_config().set(
+            transformation=TRACE, rules=["a/w"]
+        )
+        tx = self.make(inner, update_schedule=lambda step: step > 0)
+        updates = make_updates(inplace_updates={"b": jnp.array(9.0)})
+        first, state, _ = transform(tx, updates, tx.init(PARAMS))
+        np.testing.assert_array_equal(first.updated_values()["a"]["w"], [1.0, 2.0])
+        assert float(first.updated_values()["b"]) == 9.0
+        second, _, _ = transform(tx, updates, state)
+        np.testing.assert_array_equal(second.updated_values()["a"]["w"], GRADS["a"]["w"])
+
+    def test_the_layout_has_what_the_state_has(self):
+        tx = self.make()
+        specs = tx.create_state_partition_specs(SPECS)
+        assert jax.tree.structure(specs) == jax.tree.structure(tx.init(PARAMS))
+
+
+def test_an_abstract_transformation_says_what_to_define():
+    tx = make(UpdateTransformation.default_config())
+    with pytest.raises(NotImplementedError, match="must define `transform_update`"):
+        tx(make_updates())

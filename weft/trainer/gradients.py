@@ -1,0 +1,67 @@
+"""Running a forward pass and differentiating its loss with respect to some of the parameters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft import lifting
+from weft.errors import UntrainableParameterError
+from weft.hierarchy.context import require_context
+from weft.hierarchy.transforms import CONTEXTS, in_context
+from weft.lifting import DIFF
+from weft.trainer.optimizer_base import NestedOptParam, opt_param_values, path_name
+from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
+from weft.typing import Nested, NestedTensor
+
+
+def forward_and_gradients(
+    fn: ForwardFn, *, inputs: Any, opt_params: NestedOptParam, trainable: Nested[bool]
+) -> tuple[ForwardPass, NestedTensor]:
+    """Runs `fn`, and computes the gradients of its loss; to be called inside an invocation.
+
+    Args:
+      fn: the forward pass.
+      inputs: for it.
+      opt_params: the parameters.
+      trainable: with respect to which of them to differentiate. For the others no gradients are
+        computed.
+
+    Returns:
+      The forward pass, and gradients laid out as the parameters, with an `optax.MaskedNode()` in place of
+      those that are not trained.
+
+    Raises:
+      UntrainableParameterError: if a parameter to be trained does not hold floating-point numbers.
+    """
+    values = opt_param_values(opt_params)
+    flags = jax.tree.leaves(trainable)
+    leaves_with_paths, tree = jax.tree_util.tree_flatten_with_path(values)
+    leaves = [leaf for _, leaf in leaves_with_paths]
+    for (path, leaf), is_trained in zip(leaves_with_paths, flags, strict=True):
+        if is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise UntrainableParameterError(
+                f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; leave it out "
+                f"of training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), ...]`."
+            )
+
+    def loss_fn(trained: list, frozen: list, inputs: Any) -> tuple[Any, ForwardOutputs]:
+        rest = {True: iter(trained), False: iter(frozen)}
+        params = tree.unflatten([next(rest[bool(is_trained)]) for is_trained in flags])
+        outputs = fn(model_params=params, inputs=inputs)
+        return outputs.loss, outputs
+
+    # Crossing with the context keeps what `fn` may add to it from leaking out of the differentiation.
+    differentiated = lifting.value_and_grad(
+        CONTEXTS, in_context(loss_fn), wrt=(None, DIFF, None, None), has_aux=True
+    )
+    trained = [leaf for leaf, is_trained in zip(leaves, flags, strict=True) if is_trained]
+    frozen = [leaf for leaf, is_trained in zip(leaves, flags, strict=True) if not is_trained]
+    (_, outputs), (_, grads, *_) = differentiated(
+        require_context("differentiation"), trained, frozen, inputs
+    )
+    rest = iter(grads)
+    masked = [next(rest) if is_trained else optax.MaskedNode() for is_trained in flags]
+    forward_pass = ForwardPass(forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs)
+    return forward_pass, tree.unflatten(masked)

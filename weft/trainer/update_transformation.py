@@ -1,0 +1,415 @@
+"""What flows through a learner: a forward pass, the updates it calls for, and what transforms them.
+
+A parameter is updated in one of two ways. A delta is added to it: gradients become deltas. An
+in-place update replaces it: this is how moving averages, which a forward pass computes, come back.
+An `UpdateTransformation` is a module that makes updates of updates; optimizers are wrapped as one.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InstantiableConfig,
+    Required,
+    config_class,
+    maybe_instantiate,
+)
+from weft.config.names import did_you_mean
+from weft.errors import InplaceUpdateError
+from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec
+from weft.hierarchy.module import Module, OutputCollection, nowrap
+from weft.struct import PyTreeNode, field
+from weft.trainer.learner_base import LearnerModule
+from weft.trainer.optimizer_base import (
+    COUNT_SPEC,
+    NestedOptParam,
+    NestedOptStateSpec,
+    OptParam,
+    PartitionedGradientTransformation,
+    as_partitioned,
+    opt_param_values,
+    path_name,
+    tree_paths,
+)
+from weft.trainer.optimizer_skipping import tree_where
+from weft.typing import Nested, NestedTensor, Tensor
+
+
+class ForwardOutputs(PyTreeNode):
+    """What a forward pass computes.
+
+    Attributes:
+      loss: a scalar.
+      aux: anything else.
+      output_collection: the side outputs of the model; its state updates become in-place updates.
+    """
+
+    loss: Any
+    aux: Any
+    output_collection: OutputCollection
+
+
+class ForwardFn(Protocol):
+    """A pure function of a model's parameters."""
+
+    def __call__(self, *, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
+        """Runs the model.
+
+        Args:
+          model_params: a nested dict of arrays.
+          inputs: any pytree, such as a batch and PRNG keys.
+        """
+        ...
+
+
+class ForwardPass(PyTreeNode):
+    """A forward pass that was run, such that it can be run again.
+
+    Attributes:
+      forward_fn: the function.
+      inputs: what it was given beside parameters.
+      model_params: the parameters.
+      outputs: what it returned.
+    """
+
+    forward_fn: ForwardFn = field(pytree_node=False)
+    inputs: Any
+    model_params: Any
+    outputs: ForwardOutputs
+
+
+class BackwardOutputs(PyTreeNode):
+    """What the backward pass and the update give.
+
+    Attributes:
+      updated_params: the parameters after the step.
+    """
+
+    updated_params: Any
+
+
+class ForwardBackwardOutputs(PyTreeNode):
+    """The results of one step of a learner.
+
+    Attributes:
+      forward_outputs: of the forward pass.
+      backward_outputs: of the update.
+    """
+
+    forward_outputs: ForwardOutputs
+    backward_outputs: BackwardOutputs
+
+
+def mask_tree(tree: Any, *, keep: Nested[bool], mask_value: Any) -> Any:
+    """Replaces leaves of a tree.
+
+    Args:
+      tree: its leaves' paths are among those of `keep`; it may have fewer.
+      keep: which leaves stay.
+      mask_value: in place of the others.
+
+    >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
+    {'a': 1, 'b': None}
+    """
+    is_kept = _flat(keep)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if is_kept[path] else mask_value, tree
+    )
+
+
+class Updates(PyTreeNode):
+    """Updates of a model's parameters. What is masked out of a tree is an `optax.MaskedNode()`.
+
+    Attributes:
+      opt_params: the parameters before the update.
+      delta_updates: laid out as `opt_params`; at first the gradients, at last what is to be added.
+      inplace_updates: new values of some of the parameters, nested as these are.
+      forward_pass: the passes that the updates come from, by name; "default" for a learner's own.
+    """
+
+    opt_params: NestedOptParam
+    delta_updates: Any
+    inplace_updates: Any = field(default_factory=dict)
+    forward_pass: Mapping[str, ForwardPass] = field(default_factory=dict)
+
+    def param_values(self) -> NestedTensor:
+        """The arrays of the parameters."""
+        return opt_param_values(self.opt_params)
+
+    def param_specs(self) -> NestedParameterSpec:
+        """The parameters' specs, as far as optimizers are concerned with them."""
+
+        def spec_of(param: OptParam) -> ParameterSpec:
+            return ParameterSpec(
+                shape=param.shape,
+                dtype=param.dtype,
+                factorization=param.factorization_spec,
+                weight_decay_scale=param.weight_decay_scale,
+            )
+
+        return jax.tree.map(spec_of, self.opt_params)
+
+    def mask(
+        self,
+        keep: Nested[bool] | Callable[[NestedOptParam], Nested[bool]],
+        *,
+        fields: Sequence[str] = ("opt_params", "delta_updates", "inplace_updates"),
+    ) -> "Updates":
+        """Updates of a part of the parameters.
+
+        Args:
+          keep: a tree like `opt_params` that says which parameters are kept, or a function that
+            makes one from `opt_params`.
+          fields: the trees in which the others are masked.
+        """
+        kept = keep(self.opt_params) if callable(keep) else keep
+        if "inplace_updates" in fields:
+            _check_inplace_updates(self)
+        return self.replace(
+            **{
+                name: mask_tree(getattr(self, name), keep=kept, mask_value=optax.MaskedNode())
+                for name in fields
+            }
+        )
+
+    def updated_values(self) -> NestedTensor:
+        """The parameters after the update: deltas are added, then in-place updates replace.
+
+        Raises:
+          InplaceUpdateError: if an in-place update is for no parameter, or has another shape.
+        """
+        _check_inplace_updates(self)
+        delta_at, inplace_at = _flat(self.delta_updates), _flat(self.inplace_updates)
+
+        def updated(path: tuple[Any, ...], param: OptParam) -> Tensor:
+            if path in inplace_at:
+                return jnp.asarray(inplace_at[path], param.dtype)
+            if path in delta_at:
+                return (param.value + delta_at[path]).astype(param.dtype)
+            return param.value
+
+        return jax.tree_util.tree_map_with_path(updated, self.opt_params)
+
+
+def _flat(tree: Any) -> dict[tuple[Any, ...], Any]:
+    """The leaves of a tree by their key paths."""
+    return dict(jax.tree_util.tree_flatten_with_path(tree)[0])
+
+
+def _check_inplace_updates(updates: Updates) -> None:
+    param_at = _flat(updates.opt_params)
+    for path, value in _flat(updates.inplace_updates).items():
+        if path not in param_at:
+            name, names = path_name(path), [path_name(known) for known in param_at]
+            raise InplaceUpdateError(
+                f"the state update {name!r} is for no parameter; a layer may update what its "
+                "`_create_layer_parameter_specs` names, and nothing else. "
+                f"{did_you_mean(name, names)}"
+            )
+        if jnp.shape(value) != tuple(param_at[path].shape):
+            raise InplaceUpdateError(
+                f"the state update of {path_name(path)!r} has shape {jnp.shape(value)}, but the "
+                f"parameter has {tuple(param_at[path].shape)}."
+            )
+
+
+class UpdateTransformation(LearnerModule):
+    """A module that turns updates into updates, in an invocation that holds its state."""
+
+    def __call__(self, updates: Updates) -> Updates:
+        return self.transform_update(updates)
+
+    def transform_update(self, updates: Updates) -> Updates:
+        """One step; the new state is added to the invocation's state updates.
+
+        Args:
+          updates: of some or all parameters.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `transform_update`.")
+
+
+def set_state_update(module: Module, value: Any) -> None:
+    """Makes `value` the whole new state of a module, of whatever type it is.
+
+    State updates of a root are a dict; there a state that is none stands under the module's name.
+    """
+    context = module.get_invocation_context()
+    if isinstance(value, dict):
+        context.set_state_update(value)
+        return
+    of_parent = context if context.parent is None else context.parent
+    of_parent.get_state_updates()[context.name] = value
+
+
+class WrappedPartitionedGradientTransformation(UpdateTransformation):
+    """An optimizer as an update transformation: it transforms deltas, not in-place updates."""
+
+    @config_class
+    class Config(UpdateTransformation.Config):
+        """Configures a WrappedPartitionedGradientTransformation.
+
+        Attributes:
+          transformation: with or without a partition.
+        """
+
+        transformation: Required[
+            ConfigOr[PartitionedGradientTransformation | optax.GradientTransformation]
+        ] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._transformation = as_partitioned(cfg.transformation)
+
+    @nowrap
+    def init(self, model_params: NestedOptParam) -> Any:
+        return self._transformation.init(model_params)
+
+    @nowrap
+    def create_state_partition_specs(
+        self, model_param_specs: NestedParameterSpec
+    ) -> NestedOptStateSpec:
+        return self._transformation.partition(model_param_specs)
+
+    def transform_update(self, updates: Updates) -> Updates:
+        deltas, state = self._transformation.update(
+            updates.delta_updates, self.state, updates.opt_params
+        )
+        set_state_update(self, state)
+        return updates.replace(delta_updates=deltas)
+
+
+class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformation):
+    """An optimizer of which some parameters are left out: these become what their gradients are.
+
+    For statistics that a backward pass computes, such as the scales of 8-bit floating point.
+    """
+
+    @config_class
+    class Config(WrappedPartitionedGradientTransformation.Config):
+        """Configures an OverrideInplaceUpdateTransformation.
+
+        Attributes:
+          rules: regular expressions; a parameter whose whole path matches one is replaced.
+        """
+
+        rules: Required[Sequence[str]] = REQUIRED
+
+    @nowrap
+    def init(self, model_params: NestedOptParam) -> Any:
+        return super().init(self._optimized(model_params))
+
+    @nowrap
+    def create_state_partition_specs(
+        self, model_param_specs: NestedParameterSpec
+    ) -> NestedOptStateSpec:
+        return super().create_state_partition_specs(self._optimized(model_param_specs))
+
+    def transform_update(self, updates: Updates) -> Updates:
+        optimized = super().transform_update(
+            updates.replace(
+                opt_params=self._optimized(updates.opt_params),
+                delta_updates=self._optimized(updates.delta_updates),
+            )
+        )
+        replacements = {
+            path: value
+            for path, value in _flat(updates.delta_updates).items()
+            if self._replaces(path_name(path))
+        }
+        return optimized.replace(
+            opt_params=updates.opt_params,
+            inplace_updates=_with_leaves(updates.inplace_updates, replacements),
+        )
+
+    def _replaces(self, path: str) -> bool:
+        return any(re.fullmatch(rule, path) for rule in self.config.rules)
+
+    def _optimized(self, tree: Any) -> Any:
+        keep = jax.tree.map(lambda path: not self._replaces(path), tree_paths(tree))
+        return mask_tree(tree, keep=keep, mask_value=optax.MaskedNode())
+
+
+class ConditionalUpdateTransformation(UpdateTransformation):
+    """An update transformation that does nothing in some steps: deltas are zero, state stays."""
+
+    @config_class
+    class Config(UpdateTransformation.Config):
+        """Configures a ConditionalUpdateTransformation.
+
+        Attributes:
+          inner: an update transformation or an optimizer.
+          update_schedule: whether to update, as a function of the number of steps so far, or a
+            config of one; None for always.
+        """
+
+        inner: Required[InstantiableConfig] = REQUIRED
+        update_schedule: ConfigOr[Callable[[Any], Any]] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._add_child("inner", as_update_transformation(cfg.inner))
+        self._update_schedule = maybe_instantiate(cfg.update_schedule)
+
+    @nowrap
+    def init(self, model_params: NestedOptParam) -> Any:
+        return {"inner": self.inner.init(model_params), "step": jnp.zeros((), jnp.int32)}
+
+    @nowrap
+    def create_state_partition_specs(
+        self, model_param_specs: NestedParameterSpec
+    ) -> NestedOptStateSpec:
+        inner = self.inner.create_state_partition_specs(model_param_specs)
+        return {"inner": inner, "step": COUNT_SPEC}
+
+    def transform_update(self, updates: Updates) -> Updates:
+        step = self.state["step"]
+        transformed = self.inner(updates)
+        self.add_state_update("step", optax.safe_increment(step))
+        if self._update_schedule is None:
+            return transformed
+        should_update = jnp.asarray(self._update_schedule(step), bool)
+        self.add_summary("should_update", should_update)
+        # Optimizers are elementwise: a selection fuses with them, a branch would not.
+        states = self.get_invocation_context().get_state_updates()
+        states["inner"] = tree_where(should_update, states["inner"], self.state["inner"])
+        deltas = jax.tree.map(
+            lambda delta: jnp.where(should_update, delta, 0), transformed.delta_updates
+        )
+        return transformed.replace(
+            delta_updates=deltas,
+            inplace_updates=self._unless(should_update, transformed, updates),
+        )
+
+    def _unless(self, should_update: Tensor, transformed: Updates, updates: Updates) -> Any:
+        """In-place updates that leave parameters as they are where the inner ones do not count."""
+        before, values = _flat(updates.inplace_updates), _flat(updates.param_values())
+        leaves = {
+            path: jnp.where(should_update, value, before[path] if path in before else values[path])
+            for path, value in _flat(transformed.inplace_updates).items()
+        }
+        return _with_leaves({}, leaves)
+
+
+def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Config:
+    """The config of an update transformation, from such a one or from that of an optimizer."""
+    if isinstance(cfg, UpdateTransformation.Config):
+        return cfg
+    return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
+
+
+def _with_leaves(tree: Any, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
+    """A nested dict with some leaves added or replaced."""
+    new: dict[str, Any] = {}
+    for path, value in {**_flat(tree), **leaves}.items():
+        node = new
+        for entry in path[:-1]:
+            node = node.setdefault(entry.key, {})
+        node[path[-1].key] = value
+    return new
