@@ -2,46 +2,75 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from weft.cli.flops import count_flops
+
+W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))
 
 
 def test_a_batched_product_counts_each_row():
     x, w = jnp.zeros((4, 2, 3)), jnp.zeros((4, 3, 5))
-    assert count_flops(lambda x, w: jnp.einsum("bij,bjk->bik", x, w), x, w) == 2 * 4 * 2 * 3 * 5
+    counted = count_flops(lambda w, x: jnp.einsum("bij,bjk->bik", x, w), w, x)
+    assert counted == {"": 2 * 4 * 2 * 3 * 5}
 
 
 def test_a_scan_counts_its_body_for_each_iteration():
-    w = jnp.zeros((7, 3, 3))
+    def stack(w, x):
+        return jax.lax.scan(lambda x, w: (jnp.dot(x, w["a"]), None), x, w)[0]
 
-    def stack(x, w):
-        return jax.lax.scan(lambda x, w: (jnp.dot(x, w), None), x, w)[0]
-
-    assert count_flops(stack, jnp.zeros((2, 3)), w) == 7 * (2 * 2 * 3 * 3)
+    assert count_flops(stack, {"a": jnp.zeros((7, 3, 3))}, X) == {"a": 7 * (2 * 2 * 3 * 3)}
 
 
-def test_jit_remat_and_gradients_are_looked_into():
+@pytest.mark.parametrize("transform", [jax.jit, jax.checkpoint, lambda f: jax.vmap(f, (None, 0))])
+def test_transformations_are_looked_into(transform):
+    x = X[None] if transform not in (jax.jit, jax.checkpoint) else X
+    assert count_flops(transform(lambda w, x: x @ w), W, x) == {"": 60}
+
+
+def test_a_gradient_counts_the_products_of_both_directions():
     def loss(w, x):
-        return jnp.sum(jax.checkpoint(jax.jit(jnp.dot))(x, w))
+        return jnp.sum(jnp.tanh(x @ w))
 
-    w, x = jnp.zeros((3, 5)), jnp.zeros((2, 3))
-    forward = count_flops(loss, w, x)
-    assert forward == 60
-    assert count_flops(jax.grad(loss), w, x) >= forward
+    assert count_flops(jax.grad(loss), W, X).total() == 2 * 60
+    assert count_flops(jax.grad(loss, argnums=(0, 1)), W, X).total() == 3 * 60
+
+
+def test_a_weight_is_followed_through_casts_turns_and_slices():
+    def fn(w, x):
+        a = jax.jit(lambda w: w["a"].astype(jnp.bfloat16).T)(w)
+        return (2 * x.astype(jnp.bfloat16) @ a) @ w["b"][:, :4].astype(jnp.bfloat16)
+
+    weights = {"a": jnp.zeros((5, 3)), "b": jnp.zeros((5, 9))}
+    assert count_flops(fn, weights, X) == {"a": 60, "b": 2 * 2 * 5 * 4}
+
+
+def test_products_of_what_is_computed_belong_to_no_weight():
+    def attention(w, x):
+        return (x @ w) @ (x @ w).T
+
+    assert count_flops(attention, W, X) == {"": 2 * 60, None: 2 * 2 * 2 * 5}
 
 
 def test_the_costliest_branch_of_a_cond_counts():
-    def branch(x):
-        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
+    def branch(w, x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: (x @ w) @ w, x)
 
-    assert count_flops(branch, jnp.zeros((3, 3))) == 2 * (2 * 27)
+    assert count_flops(branch, jnp.zeros((3, 3)), X) == {"": 2 * (2 * 2 * 9)}
+
+
+def test_the_body_of_a_while_loop_counts_once():
+    def loop(w, x):
+        return jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x)
+
+    assert count_flops(loop, jnp.zeros((3, 3)), X).total() == 2 * 2 * 9
 
 
 def test_a_convolution_counts_its_window():
     x, kernel = jnp.zeros((1, 8, 8, 3)), jnp.zeros((2, 2, 3, 5))
-    conv = jax.lax.conv_general_dilated
-    numbers = ("NHWC", "HWIO", "NHWC")
-    count = count_flops(
-        lambda x, k: conv(x, k, (1, 1), "SAME", dimension_numbers=numbers), x, kernel
-    )
-    assert count == 2 * (8 * 8 * 5) * (2 * 2 * 3)
+
+    def conv(kernel, x):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+    assert count_flops(conv, kernel, x) == {"": 2 * (8 * 8 * 5) * (2 * 2 * 3)}

@@ -44,15 +44,31 @@ def test_a_loss_is_read_two_steps_late():
 
 
 def run(meter, steps, batch=BATCH, **outputs):
+    """The last reading, and the speed and time left of the one before the steps read at the end."""
+    before = None
     for step in steps:
-        meter.on_step(step, {"loss": 1.0, **outputs}, batch)
-    return meter.last()
+        before = meter.on_step(step, {"loss": 1.0, **outputs}, batch) or before
+    last = meter.last()
+    return last._replace(seconds_left=before.seconds_left) if before else last
 
 
 def test_speed_and_time_left_follow_from_the_clock():
-    reading = run(Meter(100, Clock()), range(1, 11))
-    assert reading.tokens_per_second == pytest.approx(100.0)  # 4 × 25 tokens, a step a second
-    assert reading.seconds_left == pytest.approx(90.0)
+    meter = Meter(100, Clock())
+    readings = [meter.on_step(step, {"loss": 1.0}, BATCH) for step in range(1, 13)]
+    assert readings[-1].step == 10
+    assert readings[-1].tokens_per_second == pytest.approx(100.0)  # 4 × 25 tokens, a step a second
+    assert readings[-1].seconds_left == pytest.approx(90.0)
+    assert readings[2].tokens_per_second is None and readings[2].seconds_left is None  # too early
+
+
+def test_the_last_steps_keep_the_speed_since_they_are_read_all_at_once():
+    clock = Clock()
+    meter = Meter(100, clock)
+    for step in range(1, 11):
+        meter.on_step(step, {"loss": 1.0}, BATCH)
+    meter.pause()
+    now = clock.now
+    assert meter.last().tokens_per_second == pytest.approx(100.0) and clock.now == now
 
 
 def test_a_pause_does_not_count_as_slow_steps():
@@ -61,7 +77,7 @@ def test_a_pause_does_not_count_as_slow_steps():
     run(meter, range(1, 6))
     clock.now += 1000
     meter.pause()
-    assert run(meter, range(6, 11)).tokens_per_second == pytest.approx(100.0)
+    assert run(meter, range(6, 16)).tokens_per_second == pytest.approx(100.0)
 
 
 def test_a_run_without_end_or_tokens_has_no_time_left_or_speed():

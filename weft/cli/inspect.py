@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 from weft.cli.display import bytes_text
+from weft.cli.tables import layout_text, shape_text, table_console, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.trainer.checkpoint_dirs import files_below, step_dirs
 from weft.trainer.checkpoint_index import read_index_file
@@ -44,17 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise CheckpointNotFoundError(
             f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
         )
-    console = Console(highlight=False)
+    console = table_console()
     for step, directory in found.items():
         size = sum(os.path.getsize(os.path.join(directory, f)) for f in files_below(directory))
         state = "" if has_manifest(directory) else "  not whole: its manifest is missing"
         console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
     step, directory = list(found.items())[-1]
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    table.add_column(f"step {step:,}", no_wrap=True)
-    for title in ("shape", "dtype", "layout"):
-        table.add_column(title, overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
+    table = tree_table(f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"])
     for row in tree_rows(read_index_file(directory)):
         table.add_row("  " * row.depth + row.name, *_cells(row.entry), f"{row.bytes:,}")
     console.print(table)
@@ -107,7 +102,4 @@ def _cells(entry: Any) -> tuple[str, str, str]:
         return repr(entry), type(entry).__name__, ""
     if "savable" in entry:
         return "", entry["savable"], ""
-    axes = entry["spec"] or []
-    layout = ", ".join(str(a) if not isinstance(a, list) else "×".join(a) for a in axes)
-    shape = ", ".join(map(str, entry["shape"]))
-    return f"({shape})", entry["dtype"], f"({layout})" if any(axes) else ""
+    return shape_text(entry["shape"]), entry["dtype"], layout_text(entry["spec"])

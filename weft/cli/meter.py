@@ -16,6 +16,7 @@ from weft.hierarchy.summary import Summary
 
 _DELAY = 2
 _WINDOW = 50
+_FEWEST = 5
 
 
 class Reading(NamedTuple):
@@ -51,6 +52,7 @@ class Meter:
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._first: tuple[int, float] | None = None
         self._tokens_per_step = 0
+        self._speed: float | None = None
 
     def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
         """Takes note of a step that was started.
@@ -73,32 +75,36 @@ class Meter:
         """Waits for the newest step and reads it; None if it was read already."""
         reading = None
         while self._waiting:
-            reading = self._read()
+            # They were ready before, so the clock says nothing of how long they took.
+            reading = self._read(timed=False)
         return reading
 
     def pause(self) -> None:
         """Says that something other than steps took time, such as evaluation."""
         self._recent.clear()
 
-    def _read(self) -> Reading:
+    def _read(self, timed: bool = True) -> Reading:
         step, loss, bits = self._waiting.popleft()
         loss, bits = float(loss), None if bits is None else float(bits)
-        now = self._clock()
-        self._recent.append((step, now))
-        self._first = self._first or (step, now)
-        return Reading(step, loss, bits, self._speed(), self._seconds_left(step, now))
+        seconds_left = None
+        if timed:
+            now = self._clock()
+            self._recent.append((step, now))
+            self._first = self._first or (step, now)
+            self._measure_speed()
+            seconds_left = self._seconds_left(step, now)
+        return Reading(step, loss, bits, self._speed, seconds_left)
 
-    def _speed(self) -> float | None:
+    def _measure_speed(self) -> None:
         (first, start), (last, end) = self._recent[0], self._recent[-1]
-        if not self._tokens_per_step or end <= start:
-            return None
-        return self._tokens_per_step * (last - first) / (end - start)
+        if self._tokens_per_step and len(self._recent) >= _FEWEST and end > start:
+            self._speed = self._tokens_per_step * (last - first) / (end - start)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """By the time that steps took so far, with the evaluations and savings between them."""
         assert self._first is not None
         first, start = self._first
-        if step <= first or math.isinf(self._max_step):
+        if step - first < _FEWEST or math.isinf(self._max_step):
             return None
         return (now - start) / (step - first) * (self._max_step - step)
 

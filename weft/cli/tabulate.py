@@ -1,4 +1,4 @@
-"""`weft tabulate`: a model as a table, from the specs of its parameters."""
+"""`weft tabulate`: a model as a table, from the specs of its parameters and a trace of its loss."""
 
 import argparse
 import math
@@ -7,30 +7,27 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from rich.console import Console
-from rich.table import Table
 
 from weft.cli.configs import load_config
 from weft.cli.display import bytes_text
-from weft.cli.flops import count_flops
+from weft.cli.flops import Flops, count_flops
+from weft.cli.tables import count_text, layout_text, shape_text, table_console, tree_table
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
 
 
 class Row(NamedTuple):
-    """A module with the parameters of its own.
+    """A module, or a parameter of one.
 
     Attributes:
-        path: From the model, dotted.
-        kind: The name of its class.
-        specs: Its own parameters by name.
-        total: The number of values in its parameters and those below.
+        path: From the model, its parts joined by `/`; empty for the model.
+        kind: The name of the module's class; empty for a parameter.
+        specs: The spec of the parameter, or those of all below the module.
     """
 
     path: str
     kind: str
-    specs: Mapping[str, ParameterSpec]
-    total: int
+    specs: list[ParameterSpec]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,71 +35,94 @@ def run(arguments: argparse.Namespace) -> int:
     cfg = load_config(arguments.recipe, arguments.overrides)
     model = cfg.model.set(name="model").instantiate(parent=None)
     specs = model.create_parameter_specs_recursively()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_footer=True)
-    total, size = _size(specs)
-    columns = ("module", "class", "parameters", "shape", "dtype", "layout")
-    footers = ("total", "", f"{total:,}", "", bytes_text(size), "")
-    for title, footer in zip(columns, footers, strict=True):
-        justify = "right" if title == "parameters" else "left"
-        table.add_column(title, footer, justify=justify, overflow="fold")
-    for row in module_rows(model, specs):
-        depth = row.path.count(".")
-        name = "  " * depth + row.path.rpartition(".")[2]
-        table.add_row(name, row.kind, f"{row.total:,}" if row.total else "", "", "", "")
-        for parameter, spec in row.specs.items():
-            table.add_row(
-                "  " * (depth + 1) + parameter,
-                "",
-                f"{math.prod(spec.shape):,}",
-                str(tuple(spec.shape)),
-                jnp.dtype(spec.dtype or jnp.float32).name,
-                _layout(spec),
-            )
-    console = Console(highlight=False)
+    flops = forward_flops(cfg, model, specs)
+    columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
+    table = tree_table("module", columns, numbers=["parameters", "FLOPs"])
+    for row in rows("", model, specs):
+        depth = row.path.count("/") + bool(row.path)
+        name = "  " * depth + (row.path.rpartition("/")[2] or model.name)
+        here = sum(n for path, n in flops.items() if _within(path, row.path))
+        table.add_row(name, row.kind, f"{_values(row.specs):,}", count_text(here), *_cells(row))
+    console = table_console()
     console.print(table)
-    console.print(_flops_line(cfg, model, specs), soft_wrap=True)
+    for line in _totals(specs, flops):
+        console.print(line, soft_wrap=True)
     return 0
 
 
-def module_rows(module: Module, specs: Any) -> Iterator[Row]:
-    """A row for each module that has parameters, in itself or below.
+def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator[Row]:
+    """A row for each module that has parameters, in itself or below, and for each of these.
 
     Args:
-        module: A layer.
+        path: Of the module.
+        module: The module; None for one that a layer keeps to itself.
         specs: Of its parameters, nested as its modules are.
     """
-    own = {name: spec for name, spec in specs.items() if isinstance(spec, ParameterSpec)}
-    yield Row(module.path(), type(module).__name__, own, _size(specs)[0])
+    yield Row(path, type(module).__name__ if module else "", _leaves(specs))
     for name, child in specs.items():
-        if name in module.children and _size(child)[0]:
-            yield from module_rows(module.children[name], child)
+        below = f"{path}/{name}".lstrip("/")
+        if isinstance(child, ParameterSpec):
+            yield Row(below, "", [child])
+        elif _leaves(child):
+            yield from rows(below, module.children.get(name) if module else None, child)
 
 
-def _size(specs: Any) -> tuple[int, int]:
-    """The number of values and of bytes."""
-    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, ParameterSpec))
-    sizes = [(math.prod(s.shape), jnp.dtype(s.dtype or jnp.float32).itemsize) for s in leaves]
-    return sum(n for n, _ in sizes), sum(n * b for n, b in sizes)
+def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
+    """The operations of the loss of one example, by the path of the parameter.
 
-
-def _layout(spec: ParameterSpec) -> str:
-    return str(tuple(spec.partition_spec)) if any(spec.partition_spec) else ""
-
-
-def _flops_line(cfg: Any, model: Module, specs: Any) -> str:
-    """What a forward pass costs, counted in the traced program of one batch."""
-    source = cfg.input.set(name="input").instantiate(parent=None)
-    batch = source.element_spec()
+    Args:
+        cfg: The trainer's config, whose input tells what a batch looks like.
+        model: The model.
+        specs: Of its parameters.
+    """
+    batch = cfg.input.set(name="input").instantiate(parent=None).element_spec()
     params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype or jnp.float32),
-        specs,
-        is_leaf=lambda x: isinstance(x, ParameterSpec),
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, _dtype(spec)), specs, is_leaf=_is_spec
     )
 
     def forward(params: Any, batch: Any) -> Any:
         inputs = {"input_batch": batch}
         return functional(model, prng_key=None, state=params, inputs=inputs, is_training=False)
 
-    flops = count_flops(forward, params, batch)
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    return f"{flops / rows:.3g} FLOPs for an example, forward; {3 * flops:.3g} for a training step"
+    examples = jax.tree.leaves(batch)[0].shape[0]
+    counted = count_flops(forward, params, batch)
+    return Flops({path: flops // examples for path, flops in counted.items()})
+
+
+def _totals(specs: Any, flops: Flops) -> Iterator[str]:
+    leaves = _leaves(specs)
+    size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
+    yield f"{_values(leaves):,} parameters, {bytes_text(size)}"
+    yield (
+        f"{count_text(flops.total())} FLOPs for the loss of an example, of which "
+        f"{count_text(flops[None])} are products of activations, as in attention; "
+        "a training step takes about three times as many"
+    )
+
+
+def _cells(row: Row) -> tuple[str, str, str]:
+    if row.kind or len(row.specs) != 1:
+        return "", "", ""
+    (spec,) = row.specs
+    return shape_text(spec.shape), _dtype(spec).name, layout_text(spec.partition_spec)
+
+
+def _within(path: str | None, above: str) -> bool:
+    """Whether a parameter lies at or below a path; products without one belong to the model."""
+    return not above or (path is not None and f"{path}/".startswith(f"{above}/"))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, ParameterSpec)
+
+
+def _leaves(specs: Any) -> list[ParameterSpec]:
+    return jax.tree.leaves(specs, is_leaf=_is_spec)
+
+
+def _values(specs: list[ParameterSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
+def _dtype(spec: ParameterSpec) -> Any:
+    return jnp.dtype(spec.dtype or jnp.float32)

@@ -118,7 +118,8 @@ def _conclude(
 
 def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
     """Compares the evaluations with the baselines."""
-    display.say("")
+    if display.evals:
+        display.say("")
     for name, (step, values) in display.evals.items():
         line = f"{name} at step {step:,}: {loss_text(values)}"
         loss = values.get("loss")
@@ -174,6 +175,6 @@ def program(name: str) -> str:
         name: Such as "tensorboard".
     """
     beside, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
-    if not os.path.exists(beside) or (found and os.path.samefile(found, beside)):
+    if not os.path.isfile(beside) or (found and os.path.samefile(found, beside)):
         return name
     return shlex.quote(os.path.relpath(beside))
