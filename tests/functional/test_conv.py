@@ -125,9 +125,7 @@ def test_causal_conv_transpose_sees_nothing_later():
 def test_shapes_that_do_not_fit_are_named():
     with pytest.raises(ArgumentShapeError, match=r"3 input channels for each of 2 group.* 4 chann"):
         conv(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)), groups=2)
-    with pytest.raises(
-        ArgumentShapeError, match=r"takes 3 input channels for each of 1 .* x has 4"
-    ):
+    with pytest.raises(ArgumentShapeError, match=r"takes 3 input channels for .* x has 4"):
         conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)))
     with pytest.raises(ArgumentShapeError, match=r"shapes are \(5, 4\) and \(3, 4, 2\)"):
         conv(jnp.ones((5, 4)), jnp.ones((3, 4, 2)))

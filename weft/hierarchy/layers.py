@@ -12,6 +12,27 @@ from weft.functional import (
     l2_normalize,
     normalize_sum,
 )
+from weft.hierarchy.classification import (
+    BaseClassificationHead,
+    BaseClassificationMetric,
+    BinaryClassificationMetric,
+    CategoricalHingeLossMetric,
+    ClassificationMetric,
+)
+from weft.hierarchy.config_setters import (
+    set_bias_recursively,
+    set_dropout_rate_recursively,
+    set_layer_norm_eps_recursively,
+    set_norm_recursively,
+)
+from weft.hierarchy.convolution import (
+    Conv1D,
+    Conv2D,
+    Conv2DTranspose,
+    Conv2DWith1DPadding,
+    Conv3D,
+    ConvPaddingType,
+)
 from weft.hierarchy.dropout import Dropout, DropToken, StochasticDepth
 from weft.hierarchy.embedding import Embedding, SeparableSpaceTimePositionalEmbedding
 from weft.hierarchy.linear import Linear, MultiLinear, UnitNormLinear, VariationalNoise
@@ -27,6 +48,8 @@ from weft.hierarchy.normalization import (
     RMSNorm,
     RMSNormStateless,
 )
+from weft.hierarchy.pooling import MaxPool2D, SqueezeExcitation
+from weft.hierarchy.shared import RedirectToSharedModule
 
 __all__ = [
     # Linear maps.
@@ -34,6 +57,15 @@ __all__ = [
     "MultiLinear",
     "UnitNormLinear",
     "VariationalNoise",
+    # Convolutions; all of them are in weft.hierarchy.convolution.
+    "Conv1D",
+    "Conv2D",
+    "Conv2DTranspose",
+    "Conv2DWith1DPadding",
+    "Conv3D",
+    "ConvPaddingType",
+    "MaxPool2D",
+    "SqueezeExcitation",
     # Embeddings.
     "Embedding",
     "SeparableSpaceTimePositionalEmbedding",
@@ -58,6 +90,20 @@ __all__ = [
     "dropout",
     "get_dropout_mask",
     "get_stochastic_depth_linear_rate",
+    # The same setting for all layers of a config.
+    "set_bias_recursively",
+    "set_dropout_rate_recursively",
+    "set_layer_norm_eps_recursively",
+    "set_norm_recursively",
+    # Classification.
+    "BaseClassificationHead",
+    "BaseClassificationMetric",
+    "BinaryClassificationMetric",
+    "CategoricalHingeLossMetric",
+    "ClassificationMetric",
+    # Another layer in place of one.
+    "RedirectToSharedModule",
+    # One thing set everywhere in a config.
     # Activations.
     "get_activation_fn",
 ]

@@ -1,0 +1,124 @@
+"""Functions that set one thing everywhere in a config: dropout rates, norms, biases.
+
+They change the config that they are given, wherever a layer's config lies in it: in a field, a list
+or a dict.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from weft.config import REQUIRED, ConfigBase, InstantiableConfig
+from weft.hierarchy.dropout import Dropout
+from weft.hierarchy.normalization import BaseNormalizationLayer, LayerNormStateless
+
+
+def set_dropout_rate_recursively(
+    cfg: ConfigBase, dropout_rate: float | None, set_only_if_none: bool = False
+) -> None:
+    """Sets the rate of every Dropout.
+
+    Args:
+        cfg: the config to change.
+        dropout_rate: the rate.
+        set_only_if_none: whether to leave alone what has a rate.
+
+    Example:
+        >>> cfg = Dropout.default_config()
+        >>> set_dropout_rate_recursively(cfg, 0.1)
+        >>> cfg.rate
+        0.1
+    """
+
+    def set_rate(config: Any) -> None:
+        if _makes(config, Dropout) and not (set_only_if_none and config.rate is not None):
+            config.rate = dropout_rate
+
+    _for_each_config(cfg, set_rate)
+
+
+def set_layer_norm_eps_recursively(
+    cfg: ConfigBase, eps: float, set_only_if_none: bool = False
+) -> None:
+    """Sets `eps` of every LayerNorm.
+
+    Args:
+        cfg: the config to change.
+        eps: the value.
+        set_only_if_none: whether to leave alone what has a value.
+    """
+
+    def set_eps(config: Any) -> None:
+        if _makes(config, LayerNormStateless) and not (set_only_if_none and config.eps is not None):
+            config.eps = eps
+
+    _for_each_config(cfg, set_eps)
+
+
+def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
+    """Sets the field `bias` wherever there is one.
+
+    Args:
+        cfg: the config to change.
+        bias: whether layers add a bias.
+    """
+
+    def set_bias(config: Any) -> None:
+        if "bias" in config.keys():  # noqa: SIM118 - a config is no mapping
+            config.bias = bias
+
+    _for_each_config(cfg, set_bias)
+
+
+def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
+    """Replaces every normalisation layer by another.
+
+    Args:
+        cfg: the config to change.
+        norm_cfg: of the other layer; where its `input_dim` is not set, that of the replaced one
+            stays.
+    """
+
+    def replaced(value: Any) -> Any:
+        if _makes(value, BaseNormalizationLayer):
+            new = norm_cfg.clone()
+            if "input_dim" in new.keys() and new.input_dim is REQUIRED:  # noqa: SIM118
+                new.input_dim = value.input_dim
+            return new
+        if isinstance(value, dict):
+            return {key: replaced(child) for key, child in value.items()}
+        return type(value)(map(replaced, value)) if type(value) in (list, tuple) else value
+
+    def has_norm(value: Any) -> bool:
+        if isinstance(value, dict):
+            value = list(value.values())
+        if type(value) in (list, tuple):
+            return any(map(has_norm, value))
+        return _makes(value, BaseNormalizationLayer)
+
+    def set_norm(config: Any) -> None:
+        for name, value in config.items():
+            if has_norm(value):
+                setattr(config, name, replaced(value))
+
+    _for_each_config(cfg, set_norm)
+
+
+def _makes(value: Any, cls: type) -> bool:
+    """Whether a value is the config of a class or of one derived from it."""
+    klass = getattr(value, "klass", None)
+    return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
+
+
+def _for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
+    """Calls `fn` on every config in `root`, inner ones first."""
+    found: list[ConfigBase] = []
+
+    def enter(path: str, value: Any, children: list | None) -> list | None:
+        del path
+        if isinstance(value, ConfigBase):
+            found.append(value)
+        return children
+
+    root.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    for config in reversed(found):
+        fn(config)
