@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from weft.hierarchy.attention import RepeatedTransformerLayer
 
 from benchmarks.harness import Row, ratios, row
+from weft.hierarchy.attention import RepeatedTransformerLayer
 from weft.hierarchy.module import functional
 
 
