@@ -3,16 +3,33 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from weft.config import Configurable
 from weft.errors import OutputConflictError
+from weft.hierarchy.metric_summaries import (
+    MaxSummary,
+    MetricSummary,
+    MinSummary,
+    SumSummary,
+    WeightedSummary,
+    WeightedValue,
+)
 from weft.hierarchy.summary import Summary
-from weft.typing import Tensor
+
+__all__ = [
+    "MaxSummary",
+    "MetricAccumulator",
+    "MetricSummary",
+    "MinSummary",
+    "SumSummary",
+    "WeightedScalar",
+    "WeightedSummary",
+    "WeightedValue",
+]
 
 
-class WeightedScalar(Summary):
+class WeightedScalar(WeightedSummary):
     """A mean with the weight it stands for; two add up to the mean over both.
 
     Attributes:
@@ -25,21 +42,8 @@ class WeightedScalar(Summary):
         (3.0, 3.0)
     """
 
-    mean: Tensor | float
-    weight: Tensor | float
-
     def __add__(self, other: "WeightedScalar") -> "WeightedScalar":
-        weight = self.weight + other.weight
-        total = self.mean * self.weight + other.mean * other.weight
-        # Nothing weighs nothing: the mean of no examples is 0, not NaN.
-        mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
-        return type(self)(mean, weight)
-
-    def value(self) -> Tensor | float:
-        return self.mean
-
-    def accumulate(self, other: "WeightedScalar") -> "WeightedScalar":
-        return self + other
+        return self.accumulate(other)
 
 
 class MetricAccumulator(Configurable):
