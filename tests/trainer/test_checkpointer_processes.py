@@ -1,0 +1,202 @@
+"""What only real processes show: kills in the middle of a save, a full disk, two processes."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+
+from weft.trainer.checkpointer import Checkpointer
+
+pytestmark = pytest.mark.long
+
+COMMON = """
+import os, sys
+import numpy as np
+from weft.trainer.checkpointer import Checkpointer
+
+class Iterator:
+    position = 0
+    def get_state(self):
+        return {"position": self.position}
+    def set_state(self, state):
+        self.position = state["position"]
+
+def make(directory, **kwargs):
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=directory, **kwargs)
+    return cfg.instantiate(parent=None)
+
+def state_of(step, size=200_000):
+    import jax.numpy as jnp
+    it = Iterator()
+    it.position = step
+    arrays = [jnp.full(size, step + i / 10, jnp.float32) for i in range(5)]
+    return {"arrays": arrays, "count": step, "it": it}
+"""
+
+
+def run(script, *args, **kwargs):
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMON + textwrap.dedent(script), *map(str, args)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **kwargs,
+    )
+
+
+def finish(process, timeout=120):
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+class Iterator:
+    position = 0
+
+    def get_state(self):
+        return {"position": self.position}
+
+    def set_state(self, state):
+        self.position = state["position"]
+
+
+def restore(directory, size=200_000):
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(directory))
+    it = Iterator()
+    arrays = [jax.ShapeDtypeStruct((size,), np.float32)] * 5
+    with cfg.instantiate(parent=None) as checkpointer:
+        step, state = checkpointer.restore(state={"arrays": arrays, "count": 0, "it": it})
+    assert checkpointer.damaged_checkpoints == ()
+    for i, array in enumerate(state["arrays"]):
+        np.testing.assert_array_equal(array, np.full(size, step + i / 10, np.float32))
+    assert state["count"] == it.position == step
+    return step
+
+
+def test_a_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path):
+    # The modules are imported once, the devices are opened in each child.
+    script = """
+    import signal, time
+    import orbax.checkpoint
+
+    base, *delays = sys.argv[1:]
+    for i, delay in enumerate(delays):
+        directory = f"{base}/{i}"
+        child = os.fork()
+        if child == 0:
+            checkpointer = make(directory, keep_last_n=2)
+            for step in range(1, 10_000):
+                checkpointer.save(step=step, state=state_of(step))
+        while not (os.path.isdir(directory) and Checkpointer.checkpoint_steps(directory)):
+            time.sleep(0.005)
+        time.sleep(float(delay))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    """
+    chance = random.Random(0)
+    delays = [f"{chance.uniform(0, 0.3):.4f}" for _ in range(4)]
+    finish(run(script, tmp_path, *delays))
+    left_over = 0
+    for i in range(len(delays)):
+        left_over += any(not name.isdigit() for name in os.listdir(tmp_path / str(i)))
+        assert restore(tmp_path / str(i)) >= 1
+    assert left_over  # at least one was killed in the middle
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 6 MB, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("only the superuser may mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("how", ["small disk", "file size limit"])
+def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
+    """The first fits, the larger second does not, the small third does again."""
+    script = """
+    import resource
+    from weft.errors import CheckpointSaveError
+
+    directory, how = sys.argv[1:]
+    checkpointer = make(directory, keep_last_n=1)
+    checkpointer.save(step=1, state=state_of(1))
+    checkpointer.wait_until_finished()
+    if how == "file size limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))
+    checkpointer.save(step=2, state=state_of(2, size=1_000_000))
+    try:
+        checkpointer.wait_until_finished()
+    except CheckpointSaveError as error:
+        print("FAILED:", str(error).splitlines()[-1])
+    print(Checkpointer.checkpoint_steps(directory), sorted(os.listdir(directory)))
+    checkpointer.save(step=3, state=state_of(3, size=1000))
+    checkpointer.wait_until_finished()
+    print(Checkpointer.checkpoint_steps(directory))
+    """
+    where = request.getfixturevalue("small_disk") if how == "small disk" else tmp_path
+    output = finish(run(script, where / "ckpts", how))
+    assert "Those that stand: 1." in output
+    assert "checkpoint of step 2 could not be written" in output
+    assert "[1] ['step_00000001']" in output
+    assert "[3]" in output.splitlines()
+    assert restore(where / "ckpts", size=1000) == 3
+
+
+def test_two_processes_save_and_one_restores(tmp_path):
+    script = """
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    directory, port, index = sys.argv[1:]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    whole = np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    w = jax.make_array_from_callback((8, 4), sharding, lambda i: whole[i])
+    it = Iterator()
+    checkpointer = make(directory, keep_last_n=2)
+    for step in (1, 2, 3):
+        it.position = step
+        assert checkpointer.save(step=step, state={"w": w + step, "count": step, "it": it})
+    checkpointer.wait_until_finished()
+    it.position = 0
+    target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32, sharding=sharding), "count": 0}
+    step, state = checkpointer.restore(state={**target, "it": it})
+    assert step == state["count"] == it.position == 3
+    for shard in state["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index] + 3)
+    checkpointer.stop()
+    print("steps", Checkpointer.checkpoint_steps(directory))
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [run(script, tmp_path / "ckpts", port, i, env=env) for i in (0, 1)]
+    outputs = [finish(process) for process in processes]
+    assert all("steps [2, 3]" in output for output in outputs)
+    # And here, one process with another mesh.
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
+    it = Iterator()
+    target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32), "count": 0, "it": it}
+    with cfg.instantiate(parent=None) as checkpointer:
+        step, state = checkpointer.restore(state=target)
+    assert step == state["count"] == it.position == 3
+    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 3)

@@ -1,0 +1,144 @@
+"""The directories of checkpoints: what they are called, and how they come and go.
+
+    checkpoints/
+        step_00000100/          whole, and older
+        step_00000200/          whole; its manifest was its last file
+        step_00000300.tmp/      being written, or left by a process that was killed
+
+A directory gets its final name by one `rename`, when every file in it is on the disk. It loses it
+by one `rename` before the first of its files is removed. So no directory of that name is in the
+making or in the unmaking, and whatever is wrong with one is damage.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+
+from weft.config.names import did_you_mean
+from weft.errors import CheckpointNotFoundError
+
+STEP_PREFIX = "step"
+STEP_NUM_DIGITS = 8
+
+_STEP_DIR = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_NUM_DIGITS},}})")
+_BEING_WRITTEN, _REPLACED, _BEING_REMOVED = ".tmp", ".old", ".trash"
+
+
+def build_step_dir(base_dir: str, *, step: int) -> str:
+    """The directory of a step's checkpoint.
+
+    Args:
+        base_dir: The directory of all checkpoints.
+        step: The step.
+
+    >>> build_step_dir("/run/checkpoints", step=200)
+    '/run/checkpoints/step_00000200'
+    """
+    return os.path.join(base_dir, f"{STEP_PREFIX}_{step:0{STEP_NUM_DIGITS}d}")
+
+
+def parse_step_from_dir(step_dir: str) -> int:
+    """The step of a checkpoint's directory.
+
+    Args:
+        step_dir: As of `build_step_dir`; a path, or only its last part.
+
+    Raises:
+        CheckpointNotFoundError: If a checkpoint has no such name.
+
+    >>> parse_step_from_dir("/run/checkpoints/step_00000200")
+    200
+    """
+    name = os.path.basename(os.path.normpath(step_dir))
+    match = _STEP_DIR.fullmatch(name)
+    if match is None:
+        raise CheckpointNotFoundError(
+            f"{step_dir!r} is not the directory of a checkpoint, which is called as "
+            f"{os.path.basename(build_step_dir('', step=200))!r}. Give the path of one."
+        )
+    return int(match.group(1))
+
+
+def step_dirs(base_dir: str) -> dict[int, str]:
+    """The directories in `base_dir` that have the name of a checkpoint, by step, ascending.
+
+    Args:
+        base_dir: The directory of all checkpoints. There may be none.
+    """
+    names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
+    found = {parse_step_from_dir(name): name for name in names if _STEP_DIR.fullmatch(name)}
+    return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
+
+
+def not_found(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
+    """The error about a checkpoint that is not there, which says what is."""
+    steps = step_dirs(base_dir)
+    if step is None or not steps:
+        return CheckpointNotFoundError(
+            f"there is no checkpoint in {base_dir!r}. Give the directory that holds directories "
+            f"such as {os.path.basename(build_step_dir('', step=200))!r}."
+        )
+    return CheckpointNotFoundError(
+        f"there is no checkpoint of step {step} in {base_dir!r}. "
+        f"{did_you_mean(str(step), map(str, steps))}"
+    )
+
+
+def dir_being_written(step_dir: str) -> str:
+    """Where the files of a checkpoint are until all are there."""
+    return step_dir + _BEING_WRITTEN
+
+
+def publish_dir(step_dir: str) -> None:
+    """Gives a directory that is complete its final name. An older one of that name makes way."""
+    replaced = step_dir + _REPLACED
+    if os.path.exists(step_dir):
+        os.rename(step_dir, replaced)
+    os.rename(dir_being_written(step_dir), step_dir)
+    fsync(os.path.dirname(step_dir))
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def remove_dir(step_dir: str) -> None:
+    """Removes a checkpoint. Killed at any moment, it leaves no half of one under its name."""
+    doomed = step_dir + _BEING_REMOVED
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.rename(step_dir, doomed)
+    fsync(os.path.dirname(doomed))
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def tidy(base_dir: str) -> None:
+    """Clears up after processes that were killed. Nobody may be saving in `base_dir`.
+
+    Raises:
+        OSError: If the directory cannot be changed.
+    """
+    for name in os.listdir(base_dir):
+        path = os.path.join(base_dir, name)
+        stem, suffix = os.path.splitext(path)
+        if not _STEP_DIR.fullmatch(os.path.basename(stem)):
+            continue
+        if suffix == _REPLACED and not os.path.exists(stem):
+            os.rename(path, stem)  # what was to take its place never came
+        elif suffix in (_BEING_WRITTEN, _REPLACED, _BEING_REMOVED):
+            shutil.rmtree(path)
+
+
+def files_below(directory: str) -> Iterator[str]:
+    """The files in a directory and those below it, by path from there with `/`, sorted."""
+    found = []
+    for root, _, names in os.walk(directory):
+        within = os.path.relpath(root, directory)
+        found += [name if within == "." else f"{within}/{name}" for name in names]
+    yield from sorted(found)
+
+
+def fsync(path: str) -> None:
+    """Waits until a file, or the entries of a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""Objects that keep their own state, such as the iterator over the data, in a checkpoint.
+
+Their states are JSON, or bytes: reading one runs no code from the file. Each process has its own
+objects, so each writes files of its own.
+"""
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import quote
+
+import jax
+import numpy as np
+
+from weft.errors import CheckpointStateError, CheckpointStructureError
+
+_BYTES = "base64"
+
+
+@runtime_checkable
+class PythonSavable(Protocol):
+    """An object whose state is a JSON value, or bytes."""
+
+    def get_state(self) -> Any:
+        """The state as it is now."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Goes on from a state.
+
+        Args:
+            state: What `get_state` gave.
+        """
+        ...
+
+
+def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> None:
+    """Writes the states of this process's savable objects.
+
+    Args:
+        value_map: Values by path; those that are not savable are passed over.
+        dir: The directory, shared by all processes.
+
+    Raises:
+        CheckpointStateError: If a state is neither JSON nor bytes.
+    """
+    for path, value in value_map.items():
+        if not isinstance(value, PythonSavable):
+            continue
+        state = value.get_state()
+        content = (
+            {_BYTES: base64.b64encode(state).decode()}
+            if isinstance(state, bytes)
+            else {"state": state}
+        )
+        try:
+            text = json.dumps(content, default=_plain_number)
+        except (TypeError, ValueError) as error:
+            raise CheckpointStateError(
+                f"the state of {path!r}, an object of type {type(value).__qualname__}, is no JSON "
+                f"value: {error}. Let its `get_state` return dicts, lists, numbers, strings or "
+                "bytes."
+            ) from None
+        file = _file(dir, path, jax.process_index(), jax.process_count())
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "w", encoding="utf-8") as f:
+            f.write(text)
+
+
+def maybe_restore_python_savables(value_map: Mapping[str, Any], *, dir: str) -> None:
+    """Lets this process's savable objects go on from the states that were written.
+
+    Args:
+        value_map: Values by path; those that are not savable are passed over.
+        dir: The directory that they were written to.
+
+    Raises:
+        CheckpointStructureError: If there is none, or another number of processes wrote them, and
+            not all alike.
+    """
+    for path, value in value_map.items():
+        if not isinstance(value, PythonSavable):
+            continue
+        content = _read(path, dir)
+        value.set_state(
+            base64.b64decode(content[_BYTES]) if _BYTES in content else content["state"]
+        )
+
+
+def _read(path: str, directory: str) -> dict[str, Any]:
+    """What this process wrote; where other processes did, what each of them wrote alike."""
+    own = _file(directory, path, jax.process_index(), jax.process_count())
+    if os.path.exists(own):
+        return _load(own)
+    of_process = sorted(os.listdir(directory)) if os.path.isdir(directory) else []
+    files = [os.path.join(directory, name, os.path.basename(own)) for name in of_process]
+    contents = [_load(file) for file in files if os.path.exists(file)]
+    if not contents or any(content != contents[0] for content in contents):
+        raise CheckpointStructureError(
+            f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
+            f"{jax.process_count()}, but {of_process}, and their states differ. Restore with as "
+            "many processes as saved it."
+        )
+    return contents[0]
+
+
+def _load(file: str) -> dict[str, Any]:
+    with open(file, encoding="utf-8") as f:
+        return json.load(f)
+
+
+def _file(directory: str, path: str, process: int, count: int) -> str:
+    return os.path.join(directory, f"process_{process}_of_{count}", quote(path, safe="") + ".json")
+
+
+def _plain_number(x: Any) -> Any:
+    if isinstance(x, np.generic):
+        return x.item()
+    raise TypeError(f"it holds an object of type {type(x).__qualname__}")
