@@ -58,6 +58,14 @@ def test_ticks_of_a_single_value_are_around_it(value):
     assert found[0] < value < found[-1]
 
 
+def test_smoothing_takes_out_noise_but_not_the_trend():
+    points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
+    smooth = [y for _, y in smoothed(points)]
+    assert all(a > b for a, b in zip(smooth[5:], smooth[6:], strict=False))
+    assert abs(smooth[-1] - 1.0) < 6
+    assert smoothed(points[:8]) == points[:8]  # too few to average
+
+
 def test_smoothing_starts_at_the_first_value_and_leaves_out_nan():
     assert smoothed([(1, 4.0), (2, math.nan), (3, 4.0)]) == [(1, 4.0), (3, pytest.approx(4.0))]
     assert finite([(1, math.inf), (2, 1.0)]) == [(2, 1.0)]

@@ -85,7 +85,10 @@ figcaption {
 }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin-top: 1rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem 1.5rem .25rem 0; border-bottom: 1px solid var(--line); }
+th, td {
+  text-align: left; white-space: nowrap; padding: .25rem 1.5rem .25rem 0;
+  border-bottom: 1px solid var(--line);
+}
 th { font-weight: 500; color: var(--quiet); }
 pre {
   margin: 0; padding: .9rem 1rem; overflow-x: auto; background: var(--panel); border-radius: 6px;

@@ -90,14 +90,20 @@ def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]
     return [points[i * (len(points) - 1) // (at_most - 1)] for i in range(at_most)]
 
 
-def smoothed(points: Sequence[Point], decay: float = 0.9) -> list[Point]:
+def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
     """A moving average that starts at the first value.
 
-    >>> smoothed([(0, 1.0), (1, 2.0)], decay=0.5)
-    [(0, 1.0), (1, 1.6666666666666667)]
+    Args:
+        points: Pairs of x and y.
+        span: The share of the points that an average is about over.
+
+    >>> smoothed([(0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0)], span=0.5)
+    [(0, 1.0), (1, 1.6666666666666667), (2, 2.4285714285714284), (3, 2.7333333333333334)]
     """
+    points = finite(points)
+    decay = 1 - 1 / max(1.0, span * len(points))
     result, total, weight = [], 0.0, 0.0
-    for x, y in finite(points):
+    for x, y in points:
         total, weight = decay * total + y, decay * weight + 1
         result.append((x, total / weight))
     return result
