@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +87,12 @@ def run(learner, num_steps, params=PARAMS, fn=forward, xs=X):
         x = xs if xs is X else xs[i]
         params, state, _, summaries = jitted(state, params, x)
     return params, state, summaries
+
+
+@functools.cache
+def plain(num_steps):
+    """What `run` gives for a learner without anything special."""
+    return run(make(), num_steps)
 
 
 def assert_same(a, b, **kwargs):
@@ -323,8 +331,7 @@ class TestForwardFnTransformation:
         def transformation():
             return doubled
 
-        plain = make(optimizer=SGD.clone(learning_rate=0.2))
-        expected, _, _ = run(plain, 2)
+        expected, _, _ = run(make(optimizer=SGD.clone(learning_rate=0.2)), 2)
         for value in (doubled, config_for_function(transformation)):
             params, _, _ = run(make(forward_fn_transformation=value), 2)
             assert_same(params, expected)
@@ -350,7 +357,7 @@ class TestCompositeLearner:
 
     def test_each_learner_updates_its_part(self):
         params, state, summaries = run(make(**self.config()), 1)
-        body, _, _ = run(make(), 1)
+        body, _, _ = plain(1)
         head, _, _ = run(make(optimizer=self.ADAM), 1)
         assert_same(params["norm"], body["norm"])
         assert_same(params["linear"], {"w": head["linear"]["w"], "b": PARAMS["linear"]["b"]})
@@ -478,7 +485,7 @@ def test_a_conditional_transformation_is_an_optimizer():
         inner=SGD, update_schedule=lambda step: step % 2 == 0
     )
     params, state, _ = run(make(optimizer=conditional), 3, xs=[X, 100 * X, X])
-    expected, expected_state, _ = run(make(), 1)
+    expected, expected_state, _ = plain(1)
     after_two, _, _ = run(make(optimizer=conditional), 2, xs=[X, 100 * X])
     assert_same(after_two["linear"], expected["linear"])
     assert int(state["optimizer"]["step"]) == 3
