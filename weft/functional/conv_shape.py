@@ -18,16 +18,14 @@ For the SAME of `jax.lax`, which does depend on the length, pass the pairs that
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
-ConvPadding = Literal["SAME", "VALID", "CAUSAL"] | Sequence[tuple[int, int]]
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
+ConvPadding = str | Sequence[Sequence[int]]  # one of the names, or (left, right) per spatial axis
 
 
 def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
@@ -261,7 +259,7 @@ def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int)
 
 
 def _take_paddings(paddings: Array, index: Array) -> Array:
-    one = np.ones((), paddings.dtype)[()]
+    one = True if paddings.dtype == bool else 1
     return jnp.take(paddings, index, axis=1, mode="fill", fill_value=one)
 
 
@@ -271,9 +269,12 @@ def _require_same_rank(**sizes: Sequence) -> None:
         raise ArgumentShapeError(f"Expected one number per spatial axis in each of {shown}.")
 
 
-def _as_pairs(padding: Sequence[tuple[int, int]], n: int) -> tuple[tuple[int, int], ...]:
-    pairs = tuple(tuple(pair) if isinstance(pair, Sequence) else (pair,) for pair in padding)
-    if len(pairs) != n or any(len(pair) != 2 for pair in pairs):
+def _as_pairs(padding: Sequence[Sequence[int]], n: int) -> tuple[tuple[int, int], ...]:
+    try:
+        pairs = tuple((left, right) for left, right in padding)
+    except (TypeError, ValueError):
+        pairs = ()
+    if len(pairs) != n:
         raise ArgumentValueError(
             f"padding={padding!r} is not one (left, right) pair for each of {n} spatial axes."
         )

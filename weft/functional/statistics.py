@@ -103,7 +103,10 @@ def compute_mean_square_with_segment_ids(
 
 
 def update_running_average(
-    average: Float[Array, "*shape"], value: Float[Array, "*shape"], *, decay: float
+    average: Float[Array, "*shape"],
+    value: Float[Array, "*shape"],
+    *,
+    decay: float | Float[Array, ""],
 ) -> Float[Array, "*shape"]:
     """Returns `decay * average + (1 - decay) * value`, in the dtype of the average.
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentShapeError, LayerConfigError
-from weft.functional import conv, conv_output_shape
+from weft.functional import ConvPadding, conv, conv_output_shape
 from weft.hierarchy.base_layer import BaseLayer, FactorizationSpec, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.sharding import maybe_shard
 from weft.typing import MeshAxes, PartitionSpec, Tensor
 
-ConvPaddingType = str | Sequence[Sequence[int]]
+ConvPaddingType = ConvPadding
 
 
 class BaseConv(BaseLayer):

@@ -1,7 +1,7 @@
 """Metrics that add up over batches, devices and iterations."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class WeightedScalar(WeightedSummary):
         (3.0, 3.0)
     """
 
-    def __add__(self, other: "WeightedScalar") -> "WeightedScalar":
+    def __add__(self, other: Self) -> Self:
         return self.accumulate(other)
 
 
