@@ -44,16 +44,16 @@ def run(script, *args, **kwargs):
     return subprocess.Popen(
         [sys.executable, "-c", COMMON + textwrap.dedent(script), *map(str, args)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=subprocess.PIPE,
         text=True,
         **kwargs,
     )
 
 
 def finish(process, timeout=120):
-    output, _ = process.communicate(timeout=timeout)
-    assert process.returncode == 0, output
-    return output
+    output, errors = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output + errors
+    return output, errors
 
 
 class Iterator:
@@ -142,16 +142,16 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     try:
         checkpointer.wait_until_finished()
     except CheckpointSaveError as error:
-        print("FAILED:", str(error).splitlines()[-1])
+        print(error)
     print(Checkpointer.checkpoint_steps(directory), sorted(os.listdir(directory)))
     checkpointer.save(step=3, state=state_of(3, size=1000))
     checkpointer.wait_until_finished()
     print(Checkpointer.checkpoint_steps(directory))
     """
     where = request.getfixturevalue("small_disk") if how == "small disk" else tmp_path
-    output = finish(run(script, where / "ckpts", how))
+    output, errors = finish(run(script, where / "ckpts", how))
     assert "Those that stand: 1." in output
-    assert "checkpoint of step 2 could not be written" in output
+    assert "checkpoint of step 2 could not be written" in errors
     assert "[1] ['step_00000001']" in output
     assert "[3]" in output.splitlines()
     assert restore(where / "ckpts", size=1000) == 3
@@ -190,7 +190,7 @@ def test_two_processes_save_and_one_restores(tmp_path):
         port = s.getsockname()[1]
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     processes = [run(script, tmp_path / "ckpts", port, i, env=env) for i in (0, 1)]
-    outputs = [finish(process) for process in processes]
+    outputs = [finish(process)[0] for process in processes]
     assert all("steps [2, 3]" in output for output in outputs)
     # And here, one process with another mesh.
     cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
