@@ -1,14 +1,13 @@
 """Attention and transformers, in one place; each family has a file of its own.
 
 From the inside out: projections (`qkv_linear`, `rope`), scales (`scale_qk`), biases
-(`attention_bias`, `attention_logit_bias`), caches (`kv_cache`), attention itself
-(`multihead_attention`), a branch beside a skip connection (`residual`), the feed-forward layer
+(`attention_bias`, `attention_logit_bias`), caches (`kv_cache`), attention (`multihead_attention`,
+`multihead_attention_xl`), a branch beside a skip connection (`residual`), the feed-forward layer
 (`feed_forward`), layers (`transformer`), stacks (`stack`), what to keep for the backward pass
 (`remat`), and how it all lies over a mesh (`attention_sharding`).
 """
 
 from weft.functional import relative_to_absolute as rel_pos_to_abs_pos
-from weft.functional import xl_attention_logits
 from weft.hierarchy.attention_bias import (
     NEG_INF,
     BaseAttentionBias,
@@ -52,6 +51,11 @@ from weft.hierarchy.multihead_attention import (
     compute_gqa_logits,
     sigmoid_with_biases,
     softmax_with_biases,
+)
+from weft.hierarchy.multihead_attention_xl import (
+    MultiheadAttentionXL,
+    MultiheadRelativePositionLinear,
+    xl_attention_logits,
 )
 from weft.hierarchy.positional import (
     LearnedPositionalEmbedding,
@@ -110,6 +114,8 @@ __all__ = [
     "ForwardMode",
     "GroupedQueryAttention",
     "MultiheadAttention",
+    "MultiheadAttentionXL",
+    "MultiheadRelativePositionLinear",
     "SigmoidAttention",
     "compute_gqa_context",
     "compute_gqa_logits",

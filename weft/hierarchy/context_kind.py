@@ -4,6 +4,7 @@ The entries of a context, by which filters name them: `state`, `prng_key`, `shar
 modules shared from above) go in; `summaries`, `state_updates`, `module_outputs` come out.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,9 +39,12 @@ def fork_key(prng_key: Any, n: int) -> Any:
     Returns:
         The keys along a new leading axis, or None.
     """
-    if prng_key is None:
-        return None
+    return None if prng_key is None else _fork_key(prng_key, n)
 
+
+# Jitted, since outside of a compiled function the loop would be compiled at each call.
+@functools.partial(jax.jit, static_argnums=1)
+def _fork_key(prng_key: Any, n: int) -> Any:
     def step(key: Any, _: None) -> tuple[Any, Any]:
         key, child = jax.random.split(key)
         return key, child

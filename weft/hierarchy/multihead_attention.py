@@ -429,6 +429,8 @@ class MultiheadAttention(BaseLayer):
             k_proj=k_proj,
             v_proj=v_proj,
             attention_logit_biases=biases,
+            query_positions=query_positions,
+            key_positions=key_positions,
         )
         o_proj = self.o_proj(self._remat_name(context, "context"))
         o_proj = self._remat_name(maybe_shard(o_proj, cfg.o_partition_spec), "o_proj")
@@ -449,6 +451,8 @@ class MultiheadAttention(BaseLayer):
         k_proj: Tensor,
         v_proj: Tensor,
         attention_logit_biases: BaseAttentionBias,
+        query_positions: Tensor,
+        key_positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Context and probabilities.
 
@@ -457,12 +461,20 @@ class MultiheadAttention(BaseLayer):
           k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`, scaled.
           v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
           attention_logit_biases: all of them.
+          query_positions: `Int[Array, "#batch target"]`.
+          key_positions: `Int[Array, "#batch source"]`.
         """
-        logits = self._cap_logits(self._compute_logits(q_proj, k_proj))
+        logits = self._compute_logits(
+            q_proj, k_proj, query_positions=query_positions, key_positions=key_positions
+        )
+        logits = self._cap_logits(logits)
         probs = self.dropout(self._compute_probs(logits, attention_logit_biases.value()))
         return self._compute_context(probs, v_proj), probs
 
-    def _compute_logits(self, q_proj: Tensor, k_proj: Tensor) -> Tensor:
+    def _compute_logits(
+        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
+        del query_positions, key_positions
         return functional.attention_logits(q_proj, k_proj)
 
     def _cap_logits(self, logits: Tensor) -> Tensor:

@@ -1,0 +1,155 @@
+"""Transformer-XL's attention, whose logits depend on relative positions (Dai et al., 2019).
+
+    logit(i, j) = (q_i + u) · k_j  +  (q_i + v) · r(i - j)
+
+`r` is a projection of sinusoidal embeddings of the distance; `u` and `v` are learned for each head.
+"""
+
+import enum
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft import functional
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.base_layer import ParameterSpec
+from weft.hierarchy.context import child_context
+from weft.hierarchy.module import Module
+from weft.hierarchy.multihead_attention import MultiheadAttention
+from weft.hierarchy.positional import SinusoidalPositionalEmbedding
+from weft.hierarchy.qkv_linear import FusedQKVLinear, MultiheadInputLinear
+from weft.typing import Tensor
+
+
+def xl_attention_logits(
+    q_proj: Tensor, k_proj: Tensor, relative_pos_emb: Tensor, u: Tensor, v: Tensor
+) -> Tensor:
+    """Logits of content and relative position over a whole sequence.
+
+    Args:
+      q_proj: `Float[Array, "batch length heads per_head_dim"]`.
+      k_proj: likewise.
+      relative_pos_emb: `Float[Array, "2*length-1 heads per_head_dim"]`, projected embeddings of the
+        query's position less the key's, from `length - 1` down to `-(length - 1)`.
+      u: `Float[Array, "heads per_head_dim"]`, added to queries that meet contents.
+      v: likewise, to those that meet positions.
+
+    Returns:
+      `Float[Array, "batch heads length length"]`.
+    """
+    return functional.xl_attention_logits(q_proj, k_proj, relative_pos_emb, u, v)
+
+
+class MultiheadRelativePositionLinear(MultiheadInputLinear):
+    """From embeddings of relative positions to the heads."""
+
+
+class MultiheadAttentionXL(MultiheadAttention):
+    """Self attention with relative positions."""
+
+    class ScalePosition(enum.Enum):
+        """Where the scale factor of queries is applied."""
+
+        LOGIT = 0
+        """To the logits, after `u` and `v` were added."""
+        QUERY = 1
+        """To the queries, before."""
+
+    @config_class
+    class Config(MultiheadAttention.Config):
+        """Configures a MultiheadAttentionXL.
+
+        Attributes:
+          pos_emb_dim: the size of embeddings of relative positions; `query_dim` if None.
+          relative_pos_emb: embeds them.
+          relative_pos_linear: projects them to the heads.
+          scale_position: where the scale factor of queries is applied.
+        """
+
+        pos_emb_dim: int | None = None
+        relative_pos_emb: SinusoidalPositionalEmbedding.Config = (
+            SinusoidalPositionalEmbedding.default_config()
+        )
+        relative_pos_linear: MultiheadRelativePositionLinear.Config = (
+            MultiheadRelativePositionLinear.default_config().set(bias=False)
+        )
+        scale_position: Required["MultiheadAttentionXL.ScalePosition"] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config with one weight for queries, keys and values, and no bias in it."""
+        cfg = super().default_config()
+        layer = MultiheadInputLinear.default_config().set(bias=False)
+        return cfg.set(
+            scale_position=cls.ScalePosition.LOGIT,
+            input_linear=FusedQKVLinear.default_config().set(layer=layer),
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if self._shares_kv:
+            raise LayerConfigError(
+                f"{self.path()}: relative positions are those of the layer's own keys; use an "
+                "input_linear that makes keys."
+            )
+        dim = cfg.pos_emb_dim or cfg.query_dim
+        self._add_child("relative_pos_emb", cfg.relative_pos_emb.set(dim=dim))
+        self._add_child(
+            "r_proj",
+            cfg.relative_pos_linear.set(
+                model_dim=dim, num_heads=cfg.num_heads, per_head_dim=self.per_head_dim()
+            ),
+        )
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        shape = (self.config.num_heads, self.per_head_dim())
+        bias = ParameterSpec(shape, mesh_axes=("model", None))
+        return {**super()._create_layer_parameter_specs(), "u_bias": bias, "v_bias": bias}
+
+    def forward(self, query, *, key=None, value=None, **kwargs):
+        """Attends over a whole sequence; see `MultiheadAttention.forward`.
+
+        Args:
+          query: `Float[Array, "batch time query_dim"]`.
+          key: None.
+          value: None.
+          **kwargs: as for `MultiheadAttention.forward`, but for positions, which are those from 0.
+
+        Raises:
+          ArgumentValueError: if keys, values or positions were given.
+        """
+        given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
+        if wrong := [name for name, x in given.items() if x is not None]:
+            raise ArgumentValueError(
+                f"{self.path()} attends from each position of a sequence to all of them, and was "
+                f"given {', '.join(wrong)}; leave it out, or use MultiheadAttention."
+            )
+        return super().forward(query, **kwargs)
+
+    def _scale_query(self, q_proj: Tensor, positions: Tensor) -> Tensor:
+        if self.config.scale_position is self.ScalePosition.QUERY:
+            return super()._scale_query(q_proj, positions)
+        with child_context("scale_query"):
+            return self.scale_query.apply_per_dim_scale(self.scale_query.apply_norm(q_proj))
+
+    def _compute_logits(
+        self, q_proj: Tensor, k_proj: Tensor, *, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
+        u, v = self.parameters["u_bias"], self.parameters["v_bias"]
+        length = k_proj.shape[1]
+        distances = jnp.arange(length - 1, -length, -1)
+        r_proj = self.r_proj(self.relative_pos_emb(distances).astype(q_proj.dtype))
+        if q_proj.shape[1] == length:
+            logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
+        else:
+            # A step of decoding has few queries, each at a position of its own.
+            by_distance = functional.attention_logits(q_proj + v, r_proj[None])
+            at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
+            logits = functional.attention_logits(q_proj + u, k_proj) + jnp.take_along_axis(
+                by_distance, at[:, None], axis=-1, mode="clip"
+            )
+        if self.config.scale_position is self.ScalePosition.LOGIT:
+            with child_context("scale_logits", module=self.scale_query):
+                return self.scale_query.apply_scale_factor(logits)
+        return logits
