@@ -245,6 +245,10 @@ class SummaryValueError(WeftError, ValueError):
     """A summary holds a value that no writer can show."""
 
 
+class MetricCalculatorError(WeftError, ValueError):
+    """A metric calculator does not fit its model, its batches or the calculators beside it."""
+
+
 class MissingExtraError(WeftError, ImportError):
     """A package is needed that one of Weft's extras installs."""
 

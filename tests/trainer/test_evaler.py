@@ -1,0 +1,236 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from weft.config import config_class, config_for_function
+from weft.errors import InputDatasetError, NoMeshError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.input import Input
+from weft.trainer.evaler import (
+    BaseOutputWriter,
+    GlobalMetricCalculator,
+    SpmdEvaler,
+    every_n_steps_policy,
+)
+from weft.trainer.json_lines_writer import JsonLinesWriter, read_json_lines
+
+
+class Dataset:
+    def __init__(self, num_batches, log):
+        self.num_batches, self.log = num_batches, log
+
+    def __iter__(self):
+        return Batches(self.num_batches, self.log)
+
+
+class Batches:
+    def __init__(self, num_batches, log):
+        self.at, self.num_batches, self.log = 0, num_batches, log
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.at == self.num_batches:
+            raise StopIteration
+        self.at += 1
+        return {"x": np.full((8, 4), float(self.at), np.float32)}
+
+    def close(self):
+        self.log.append("closed")
+
+
+class Counting(Input):
+    @config_class
+    class Config(Input.Config):
+        num_batches: int = 3
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self.log = []
+
+    def dataset(self):
+        return Dataset(self.config.num_batches, self.log)
+
+
+class Model(BaseLayer):
+    def _create_layer_parameter_specs(self):
+        return {"weight": ParameterSpec((4,), mesh_axes=("model",))}
+
+    def predict(self, input_batch):
+        return jnp.sum(input_batch["x"] * self.parameters["weight"], axis=-1)
+
+    def forward(self, input_batch):
+        y = self.predict(input_batch)
+        self.add_summary("mean", WeightedScalar(jnp.mean(y), jnp.array(8.0)))
+        self.add_summary("noise", jax.random.uniform(self.prng_key))
+        self.add_summary("bits", jnp.array(float(jnp.finfo(y.dtype).bits)))
+        return jnp.mean(y), {}
+
+
+MODEL = Model.default_config().set(name="model").instantiate(parent=None)
+SPECS = jax.tree.map(lambda spec: spec.partition_spec, MODEL.create_parameter_specs_recursively())
+
+
+class Total(GlobalMetricCalculator):
+    def _calculate_metrics(self, outputs):
+        return {"total": outputs.predict_outputs.sum()}
+
+
+class Collect(BaseOutputWriter):
+    Config = BaseOutputWriter.Config
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self.calls = []
+
+    def write(self, *, input_batch, output_batch):
+        self.calls.append((float(input_batch["x"][0, 0]), output_batch))
+
+    def flush(self):
+        self.calls.append("flush")
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@pytest.fixture
+def make(tmp_path):
+    def make(**kwargs):
+        cfg = SpmdEvaler.default_config().set(
+            name="held_out",
+            input=Counting.default_config(),
+            summary_writer=JsonLinesWriter.default_config().set(dir=str(tmp_path / "eval")),
+        )
+        return cfg.set(**kwargs).instantiate(
+            parent=None, model=MODEL, model_param_partition_specs=SPECS
+        )
+
+    return make
+
+
+def run(evaler, mesh, step=10, seed=0, **kwargs):
+    params = {
+        "weight": jax.device_put(np.ones(4, np.float32), NamedSharding(mesh, SPECS["weight"]))
+    }
+    with jax.set_mesh(mesh):
+        return evaler.eval_step(step, prng_key=jax.random.key(seed), model_params=params, **kwargs)
+
+
+def test_metrics_are_computed_over_all_batches_and_written(make, mesh, tmp_path):
+    evaler = make()
+    key, summaries, aux = run(evaler, mesh)
+    assert float(summaries["mean"].mean) == 8.0
+    assert float(summaries["mean"].weight) == 24.0
+    assert aux is None
+    assert key != jax.random.key(0)
+    (record,) = read_json_lines(str(tmp_path / "eval"))
+    assert (record["step"], record["values"]["mean"]) == (10, 8.0)
+    assert evaler.input.log == ["closed"]
+
+
+def test_the_result_depends_on_the_key_alone(make, mesh):
+    evaler = make()
+    noise = [float(run(evaler, mesh, seed=seed)[1]["noise"]) for seed in (0, 0, 1)]
+    assert noise[0] == noise[1] != noise[2]
+
+
+def test_one_device_and_eight_agree(make, mesh):
+    one = jax.sharding.Mesh(
+        np.array(jax.devices()[:1]).reshape(1, 1),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    results = [run(make(), m)[1] for m in (one, mesh)]
+    assert float(results[0]["mean"].mean) == float(results[1]["mean"].mean)
+    assert float(results[0]["noise"]) == float(results[1]["noise"])
+
+
+def test_the_policy_decides_unless_it_is_forced(make, mesh):
+    def when_low(below):
+        return lambda *, step, train_summaries: train_summaries.get("loss", below) < below
+
+    evaler = make(eval_policy=config_for_function(when_low).set(below=1.0))
+    key, summaries, aux = run(evaler, mesh, train_summaries={"loss": 2.0})
+    assert (summaries, aux) == (None, None)
+    assert key == jax.random.key(0)
+    assert evaler.input.log == []
+    assert run(evaler, mesh, train_summaries={"loss": 0.5})[1] is not None
+    assert run(evaler, mesh, force_run=True)[1] is not None
+    assert run(evaler, mesh)[1] is None
+
+
+def test_every_n_steps():
+    steps = lambda **kwargs: [  # noqa: E731
+        s for s in range(13) if every_n_steps_policy(**kwargs)(step=s, train_summaries={})
+    ]
+    assert steps(n=5) == [5, 10]
+    assert steps(n=5, min_step=6, max_step=12) == [10, 12]
+
+
+def test_outputs_are_returned_and_written(make, mesh):
+    evaler = make(metric_calculator=Total.default_config(), output_writer=Collect.default_config())
+    _, summaries, aux = run(evaler, mesh, return_aux=True)
+    assert float(summaries["total"]) == 8 * 4 * (1 + 2 + 3)
+    np.testing.assert_array_equal(aux[1].predict_outputs, np.full(8, 8.0))
+    calls = evaler.output_writer.calls
+    assert [call[0] for call in calls[:-1]] == [1.0, 2.0, 3.0]
+    np.testing.assert_array_equal(calls[2][1].predict_outputs, np.full(8, 12.0))
+    assert calls[-1] == "flush"
+
+
+def test_the_dtype_is_the_calculators_or_else_the_evalers(make, mesh):
+    evaler = make(eval_dtype=jnp.bfloat16)
+    assert float(run(evaler, mesh)[1]["bits"]) == 16
+    own = make().config.metric_calculator.set(eval_dtype=jnp.float16)
+    evaler = make(eval_dtype=jnp.float32, metric_calculator=own)
+    assert evaler.metric_calculator.config.eval_dtype == jnp.float16
+
+
+def double(batch):
+    return jax.tree.map(lambda x: 2 * x, batch)
+
+
+def test_the_input_dispatches_the_batch_in_a_compiled_function(make, mesh):
+    batches = Counting.default_config().set(
+        input_partitioner=config_for_function(lambda: double), partition_spec=PartitionSpec("data")
+    )
+    assert float(run(make(input=batches), mesh)[1]["mean"].mean) == 16.0
+
+
+def test_an_evaluation_without_data_is_an_error(make, mesh):
+    evaler = make(input=Counting.default_config().set(num_batches=0))
+    with pytest.raises(InputDatasetError, match="held_out: the dataset has no batch to evaluate"):
+        run(evaler, mesh)
+    assert evaler.input.log == ["closed"]
+
+
+def test_without_a_mesh(make):
+    with pytest.raises(NoMeshError, match="no mesh is set"):
+        make().eval_step(1, prng_key=jax.random.key(0), model_params={"weight": jnp.ones(4)})
+
+
+def test_a_profiler_trace(make, mesh, tmp_path):
+    run(make(trace_at_iters=[1]), mesh)
+    assert [p.name for p in (tmp_path / "eval" / "trace").iterdir()] == ["step_00000010_iter_1"]
+
+
+class FailsAtOnce(Model):
+    def forward(self, input_batch):
+        raise ValueError("in the model")
+
+
+def test_the_data_is_closed_when_the_model_fails(tmp_path, mesh):
+    model = FailsAtOnce.default_config().set(name="model").instantiate(parent=None)
+    cfg = SpmdEvaler.default_config().set(name="held_out", input=Counting.default_config())
+    cfg.summary_writer.dir = str(tmp_path)
+    evaler = cfg.instantiate(parent=None, model=model, model_param_partition_specs=SPECS)
+    with pytest.raises(ValueError, match="in the model"):
+        run(evaler, mesh)
+    assert evaler.input.log == ["closed"]

@@ -1,0 +1,222 @@
+"""Evaluation: a model's metrics on data of its own, at the steps that a policy says.
+
+What is computed is up to the metric calculator; the evaler brings it the batches, and its summaries
+to the summary writer.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+from weft.config import (
+    REQUIRED,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+)
+from weft.errors import InputDatasetError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module
+from weft.input import Input, host_to_global_device_array
+from weft.trainer.metric_calculator import (
+    BaseMetricCalculator,
+    CompositeMetricCalculator,
+    GlobalMetricCalculator,
+    ModelSummaryAccumulator,
+    PredictionOutputs,
+)
+from weft.trainer.output_writer import BaseOutputWriter
+from weft.trainer.summary_writer import SummaryWriter
+from weft.typing import DType, Nested, NestedTensor, Tensor
+
+__all__ = [
+    "BaseMetricCalculator",
+    "BaseOutputWriter",
+    "CompositeMetricCalculator",
+    "EvalPolicy",
+    "GlobalMetricCalculator",
+    "ModelSummaryAccumulator",
+    "PredictionOutputs",
+    "SpmdEvaler",
+    "every_n_steps_policy",
+]
+
+
+class EvalPolicy(Protocol):
+    """Decides whether to evaluate."""
+
+    def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
+        """Whether to evaluate after this step.
+
+        Args:
+            step: The step.
+            train_summaries: What the training reported of it.
+        """
+        ...
+
+
+def every_n_steps_policy(
+    n: int = 1, *, min_step: int = 1, max_step: int | None = None
+) -> EvalPolicy:
+    """Evaluates after every n-th step, and after the last one.
+
+    Args:
+        n: The number of steps between two evaluations.
+        min_step: The first step that may be evaluated.
+        max_step: The last step of the run, evaluated in any case. None: no step is.
+
+    >>> policy = every_n_steps_policy(40, max_step=100)
+    >>> [step for step in range(101) if policy(step=step, train_summaries={})]
+    [40, 80, 100]
+    """
+
+    def policy(*, step: int, train_summaries: dict[str, Any]) -> bool:
+        del train_summaries
+        return step == max_step or (step >= min_step and step % n == 0)
+
+    return policy
+
+
+class SpmdEvaler(Module):
+    """Evaluates a model on the current mesh.
+
+    Args:
+        model: The model, the trainer's.
+        model_param_partition_specs: How its parameters lie over the mesh, nested as they are.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a SpmdEvaler.
+
+        Attributes:
+            input: The data. Its dataset must end, and its batches should be of one shape, or the
+                model is compiled for each.
+            eval_policy: Decides after which steps to evaluate.
+            metric_calculator: Computes the metrics.
+            eval_dtype: In which the model computes, unless the calculator has its own.
+            summary_writer: Is given the metrics.
+            output_writer: Is given the outputs of the calculator for each batch.
+            trace_at_iters: The batches, counted from 0, of each evaluation for which a profiler
+                trace is written below the directory of the summary writer.
+        """
+
+        input: Required[Input.Config] = REQUIRED
+        eval_policy: InstantiableConfig[EvalPolicy] = config_for_function(every_n_steps_policy)
+        metric_calculator: BaseMetricCalculator.Config = ModelSummaryAccumulator.default_config()
+        eval_dtype: DType | None = None
+        summary_writer: InstantiableConfig = SummaryWriter.default_config()
+        output_writer: BaseOutputWriter.Config | None = None
+        trace_at_iters: Sequence[int] = []
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        parent: Module | None,
+        model: BaseLayer,
+        model_param_partition_specs: Nested[PartitionSpec],
+    ):
+        super().__init__(cfg, parent=parent)
+        self._eval_policy: EvalPolicy = maybe_instantiate(cfg.eval_policy)
+        self._add_child("input", cfg.input)
+        calculator = cfg.metric_calculator
+        if calculator.eval_dtype is None:
+            calculator = calculator.clone(eval_dtype=cfg.eval_dtype)
+        self._add_child(
+            "metric_calculator",
+            calculator,
+            model=model,
+            model_param_partition_specs=model_param_partition_specs,
+        )
+        self._add_child("summary_writer", cfg.summary_writer)
+        if cfg.output_writer is not None:
+            self._add_child("output_writer", cfg.output_writer)
+        self._dispatch = jax.jit(self.input.dispatch_global_batch)
+
+    def eval_step(
+        self,
+        step: int,
+        *,
+        prng_key: Tensor,
+        model_params: NestedTensor,
+        return_aux: bool = False,
+        train_summaries: dict[str, Any] | None = None,
+        force_run: bool = False,
+    ) -> tuple[Tensor, dict[str, Any] | None, list[Nested[Any]] | None]:
+        """Evaluates, if the policy says so. The mesh must be the current one.
+
+        The metrics are a function of parameters, data and key.
+
+        Args:
+            step: The step that the parameters are of.
+            prng_key: For the evaluation.
+            model_params: The parameters.
+            return_aux: Whether to return the calculator's outputs for each batch.
+            train_summaries: What the training reported of this step, for the policy.
+            force_run: Whether to evaluate whatever the policy says.
+
+        Returns:
+            A key for whatever comes next; the metrics by name, None if there was no evaluation; and
+            the outputs, None unless asked for.
+
+        Raises:
+            InputDatasetError: If there is no batch.
+        """
+        wanted = force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})
+        if not wanted:
+            return prng_key, None, None
+        next_key, prng_key = jax.random.split(prng_key)
+        calculator: BaseMetricCalculator = self.metric_calculator
+        state = calculator.init_state(prng_key=prng_key, model_params=model_params)
+        outputs: list[Nested[Any]] = []
+        with contextlib.closing(self._global_batches()) as batches:
+            for batch in batches:
+                with self._traced(step, len(outputs)) as finish:
+                    result = calculator.forward(batch, model_params=model_params, state=state)
+                    state = finish(result["state"])
+                outputs.append(result["output"])
+                if "output_writer" in self.children:
+                    self.output_writer.write(input_batch=batch, output_batch=result["output"])
+        if not outputs:
+            raise InputDatasetError(
+                f"{self.path()}: the dataset has no batch to evaluate on; give it at least as many "
+                "examples as a batch has, or let it pad."
+            )
+        if "output_writer" in self.children:
+            self.output_writer.flush()
+        summaries = calculator.get_summaries(
+            model_params=model_params, state=state, all_forward_outputs=outputs
+        )
+        self.summary_writer(step, summaries)
+        self.summary_writer.flush()
+        return next_key, summaries, outputs if return_aux else None
+
+    def _global_batches(self) -> Generator[NestedTensor]:
+        """The batches as the model sees them, laid over the mesh."""
+        input_: Input = self.input
+        dispatched = input_.dispatcher is not None or input_.config.input_partitioner is not None
+        iterator: Any = iter(input_.dataset())
+        try:
+            for batch in input_.batches(iterator):
+                batch = host_to_global_device_array(batch, partition=input_.partition_spec)
+                yield self._dispatch(batch) if dispatched else batch
+        finally:
+            if hasattr(iterator, "close"):
+                iterator.close()
+
+    @contextlib.contextmanager
+    def _traced(self, step: int, batch: int) -> Iterator[Callable[[Any], Any]]:
+        """Gives what waits for the work of the block, if that is traced, and else nothing does."""
+        if batch not in self.config.trace_at_iters:
+            yield lambda x: x
+            return
+        name = f"trace/step_{step:08d}_iter_{batch}"
+        with jax.profiler.trace(os.path.join(self.summary_writer.config.dir, name)):
+            yield jax.block_until_ready

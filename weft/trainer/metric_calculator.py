@@ -1,0 +1,388 @@
+"""From batches to metrics: what an evaler does with its model.
+
+A calculator runs the model on each batch (`forward`, compiled once), carries a state from batch to
+batch, which holds the PRNG key, and makes the summaries at the end. Nothing is kept from one
+evaluation to the next.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.config.names import did_you_mean
+from weft.errors import MetricCalculatorError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.context import OutputCollection, fold_in_name
+from weft.hierarchy.metrics import MetricAccumulator
+from weft.hierarchy.module import Module, functional
+from weft.input.global_batch import current_mesh
+from weft.trainer.train_step import cast_floats
+from weft.typing import DType, Nested, NestedTensor, Tensor
+
+
+class BaseMetricCalculator(Module):
+    """Base of the metric calculators.
+
+    Args:
+        model: The model that is evaluated; not a child, since it is the trainer's.
+        model_param_partition_specs: How its parameters lie over the mesh, nested as they are.
+    """
+
+    @config_class
+    class Config(Module.Config):
+        """Configures a BaseMetricCalculator.
+
+        Attributes:
+            eval_dtype: In which the model computes; None for the dtype of its parameters.
+            prefix: Goes before the names of the metrics, as `prefix/name`.
+        """
+
+        eval_dtype: DType | None = None
+        prefix: str | None = None
+
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        parent: Module | None,
+        model: BaseLayer,
+        model_param_partition_specs: Nested[PartitionSpec],
+    ):
+        super().__init__(cfg, parent=parent)
+        self._model = model
+        self._model_param_partition_specs = model_param_partition_specs
+
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+        """The state before the first batch.
+
+        Args:
+            prng_key: For this evaluation.
+            model_params: The parameters.
+        """
+        raise NotImplementedError(type(self))
+
+    def forward(
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+    ) -> dict[str, Any]:
+        """Runs the model on a batch.
+
+        Args:
+            input_batch: A global batch.
+            model_params: The parameters.
+            state: From `init_state`, or from the `forward` of the batch before.
+
+        Returns:
+            "state" for the next batch, and "output", which `get_summaries` gets of all batches.
+        """
+        raise NotImplementedError(type(self))
+
+    def get_summaries(
+        self,
+        *,
+        model_params: NestedTensor,
+        state: Any,
+        all_forward_outputs: list[Nested[Any]],
+    ) -> dict[str, Any]:
+        """The metrics of the evaluation.
+
+        Args:
+            model_params: The parameters.
+            state: After the last batch.
+            all_forward_outputs: The "output" of each batch.
+        """
+        raise NotImplementedError(type(self))
+
+    def formatted_metric_name(self, metric_name: str) -> str:
+        """The name of a metric in the summaries: with the prefix, if there is one."""
+        prefix = self.config.prefix
+        return f"{prefix}/{metric_name}" if prefix else metric_name
+
+    def _with_prefix(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.formatted_metric_name(name): value for name, value in metrics.items()}
+
+    def _jit_of_model(
+        self,
+        method: str,
+        *,
+        inputs: Callable[[Any], Any],
+        outputs: Callable[[Any, Any, OutputCollection], Any],
+    ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]:
+        """A method of the model, compiled at its first call.
+
+        Args:
+            method: Its name.
+            inputs: From a batch to the method's arguments, a tuple or a dict.
+            outputs: From the batch, the method's result and its side outputs to what is of use.
+
+        Returns:
+            A function of parameters, PRNG key and batch. It returns the key for the next batch and
+            the outputs, whole on every device, so that each process can read them.
+        """
+        # Asked now and not at the first evaluation, which may come after hours of training.
+        if not callable(getattr(self._model, method, None)):
+            names = [name for name in dir(type(self._model)) if not name.startswith("_")]
+            raise MetricCalculatorError(
+                f"{self.path()} is to call {method!r} of the model, a "
+                f"{type(self._model).__name__}, which has no such method. "
+                f"{did_you_mean(method, names)}"
+            )
+
+        def run(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
+            next_key, key = jax.random.split(prng_key)
+            specs = self._model_param_partition_specs
+            params = jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
+            params, batch = cast_floats((params, batch), self.config.eval_dtype)
+            result, collection = functional(
+                self._model,
+                prng_key=key,
+                state=params,
+                inputs=inputs(batch),
+                method=method,
+                is_training=False,
+            )
+            return next_key, outputs(batch, result, collection)
+
+        @functools.cache
+        def compiled_for(mesh: jax.sharding.Mesh) -> Callable[..., Any]:
+            return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+        return lambda params, prng_key, batch: compiled_for(current_mesh())(params, prng_key, batch)
+
+
+class ModelSummaryAccumulator(BaseMetricCalculator):
+    """Adds up the summaries that the model itself reports."""
+
+    @config_class
+    class Config(BaseMetricCalculator.Config):
+        """Configures a ModelSummaryAccumulator.
+
+        Attributes:
+            model_method: The method of the model that is called with each batch.
+            model_method_kwargs: Its further arguments.
+            metric_accumulator: Adds up the summaries.
+        """
+
+        model_method: str = "forward"
+        model_method_kwargs: dict[str, Any] = {}
+        metric_accumulator: InstantiableConfig = MetricAccumulator.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
+        super().__init__(cfg, parent=parent, **kwargs)
+        self._accumulator: MetricAccumulator = cfg.metric_accumulator.instantiate()
+        self._run = self._jit_of_model(
+            cfg.model_method,
+            inputs=lambda batch: {"input_batch": batch, **cfg.model_method_kwargs},
+            outputs=lambda batch, result, collection: collection.summaries,
+        )
+
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+        self._accumulator = self.config.metric_accumulator.instantiate()
+        return {"prng_key": prng_key}
+
+    def forward(
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+    ) -> dict[str, Any]:
+        prng_key, summaries = self._run(model_params, state["prng_key"], input_batch)
+        self._accumulator.update(summaries)
+        return {"state": {"prng_key": prng_key}, "output": {}}
+
+    def get_summaries(
+        self,
+        *,
+        model_params: NestedTensor,
+        state: Any,
+        all_forward_outputs: list[Nested[Any]],
+    ) -> dict[str, Any]:
+        return self._with_prefix(self._accumulator.summaries())
+
+
+class PredictionOutputs(NamedTuple):
+    """A batch and what the model made of it.
+
+    Attributes:
+        input_batch: The batch.
+        predict_outputs: What the model's method returned.
+    """
+
+    input_batch: Nested[Any]
+    predict_outputs: Nested[Any]
+
+
+class GlobalMetricCalculator(BaseMetricCalculator):
+    """Base of calculators for metrics that need all examples at once, such as AUC or BLEU.
+
+    A subclass defines `_calculate_metrics`. Batches and predictions are brought together on the
+    host of each process.
+    """
+
+    @config_class
+    class Config(BaseMetricCalculator.Config):
+        """Configures a GlobalMetricCalculator.
+
+        Attributes:
+            predict_method: The method of the model that is called with each batch.
+            predict_input_field: The field of the batch that it gets; None for the whole batch.
+        """
+
+        predict_method: str = "predict"
+        predict_input_field: str | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
+        super().__init__(cfg, parent=parent, **kwargs)
+        self._run = self._jit_of_model(
+            cfg.predict_method,
+            inputs=lambda batch: (self._given(batch),),
+            outputs=lambda batch, result, collection: PredictionOutputs(batch, result),
+        )
+
+    def _given(self, input_batch: NestedTensor) -> Any:
+        """The part of a batch that the model gets."""
+        field = self.config.predict_input_field
+        if field is None:
+            return input_batch
+        if field not in input_batch:
+            raise MetricCalculatorError(
+                f"{self.path()}: predict_input_field={field!r} is no field of the batch. "
+                f"{did_you_mean(field, input_batch)}"
+            )
+        return input_batch[field]  # pyright: ignore[reportIndexIssue]
+
+    def _calculate_metrics(self, outputs: PredictionOutputs) -> dict[str, Any]:
+        """The metrics.
+
+        Args:
+            outputs: Of all batches, rows one after another, as host arrays.
+
+        Returns:
+            Scalars, `WeightedScalar`s and other summaries by name.
+        """
+        raise NotImplementedError(type(self))
+
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+        return {"prng_key": prng_key}
+
+    def forward(
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+    ) -> dict[str, Any]:
+        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        # On the host, where there is room for the predictions of all batches.
+        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
+
+    def get_summaries(
+        self,
+        *,
+        model_params: NestedTensor,
+        state: Any,
+        all_forward_outputs: list[Nested[Any]],
+    ) -> dict[str, Any]:
+        together = jax.tree.map(lambda *parts: np.concatenate(parts), *all_forward_outputs)
+        return self._with_prefix(self._calculate_metrics(together))
+
+
+class CompositeMetricCalculator(BaseMetricCalculator):
+    """Several calculators that see the same batches."""
+
+    class Dependency(NamedTuple):
+        """A calculator that needs what another one makes of each batch.
+
+        Attributes:
+            src: The name of the calculator whose output is needed.
+            dst: The name of the one that needs it.
+            key: Under which it finds the output in its batch; None for `src`.
+        """
+
+        src: str
+        dst: str
+        key: str | None = None
+
+    @config_class
+    class Config(BaseMetricCalculator.Config):
+        """Configures a CompositeMetricCalculator.
+
+        Attributes:
+            metric_calculators: The calculators by name. Their metrics must have different names,
+                as by their `prefix`.
+            dependencies: Which of them need the outputs of others.
+        """
+
+        metric_calculators: Required[Mapping[str, BaseMetricCalculator.Config]] = REQUIRED
+        dependencies: Sequence["CompositeMetricCalculator.Dependency"] | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
+        super().__init__(cfg, parent=parent, **kwargs)
+        self._calculators: dict[str, BaseMetricCalculator] = {}
+        for name, child in cfg.metric_calculators.items():
+            dtype = cfg.eval_dtype if child.eval_dtype is None else child.eval_dtype
+            child = child.clone(eval_dtype=dtype)
+            self._calculators[name] = self._add_child(name, child, **kwargs)  # pyright: ignore[reportArgumentType]
+        self._order = self._in_order_of_need()
+
+    def _in_order_of_need(self) -> list[str]:
+        needs: dict[str, list[str]] = {name: [] for name in self._calculators}
+        for dependency in self.config.dependencies or ():
+            for name in (dependency.src, dependency.dst):
+                if name not in needs:
+                    raise MetricCalculatorError(
+                        f"{self.path()}: the dependency {dependency} names {name!r}, which is none "
+                        f"of the metric_calculators. {did_you_mean(name, needs)}"
+                    )
+            needs[dependency.dst].append(dependency.src)
+        try:
+            return list(TopologicalSorter(needs).static_order())
+        except CycleError as error:
+            raise MetricCalculatorError(
+                f"{self.path()}: the dependencies go round in a circle: "
+                f"{' -> '.join(error.args[1])}. Remove one of them."
+            ) from None
+
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+        return {
+            name: calculator.init_state(
+                prng_key=fold_in_name(prng_key, name), model_params=model_params
+            )
+            for name, calculator in self._calculators.items()
+        }
+
+    def forward(
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+    ) -> dict[str, Any]:
+        states, outputs = {}, {}
+        for name in self._order:
+            needed = {
+                dependency.key or dependency.src: outputs[dependency.src]
+                for dependency in self.config.dependencies or ()
+                if dependency.dst == name
+            }
+            result = self._calculators[name].forward(
+                {**dict(input_batch), **needed}, model_params=model_params, state=state[name]
+            )
+            states[name], outputs[name] = result["state"], result["output"]
+        return {"state": states, "output": outputs}
+
+    def get_summaries(
+        self,
+        *,
+        model_params: NestedTensor,
+        state: Any,
+        all_forward_outputs: list[Nested[Any]],
+    ) -> dict[str, Any]:
+        together: dict[str, Any] = {}
+        for name, calculator in self._calculators.items():
+            summaries = calculator.get_summaries(
+                model_params=model_params,
+                state=state[name],
+                all_forward_outputs=[outputs[name] for outputs in all_forward_outputs],
+            )
+            if twice := sorted(together.keys() & summaries.keys()):
+                raise MetricCalculatorError(
+                    f"{calculator.path()} reports {twice}, which another calculator reports too; "
+                    f"give it a prefix: prefix={name!r}."
+                )
+            together |= summaries
+        return self._with_prefix(together)
