@@ -454,7 +454,7 @@ class SpmdTrainer(Module):
     ) -> dict[str, Any]:
         results = {}
         for name in self.config.evalers:
-            summaries = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
+            _, summaries, _ = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
                 self._step,
                 prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
                 model_params=self.model_params_for_eval(),
