@@ -450,16 +450,19 @@ class SpmdTrainer(Module):
         self,
         train_summaries: dict[str, Any] | None,
         listener: RunListener,
-        forced: Collection[str] = (),
+        forced: Collection[str] | None = None,
     ) -> dict[str, Any]:
+        """Runs the evalers that are due, or those that are `forced` and no others."""
         results = {}
         for name in self.config.evalers:
+            if forced is not None and name not in forced:
+                continue
             _, summaries, _ = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
                 self._step,
                 prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
                 model_params=self.model_params_for_eval(),
                 train_summaries=train_summaries,
-                force_run=name in forced,
+                force_run=forced is not None,
             )
             if summaries is not None:
                 results[name] = summaries
