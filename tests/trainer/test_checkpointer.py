@@ -320,6 +320,17 @@ def test_if_all_are_damaged_there_is_no_silent_new_beginning(make):
         assert f"step_0000000{step} ({name}: its content has changed)" in str(error.value)
 
 
+def test_all_processes_hear_of_what_the_first_one_found(make, monkeypatch):
+    checkpointer = make()
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    # -2 is what the first process sends when it refuses all there is.
+    monkeypatch.setattr(module.multihost_utils, "broadcast_one_to_all", lambda x: np.int32(-2))
+    with pytest.raises(DamagedCheckpointError, match=r"process 0 found no .* says why"):
+        checkpointer.restore(state=target())
+    monkeypatch.undo()
+
+
 def test_a_damaged_one_does_not_count_as_kept(make):
     saver = make(keep_last_n=9)
     save_steps(saver, 1, 2, 3)
