@@ -6,7 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.config import REQUIRED, Required, config_class
+from weft.config import (
+    REQUIRED,
+    Required,
+    config_class,
+    config_for_class,
+    config_for_function,
+)
 from weft.errors import (
     ChildConfigError,
     ChildNameConflictError,
@@ -137,7 +143,7 @@ def test_functional_is_pure_under_jit_grad_and_vmap():
 
 
 def test_inputs_may_be_named_and_are_copied():
-    root, state = make(0)
+    _, state = make(0)
 
     def forward(self, batch):
         batch["x"] = batch["x"] + 1
@@ -216,9 +222,37 @@ def test_what_belongs_to_an_invocation_is_refused_outside_of_one():
         NoContextError, match="root belongs to an invocation, and none is under way"
     ):
         _ = root.state
-    with pytest.raises(NoContextError, match=r"child_context\('leaf'\) belongs to an invocation"):
-        with child_context("leaf"):
+    with (
+        pytest.raises(NoContextError, match=r"child_context\('leaf'\) belongs to an invocation"),
+        child_context("leaf"),
+    ):
+        pass
+
+
+def test_a_function_or_class_with_name_and_parent_makes_a_child():
+    def leaf(width, *, name, parent):
+        return Leaf.default_config().set(name=name).instantiate(parent=parent)
+
+    def elsewhere(name, parent):
+        return Leaf.default_config().set(name=name).instantiate(parent=None)
+
+    class NoModule:
+        def __init__(self, name, parent):
             pass
+
+    def half(name):
+        return None
+
+    root, _ = make(1)
+    child = root._add_child("made", config_for_function(leaf).set(width=3))
+    assert root.made is child and child.path() == "root.made"
+    with pytest.raises(ChildConfigError, match=r"makes <Leaf x>, which stands elsewhere. Pass"):
+        root._add_child("x", config_for_function(elsewhere))
+    with pytest.raises(ChildConfigError, match="an object of type NoModule, which has no place"):
+        root._add_child("x", config_for_class(NoModule))
+    with pytest.raises(ChildConfigError, match="function with parameters `name` and `parent`"):
+        root._add_child("x", config_for_function(half))
+    assert "x" not in root.children
 
 
 def test_name_conflicts_and_wrong_children():
@@ -240,7 +274,7 @@ def test_name_conflicts_and_wrong_children():
         AttributeError, match=r"Parent 'root' has no attribute or child 'laef'.*leaf"
     ):
         _ = root.laef
-    with pytest.raises(InvalidDescendantError, match="root is not below root.inner"):
+    with pytest.raises(InvalidDescendantError, match=r"root is not below root.inner"):
         root.inner.path_to_descendant_module(root)
 
 
@@ -277,9 +311,9 @@ def test_shared_modules_are_called_from_below_with_their_own_state():
     np.testing.assert_allclose(out, [4])
     assert outputs.summaries["iter1"]["user"]["shared_leaf"]["mean"] == 2
 
-    with pytest.raises(InvalidDescendantError, match="'shared_lef' is not shared with root.user"):
+    with pytest.raises(InvalidDescendantError, match=r"'shared_lef' is not shared with root.user"):
         root.user.unknown()
-    with pytest.raises(ChildNameConflictError, match="root already shares root.leaf"):
+    with pytest.raises(ChildNameConflictError, match=r"root already shares root.leaf"):
         root._share_with_descendants(root.user, shared_module_name="shared_leaf")
     other, _ = make(0)
 
@@ -288,7 +322,9 @@ def test_shared_modules_are_called_from_below_with_their_own_state():
             return other.leaf(x)
 
     stray = Stray.default_config().set(name="stray").instantiate(parent=None)
-    with pytest.raises(InvalidDescendantError, match="root.leaf is neither below stray nor shared"):
+    with pytest.raises(
+        InvalidDescendantError, match=r"root.leaf is neither below stray nor shared"
+    ):
         call(stray, {}, jnp.ones(1))
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, Union
 import jax
 
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
+from weft.config.functions import CallConfig
 from weft.config.names import did_you_mean
 from weft.errors import (
     ChildConfigError,
@@ -111,6 +112,11 @@ def _note_path(error: Exception, module: "Module", method: str) -> None:
     if not getattr(error, "_weft_path_noted", False):
         error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
         error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
+
+
+def _takes_a_place(config: Any) -> bool:
+    """Whether a config of a function or class takes what a child is given: name and parent."""
+    return isinstance(config, CallConfig) and {"name", "parent"} <= set(config.keys())
 
 
 class Module(Configurable):
@@ -210,12 +216,13 @@ class Module(Configurable):
 
         Args:
             name: of the child, new among the children and attributes of this module.
-            child_config: of a module, complete but for its name.
+            child_config: of a module, complete but for its name; also the config of a function or
+                class that takes `name` and `parent` and makes the module.
             **kwargs: for the child's `__init__`, beside its config and parent.
 
         Raises:
             ChildNameConflictError: if the name is taken.
-            ChildConfigError: if `child_config` is not the config of a module.
+            ChildConfigError: if `child_config` does not make a module of this name and parent.
         """
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(
@@ -223,12 +230,23 @@ class Module(Configurable):
                 f"{'a child' if name in self._children else 'an attribute'} {name!r}; "
                 "give the child another name."
             )
-        if not isinstance(child_config, Module.Config):
+        wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
+        if not isinstance(child_config, Module.Config) and not _takes_a_place(child_config):
             raise ChildConfigError(
-                f"the child {name!r} of {self.path()} was given {child_config!r}; "
-                "expected the config of a Module, such as `Linear.default_config()`."
+                f"{wrong}expected the config of a Module, such as `Linear.default_config()`, or of "
+                "a function with parameters `name` and `parent` that makes a Module."
             )
         child = child_config.clone(name=name).instantiate(parent=self, **kwargs)
+        if not isinstance(child, Module):
+            raise ChildConfigError(
+                f"{wrong}it makes an object of type {type(child).__name__}, which has no place in "
+                "the tree. Let it make a Module whose methods call that object."
+            )
+        if (child.parent, child.name) != (self, name):
+            raise ChildConfigError(
+                f"{wrong}it makes {child!r}, which stands elsewhere. Pass the arguments on: "
+                "`cfg.set(name=name).instantiate(parent=parent)`."
+            )
         self._children[name] = child
         return child
 
