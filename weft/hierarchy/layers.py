@@ -50,6 +50,7 @@ from weft.hierarchy.normalization import (
 )
 from weft.hierarchy.pooling import MaxPool2D, SqueezeExcitation
 from weft.hierarchy.shared import RedirectToSharedModule
+from weft.hierarchy.text_embedding import BaseEmbedding, TransformerTextEmbeddings
 
 __all__ = [
     # Linear maps.
@@ -67,8 +68,10 @@ __all__ = [
     "MaxPool2D",
     "SqueezeExcitation",
     # Embeddings.
+    "BaseEmbedding",
     "Embedding",
     "SeparableSpaceTimePositionalEmbedding",
+    "TransformerTextEmbeddings",
     # Normalisation.
     "BaseNormalizationLayer",
     "BatchNorm",

@@ -1,0 +1,436 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.errors import ArgumentShapeError
+from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.base_layer import RematSpec
+from weft.hierarchy.causal_lm import (
+    Model,
+    gpt_decoder_config,
+    layer_norm_config,
+    metrics_config,
+    residual_initializer_cfg,
+)
+from weft.hierarchy.decoding import StopOnMaxLength
+from weft.hierarchy.logit_modifiers import chain, scale_by, top_k_logits
+from weft.hierarchy.module import functional
+from weft.hierarchy.rope import RoFormerQKVLinear
+from weft.hierarchy.stack import RepeatedTransformerLayer, StackedTransformerLayer
+
+DIM, VOCAB, LENGTH = 8, 10, 6
+BATCH = {
+    "input_ids": jnp.array([[2, 3, 4, 5, 0, 0], [6, 7, 8, 9, 3, 1]]),
+    "target_labels": jnp.array([[3, 4, 5, 1, -1, -1], [7, 8, 9, 3, 1, -1]]),
+}
+STACKS = {"stacked": StackedTransformerLayer, "repeated": RepeatedTransformerLayer}
+NEVER = StopOnMaxLength(10**6)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """What is tested here is compiled once and runs for a moment."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def decoder_config(stack="stacked", **kwargs):
+    return gpt_decoder_config(
+        STACKS[stack].default_config(),
+        **{
+            "num_layers": 1,
+            "hidden_dim": DIM,
+            "num_heads": 2,
+            "vocab_size": VOCAB,
+            "max_position_embeddings": LENGTH,
+            **kwargs,
+        },
+    )
+
+
+@functools.cache
+def default_model():
+    return build(decoder_config())
+
+
+def make(decoder=None, **fields):
+    if decoder is None and not fields:
+        return default_model()
+    return build(decoder_config() if decoder is None else decoder, **fields)
+
+
+def build(decoder, **fields):
+    cfg = Model.default_config().set(name="model", decoder=decoder, **fields)
+    model = cfg.instantiate(parent=None)
+    state = model.initialize_parameters_recursively(jax.random.key(0))
+    # Larger than at the start of a training, so that predictions differ.
+    return model, jax.tree.map(lambda x: 5 * x, state)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def run(model, method, is_training, static, state, prng_key, inputs):
+    result, outputs = functional(
+        model,
+        prng_key=prng_key,
+        state=state,
+        inputs={**inputs, **dict(static)},
+        method=method,
+        is_training=is_training,
+    )
+    return result, outputs.summaries
+
+
+def call(model, state, *, method="forward", is_training=False, seed=0, static=None, **inputs):
+    """Result and summaries of a method; `inputs` are its arrays, `static` its other arguments."""
+    static = tuple((static or {}).items())
+    return run(model, method, is_training, static, state, jax.random.key(seed), inputs)
+
+
+def loss_and_aux(model, state, batch=BATCH, **kwargs):
+    return call(model, state, input_batch=batch, static={"return_aux": True}, **kwargs)
+
+
+def means(summaries):
+    return {name: float(value.mean) for name, value in summaries.items()}
+
+
+def waves(specs):
+    """Parameters that anyone can compute."""
+    leaves, tree = jax.tree_util.tree_flatten_with_path(specs)
+    values = []
+    paths = ["/".join(key.key for key in path) for path, _ in leaves]
+    order = {path: i for i, path in enumerate(sorted(paths))}
+    for path, (_, spec) in zip(paths, leaves, strict=True):
+        value = 0.3 * np.sin(np.arange(np.prod(spec.shape)) + order[path]).reshape(spec.shape)
+        values.append(jnp.array(value + path.endswith("scale"), jnp.float32))
+    return jax.tree.unflatten(tree, values)
+
+
+@pytest.mark.parametrize(
+    "stack, expected, total",
+    [
+        (
+            "stacked",
+            {
+                "loss": 2.12773418,
+                "cross_entropy_loss": 2.12773418,
+                "perplexity": 8.39582157,
+                "accuracy": 1 / 9,
+                "train_live_targets": 4.5,
+            },
+            2.19267535,
+        ),
+        (
+            "repeated",
+            {
+                "loss": 2.36625457,
+                "cross_entropy_loss": 2.36625457,
+                "perplexity": 10.6573995,
+                "accuracy": 0.0,
+                "train_live_targets": 4.5,
+            },
+            2.43092775,
+        ),
+    ],
+)
+def test_loss_and_metrics_are_those_of_axlearn(stack, expected, total):
+    # AXLearn 0.0.1 gives these numbers for this decoder, these parameters and this batch.
+    model, _ = make(decoder_config(stack, num_layers=2))
+    state = waves(model.create_parameter_specs_recursively())
+    (loss, _), summaries = loss_and_aux(model, state)
+    assert means(summaries) == pytest.approx(expected, rel=1e-5)
+    assert {float(summaries[k].weight) for k in ("loss", "perplexity", "accuracy")} == {9.0}
+    assert float(loss) == pytest.approx(expected["loss"], rel=1e-6)
+
+    model, _ = make(decoder_config(stack, num_layers=2), metrics=metrics_config(z_loss_scale=0.01))
+    (loss, _), summaries = loss_and_aux(model, state, is_training=True)
+    assert float(loss) == pytest.approx(total, rel=1e-6)
+    # What the z-loss adds is no part of the perplexity.
+    assert float(summaries["perplexity"].mean) == pytest.approx(expected["perplexity"], rel=1e-5)
+
+
+def reference(logits, labels, live):
+    logits = np.asarray(logits, np.float64)
+    log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll = -np.take_along_axis(log_probs, np.where(live, labels, 0)[..., None], -1)[..., 0]
+    return np.where(live, nll, 0)
+
+
+def test_padding_and_what_is_no_token_are_no_targets():
+    decoder = decoder_config().set(pad_token_id=9)
+    model, state = make(decoder)
+    labels = np.array([[3, 9, 5, -1, 0, VOCAB], [7, 8, 9, 3, -100, 200]])
+    live = np.array([[1, 0, 1, 0, 1, 0], [1, 1, 0, 1, 0, 0]], bool)
+    batch = {**BATCH, "target_labels": jnp.array(labels)}
+    (loss, aux), summaries = loss_and_aux(model, state, batch)
+    nll = reference(aux["logits"], labels, live)
+    np.testing.assert_array_equal(aux["live_targets"], live)
+    np.testing.assert_allclose(aux["per_label_loss"], nll, rtol=1e-4, atol=1e-6)
+    assert float(loss) == pytest.approx(nll.sum() / 6, rel=1e-5)
+    assert float(summaries["loss"].weight) == 6
+    scores, _ = call(model, state, method="score", input_batch=batch)
+    np.testing.assert_allclose(scores["per_token_loss"], nll, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(scores["live_targets"], live)
+
+
+def test_bits_per_byte_are_of_all_bytes_together():
+    model, state = make()
+    batch = {**BATCH, "target_num_bytes": jnp.array([7, 9])}
+    (loss, _), summaries = loss_and_aux(model, state, batch)
+    bits = summaries["bits_per_byte"]
+    assert float(bits.mean) == pytest.approx(float(loss) * 9 / 16 / np.log(2), rel=1e-5)
+    assert float(bits.weight) == 16
+
+
+def test_a_batch_without_targets_has_no_loss():
+    model, state = make()
+    batch = {**BATCH, "target_labels": jnp.full((2, LENGTH), -1)}
+    (loss, _), summaries = loss_and_aux(model, state, batch)
+    assert float(loss) == 0
+    assert float((summaries["loss"] + summaries["loss"]).mean) == 0
+    assert all(np.isfinite(v) for v in means(summaries).values())
+
+
+def test_without_return_aux_there_is_only_the_loss():
+    model, state = make()
+    (loss, aux), _ = call(model, state, input_batch=BATCH)
+    assert aux == {}
+    assert loss.shape == ()
+
+
+def test_packed_sequences_are_scored_as_if_alone():
+    model, state = make()
+    packed = {
+        "input_ids": jnp.array([[2, 3, 4, 6, 7, 0]]),
+        "target_labels": jnp.array([[3, 4, 5, 7, 8, 0]]),
+        "input_segment_ids": jnp.array([[1, 1, 1, 2, 2, 0]]),
+        "input_positions": jnp.array([[0, 1, 2, 0, 1, 0]]),
+    }
+    (_, aux), _ = loss_and_aux(model, state, packed)
+    (_, alone), _ = loss_and_aux(model, state)
+    np.testing.assert_allclose(
+        aux["per_label_loss"][0, :3], alone["per_label_loss"][0, :3], rtol=1e-4
+    )
+    np.testing.assert_allclose(
+        aux["per_label_loss"][0, 3:5], alone["per_label_loss"][1, :2], rtol=1e-4
+    )
+
+
+def test_logits_in_chunks_give_the_same_loss_and_gradients():
+    metrics = metrics_config(z_loss_scale=0.01)
+    decoder = decoder_config()
+    whole, state = make(decoder, metrics=metrics)
+    chunked, _ = make(decoder, metrics=metrics, scan_chunk=2)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def grads_of(model, state):
+        def loss(state):
+            (loss, aux), outputs = functional(model, None, state, (BATCH, True), is_training=False)
+            return loss, (aux, outputs.summaries)
+
+        return jax.value_and_grad(loss, has_aux=True)(state)
+
+    (loss, (aux, summaries)), grads = grads_of(whole, state)
+    (chunked_loss, (chunked_aux, chunked_summaries)), chunked_grads = grads_of(chunked, state)
+    assert "logits" not in chunked_aux
+    np.testing.assert_allclose(chunked_aux["per_label_loss"], aux["per_label_loss"], rtol=1e-4)
+    assert means(chunked_summaries) == pytest.approx(means(summaries), rel=1e-5)
+    assert float(chunked_loss) == pytest.approx(float(loss), rel=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), grads, chunked_grads
+    )
+    logits, _ = call(chunked, state, method="extract_logits", input_batch=BATCH)
+    np.testing.assert_allclose(logits, aux["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_divide_the_sequence():
+    model, state = make(scan_chunk=4)
+    with pytest.raises(ArgumentShapeError, match=r"scan_chunk=4 of model does not divide the 6"):
+        call(model, state, input_batch=BATCH)
+
+
+def rope_config(stack):
+    decoder = decoder_config(stack, num_layers=2)
+    decoder.emb.pos_emb = None
+    attention = decoder.transformer.layer.self_attention.attention
+    attention.input_linear = RoFormerQKVLinear.default_config().set(rotary_value=False)
+    return decoder
+
+
+@pytest.mark.parametrize(
+    "decoder", [decoder_config("stacked"), rope_config("repeated")], ids=["learned", "rope"]
+)
+def test_greedy_decoding_through_the_cache_is_greedy(decoder):
+    model, state = make(decoder)
+    prefix = jnp.array([[2, 3, 4, 0, 0, 0], [5, 0, 0, 0, 0, 0]])
+    static = {"logits_modifier": top_k_logits(1), "stop_decoding_condition": NEVER}
+    outputs, _ = call(
+        model,
+        state,
+        method="sample_decode",
+        input_batch={"prefix": prefix},
+        static=static,
+    )
+    for row, length in enumerate([3, 1]):
+        ids = prefix
+        for t in range(length, LENGTH):
+            batch = {"input_ids": ids}
+            logits, _ = call(model, state, method="extract_logits", input_batch=batch)
+            ids = ids.at[row, t].set(jnp.argmax(logits[row, t - 1]))
+        assert outputs.sequences[row, 0, : LENGTH - 1].tolist() == ids[row, 1:].tolist()
+    assert len(set(outputs.sequences.ravel().tolist())) > 2
+
+
+def test_samples_depend_on_the_key_alone():
+    model, state = make()
+    modifier = chain(scale_by(20.0), top_k_logits(5))
+    inputs = {
+        "method": "sample_decode",
+        "input_batch": {"prefix": jnp.array([[2, 3, 0, 0, 0, 0]] * 2)},
+        "static": {"num_decodes": 4, "logits_modifier": modifier},
+    }
+    first, again, other = (
+        call(model, state, seed=seed, **inputs)[0].sequences for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert len({tuple(s) for s in first.reshape(8, -1).tolist()}) > 2
+
+
+def test_the_scores_of_beams_are_sums_of_log_probabilities():
+    model, state = make()
+    prefix = jnp.array([[2, 3, 0, 0, 0, 0], [5, 0, 0, 0, 0, 0]])
+    found, _ = call(
+        model,
+        state,
+        method="beam_search_decode",
+        input_batch={"prefix": prefix},
+        static={"num_decodes": 2, "max_sequence_length": LENGTH - 1},
+    )
+    for sequences, scores, ended in (
+        (found.sequences, found.scores, True),
+        (found.live_sequences, found.live_scores, False),
+    ):
+        first = jnp.broadcast_to(prefix[:, None, :1], (2, 2, 1))
+        labels = sequences.reshape(4, -1)
+        inputs = jnp.concatenate([first, sequences], axis=2).reshape(4, -1)[:, :-1]
+        losses = call(
+            model,
+            state,
+            method="score",
+            input_batch={"input_ids": inputs, "target_labels": labels},
+        )[0]["per_token_loss"].reshape(2, 2, -1)
+        # Of the first prompt, one token was given; what follows an end is padding.
+        expected = -jnp.stack([losses[0, :, 1:].sum(-1), losses[1].sum(-1)])
+        done = scores > -1e6
+        assert done.any()
+        np.testing.assert_allclose(
+            jnp.where(done, scores, 0), jnp.where(done, expected, 0), rtol=1e-3, atol=1e-3
+        )
+        if ended:
+            assert all(1 in s for s in sequences[done].tolist())
+
+
+def mesh(**sizes):
+    n = math.prod(sizes.values())
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.set_mesh(
+        jax.make_mesh(
+            tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=jax.devices()[:n]
+        )
+    )
+
+
+def test_batches_lie_over_the_mesh():
+    model, state = make()
+    (loss, aux), summaries = loss_and_aux(model, state)
+    with mesh(data=2, model=2):
+        (sharded_loss, sharded), sharded_summaries = loss_and_aux(model, state)
+    np.testing.assert_allclose(sharded_loss, loss, rtol=1e-5)
+    np.testing.assert_allclose(sharded["logits"], aux["logits"], rtol=1e-4, atol=1e-5)
+    assert means(sharded_summaries) == pytest.approx(means(summaries), rel=1e-5)
+    assert sharded["logits"].sharding.spec == PartitionSpec("data", None, "model")
+
+
+def test_positions_may_lie_over_the_mesh_too():
+    cfg = decoder_config().set(
+        logits_partition_spec=(("data",), "seq", None),
+        hidden_state_partition_spec=(("data",), "seq", None),
+    )
+    model, state = make(cfg, batch_axis_names=("data",), seq_axis_names=("seq",))
+    expected, _ = call(model, state, method="extract_logits", input_batch=BATCH)
+    with mesh(data=2, seq=2):
+        logits, _ = call(model, state, method="extract_logits", input_batch=BATCH)
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+    assert logits.sharding.spec[:2] == ("data", "seq")
+
+
+def test_the_mesh_may_have_other_axes():
+    cfg = decoder_config().set(logits_partition_spec=(None, None, None))
+    model, state = make(cfg, batch_axis_names=None)
+    with mesh(fsdp=2):
+        logits, _ = call(model, state, method="extract_logits", input_batch=BATCH)
+    assert np.isfinite(logits).all()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_gpt_decoders_are_initialized_as_in_gpt_2(stack):
+    decoder = decoder_config(
+        stack, num_layers=2, hidden_dim=64, vocab_size=200, max_position_embeddings=100
+    )
+    cfg = Model.default_config().set(name="model", decoder=decoder)
+    model = cfg.instantiate(parent=None)
+    state = model.initialize_parameters_recursively(jax.random.key(0))["decoder"]
+    layers = state["transformer"]
+    layer = layers["layer1"] if stack == "stacked" else layers["repeat"]["layer"]
+    attention = layer["self_attention"]["attention"]
+    expected = {
+        "token_emb": (state["emb"]["token_emb"], 64**-0.5),
+        "pos_emb": (state["emb"]["pos_emb"], 64**-0.5),
+        "q_proj": (attention["i_proj"]["q_proj"], 0.02),
+        "o_proj": (attention["o_proj"], 0.01),
+        "linear1": (layer["feed_forward"]["linear1"], 0.02),
+        "linear2": (layer["feed_forward"]["linear2"], 0.01),
+    }
+    for name, (parameters, std) in expected.items():
+        assert float(jnp.std(parameters["weight"])) == pytest.approx(std, rel=0.06), name
+    assert layer["feed_forward"]["linear1"]["weight"].shape[-2:] == (64, 256)
+
+
+def test_gpt_decoders_follow_their_arguments():
+    stack = StackedTransformerLayer.default_config()
+    remat = RematSpec(prevent_cse=False)
+    cfg = gpt_decoder_config(
+        stack,
+        num_layers=3,
+        hidden_dim=DIM,
+        num_heads=4,
+        vocab_size=VOCAB,
+        max_position_embeddings=5,
+        activation_function="nn.gelu",
+        layer_norm_epsilon=1e-3,
+        dropout_rate=0.2,
+        layer_remat=remat,
+    )
+    layer = cfg.transformer.layer
+    assert layer.feed_forward.activation == "nn.gelu"
+    assert layer.self_attention.norm.eps == layer.feed_forward.norm.eps == 1e-3
+    assert cfg.output_norm.eps == 1e-3
+    assert layer.remat_spec == remat
+    assert layer.self_attention.attention.mask == CausalAttentionBias.default_config()
+    assert (cfg.dropout_rate, cfg.emb.pos_emb.shape) == (0.2, (5,))
+    assert stack == StackedTransformerLayer.default_config()
+    assert len(cfg.set(name="decoder").instantiate(parent=None).transformer.children) == 3
+
+
+def test_small_configs():
+    assert layer_norm_config().eps == 1e-5
+    assert layer_norm_config(eps=1e-6).eps == 1e-6
+    cfg = residual_initializer_cfg(num_layers=8, scale=0.04)
+    assert cfg.init_by_param_name[".*weight$"].scale == pytest.approx(0.01)

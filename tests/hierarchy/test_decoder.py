@@ -1,0 +1,301 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import MissingPrngKeyError
+from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.attention_logit_bias import (
+    ALiBiAttentionLogitBiasLayer,
+    CausalAttentionLogitBiasLayer,
+)
+from weft.hierarchy.decoder import Decoder, DecodingLayer, LmHead
+from weft.hierarchy.decoding import StopOnMaxLength
+from weft.hierarchy.layers import Dropout
+from weft.hierarchy.module import functional
+from weft.hierarchy.positional import LearnedPositionalEmbedding
+from weft.hierarchy.rope import RoFormerQKVLinear
+from weft.hierarchy.stack import RepeatedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.transformer import TransformerAttentionLayer, TransformerLayer
+
+DIM, HEADS, VOCAB, LENGTH = 8, 2, 11, 6
+IDS = jnp.array([[2, 3, 4, 5, 6, 7], [8, 9, 10, 2, 5, 3]])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """What is tested here is compiled once and runs for a moment."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def decoder_config(stack=StackedTransformerLayer, variant="learned", num_layers=1):
+    layer = TransformerLayer.default_config()
+    attention = layer.self_attention.attention.set(num_heads=HEADS)
+    layer.feed_forward.hidden_dim = 16
+    cfg = Decoder.default_config().set(name="decoder", dim=DIM, vocab_size=VOCAB)
+    if variant in ("learned", "rope"):
+        attention.mask = CausalAttentionBias.default_config()
+    if variant == "rope":
+        attention.input_linear = RoFormerQKVLinear.default_config().set(rotary_value=False)
+    elif variant in ("learned", "mask_layer"):
+        cfg.emb.pos_emb = LearnedPositionalEmbedding.default_config().set(shape=(LENGTH,))
+    if variant == "mask_layer":
+        cfg.attention_mask = CausalAttentionLogitBiasLayer.default_config()
+    elif variant == "alibi":
+        cfg.attention_mask = ALiBiAttentionLogitBiasLayer.default_config().set(num_heads=HEADS)
+    cfg.transformer = stack.default_config().set(num_layers=num_layers, layer=layer)
+    return cfg
+
+
+def make(cfg, seed=0):
+    decoder = cfg.instantiate(parent=None)
+    return decoder, decoder.initialize_parameters_recursively(jax.random.key(seed))
+
+
+def call(decoder, state, *, method="forward", prng_key=None, static=None, **inputs):
+    """A method's result; `inputs` are its arrays, `static` its other arguments."""
+
+    @jax.jit
+    def run(state, inputs):
+        inputs = {**inputs, **(static or {})}
+        return functional(
+            decoder, prng_key, state=state, inputs=inputs, method=method, is_training=False
+        )[0]
+
+    return run(state, inputs)
+
+
+def compiled(decoder, state, method="forward"):
+    """A method of a decoder that is compiled once, of its array arguments by name."""
+
+    def run(state, inputs):
+        return functional(decoder, None, state, inputs, method=method, is_training=False)[0]
+
+    run = jax.jit(run)
+    return lambda **inputs: run(state, inputs)
+
+
+STACKS = [StackedTransformerLayer, RepeatedTransformerLayer]
+VARIANTS = ["learned", "rope", "mask_layer", "alibi"]
+
+
+def test_logits_are_inner_products_with_the_embeddings():
+    decoder, state = make(decoder_config())
+    outputs = call(decoder, state, input_batch={"input_ids": IDS})
+    table = np.asarray(state["emb"]["token_emb"]["weight"])
+    assert outputs["logits"].shape == (2, LENGTH, VOCAB)
+    np.testing.assert_allclose(
+        outputs["logits"], np.asarray(outputs["hidden_states"]) @ table.T, rtol=1e-4, atol=1e-5
+    )
+    again = call(decoder, state, method="compute_logits", forward_outputs=outputs)
+    np.testing.assert_allclose(again, outputs["logits"], rtol=1e-6)
+
+
+def test_a_head_has_a_table_of_its_own():
+    decoder, state = make(decoder_config().set(lm_head=LmHead.default_config()))
+    assert state["lm_head"]["weight"].shape == (VOCAB, DIM)
+    outputs = call(decoder, state, input_batch={"input_ids": IDS})
+    np.testing.assert_allclose(
+        outputs["logits"],
+        np.asarray(outputs["hidden_states"]) @ np.asarray(state["lm_head"]["weight"]).T,
+        rtol=1e-4,
+        atol=1e-5,
+    )
+
+
+def test_logits_can_be_modified_and_computed_in_another_dtype():
+    decoder, state = make(decoder_config())
+    plain = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
+    cfg = decoder_config().set(
+        output_logits_modifier=lambda logits: logits + 1, logits_forward_dtype=jnp.bfloat16
+    )
+    decoder, _ = make(cfg)
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    changed = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
+    assert changed.dtype == jnp.bfloat16
+    np.testing.assert_allclose(changed.astype(jnp.float32), plain + 1, atol=0.1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_token_sees_later_ones(variant):
+    decoder, state = make(decoder_config(variant=variant))
+    forward = compiled(decoder, state)
+    before = forward(input_batch={"input_ids": IDS})["logits"]
+    after = forward(input_batch={"input_ids": IDS.at[:, 3].set(1)})["logits"]
+    np.testing.assert_array_equal(before[:, :3], after[:, :3])
+    assert (before[:, 3:] != after[:, 3:]).any(axis=(0, 2)).all()
+
+
+@pytest.mark.parametrize("variant", ["learned", "mask_layer"])
+def test_packed_sequences_do_not_see_each_other(variant):
+    decoder, state = make(decoder_config(variant=variant))
+    packed = {
+        "input_ids": IDS[:1],
+        "input_segment_ids": jnp.array([[1, 1, 2, 2, 2, 0]]),
+        "positions": jnp.array([[0, 1, 0, 1, 2, 0]]),
+    }
+    logits = call(decoder, state, input_batch=packed)["logits"][0]
+    for span in (slice(0, 2), slice(2, 5)):
+        alone = call(decoder, state, input_batch={"input_ids": IDS[:1, span]})["logits"][0]
+        np.testing.assert_allclose(logits[span], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stack, variant",
+    [
+        (StackedTransformerLayer, "learned"),
+        (RepeatedTransformerLayer, "rope"),
+        (RepeatedTransformerLayer, "mask_layer"),
+        (StackedTransformerLayer, "alibi"),
+    ],
+)
+def test_decoding_through_the_cache_gives_the_logits_of_the_whole(stack, variant):
+    decoder, state = make(decoder_config(stack, variant, num_layers=2))
+    expected = compiled(decoder, state)(input_batch={"input_ids": IDS})
+    time_step = jnp.array([3, 1])
+    states, outputs = compiled(decoder, state, "prefill_states")(
+        time_step=time_step, input_batch={"input_ids": IDS}
+    )
+    for row, end in enumerate(time_step):
+        np.testing.assert_allclose(
+            outputs["logits"][row, :end], expected["logits"][row, :end], rtol=1e-4, atol=1e-5
+        )
+    extend = compiled(decoder, state, "extend_step")
+    for i in range(3):
+        at = time_step + i
+        ids = jnp.take_along_axis(IDS, at[:, None], axis=1)
+        states, outputs = extend(cached_states=states, input_batch={"input_ids": ids})
+        assert outputs["logits"].shape == (2, 1, VOCAB)
+        np.testing.assert_allclose(
+            outputs["logits"][:, 0], expected["logits"][jnp.arange(2), at], rtol=1e-4, atol=1e-5
+        )
+    np.testing.assert_array_equal(states["time_step"], time_step + 3)
+
+
+def test_a_step_may_be_of_several_tokens():
+    decoder, state = make(decoder_config(variant="mask_layer"))
+    expected = call(decoder, state, input_batch={"input_ids": IDS})["logits"]
+    states, _ = call(
+        decoder,
+        state,
+        method="prefill_states",
+        time_step=jnp.array([2, 2]),
+        input_batch={"input_ids": IDS[:, :2]},
+        static={"max_sequence_length": LENGTH},
+    )
+    _, outputs = call(
+        decoder,
+        state,
+        method="extend_step",
+        cached_states=states,
+        input_batch={"input_ids": IDS[:, 2:5]},
+    )
+    np.testing.assert_allclose(outputs["logits"], expected[:, 2:5], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_has_the_dtype_of_the_parameters():
+    decoder, state = make(decoder_config())
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+    states, _ = jax.eval_shape(
+        lambda: call(
+            decoder,
+            state,
+            method="prefill_states",
+            time_step=jnp.array([2, 2]),
+            input_batch={"input_ids": IDS},
+        )
+    )
+    dtypes = {x.dtype for x in jax.tree.leaves(states)}
+    assert dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+
+
+def test_the_dropout_rate_is_for_dropouts_without_one():
+    cfg = decoder_config().set(dropout_rate=0.3)
+    cfg.output_dropout = Dropout.default_config().set(rate=0.1)
+    decoder = cfg.instantiate(parent=None)
+    layer = decoder.transformer.layer0
+    assert decoder.output_dropout.config.rate == 0.1
+    assert decoder.emb.dropout.config.rate == 0.3
+    assert layer.self_attention.attention.dropout.config.rate == 0.3
+    assert layer.feed_forward.dropout1.config.rate == 0.3
+
+
+def cross_attending(stack=StackedTransformerLayer):
+    cfg = decoder_config(stack)
+    cross = TransformerAttentionLayer.default_config().set(source_dim=3)
+    cross.attention.num_heads = HEADS
+    cfg.transformer.layer.cross_attention = cross
+    return make(cfg)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_hypothesis_attends_to_the_source_of_its_prompt(stack):
+    decoder, state = cross_attending(stack)
+    source = jax.random.normal(jax.random.key(1), (2, 4, 3))
+    biases = jnp.zeros((2, 1, 1, 4)).at[1, :, :, 2:].set(-1e9)
+    cross = {"cross_attention_data": source, "cross_attention_logit_biases": biases}
+
+    found = call(
+        decoder,
+        state,
+        method="beam_search_decode",
+        input_batch={"prefix": IDS[:, :2]},
+        static={"max_sequence_length": 4, "num_decodes": 2},
+        **cross,
+    )
+    sequences = jnp.concatenate(
+        [jnp.broadcast_to(IDS[:, None, :1], (2, 2, 1)), found.live_sequences], axis=2
+    )
+    for beam in range(2):
+        batch = {"input_ids": sequences[:, beam]}
+        log_probs = jax.nn.log_softmax(call(decoder, state, input_batch=batch, **cross)["logits"])
+        decoded = sequences[:, beam, 2:, None]
+        scores = jnp.take_along_axis(log_probs[:, 1:-1], decoded, axis=2).sum((1, 2))
+        np.testing.assert_allclose(found.live_scores[:, beam], scores, rtol=1e-3, atol=1e-4)
+
+
+def test_sampling_wants_a_key():
+    decoder, state = make(decoder_config())
+    with pytest.raises(MissingPrngKeyError, match=r"sample_decode draws.*pass prng_key="):
+        call(
+            decoder,
+            state,
+            method="sample_decode",
+            input_batch={"prefix": IDS},
+            static={"max_sequence_length": LENGTH, "num_decodes": 1},
+        )
+
+
+def test_sequences_are_padded_with_the_decoders_tokens():
+    cfg = decoder_config().set(pad_token_id=7, eos_token_id=4)
+    cfg.output_logits_modifier = lambda logits: jnp.full_like(logits, -1e9).at[..., 4].set(0)
+    decoder, state = make(cfg)
+    inputs = {"input_batch": {"prefix": jnp.array([[1, 0, 7, 7]])}, "prng_key": jax.random.key(0)}
+    static = {"max_sequence_length": 4, "num_decodes": 1}
+    sampled = call(decoder, state, method="sample_decode", static=static, **inputs)
+    assert sampled.sequences.tolist() == [[[0, 4, 7, 7]]]
+    found = call(decoder, state, method="beam_search_decode", static=static, **inputs)
+    assert found.sequences.tolist() == [[[0, 4, 7, 7]]]
+    static["stop_decoding_condition"] = StopOnMaxLength(100)
+    sampled = call(decoder, state, method="sample_decode", static=static, **inputs)
+    assert sampled.sequences.tolist() == [[[0, 4, 4, 4]]]
+
+
+def test_a_decoding_layer_may_be_of_another_class():
+    class Loud(DecodingLayer):
+        def sample_decode(self, **kwargs):
+            return kwargs["input_batch"]["prefix"]
+
+    decoder, state = make(decoder_config().set(decoding=Loud.default_config()))
+    static = {"max_sequence_length": 4, "num_decodes": 1}
+    batch = {"prefix": jnp.array(3)}
+    assert call(decoder, state, method="sample_decode", static=static, input_batch=batch) == 3
+
+
+def test_head_weights_count_dimensions_as_inputs():
+    head = LmHead.default_config().set(name="head", vocab_size=VOCAB, embedding_dim=DIM)
+    spec = head.instantiate(parent=None).create_parameter_specs_recursively()["weight"]
+    assert spec.fans()["fan_in"] == DIM
+    assert tuple(spec.mesh_axes) == (None, "model")

@@ -1,0 +1,431 @@
+"""The decoder of a language model: token ids to the logits of the tokens that follow.
+
+    ids ── emb ── transformer ── output_norm ── output_dropout ─┬─ lm_head ─── logits
+                                                                └─ emb.attend ─┘
+
+Without an `lm_head`, the logits are the inner products with the embeddings of the tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InstantiableConfig,
+    Required,
+    config_class,
+    maybe_instantiate,
+    maybe_set_config,
+)
+from weft.functional import LogitsToLogitsFn, attend
+from weft.hierarchy.attention_logit_bias import AttentionLogitBiasLayer
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.context import child_context
+from weft.hierarchy.decoding import BeamSearchOutputs, SampleOutputs
+from weft.hierarchy.decoding_layer import BaseDecoder, DecodingLayer, log_probs_from_logits
+from weft.hierarchy.layers import Dropout, LayerNorm, set_dropout_rate_recursively
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.sharding import maybe_shard
+from weft.hierarchy.stack import BaseStackedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.text_embedding import BaseEmbedding, TransformerTextEmbeddings
+from weft.typing import DType, MeshAxes, NestedTensor, Tensor
+
+__all__ = ["BaseDecoder", "Decoder", "DecodingLayer", "LmHead", "log_probs_from_logits"]
+
+
+class LmHead(BaseLayer):
+    """The inner products with a vector for each token, which are not those of the embedding."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures an LmHead.
+
+        Attributes:
+          vocab_size: the number of tokens.
+          embedding_dim: the size of a vector.
+        """
+
+        vocab_size: Required[int] = REQUIRED
+        embedding_dim: Required[int] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config whose weight is laid over the mesh axis "model" by dimensions."""
+        return super().default_config().set(param_partition_spec=(None, "model"))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        return {
+            "weight": ParameterSpec(
+                shape=(cfg.vocab_size, cfg.embedding_dim),
+                mesh_axes=cfg.param_partition_spec,
+                fan_axes=FanAxes(in_axis=-1, out_axis=-2),
+            )
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes logits.
+
+        Args:
+          x: `Float[Array, "*batch embedding_dim"]`.
+
+        Returns:
+          `Float[Array, "*batch vocab_size"]`.
+        """
+        return attend(self.parameters["weight"], x)
+
+
+class Decoder(BaseLayer):
+    """A transformer over tokens, for whole sequences and for decoding step by step."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a Decoder.
+
+        Attributes:
+          vocab_size: the number of tokens.
+          dim: the size of the model's vectors.
+          attention_mask: makes one bias for the attention of all layers; None if the layers mask
+            by themselves, by `attention.mask`.
+          emb: from tokens to vectors.
+          transformer: the layers.
+          output_norm: of the last layer's output; None for no norm.
+          output_dropout: after it.
+          lm_head: from vectors to logits; None for `emb.attend`.
+          dropout_rate: of every Dropout below that has no rate of its own.
+          pad_token_id: pads sequences.
+          eos_token_id: ends a sequence.
+          decoding: decodes whole sequences.
+          output_logits_modifier: a function of logits, applied wherever logits are made.
+          logits_forward_dtype: the dtype that logits are computed in; that of the vectors if None.
+          logits_partition_spec: how logits lie over the mesh, by batch, time, vocabulary.
+          hidden_state_partition_spec: how the vectors before and after the layers do, by batch,
+            time, dimensions.
+        """
+
+        vocab_size: Required[int] = REQUIRED
+        dim: Required[int] = REQUIRED
+        attention_mask: AttentionLogitBiasLayer.Config | None = None
+        emb: BaseEmbedding.Config = TransformerTextEmbeddings.default_config()
+        transformer: BaseStackedTransformerLayer.Config = StackedTransformerLayer.default_config()
+        output_norm: InstantiableConfig | None = LayerNorm.default_config()
+        output_dropout: Dropout.Config = Dropout.default_config()
+        lm_head: InstantiableConfig | None = None
+        dropout_rate: float = 0.0
+        pad_token_id: int = 0
+        eos_token_id: int = 1
+        decoding: DecodingLayer.Config = DecodingLayer.default_config()
+        output_logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None
+        logits_forward_dtype: DType | None = None
+        logits_partition_spec: MeshAxes = ("data", None, "model")
+        hidden_state_partition_spec: MeshAxes | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        cfg = cfg.clone()
+        set_dropout_rate_recursively(cfg, cfg.dropout_rate, set_only_if_none=True)
+        if cfg.attention_mask is not None:
+            self._add_child("attention_mask", cfg.attention_mask)
+        self._add_child("emb", maybe_set_config(cfg.emb, dim=cfg.dim, vocab_size=cfg.vocab_size))
+        self._add_child("transformer", cfg.transformer.set(input_dim=cfg.dim))
+        if cfg.output_norm is not None:
+            self._add_child("output_norm", maybe_set_config(cfg.output_norm, input_dim=cfg.dim))
+        self._add_child("output_dropout", cfg.output_dropout)
+        if cfg.lm_head is not None:
+            self._add_child(
+                "lm_head", cfg.lm_head.set(vocab_size=cfg.vocab_size, embedding_dim=cfg.dim)
+            )
+        self._decoding = cfg.decoding.set(
+            pad_token_id=cfg.pad_token_id, eos_token_id=cfg.eos_token_id
+        ).instantiate(decoder=self)
+        self._output_logits_modifier = maybe_instantiate(cfg.output_logits_modifier)
+
+    # Whole sequences.
+
+    def forward(
+        self,
+        input_batch: NestedTensor,
+        *,
+        cross_attention_data: Tensor | None = None,
+        cross_attention_logit_biases: Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Tensor]:
+        """Computes the logits after each token.
+
+        Args:
+          input_batch: a dict with `input_ids`, `Int[Array, "batch time"]`, and optionally, of the
+            same shape, `input_segment_ids` (tokens attend to those of their own segment; 0 is
+            padding), `positions` (within the segments; by default counted from 0) and
+            `token_type_ids`.
+          cross_attention_data: `Float[Array, "batch source dim"]`, for layers that attend to it.
+          cross_attention_logit_biases: `Float[Array, "batch #heads #time source"]`.
+          **kwargs: for the transformer.
+
+        Returns:
+          A dict of `logits`, `Float[Array, "batch time vocab"]`, and `hidden_states`,
+          `Float[Array, "batch time dim"]`, which they are made from.
+        """
+        batch: dict[str, Any] = dict(input_batch)
+        segment_ids, positions = batch.get("input_segment_ids"), batch.get("positions")
+        if cross_attention_data is not None:  # not every layer takes it
+            kwargs["cross_attention_data"] = cross_attention_data
+            kwargs["cross_attention_logit_biases"] = cross_attention_logit_biases
+        x = self.emb(_embedding_inputs(batch, positions))
+        outputs = self.transformer(
+            maybe_shard(x, self.config.hidden_state_partition_spec),
+            self_attention_logit_biases=self.compute_attention_logit_biases(
+                batch["input_ids"], segment_ids=segment_ids, positions=positions
+            ),
+            target_segment_ids=segment_ids,
+            target_positions=positions,
+            **kwargs,
+        )
+        return self._outputs(outputs.data)
+
+    def _outputs(self, x: Tensor) -> dict[str, Tensor]:
+        """Hidden states and logits, from the output of the transformer."""
+        if "output_norm" in self.children:
+            x = self.output_norm(x)
+        x = self.output_dropout(x)
+        x = maybe_shard(x, self.config.hidden_state_partition_spec)
+        outputs = {"hidden_states": x}
+        return {**outputs, "logits": self.compute_logits(outputs)}
+
+    def compute_logits(self, forward_outputs: NestedTensor) -> Tensor:
+        """The logits of the next tokens.
+
+        Args:
+          forward_outputs: a dict with `hidden_states`, as `forward` gives it.
+
+        Returns:
+          `Float[Array, "batch time vocab"]`.
+        """
+        cfg = self.config
+        x: Tensor = forward_outputs["hidden_states"]  # pyright: ignore[reportAssignmentType]
+        if cfg.logits_forward_dtype is not None:
+            x = x.astype(cfg.logits_forward_dtype)
+        if "lm_head" in self.children:
+            logits = self.lm_head(x)
+        else:
+            with child_context("emb_attend", module=self.emb):
+                logits = self.emb.attend(x)
+        logits = maybe_shard(logits, cfg.logits_partition_spec)
+        if self._output_logits_modifier is not None:
+            logits = self._output_logits_modifier(logits)
+        return logits
+
+    def compute_attention_logit_biases(
+        self,
+        input_ids: Tensor,
+        *,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor | None:
+        """The bias of `attention_mask` for all layers; None if they mask by themselves.
+
+        Args:
+          input_ids: `Int[Array, "batch time"]`.
+          segment_ids: likewise; by default one segment of all that is no padding.
+          positions: likewise; by default counted from 0.
+
+        Returns:
+          `Float[Array, "batch #heads time time"]`, or None.
+        """
+        if "attention_mask" not in self.children:
+            return None
+        if segment_ids is None:
+            segment_ids = (input_ids != self.config.pad_token_id).astype(jnp.int32)
+        if positions is None:
+            positions = jnp.arange(input_ids.shape[1])[None]
+        return self.attention_mask(
+            segment_ids=segment_ids, positions=jnp.broadcast_to(positions, input_ids.shape)
+        )
+
+    # Step by step.
+
+    def init_states(
+        self, *, batch_size: int, max_sequence_length: int, dtype: DType
+    ) -> dict[str, Any]:
+        """The state before the first step of decoding.
+
+        Args:
+          batch_size: the number of sequences.
+          max_sequence_length: how long they may become.
+          dtype: of the cache.
+        """
+        states = {
+            "time_step": jnp.zeros([batch_size], jnp.int32),
+            "emb": self.emb.init_states(batch_size=batch_size, dtype=dtype),
+            "transformer_state": self.transformer.init_states(
+                batch_size=batch_size, max_len=max_sequence_length, dtype=dtype
+            ),
+        }
+        if "attention_mask" in self.children:
+            shape = (batch_size, max_sequence_length)
+            states["input_ids"] = jnp.full(shape, self.config.pad_token_id, jnp.int32)
+        return states
+
+    def extend_step(
+        self,
+        *,
+        cached_states: NestedTensor,
+        input_batch: NestedTensor,
+        is_prefill: bool = False,
+        segment_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Computes the logits after the next tokens of each sequence.
+
+        Args:
+          cached_states: from `init_states`, `prefill_states`, or the step before.
+          input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`, and optionally, of the
+            same shape, `token_type_ids`.
+          is_prefill: whether these are the first tokens.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may stand after a sequence's
+            last token and is not cached. None if there is none.
+          **kwargs: for the transformer, such as `cross_attention_data`.
+
+        Returns:
+          The state for the next step, and the outputs for this one, as `forward` gives them.
+        """
+        batch: dict[str, Any] = dict(input_batch)
+        states: dict[str, Any] = dict(cached_states)
+        ids, time_step = batch["input_ids"], states["time_step"]
+        positions = time_step[:, None] + jnp.arange(ids.shape[1])
+        states["emb"], x = self.emb.extend_step(
+            cached_states=states["emb"],
+            input_batch=_embedding_inputs(batch, positions),
+            is_prefill=is_prefill,
+        )
+        biases = None
+        if "attention_mask" in self.children:
+            rows = jnp.arange(ids.shape[0])[:, None]
+            states["input_ids"] = states["input_ids"].at[rows, positions].set(ids, mode="drop")
+            biases = self._biases_of_step(states["input_ids"], positions, is_prefill)
+        states["transformer_state"], outputs = self.transformer.extend_step(
+            states["transformer_state"],
+            maybe_shard(x, self.config.hidden_state_partition_spec),
+            is_prefill=is_prefill,
+            self_attention_logit_biases=biases,
+            target_segment_ids=segment_ids,
+            **kwargs,
+        )
+        new = ids.shape[1]
+        if segment_ids is not None:
+            new = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)
+        states["time_step"] = time_step + new
+        return states, self._outputs(outputs.data)
+
+    def _biases_of_step(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor:
+        """The rows of the bias for a step's positions.
+
+        Args:
+          input_ids: `Int[Array, "batch max_len"]`, as far as they are known.
+          positions: `Int[Array, "batch step"]`.
+          is_prefill: whether to leave out what lies beyond the step.
+        """
+        if is_prefill:
+            return self.compute_attention_logit_biases(input_ids[:, : positions.shape[1]])  # pyright: ignore[reportReturnType]
+        biases = self.compute_attention_logit_biases(input_ids)
+        return jnp.take_along_axis(biases, positions[:, None, :, None], axis=2, mode="clip")
+
+    def prefill_states(
+        self,
+        *,
+        time_step: Tensor,
+        input_batch: NestedTensor,
+        max_sequence_length: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The state after the tokens before `time_step`.
+
+        Args:
+          time_step: `Int[Array, "batch"]`: how many tokens of each sequence to take.
+          input_batch: as for `extend_step`, of prompts that are padded on the right.
+          max_sequence_length: how long the sequences may become; as long as the padded prompts if
+            None.
+          **kwargs: for the transformer, such as `cross_attention_data`.
+
+        Returns:
+          The state, and the outputs at all positions of the prompts; those at `time_step` and
+          beyond mean nothing.
+        """
+        ids: Tensor = input_batch["input_ids"]  # pyright: ignore[reportAssignmentType]
+        batch_size, length = ids.shape
+        floats = {
+            x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        with child_context("init_states", module=self):
+            states = self.init_states(
+                batch_size=batch_size,
+                max_sequence_length=max_sequence_length or length,
+                dtype=jnp.result_type(*floats) if floats else self.dtype(),
+            )
+        in_prompt = jnp.arange(length) < time_step[:, None]
+        return self.extend_step(
+            cached_states=states,
+            input_batch={**input_batch, "input_ids": ids},
+            is_prefill=True,
+            segment_ids=in_prompt.astype(jnp.int32),
+            **kwargs,
+        )
+
+    # Sequences from prompts.
+
+    def sample_decode(
+        self,
+        *,
+        input_batch: NestedTensor,
+        max_sequence_length: int,
+        num_decodes: int,
+        **kwargs: Any,
+    ) -> SampleOutputs:
+        """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
+
+        Args:
+          input_batch: a dict with `prefix`, the prompts, `Int[Array, "batch length"]`.
+          max_sequence_length: the length of a result.
+          num_decodes: how many continuations to sample for each prompt.
+          **kwargs: such as `logits_modifier` and `stop_decoding_condition`.
+        """
+        return self._decoding.sample_decode(
+            input_batch=input_batch,
+            max_sequence_length=max_sequence_length,
+            num_decodes=num_decodes,
+            **kwargs,
+        )
+
+    def beam_search_decode(
+        self,
+        *,
+        input_batch: NestedTensor,
+        max_sequence_length: int,
+        num_decodes: int,
+        **kwargs: Any,
+    ) -> BeamSearchOutputs:
+        """Searches for continuations of prompts; see `DecodingLayer.beam_search_decode`.
+
+        Args:
+          input_batch: a dict with `prefix`, the prompts, `Int[Array, "batch length"]`.
+          max_sequence_length: the length of a result.
+          num_decodes: how many hypotheses to keep for each prompt.
+          **kwargs: such as `brevity_penalty`.
+        """
+        return self._decoding.beam_search_decode(
+            input_batch=input_batch,
+            max_sequence_length=max_sequence_length,
+            num_decodes=num_decodes,
+            **kwargs,
+        )
+
+
+def _embedding_inputs(batch: dict[str, Any], positions: Tensor | None) -> dict[str, Any]:
+    """What an embedding gets of a decoder's batch."""
+    wanted = {"inputs": batch["input_ids"], "positions": positions}
+    if "token_type_ids" in batch:
+        wanted["token_type_ids"] = batch["token_type_ids"]
+    return {name: value for name, value in wanted.items() if value is not None}
