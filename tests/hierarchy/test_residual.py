@@ -1,0 +1,123 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy.layers import LayerNorm, RMSNorm
+from weft.hierarchy.module import functional as F
+from weft.hierarchy.residual import NormPosition, ResidualLayer
+
+DIM = 4
+IN, RES, OUT = NormPosition.IN_NORM, NormPosition.RES_NORM, NormPosition.OUT_NORM
+
+
+class Branch(ResidualLayer):
+    """A branch that shifts, so that it does not commute with norms."""
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        dim: Required[int] = REQUIRED
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_norms(cfg.dim)
+        self._add_child("dropout", cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def forward(self, x, weight=1.0):
+        skipped, y = self._enter_branch(x)
+        return self._leave_branch(skipped, f(y), dropout=self.dropout, weight=weight)
+
+
+def f(x):
+    return 3 * x + jnp.arange(DIM)
+
+
+def branch(**fields):
+    cfg = Branch.default_config().set(name="branch", dim=DIM, **fields)
+    return cfg.instantiate(parent=None)
+
+
+def run(layer, state, *inputs, key=None):
+    return F(layer, key, state, inputs, is_training=key is not None)[0]
+
+
+def rms(scale):
+    return lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)) * scale
+
+
+def scales(state):
+    return {name: rms(state[name]["scale"]) for name in state if "norm" in name}
+
+
+RMS = RMSNorm.default_config()
+STRUCTURES = {
+    "prenorm": lambda x, norm: x + f(norm(x)),
+    "postnorm": lambda x, norm: norm(x + f(x)),
+    "hybridnorm": lambda x, prenorm, postnorm: x + postnorm(f(prenorm(x))),
+    "hybridnorm_v2": lambda x, prenorm, postnorm: prenorm(x) + postnorm(f(prenorm(x))),
+    "nonorm": lambda x: f(x),
+}
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_structures(structure, filled, wave):
+    layer, x = branch(structure=structure, norm=RMS), wave((2, 3, DIM), 0.5)
+    state = filled(layer)
+    expected = STRUCTURES[structure](x, **scales(state))
+    np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [(), (IN,), (RES, OUT), (IN, RES, OUT)], ids=str)
+def test_norms_by_choice(positions, filled, wave):
+    layer = branch(structure="v2", norm=dict.fromkeys(positions, RMS))
+    x, state = wave((2, DIM), 0.5), filled(layer)
+    norms = {position: lambda x: x for position in NormPosition}
+    norms |= {position: rms(state[position.value]["scale"]) for position in positions}
+    expected = norms[OUT](x + norms[RES](f(norms[IN](x))))
+    np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_different_norms_by_position():
+    layer = branch(structure="hybridnorm", norm={IN: RMS, RES: LayerNorm.default_config()})
+    assert type(layer.prenorm) is RMSNorm and type(layer.postnorm) is LayerNorm
+
+
+def test_gate_and_weight(filled, wave):
+    layer, x = branch(norm=RMS, residual_gate_init=0.25), wave((2, DIM))
+    state = filled(layer)
+    state["residual_gate"] = jnp.float32(0.5)
+    expected = x + 2.0 * 0.5 * f(rms(state["norm"]["scale"])(x))
+    np.testing.assert_allclose(run(layer, state, x, 2.0), expected, rtol=1e-4, atol=1e-5)
+    spec = layer.create_parameter_specs_recursively()["residual_gate"]
+    assert spec.shape == () and spec.weight_decay_scale == 0
+    drawn = spec.initializer.initialize("g", prng_key=None, shape=(), dtype=jnp.float32)
+    assert drawn == 0.25
+
+
+def test_a_dropped_branch_leaves_the_input(filled, wave):
+    layer = branch(norm=RMS)
+    dropping = branch(norm=RMS, stochastic_depth=layer.config.stochastic_depth.set(rate=0.5))
+    x, state = wave((32, DIM)), filled(layer)
+    y = run(dropping, state, x, key=jax.random.PRNGKey(0))
+    dropped = np.all(np.asarray(y == x), axis=-1)
+    assert 4 < dropped.sum() < 28
+    expected = x + 2 * (run(layer, state, x) - x)
+    np.testing.assert_allclose(y[~dropped], expected[~dropped], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"structure": "pre"}, "branch: structure='pre' is none of prenorm, postnorm, hybridnorm"),
+        ({"structure": "v2"}, "structure='v2' needs a dict of norms by position"),
+        ({"norm": {OUT: RMS}}, "has norms at ['IN_NORM'], and norm gives ['OUT_NORM']"),
+    ],
+)
+def test_structures_that_do_not_fit(fields, message):
+    with pytest.raises(LayerConfigError, match=re.escape(message)):
+        branch(**fields)
