@@ -20,7 +20,7 @@ import numpy as np
 
 from weft import lifting
 from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
-from weft.errors import UndefinedLossException
+from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import Module
 from weft.hierarchy.parameter_spec import TensorSpec
@@ -86,8 +86,6 @@ class SpmdTrainer(Module):
             n_steps_for_each_trace: how many steps a trace covers, 3 if None.
             start_trace_process_indices: the processes that trace, or "all".
             context_manager: opened around the whole run.
-            prune_empty_state_updates: whether modules that update nothing are left out of the
-              model's state updates.
         """
 
         dir: Required[str] = REQUIRED
@@ -111,7 +109,6 @@ class SpmdTrainer(Module):
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
-        prune_empty_state_updates: bool = True
 
     def __init__(
         self, cfg: Config, *, parent: Module | None, devices: Sequence[jax.Device] | None = None
@@ -382,8 +379,7 @@ class SpmdTrainer(Module):
                 outputs = self._run_step(batch, listener)
                 watchdog.report(f"evaluating or saving after step {self._step}")
                 evaler_summaries = self._run_evalers(outputs["summaries"], listener)
-                if self.save_checkpoint(evaler_summaries):
-                    listener.on_checkpoint(self._step)
+                self._save_if_due(evaler_summaries, listener)
                 watchdog.report("waiting for input")
                 if stop.signal_name:
                     reason = stop.signal_name
@@ -441,9 +437,8 @@ class SpmdTrainer(Module):
         if not self.learner.handles_undefined_loss() and not loss_is_finite(loss):
             raise UndefinedLossException(
                 f"the loss after step {self._step} is {float(loss)}; the last checkpoint is from "
-                "before. Lower "
-                "the learning rate or clip gradients, or let the learner skip such steps: "
-                "`learner.ignore_undefined_loss=True`."
+                "before. Lower the learning rate or clip gradients, or let the learner skip such "
+                "steps: `learner.ignore_undefined_loss=True`."
             )
 
     def _run_evalers(
@@ -468,6 +463,14 @@ class SpmdTrainer(Module):
                 results[name] = summaries
                 listener.on_eval(name, self._step, summaries)
         return results
+
+    def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
+        """Saves if the policy says so. A save that failed, as on a full disk, ends no training."""
+        try:
+            if self.save_checkpoint(evaler_summaries):
+                listener.on_checkpoint(self._step)
+        except CheckpointSaveError as error:
+            logger.error("%s Training goes on from step %d.", error, self._step)
 
     def _save_last(self, listener: RunListener) -> None:
         """Saves the present step, unless it is saved already, and waits for it."""
