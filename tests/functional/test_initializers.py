@@ -22,8 +22,10 @@ def test_draws_have_the_scale_that_was_asked_for(distribution):
         np.testing.assert_allclose(abs(x).max(), 2 * 0.3 / 0.8796, rtol=0.01)
 
 
-@pytest.mark.parametrize("fan", ["fan_in", "fan_out", "fan_avg"])
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "fan, distribution",
+    [("fan_in", "uniform"), ("fan_out", "normal"), ("fan_avg", "truncated_normal")],
+)
 def test_fans_and_draw_together_are_variance_scaling(fan, distribution):
     shape = (3, 5, 4, 6)
     sizes = fan_sizes(shape, in_axes=(-2,), out_axes=(-1,), batch_axes=(0,))

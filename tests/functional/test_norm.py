@@ -121,10 +121,10 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_the_result_has_the_dtype_of_the_input(norm):
     x = jnp.array(array(4, 8) + 5, jnp.bfloat16)
-    y = norm(x)
+    y = jax.jit(norm)(x)
     assert y.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(y, norm(x.astype(jnp.float32)).astype(jnp.bfloat16))
-    assert norm(x, dtype=None).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y, jax.jit(norm)(x.astype(jnp.float32)).astype(jnp.bfloat16))
+    assert jax.eval_shape(lambda x: norm(x, dtype=None), x).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, 1e4])

@@ -9,20 +9,23 @@ from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy.conv_layers import Conv1D, Conv2D, Conv3D
 from weft.hierarchy.module import functional as F
 
-KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
 SPATIAL = (7, 6, 5)
 CONVS = {1: Conv1D, 2: Conv2D, 3: Conv3D}
 
 
+def array(*shape):
+    return jnp.array(RNG.normal(size=shape).astype(np.float32))
+
+
 def make(cls, **kwargs):
     layer = cls.default_config().set(name="conv", **kwargs).instantiate(parent=None)
-    params = layer.initialize_parameters_recursively(KEY)
-    # Biases start at 0, which would hide a bias that is left out.
-    return layer, jax.tree.map(lambda x: x + 0.1, params)
+    specs = layer.create_parameter_specs_recursively()
+    return layer, {name: array(*spec.shape) for name, spec in specs.items()}
 
 
 def run(layer, params, x):
-    return F(layer, None, params, (x,), is_training=True)[0]
+    return jax.jit(lambda *args: F(layer, None, args[0], args[1:], is_training=True)[0])(params, x)
 
 
 def sizes(n, *values):
@@ -51,7 +54,7 @@ def test_convolves_with_its_weight(n, padding):
     )
     assert params["weight"].shape == (*(3, 5, 2)[:n], 2, 6)
     assert params["bias"].shape == (6,)
-    x = jax.random.normal(KEY, (2, *SPATIAL[:n], 4))
+    x = array(2, *SPATIAL[:n], 4)
     y = run(layer, params, x)
     axes = "DHW"[:n]
     expected = lax.conv_general_dilated(
@@ -77,6 +80,13 @@ def test_specs(n):
     assert spec.fans()["fan_out"] == 3**n * 6
 
 
+def test_first_values_keep_the_size_of_activations():
+    layer, _ = make(Conv1D, input_dim=64, output_dim=64, window=3)
+    params = layer.initialize_parameters_recursively(jax.random.key(0))
+    assert (params["bias"] == 0).all()
+    np.testing.assert_allclose(params["weight"].std(), (3 * 64) ** -0.5, rtol=0.05)
+
+
 def test_by_default_nothing_is_padded():
     layer, params = make(Conv1D, input_dim=2, output_dim=3, window=3)
     assert run(layer, params, jnp.ones((1, 5, 2))).shape == (1, 3, 3)
@@ -86,7 +96,7 @@ def test_by_default_nothing_is_padded():
 
 def test_under_jit_and_grad():
     layer, params = make(Conv1D, input_dim=2, output_dim=3, window=3, padding="SAME")
-    x = jax.random.normal(KEY, (2, 5, 2))
+    x = array(2, 5, 2)
     grads = jax.jit(jax.grad(lambda params: jnp.sum(run(layer, params, x) ** 2)))(params)
     np.testing.assert_allclose(
         grads["bias"], 2 * run(layer, params, x).sum((0, 1)), rtol=1e-4, atol=1e-5

@@ -7,28 +7,32 @@ from weft.hierarchy.conv_layers import Conv1D
 from weft.hierarchy.conv_time import Conv1DWithPadding, Conv2DWith1DPadding, StackOverTime
 from weft.hierarchy.module import functional as F
 
-KEY = jax.random.key(0)
+RNG = np.random.default_rng(0)
 PADDINGS = jnp.array([[0, 0, 0, 0, 1, 1, 1], [0] * 7])
+
+
+def array(*shape):
+    return jnp.array(RNG.normal(size=shape).astype(np.float32))
 
 
 def make(cls, **kwargs):
     layer = cls.default_config().set(name="conv", **kwargs).instantiate(parent=None)
-    params = layer.initialize_parameters_recursively(KEY)
-    return layer, jax.tree.map(lambda x: x + 0.1, params)
+    specs = layer.create_parameter_specs_recursively()
+    return layer, {name: array(*spec.shape) for name, spec in specs.items()}
 
 
 def run(layer, params, *inputs, **kwargs):
     if kwargs:
         name = "inputs" if isinstance(layer, StackOverTime) else "x"
         inputs = {name: inputs[0], **kwargs}
-    return F(layer, None, params, inputs, is_training=True)[0]
+    return jax.jit(lambda *args: F(layer, None, *args, is_training=True)[0])(params, inputs)
 
 
 @pytest.mark.parametrize("padding", ["SAME", "CAUSAL", ((2, 2),)])
 def test_a_padded_sequence_gives_what_it_gives_alone(padding):
     options = {"input_dim": 2, "output_dim": 3, "window": 3, "strides": 2, "padding": padding}
     layer, params = make(Conv1DWithPadding, **options)
-    x = jax.random.normal(KEY, (2, 7, 2)).at[0, 4:].set(jnp.nan)
+    x = array(2, 7, 2).at[0, 4:].set(jnp.nan)
     y, out_paddings = run(layer, params, x, paddings=PADDINGS)
     length = int((out_paddings[0] == 0).sum())
     alone, _ = make(Conv1D, **options)
@@ -62,7 +66,7 @@ def test_of_two_axes_the_first_is_time():
         strides=(2, 1),
         padding=((1, 1), (0, 0)),
     )
-    x = jax.random.normal(KEY, (2, 7, 6, 2))
+    x = array(2, 7, 6, 2)
     y, out_paddings = run(layer, params, x, paddings=PADDINGS)
     assert y.shape == (2, 4, 2, 3)
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape

@@ -36,6 +36,7 @@ from weft.hierarchy.convolution import (
 from weft.hierarchy.dropout import Dropout, DropToken, StochasticDepth
 from weft.hierarchy.embedding import Embedding, SeparableSpaceTimePositionalEmbedding
 from weft.hierarchy.linear import Linear, MultiLinear, UnitNormLinear, VariationalNoise
+from weft.hierarchy.modality_embedding import ModalityEmbedding, ModalityVocabInfo
 from weft.hierarchy.normalization import (
     BaseNormalizationLayer,
     BatchNorm,
@@ -70,6 +71,8 @@ __all__ = [
     # Embeddings.
     "BaseEmbedding",
     "Embedding",
+    "ModalityEmbedding",
+    "ModalityVocabInfo",
     "SeparableSpaceTimePositionalEmbedding",
     "TransformerTextEmbeddings",
     # Normalisation.
