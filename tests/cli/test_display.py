@@ -50,7 +50,7 @@ def test_a_log_gets_lines_and_no_control_codes():
     assert "model      250,000 parameters, 1.0 MB" in text
     assert "mesh data=1, model=1" in text
     assert "runs/x: a new run of 100 steps" in text
-    assert "step       7  held_out: loss 1.500, 2.20 bits per byte" in text
+    assert "step 7  held_out: loss 1.500, 2.20 bits per byte" in text
     assert "step 7  loss 2.300" in text  # the last step is always shown
 
 

@@ -90,7 +90,7 @@ class Display(RunListener):
         found = {key: scalar(summaries, key) for key in ("loss", "bits_per_byte")}
         values = {key: float(value) for key, value in found.items() if value is not None}
         self.evals[name] = (step, values)
-        self.say(f"step {step:>7,}  {name}: {loss_text(values)}")
+        self.say(f"step {step:,}  {name}: {loss_text(values)}")
         self._meter.pause()
 
     def on_checkpoint(self, step: int) -> None:

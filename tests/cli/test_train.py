@@ -1,0 +1,187 @@
+"""`weft train`: what it refuses before any work, and what it says and leaves behind."""
+
+import json
+import shutil
+
+import pytest
+
+from weft.cli import main
+from weft.cli.configs import load_config
+from weft.cli.train import program, split_arguments
+from weft.trainer.run_record import claim_run_dir
+
+TINY = ["train", "lm-tiny"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty directory that the process works in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("lerning_rate=1", "lerning_rate"),
+        ("learner.optimizer.inner.learning_rate.peek_lr=1", "Did you mean 'peak_lr'?"),
+        ("max_step=many", "max_step=many"),
+        ("input.source.sequence_length=wide", "expected int"),
+        ("model=3", "model=3"),
+        ("dir=file/run", "file is a file"),
+        ("mesh_shape=3,1", "there are 8"),
+        ("mesh_shape=2,2,2", "has 3 axes"),
+        ("mesh_shape=1,8", "does not divide over model = 8"),
+        ("input.source.global_batch_size=12", "make it a multiple of 8"),
+        ("input.source.corpus.pattern=none/*", "no text"),
+        ("input.source.sequence_length=1000000", "give more text or a smaller sequence_length"),
+    ],
+)
+def test_bad_input_ends_with_code_2_before_any_work(override, message, folder, capsys):
+    (folder / "file").write_text("kept")
+    assert main([*TINY, override]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+    assert [path.name for path in folder.iterdir()] == ["file"]
+
+
+def test_the_directory_of_another_config_is_left_alone(folder, capsys):
+    claim_run_dir(load_config("lm-tiny", ["dir=run"]))
+    before = {path.name: path.read_bytes() for path in (folder / "run").iterdir()}
+    assert main([*TINY, "dir=run", "model.decoder.dim=32", "max_step=5"]) == 2
+    assert "model.decoder.dim: 24 → 32" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in (folder / "run").iterdir()} == before
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The directory of a run that is done, to be copied."""
+    directory = tmp_path_factory.mktemp("trained") / "run"
+    assert main([*TINY, f"dir={directory}"]) == 0
+    return directory
+
+
+@pytest.fixture
+def run_dir(trained, folder):
+    return shutil.copytree(trained, folder / "run")
+
+
+@pytest.mark.long
+def test_a_finished_run_says_so_and_leaves_a_report(run_dir, capsys):
+    assert main([*TINY, "dir=run"]) == 0
+    captured = capsys.readouterr()
+    for part in (
+        "finished at step 60 already",
+        "corpus     stdlib-",
+        "trigram    loss ",
+        "held_out at step 60: loss ",
+        "below unigram (",
+        "A text that the model begins by itself:",
+        "report     run/report.html",
+        "tensorboard --logdir run",
+        "train lm-tiny dir=run max_step=120",
+        "sample run --prompt 'def '",
+    ):
+        assert part in captured.out, part
+    assert captured.err == ""
+    page = (run_dir / "report.html").read_text()
+    assert "60 steps, finished" in page and "<svg" in page and "vocab_size=264" in page
+    record = json.loads((run_dir / "run.json").read_text())
+    assert len(record["starts"]) == 2 and record["end"] == {"step": 60, "reason": "max_step"}
+    assert record["baselines"].keys() == {"unigram", "bigram", "trigram"}
+    assert record["samples"][0]["text"]
+
+
+def test_a_directory_stands_for_its_config(run_dir, capsys):
+    assert main(["config", "diff", "run", "lm-tiny"]) == 1
+    assert capsys.readouterr().out.startswith("dir: ")
+    assert main(["config", "show", "run"]) == 0
+    assert "vocab_size=264" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(run_dir, capsys):
+    def sample(*options):
+        assert main(["sample", "run", "--prompt", "import ", "--tokens", "8", *options]) == 0
+        return capsys.readouterr().out
+
+    likeliest = sample("--temperature", "0")
+    assert likeliest.startswith("import ") and likeliest == sample("--temperature=0", "--seed=1")
+    assert sample("--temperature=9") != sample("--temperature=9", "--seed=1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "at least one token"),
+        (["--temperature", "-1"], "temperature may not be below 0"),
+    ],
+)
+def test_numbers_out_of_range_are_named(run_dir, options, message, capsys):
+    assert main(["sample", "run", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_checkpoint_is_inspected(run_dir, capsys):
+    assert main(["inspect", "run"]) == 0
+    out = capsys.readouterr().out
+    assert "step 40 " in out and "step 60 " in out
+    assert "(264, 24)" in out and "key<fry>" in out and "PrefetchingIterator" in out
+
+
+def damage(run_dir, step):
+    """Alters a byte of the largest file of a checkpoint."""
+    files = (run_dir / "checkpoints" / f"step_{step:08d}" / "arrays").rglob("*")
+    path = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.long
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(run_dir, capsys, caplog):
+    damage(run_dir, 60)
+    assert main([*TINY, "dir=run", "max_step=41"]) == 0
+    assert "resuming from step 40" in capsys.readouterr().out
+    assert "step_00000060" in caplog.text and "its content has changed" in caplog.text
+
+
+def test_without_a_whole_checkpoint_nothing_is_overwritten(run_dir, capsys):
+    for step in (40, 60):
+        damage(run_dir, step)
+    before = sorted(p for p in (run_dir / "checkpoints").rglob("*"))
+    assert main([*TINY, "dir=run", "max_step=70"]) == 2
+    err = capsys.readouterr().err
+    assert "step_00000060" in err and "step_00000040" in err
+    assert sorted(p for p in (run_dir / "checkpoints").rglob("*")) == before
+    assert main(["sample", "run"]) == 2
+
+
+def test_a_run_that_has_not_saved_cannot_be_sampled(folder, capsys):
+    claim_run_dir(load_config("lm-tiny", ["dir=run"]))
+    assert main(["sample", "run"]) == 2
+    assert "has not saved a checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_is_named(folder, capsys):
+    (folder / "x").mkdir()
+    assert main(["sample", "x"]) == 2
+    assert "has no run in it: there is no x/config.txt" in capsys.readouterr().err
+
+
+def test_the_recipe_may_be_left_out():
+    assert split_arguments([]) == ("lm", [])
+    assert split_arguments(["a=1", "lm-tiny", "b=2"]) == ("lm-tiny", ["a=1", "b=2"])
+
+
+def test_programs_are_named_so_that_a_shell_finds_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "env").mkdir()
+    for name in ("weft", "tensorboard"):
+        (tmp_path / "env" / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.argv", [str(tmp_path / "env" / "weft")])
+    monkeypatch.setenv("PATH", "")
+    assert program("weft") == "env/weft" and program("tensorboard") == "env/tensorboard"
+    assert program("other") == "other"
+    monkeypatch.setenv("PATH", str(tmp_path / "env"))
+    assert program("weft") == "weft"

@@ -1,0 +1,117 @@
+"""Real processes and real signals: a run that was cut ends with the bits of one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, read_state_spec
+
+pytestmark = pytest.mark.long
+
+_WEFT = "import sys; from weft.cli import main; sys.exit(main())"
+_PATIENCE_SECONDS = 240.0
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `weft train lm-tiny dir=NAME …`; whatever runs at the end is ended."""
+    processes = []
+
+    def start_training(name, *overrides):
+        # One device, as a person has; the tests' own eight are slower to start.
+        environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WEFT, "train", "lm-tiny", f"dir={name}", *overrides],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start_training
+    for process in processes:
+        with process:
+            process.kill()
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
+    assert process.returncode == 0, out
+    return out
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def saved_state(run_dir, step):
+    """Every array of a checkpoint by its path, as bytes."""
+    base_dir = str(run_dir / "checkpoints")
+    spec = read_state_spec(os.path.join(base_dir, f"step_{step:08d}"))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device),
+        spec,
+        is_leaf=lambda x: hasattr(x, "shape"),
+    )
+    cfg = Checkpointer.default_config().set(
+        name="checkpointer", dir=base_dir, validation=CheckpointValidationType.CONTAINS_STATE
+    )
+    with cfg.instantiate(parent=None) as checkpointer:
+        found, state = checkpointer.restore(state=target)
+    assert found == step
+    return {
+        jax.tree_util.keystr(path): _bytes(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+    }
+
+
+def _bytes(leaf):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes()
+
+
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
+    overrides = ["max_step=700", "checkpointer.save_policy.n=200", "evalers={}"]
+    finish(start("whole", *overrides))
+    for kill_after in ("step_00000200", "step_00000400"):
+        process = start("cut", *overrides)
+        wait_for(tmp_path / "cut" / "checkpoints" / kill_after, process)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not (tmp_path / "cut" / "checkpoints" / "step_00000700").exists()
+    out = finish(start("cut", *overrides))
+    assert "resuming from step 400" in out or "resuming from step 600" in out
+    whole, cut = (saved_state(tmp_path / name, 700) for name in ("whole", "cut"))
+    assert len(whole) > 20 and whole == cut
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_next_start_goes_on(start, tmp_path, number):
+    process = start("run", "max_step=1000000", "checkpointer.save_policy.n=300", "evalers={}")
+    wait_for(tmp_path / "run" / "checkpoints" / "step_00000300", process)
+    process.send_signal(number)
+    out = finish(process)
+    (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
+    step = int(line.split("after step ")[1].split()[0].replace(",", ""))
+    assert line == f"stopped by {number.name} after step {step:,}, which is saved in run"
+    assert (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").is_dir()
+    assert (tmp_path / "run" / "report.html").is_file()
+    out = finish(start("run", f"max_step={step + 3}", "evalers={}"))
+    assert f"resuming from step {step:,}" in out

@@ -1,0 +1,44 @@
+"""The recipes: each makes a config that can be read, written and trained."""
+
+import jax
+import numpy as np
+import pytest
+
+from weft.config import diff, from_text, get_named_trainer_config, to_text
+from weft.recipes import RECIPES, named_trainer_configs
+from weft.trainer.trainer import SpmdTrainer
+
+
+@pytest.mark.parametrize("name", named_trainer_configs())
+def test_a_recipe_is_a_trainer_config_that_reads_back(name):
+    cfg = named_trainer_configs()[name]()
+    assert isinstance(cfg, SpmdTrainer.Config)
+    assert cfg.dir == f"runs/{name}"
+    for omit_defaults in (True, False):
+        assert not diff(from_text(to_text(cfg, omit_defaults)), cfg)
+
+
+def test_recipes_are_found_as_named_trainer_configs():
+    found = get_named_trainer_config("lm", config_module="weft.recipes")
+    assert not diff(found(), named_trainer_configs()["lm"]())
+
+
+def test_each_call_makes_a_fresh_config():
+    first, second = (RECIPES[0]() for _ in range(2))
+    first.model.decoder.dim = 7
+    assert second.model.decoder.dim != 7
+
+
+@pytest.mark.parametrize("name", named_trainer_configs())
+def test_the_model_divides_over_a_mesh_of_data_and_model(name):
+    cfg = named_trainer_configs()[name]().set(mesh_shape=(4, 2))
+    specs = cfg.instantiate(parent=None).trainer_state_partition_specs
+    assert any("model" in spec for spec in jax.tree.leaves(specs.model))
+
+
+def test_a_folder_of_text_takes_the_place_of_the_standard_library(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 5000)
+    cfg = named_trainer_configs()["lm-tiny"](str(tmp_path))
+    cfg.input.source.corpus.held_out_fraction = 0.0
+    batch = next(iter(cfg.input.set(name="input").instantiate(parent=None).dataset()))
+    assert set(np.unique(batch["input_ids"])) <= {ord("a"), 256}
