@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import MissingPrngKeyError
 from weft.hierarchy.attention_bias import CausalAttentionBias
 from weft.hierarchy.attention_logit_bias import (
     ALiBiAttentionLogitBiasLayer,
@@ -254,18 +253,6 @@ def test_every_hypothesis_attends_to_the_source_of_its_prompt(stack):
         decoded = sequences[:, beam, 2:, None]
         scores = jnp.take_along_axis(log_probs[:, 1:-1], decoded, axis=2).sum((1, 2))
         np.testing.assert_allclose(found.live_scores[:, beam], scores, rtol=1e-3, atol=1e-4)
-
-
-def test_sampling_wants_a_key():
-    decoder, state = make(decoder_config())
-    with pytest.raises(MissingPrngKeyError, match=r"sample_decode draws.*pass prng_key="):
-        call(
-            decoder,
-            state,
-            method="sample_decode",
-            input_batch={"prefix": IDS},
-            static={"max_sequence_length": LENGTH, "num_decodes": 1},
-        )
 
 
 def test_sequences_are_padded_with_the_decoders_tokens():

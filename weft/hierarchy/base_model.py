@@ -1,15 +1,16 @@
 """What a trainer needs of a model."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from weft.hierarchy.base_layer import BaseLayer
-from weft.typing import NestedTensor, Tensor
+from weft.typing import Tensor
 
 
 class BaseModel(BaseLayer):
     """A layer that makes a loss from a batch. A subclass defines `forward`."""
 
-    def forward(self, input_batch: NestedTensor) -> tuple[Tensor, dict[str, Any]]:
+    def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Computes the loss.
 
         Args:

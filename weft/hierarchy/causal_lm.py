@@ -1,5 +1,6 @@
 """Causal language models: a decoder, its loss, and ways to decode with it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, W
 from weft.hierarchy.positional import LearnedPositionalEmbedding
 from weft.hierarchy.sharding import maybe_shard
 from weft.hierarchy.stack import RepeatedTransformerLayer, StackedTransformerLayer
-from weft.typing import NestedTensor, PartitionSpec, Tensor
+from weft.typing import PartitionSpec, Tensor
 
 __all__ = [
     "AuxLossMetrics",
@@ -107,7 +108,7 @@ class Model(BaseModel):
         self._add_child("metrics", cfg.metrics)
 
     def forward(
-        self, input_batch: NestedTensor, return_aux: bool = False
+        self, input_batch: Mapping[str, Any], return_aux: bool = False
     ) -> tuple[Tensor, dict[str, Any]]:
         """Computes the loss, and reports it and the metrics as summaries.
 
@@ -131,9 +132,9 @@ class Model(BaseModel):
                 self.add_summary(name, summaries)
             if rest is not None:
                 arrays[name] = rest
-        return loss.mean, {**predictions, **arrays} if return_aux else {}
+        return jnp.asarray(loss.mean), {**predictions, **arrays} if return_aux else {}
 
-    def _laid_out(self, input_batch: NestedTensor) -> dict[str, Any]:
+    def _laid_out(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
         """The batch, laid over the mesh if there is one."""
         cfg = self.config
         axes = (cfg.batch_axis_names, cfg.seq_axis_names)
@@ -188,7 +189,7 @@ class Model(BaseModel):
             )
         return jax.tree.map(from_chunks, statistics)
 
-    def predict(self, input_batch: NestedTensor) -> dict[str, Tensor]:
+    def predict(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Runs the decoder.
 
         Args:
@@ -210,7 +211,7 @@ class Model(BaseModel):
             del outputs["logits"]
         return outputs
 
-    def compute_logits(self, predictions: NestedTensor) -> Tensor:
+    def compute_logits(self, predictions: Mapping[str, Any]) -> Tensor:
         """The logits that a prediction's hidden states give.
 
         Args:
@@ -222,7 +223,7 @@ class Model(BaseModel):
         with child_context("compute_logits", module=self.decoder):
             return self.decoder.compute_logits(predictions)
 
-    def extract_logits(self, input_batch: NestedTensor) -> Tensor:
+    def extract_logits(self, input_batch: Mapping[str, Any]) -> Tensor:
         """The logits of the token after each input.
 
         Args:
@@ -235,7 +236,7 @@ class Model(BaseModel):
         logits = predictions.get("logits")
         return self.compute_logits(predictions) if logits is None else logits
 
-    def score(self, input_batch: NestedTensor) -> dict[str, Tensor]:
+    def score(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """How unlikely each target is.
 
         Args:
@@ -252,7 +253,7 @@ class Model(BaseModel):
 
     def sample_decode(
         self,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         *,
         num_decodes: int = 1,
         max_sequence_length: int | None = None,
@@ -272,7 +273,7 @@ class Model(BaseModel):
           stop_decoding_condition: when a sequence is complete; by default at the decoder's
             `eos_token_id`.
         """
-        prefix: Tensor = input_batch["prefix"]  # pyright: ignore[reportAssignmentType]
+        prefix: Tensor = input_batch["prefix"]
         with child_context("sample_decode", module=self.decoder):
             return self.decoder.sample_decode(
                 input_batch=input_batch,
@@ -284,7 +285,7 @@ class Model(BaseModel):
 
     def beam_search_decode(
         self,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         num_decodes: int = 1,
         brevity_penalty: BrevityPenaltyFn | None = None,
         *,
@@ -299,7 +300,7 @@ class Model(BaseModel):
             likeliest win, which are rather short.
           max_sequence_length: the length of a result; that of the prompts if None.
         """
-        prefix: Tensor = input_batch["prefix"]  # pyright: ignore[reportAssignmentType]
+        prefix: Tensor = input_batch["prefix"]
         with child_context("beam_search_decode", module=self.decoder):
             return self.decoder.beam_search_decode(
                 input_batch=input_batch,
@@ -372,7 +373,7 @@ def gpt_decoder_config(
       layer_remat: what each layer computes again in the backward pass; nothing if None.
     """
     stack = stack_cfg.clone()
-    layer = stack.layer
+    layer: Any = stack.layer
     layer.self_attention.attention.set(
         num_heads=num_heads, mask=CausalAttentionBias.default_config()
     )

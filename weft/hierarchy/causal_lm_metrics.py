@@ -7,7 +7,8 @@ arrays of one number per target are given back to the caller.
 
 import math
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from weft.functional import cross_entropy
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
 from weft.hierarchy.module import Module
-from weft.typing import NestedTensor, Tensor
+from weft.typing import Tensor
 
 Metrics = dict[str, Any]
 
@@ -32,10 +33,10 @@ class Perplexity(WeightedScalar):
       (2.0, 2.0)
     """
 
-    def __add__(self, other: WeightedScalar) -> "Perplexity":
+    def accumulate(self, other: Self) -> Self:
         total = WeightedScalar(jnp.log(self.mean), self.weight)
         total += WeightedScalar(jnp.log(other.mean), other.weight)
-        return Perplexity(jnp.exp(total.mean), total.weight)
+        return type(self)(jnp.exp(total.mean), total.weight)
 
 
 class BaseLossMetrics(BaseLayer):
@@ -43,10 +44,10 @@ class BaseLossMetrics(BaseLayer):
 
     def forward(
         self,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         *,
-        predict_outputs: NestedTensor,
-        module_outputs: NestedTensor,
+        predict_outputs: Mapping[str, Any],
+        module_outputs: Mapping[str, Any],
     ) -> tuple[WeightedScalar, Metrics]:
         """Computes them.
 

@@ -6,6 +6,7 @@
 Without an `lm_head`, the logits are the inner products with the embeddings of the tokens.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.sharding import maybe_shard
 from weft.hierarchy.stack import BaseStackedTransformerLayer, StackedTransformerLayer
 from weft.hierarchy.text_embedding import BaseEmbedding, TransformerTextEmbeddings
-from weft.typing import DType, MeshAxes, NestedTensor, Tensor
+from weft.typing import DType, MeshAxes, Tensor
 
 __all__ = ["BaseDecoder", "Decoder", "DecodingLayer", "LmHead", "log_probs_from_logits"]
 
@@ -148,7 +149,7 @@ class Decoder(BaseLayer):
 
     def forward(
         self,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         *,
         cross_attention_data: Tensor | None = None,
         cross_attention_logit_biases: Tensor | None = None,
@@ -195,7 +196,7 @@ class Decoder(BaseLayer):
         outputs = {"hidden_states": x}
         return {**outputs, "logits": self.compute_logits(outputs)}
 
-    def compute_logits(self, forward_outputs: NestedTensor) -> Tensor:
+    def compute_logits(self, forward_outputs: Mapping[str, Any]) -> Tensor:
         """The logits of the next tokens.
 
         Args:
@@ -205,7 +206,7 @@ class Decoder(BaseLayer):
           `Float[Array, "batch time vocab"]`.
         """
         cfg = self.config
-        x: Tensor = forward_outputs["hidden_states"]  # pyright: ignore[reportAssignmentType]
+        x: Tensor = forward_outputs["hidden_states"]
         if cfg.logits_forward_dtype is not None:
             x = x.astype(cfg.logits_forward_dtype)
         if "lm_head" in self.children:
@@ -272,8 +273,8 @@ class Decoder(BaseLayer):
     def extend_step(
         self,
         *,
-        cached_states: NestedTensor,
-        input_batch: NestedTensor,
+        cached_states: Mapping[str, Any],
+        input_batch: Mapping[str, Any],
         is_prefill: bool = False,
         segment_ids: Tensor | None = None,
         **kwargs: Any,
@@ -328,16 +329,15 @@ class Decoder(BaseLayer):
           positions: `Int[Array, "batch step"]`.
           is_prefill: whether to leave out what lies beyond the step.
         """
-        if is_prefill:
-            return self.compute_attention_logit_biases(input_ids[:, : positions.shape[1]])  # pyright: ignore[reportReturnType]
-        biases = self.compute_attention_logit_biases(input_ids)
+        seen = input_ids[:, : positions.shape[1]] if is_prefill else input_ids
+        biases: Any = self.compute_attention_logit_biases(seen)
         return jnp.take_along_axis(biases, positions[:, None, :, None], axis=2, mode="clip")
 
     def prefill_states(
         self,
         *,
         time_step: Tensor,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -354,7 +354,7 @@ class Decoder(BaseLayer):
           The state, and the outputs at all positions of the prompts; those at `time_step` and
           beyond mean nothing.
         """
-        ids: Tensor = input_batch["input_ids"]  # pyright: ignore[reportAssignmentType]
+        ids: Tensor = input_batch["input_ids"]
         batch_size, length = ids.shape
         floats = {
             x.dtype for x in jax.tree.leaves(self.state) if jnp.issubdtype(x.dtype, jnp.floating)
@@ -379,7 +379,7 @@ class Decoder(BaseLayer):
     def sample_decode(
         self,
         *,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int,
         num_decodes: int,
         **kwargs: Any,
@@ -402,7 +402,7 @@ class Decoder(BaseLayer):
     def beam_search_decode(
         self,
         *,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int,
         num_decodes: int,
         **kwargs: Any,

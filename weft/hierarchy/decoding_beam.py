@@ -7,7 +7,7 @@ no live hypothesis can overtake its worst finished one.
 """
 
 import functools
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -128,7 +128,7 @@ class _BeamState(NamedTuple):
     sequences: Tensor
     scores: Tensor
     cache: NestedTensor
-    merger_state: NestedTensor
+    merger_state: Any
 
 
 def beam_search_decode(

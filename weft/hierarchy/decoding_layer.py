@@ -7,7 +7,7 @@
 The loops stand in `decoding`; here they get a decoder's cache and scores.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -45,10 +45,10 @@ class BaseDecoder(Protocol):
         self,
         *,
         time_step: Tensor,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int | None = None,
         **kwargs: Any,
-    ) -> tuple[NestedTensor, NestedTensor]:
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The state after the tokens before `time_step`.
 
         Args:
@@ -66,12 +66,12 @@ class BaseDecoder(Protocol):
     def extend_step(
         self,
         *,
-        cached_states: NestedTensor,
-        input_batch: NestedTensor,
+        cached_states: Mapping[str, Any],
+        input_batch: Mapping[str, Any],
         is_prefill: bool = False,
         segment_ids: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[NestedTensor, NestedTensor]:
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The state and the outputs after the next tokens.
 
         Args:
@@ -130,7 +130,7 @@ class DecodingLayer(Configurable):
     def sample_decode(
         self,
         *,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int,
         num_decodes: int,
         cross_attention_data: Tensor | None = None,
@@ -155,7 +155,8 @@ class DecodingLayer(Configurable):
           MissingPrngKeyError: if the invocation has no PRNG key.
         """
         cfg = self.config
-        if self._decoder.prng_key is None:
+        prng_key = self._decoder.prng_key
+        if prng_key is None:
             raise MissingPrngKeyError(
                 "sample_decode draws tokens at random and the invocation has no PRNG key; pass "
                 "prng_key= to `functional`, or decode the likeliest by beam_search_decode with "
@@ -169,14 +170,14 @@ class DecodingLayer(Configurable):
             max_decode_len=max_sequence_length,
             stop_decoding_condition=stop_decoding_condition
             or decoding.StopOnSubsequence(cfg.eos_token_id),
-            prng_key=self._decoder.prng_key,
+            prng_key=prng_key,
             pad_id=cfg.pad_token_id,
         )
 
     def beam_search_decode(
         self,
         *,
-        input_batch: NestedTensor,
+        input_batch: Mapping[str, Any],
         max_sequence_length: int,
         num_decodes: int,
         cross_attention_data: Tensor | None = None,
@@ -206,10 +207,10 @@ class DecodingLayer(Configurable):
         )
 
     def _prefill(
-        self, input_batch: NestedTensor, max_sequence_length: int, cross: dict[str, Tensor]
+        self, input_batch: Mapping[str, Any], max_sequence_length: int, cross: dict[str, Tensor]
     ) -> dict[str, Any]:
         """The arguments of a loop that tell of the prompts."""
-        prefix: Tensor = input_batch["prefix"]  # pyright: ignore[reportAssignmentType]
+        prefix: Tensor = input_batch["prefix"]
         time_step = decoding.infer_initial_time_step(prefix, pad_id=self.config.pad_token_id)
         cache, _ = self._decoder.prefill_states(
             time_step=time_step,
@@ -222,7 +223,7 @@ class DecodingLayer(Configurable):
     def _tokens_to_scores(
         self,
         num_decodes: int,
-        cross: dict[str, Tensor],
+        cross: dict[str, Any],
         logits_modifier: ConfigOr[LogitsToLogitsFn] | None,
     ) -> Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]:
         """A pure function of tokens and cache, which may stand in a loop's body."""
@@ -232,12 +233,11 @@ class DecodingLayer(Configurable):
             for name, x in cross.items()
         }
 
-        def extend(ids: Tensor, cache: NestedTensor) -> tuple[Tensor, NestedTensor]:
+        def extend(ids: Tensor, cache: Any) -> tuple[Tensor, NestedTensor]:
             cache, outputs = self._decoder.extend_step(
                 cached_states=cache, input_batch={"input_ids": ids}, **cross
             )
-            logits: Tensor = outputs["logits"]  # pyright: ignore[reportAssignmentType]
-            return log_probs_from_logits(logits[:, -1], modifier), cache
+            return log_probs_from_logits(outputs["logits"][:, -1], modifier), cache
 
         # What a step reports beside its result cannot leave the loop, and nobody waits for it.
         pure = require_context("decoding").functional(extend)

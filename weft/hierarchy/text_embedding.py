@@ -1,5 +1,6 @@
 """From token ids to the first vectors of a model, and back to logits."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ class BaseEmbedding(BaseLayer):
 
         dim: Required[int] = REQUIRED
 
-    def forward(self, input_batch: NestedTensor) -> Tensor:
+    def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
         """Embeds.
 
         Args:
@@ -64,8 +65,12 @@ class BaseEmbedding(BaseLayer):
         return {}
 
     def extend_step(
-        self, *, cached_states: NestedTensor, input_batch: NestedTensor, is_prefill: bool = False
-    ) -> tuple[NestedTensor, Tensor]:
+        self,
+        *,
+        cached_states: Mapping[str, Any],
+        input_batch: Mapping[str, Any],
+        is_prefill: bool = False,
+    ) -> tuple[Mapping[str, Any], Tensor]:
         """Embeds the next tokens.
 
         Args:
@@ -116,7 +121,7 @@ class TransformerTextEmbeddings(BaseEmbedding):
             self._add_child("norm", maybe_set_config(cfg.norm, input_dim=cfg.dim))
         self._add_child("dropout", cfg.dropout)
 
-    def forward(self, input_batch: NestedTensor) -> Tensor:
+    def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
         batch: dict[str, Any] = dict(input_batch)
         ids = batch["inputs"]
         x = self.token_emb(ids)
