@@ -115,7 +115,10 @@ def test_a_dropped_branch_leaves_the_input(filled, wave):
     [
         ({"structure": "pre"}, "branch: structure='pre' is none of prenorm, postnorm, hybridnorm"),
         ({"structure": "v2"}, "structure='v2' needs a dict of norms by position"),
-        ({"norm": {OUT: RMS}}, "has norms at ['IN_NORM'], and norm gives ['OUT_NORM']"),
+        (
+            {"norm": {OUT: RMS}},
+            "has norms at NormPosition.IN_NORM, and norm gives NormPosition.OUT_NORM.",
+        ),
     ],
 )
 def test_structures_that_do_not_fit(fields, message):

@@ -7,6 +7,7 @@ asks for the `value()`, so that an implementation of attention can take apart wh
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -124,10 +125,11 @@ class BaseAttentionBias(struct.PyTreeNode):
           The part that is of the class, None if there is none, and the rest; their sum is this
           bias.
         """
-        of_class = [part for part in self._parts() if isinstance(part, cls)]
+        of_class: Any = [part for part in self._parts() if isinstance(part, cls)]
         rest = [part for part in self._parts() if not isinstance(part, cls)]
+        taken: Any = cls.from_sequence(of_class) if of_class else None
         return BiasAndResidual(
-            bias=cls.from_sequence(of_class) if of_class else None,
+            bias=taken,
             residual=CompositeAttentionBias(rest)._simplest(),
         )
 
@@ -171,11 +173,11 @@ class CompositeAttentionBias(BaseAttentionBias):
 
     def value(self) -> Tensor | None:
         parts = self._parts()
-        masks = [part.bool_value() for part in parts if isinstance(part, BoolAttentionBias)]
-        values = [part.value() for part in parts if not isinstance(part, BoolAttentionBias)]
+        masks: list[Any] = [p.bool_value() for p in parts if isinstance(p, BoolAttentionBias)]
+        values: list[Any] = [p.value() for p in parts if not isinstance(p, BoolAttentionBias)]
         if masks:
             values.append(bool_to_bias(functools.reduce(jnp.logical_and, masks)))
-        return sum(values[1:], values[0]).astype(self.dtype) if values else None
+        return functools.reduce(operator.add, values).astype(self.dtype) if values else None
 
 
 class TensorAttentionBias(BaseAttentionBias):
@@ -397,10 +399,11 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
       >>> causal.has_value(), segments.segment_ids.tolist(), type(rest).__name__
       (False, [[1, 1, 2]], 'TensorAttentionBias')
     """
-    parts = []
+    parts: list[BaseAttentionBias] = []
     for one in cls:
-        part, bias = bias.bias_and_residual(one)
-        parts.append(ZeroAttentionBias() if part is None else part)
+        taken = bias.bias_and_residual(one)
+        parts.append(ZeroAttentionBias() if taken.bias is None else taken.bias)
+        bias = taken.residual
     return (*parts, bias)
 
 

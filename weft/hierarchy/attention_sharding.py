@@ -95,7 +95,8 @@ def set_double_shard_weights_config(
         "tp_axis_names": tp_axis_names,
         "seq_axis_names": seq_axis_names,
     }
-    for layer in cfg if isinstance(cfg, list | tuple) else [cfg]:
+    layers: Any = cfg if isinstance(cfg, list | tuple) else [cfg]
+    for layer in layers:
         for attention in (layer.self_attention, layer.cross_attention):
             if attention is not None:
                 set_attention_partition_specs(

@@ -53,7 +53,7 @@ class BaseKVCache(BaseLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: Any,
         *,
         k_proj: Tensor,
         v_proj: Tensor,
@@ -88,14 +88,14 @@ class KVCache(BaseKVCache):
 
     def extend_step(
         self,
-        cached_states,
+        cached_states: Any,
         *,
-        k_proj,
-        v_proj,
-        key_positions,
-        unpadded_len=None,
-        page_pool=None,
-    ):
+        k_proj: Tensor,
+        v_proj: Tensor,
+        key_positions: Tensor,
+        unpadded_len: Tensor | None = None,
+        page_pool: Any = None,
+    ) -> tuple[NestedTensor, KVState]:
         if page_pool is not None:
             raise ArgumentValueError(
                 f"{self.path()} is a KVCache, which has no pages, and was given a page_pool; leave "

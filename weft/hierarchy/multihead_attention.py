@@ -314,7 +314,7 @@ class MultiheadAttention(BaseLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         query: Tensor,
         *,
         is_prefill: bool = False,
@@ -356,7 +356,6 @@ class MultiheadAttention(BaseLayer):
         proj = self._project(query, key, value, kv_state, positions)
         states = {**cached_states, "time_step": time_step + unpadded_len}
         if kv_state is None:
-            kv_state = KVState(proj.key, proj.value, positions)
             states["kv_cache"], cached = self.kv_cache.extend_step(
                 cached_states["kv_cache"],
                 k_proj=proj.key,
@@ -365,7 +364,8 @@ class MultiheadAttention(BaseLayer):
                 unpadded_len=None if segment_ids is None else unpadded_len,
                 page_pool=page_pool,
             )
-            kv_state = kv_state if is_prefill else cached
+            kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
+        assert kv_state is not None  # given, or made just now
         filled = kv_state.key_positions < states["time_step"][:, None]
         biases = as_attention_bias(attention_logit_biases)
         biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])

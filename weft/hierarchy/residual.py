@@ -92,7 +92,7 @@ class ResidualLayer(BaseLayer):
         """
         cfg = self.config
         wanted = _NORMS[cfg.structure]
-        given = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(wanted, cfg.norm)
+        given: Any = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(wanted, cfg.norm)
         by_choice = cfg.structure == "v2"
         if by_choice and not isinstance(cfg.norm, dict):
             raise LayerConfigError(
@@ -102,7 +102,7 @@ class ResidualLayer(BaseLayer):
         if not by_choice and given.keys() != wanted.keys():
             raise LayerConfigError(
                 f"{self.path()}: structure={cfg.structure!r} has norms at "
-                f"{[p.name for p in wanted]}, and norm gives {[p.name for p in given]}."
+                f"{', '.join(map(str, wanted))}, and norm gives {', '.join(map(str, given))}."
             )
         for position, norm in given.items():
             self._norms[position] = wanted[position]

@@ -124,7 +124,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
         super().__init__(cfg, parent=parent)
         layers: Any = cfg.layer
         if not isinstance(layers, list | tuple):
-            layers = [cfg.layer.clone() for _ in range(cfg.num_layers)]
+            layers = [layers.clone() for _ in range(cfg.num_layers)]
         if len(layers) != cfg.num_layers:
             raise LayerConfigError(
                 f"{self.path()}: layer has {len(layers)} configs and num_layers={cfg.num_layers}; "
@@ -158,7 +158,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         data: Tensor,
         *,
         is_prefill: bool = False,
@@ -258,7 +258,7 @@ class _TransformerRepeat(Repeat):
         return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
 
     def extend_step(
-        self, cached_states: NestedTensor, data: Tensor, **layer_kwargs: Any
+        self, cached_states: dict[str, Any], data: Tensor, **layer_kwargs: Any
     ) -> tuple[NestedTensor, Output]:
         """Applies all layers to the next positions."""
 
@@ -329,7 +329,7 @@ class RepeatedTransformerLayer(BaseStackedTransformerLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         data: Tensor,
         *,
         is_prefill: bool = False,

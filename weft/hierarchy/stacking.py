@@ -9,6 +9,7 @@ optimizer can tell layers apart.
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from weft.errors import ParameterSpecError

@@ -106,7 +106,7 @@ class TransformerAttentionLayer(ResidualLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         target: Tensor,
         *,
         is_prefill: bool = False,
@@ -115,7 +115,7 @@ class TransformerAttentionLayer(ResidualLayer):
         attention_logit_biases: BaseAttentionBias | Tensor | None = None,
         return_aux: Collection[str] | None = None,
         page_pool: Any = None,
-    ) -> tuple[NestedTensor, Output]:
+    ) -> tuple[dict[str, Any], Output]:
         """Attends from the next positions; see `MultiheadAttention.extend_step`.
 
         Args:
@@ -144,11 +144,11 @@ class TransformerAttentionLayer(ResidualLayer):
     def _forward_for_mode(
         self,
         mode: ForwardMode,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         target: Tensor,
         source: Tensor | KVState | None,
         **attention_kwargs: Any,
-    ) -> tuple[NestedTensor, Output]:
+    ) -> tuple[dict[str, Any], Output]:
         """Any of the three; keyword arguments go to the attention."""
         skipped, x = self._enter_branch(target)
         if isinstance(source, KVState):
@@ -242,7 +242,7 @@ class BaseTransformerLayer(BaseLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         data: Tensor,
         *,
         is_prefill: bool = False,
@@ -253,7 +253,7 @@ class BaseTransformerLayer(BaseLayer):
         target_segment_ids: Tensor | None = None,
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
-    ) -> tuple[NestedTensor, Output]:
+    ) -> tuple[dict[str, Any], Output]:
         """Applies the layer to the next positions of each sequence.
 
         Args:
@@ -314,8 +314,13 @@ class TransformerLayer(BaseTransformerLayer):
         return {"self_attention": states}
 
     def extend_step(
-        self, cached_states: NestedTensor, data: Tensor, *, is_prefill: bool = False, **kwargs: Any
-    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         return self._forward_for_mode(
             ForwardMode.of_step(is_prefill), cached_states, data, **kwargs
         )
@@ -323,7 +328,7 @@ class TransformerLayer(BaseTransformerLayer):
     def _forward_for_mode(
         self,
         mode: ForwardMode,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         data: Tensor,
         *,
         self_attention_kv_state: KVState | None = None,
@@ -334,7 +339,7 @@ class TransformerLayer(BaseTransformerLayer):
         target_positions: Tensor | None = None,
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
-    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         """Any of the three; see `forward` and `extend_step` of the base class."""
         self._check_cross_attention(cross_attention_data)
         states, self_attention = self._attend(
@@ -372,8 +377,8 @@ class TransformerLayer(BaseTransformerLayer):
         )
 
     def _attend(
-        self, name: str, mode: ForwardMode, states: NestedTensor, *, target: Tensor, **kwargs: Any
-    ) -> tuple[NestedTensor, Any]:
+        self, name: str, mode: ForwardMode, states: dict[str, Any], *, target: Tensor, **kwargs: Any
+    ) -> tuple[dict[str, Any], Any]:
         """Applies one of the attention layers."""
         layer = getattr(self, name)
         if mode is ForwardMode.FORWARD:
@@ -454,7 +459,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
 
     def extend_step(
         self,
-        cached_states: NestedTensor,
+        cached_states: dict[str, Any],
         data: Tensor,
         *,
         is_prefill: bool = False,
@@ -462,7 +467,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         target_segment_ids: Tensor | None = None,
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
-    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         """Applies the layer to the next positions; see `BaseTransformerLayer.extend_step`."""
         x = self.norm(data)
         states, attention = self.self_attention.extend_step(
@@ -526,8 +531,13 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         return {"layer": states}
 
     def extend_step(
-        self, cached_states: NestedTensor, data: Tensor, *, is_prefill: bool = False, **kwargs: Any
-    ) -> tuple[NestedTensor, BaseTransformerLayer.Output]:
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **kwargs: Any,
+    ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
         states, output = self.layer.extend_step(
             cached_states["layer"], data, is_prefill=is_prefill, **kwargs
         )
