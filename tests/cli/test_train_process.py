@@ -18,15 +18,24 @@ _WEFT = "import sys; from weft.cli import main; sys.exit(main())"
 _PATIENCE_SECONDS = 240.0
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """One device, as a person has. What one process has compiled, the next ones need not."""
+    return {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, environment):
     """Starts `weft train lm-tiny dir=NAME …`; whatever runs at the end is ended."""
     processes = []
 
     def start_training(name, *overrides):
-        # One device, as a person has; the tests' own eight are slower to start.
-        environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         process = subprocess.Popen(
             [sys.executable, "-c", _WEFT, "train", "lm-tiny", f"dir={name}", *overrides],
             cwd=tmp_path,
