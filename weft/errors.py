@@ -1,7 +1,8 @@
 """Every error that Weft raises on purpose.
 
-All of them derive from `WeftError`, and from the builtin a caller would expect (`ValueError`, `TypeError`, ...).
-A message names what was wrong, where, what was expected and the smallest change that mends it.
+All of them derive from `WeftError`, and from the builtin a caller would expect (`ValueError`,
+`TypeError`, ...). A message names what was wrong, where, what was expected and the smallest change
+that mends it.
 """
 
 
@@ -185,7 +186,7 @@ class NoMeshError(WeftError, RuntimeError):
 
 
 class InputReadError(WeftError, RuntimeError):
-    """A source of input failed; the message names the file and the record, or the place in the iteration."""
+    """A source of input failed; the message names the file and record, or the place."""
 
 
 class InputDatasetError(WeftError, ValueError):

@@ -192,7 +192,7 @@ def test_what_is_missing_is_named():
         MissingStateError, match=r"has no parameter 'wieght'.*Did you mean 'weight'"
     ):
         functional(layer.first, None, params["first"], (), method="missing", is_training=False)
-    with pytest.raises(MissingPrngKeyError, match="noise of pair.first needs a PRNG key"):
+    with pytest.raises(MissingPrngKeyError, match=r"noise of pair\.first needs a PRNG key"):
         functional(layer.first, None, params["first"], (), method="noise", is_training=False)
     odd = make(first=Affine.default_config().set(names=("kernel",)))
     with pytest.raises(ParameterInitError, match="no initializer for a parameter named 'kernel'"):

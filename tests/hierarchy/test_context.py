@@ -77,7 +77,7 @@ def test_outputs_are_added_once():
     root = root_context()
     for add in (root.add_summary, root.add_state_update, root.add_module_output):
         add("x", 1)
-        with pytest.raises(OutputConflictError, match="'x' is added twice to the .* of root"):
+        with pytest.raises(OutputConflictError, match=r"'x' is added twice to the .* of root"):
             add("x", 1)
     root.set_state_update({"y": 2})
     assert root.get_state_updates() == {"y": 2}

@@ -2,6 +2,7 @@
 
 import math
 import xml.etree.ElementTree as ET
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -61,7 +62,7 @@ def test_ticks_of_a_single_value_are_around_it(value):
 def test_smoothing_takes_out_noise_but_not_the_trend():
     points = [(i, 100.0 - i + (-1) ** i) for i in range(100)]
     smooth = [y for _, y in smoothed(points)]
-    assert all(a > b for a, b in zip(smooth[5:], smooth[6:], strict=False))
+    assert all(a > b for a, b in pairwise(smooth[5:]))
     assert abs(smooth[-1] - 1.0) < 6
     assert smoothed(points[:8]) == points[:8]  # too few to average
 

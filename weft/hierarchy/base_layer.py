@@ -1,5 +1,6 @@
 """Layers: modules with parameters, which they describe and draw but do not hold."""
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -260,7 +261,7 @@ class BaseLayer(Module):
             prng_key: for the noise; each layer uses its own part of it.
             params: of this layer and those below it.
         """
-        noisy = type(params)(params)  # a stack stays marked as one
+        noisy: Any = copy.copy(params)  # a stack stays marked as one
         for name, child in self._children.items():
             if isinstance(child, BaseLayer) and name in noisy:
                 noisy[name] = child.apply_parameter_noise_recursively(

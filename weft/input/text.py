@@ -11,6 +11,7 @@ consecutive rows of it, and the iterator's state is `{"next_index": k}` in all o
 go on with another number of processes, or of worker processes, and sees the same data.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import grain
@@ -35,12 +36,14 @@ BYTES = config_for_class(ByteTokenizer)
 
 
 class Tokenizer(Protocol):
-    """What a source asks of a tokenizer."""
+    """What sources, and what generates text, ask of a tokenizer."""
 
     eos_id: int
     pad_id: int
 
     def encode(self, text: bytes) -> np.ndarray: ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
 def lm_text_source(

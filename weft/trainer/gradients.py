@@ -29,8 +29,8 @@ def forward_and_gradients(
         computed.
 
     Returns:
-      The forward pass, and gradients laid out as the parameters, with an `optax.MaskedNode()` in place of
-      those that are not trained.
+      The forward pass, and gradients laid out as the parameters, with an `optax.MaskedNode()` in
+      place of those that are not trained.
 
     Raises:
       UntrainableParameterError: if a parameter to be trained does not hold floating-point numbers.
@@ -42,8 +42,10 @@ def forward_and_gradients(
     for (path, leaf), is_trained in zip(leaves_with_paths, flags, strict=True):
         if is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise UntrainableParameterError(
-                f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; leave it out "
-                f"of training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), ...]`."
+                f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; "
+                "leave it out "
+                f"of training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), "
+                "...]`."
             )
 
     def loss_fn(trained: list, frozen: list, inputs: Any) -> tuple[Any, ForwardOutputs]:
@@ -52,7 +54,8 @@ def forward_and_gradients(
         outputs = fn(model_params=params, inputs=inputs)
         return outputs.loss, outputs
 
-    # Crossing with the context keeps what `fn` may add to it from leaking out of the differentiation.
+    # Crossing with the context keeps what `fn` may add to it from leaking out of the
+    # differentiation.
     differentiated = lifting.value_and_grad(
         CONTEXTS, in_context(loss_fn), wrt=(None, DIFF, None, None), has_aux=True
     )

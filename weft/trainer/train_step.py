@@ -81,7 +81,7 @@ def train_step(
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
 
-    def forward(*, model_params: NestedTensor, inputs: NestedTensor) -> ForwardOutputs:
+    def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
         (loss, aux), collection = functional(
             model,

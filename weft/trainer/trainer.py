@@ -110,9 +110,7 @@ class SpmdTrainer(Module):
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
 
-    def __init__(
-        self, cfg: Config, *, parent: Module | None, devices: Sequence[jax.Device] | None = None
-    ):
+    def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
         self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
         self._step = 0
@@ -216,13 +214,13 @@ class SpmdTrainer(Module):
             host_to_global_device_array, partition=self._batch_partition(), mesh=self._mesh
         )
         return PrefetchingIterator(
-            iter(self.input.dataset()),
+            iter(self.input.dataset()),  # pyright: ignore[reportArgumentType]
             stream=lambda it: map(to_devices, self.input.batches(it)),
         )
 
     # Checkpoints.
 
-    def _to_save(self, batches: PrefetchingIterator, state: Any) -> dict[str, Any]:
+    def _to_save(self, batches: PrefetchingIterator | None, state: Any) -> dict[str, Any]:
         return {**state._asdict(), "input_iter": batches}
 
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:

@@ -68,4 +68,4 @@ class Watchdog:
         logger.error(
             "No progress for %.0f s while %s. The stacks of all threads:", silent, self._doing
         )
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
