@@ -99,29 +99,6 @@ def test_a_directory_stands_for_its_config(run_dir, capsys):
     assert "vocab_size=264" in capsys.readouterr().out
 
 
-@pytest.mark.long
-def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(run_dir, capsys):
-    def sample(*options):
-        assert main(["sample", "run", "--prompt", "import ", "--tokens", "8", *options]) == 0
-        return capsys.readouterr().out
-
-    likeliest = sample("--temperature", "0")
-    assert likeliest.startswith("import ") and likeliest == sample("--temperature=0", "--seed=1")
-    assert sample("--temperature=9") != sample("--temperature=9", "--seed=1")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--tokens", "0"], "at least one token"),
-        (["--temperature", "-1"], "temperature may not be below 0"),
-    ],
-)
-def test_numbers_out_of_range_are_named(run_dir, options, message, capsys):
-    assert main(["sample", "run", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_checkpoint_is_inspected(run_dir, capsys):
     assert main(["inspect", "run"]) == 0
     out = capsys.readouterr().out
@@ -154,19 +131,6 @@ def test_without_a_whole_checkpoint_nothing_is_overwritten(run_dir, capsys):
     err = capsys.readouterr().err
     assert "step_00000060" in err and "step_00000040" in err
     assert sorted(p for p in (run_dir / "checkpoints").rglob("*")) == before
-    assert main(["sample", "run"]) == 2
-
-
-def test_a_run_that_has_not_saved_cannot_be_sampled(folder, capsys):
-    claim_run_dir(load_config("lm-tiny", ["dir=run"]))
-    assert main(["sample", "run"]) == 2
-    assert "has not saved a checkpoint yet" in capsys.readouterr().err
-
-
-def test_a_directory_that_is_no_run_is_named(folder, capsys):
-    (folder / "x").mkdir()
-    assert main(["sample", "x"]) == 2
-    assert "has no run in it: there is no x/config.txt" in capsys.readouterr().err
 
 
 def test_the_recipe_may_be_left_out():

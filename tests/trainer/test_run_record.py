@@ -14,7 +14,7 @@ from weft.trainer.run_record import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
-    configs_named,
+    values_named,
     environment,
     read_record,
     update_record,
@@ -166,5 +166,5 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_configs_are_found_by_the_name_of_their_field():
     corpus = config_for_function(folder_corpus).set(paths="x")
     cfg = run_config("d", input=Source.default_config().set(corpus=corpus))
-    assert list(configs_named("corpus", cfg)) == ["input.corpus"]
-    assert configs_named("tokenizer", cfg) == {}
+    assert list(values_named("corpus", cfg)) == ["input.corpus"]
+    assert values_named("tokenizer", cfg) == {}

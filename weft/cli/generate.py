@@ -11,7 +11,7 @@ from weft.errors import CommandLineError
 from weft.functional import scale_by
 from weft.hierarchy.module import Module, functional
 from weft.input.text import Tokenizer
-from weft.trainer.run_record import configs_named
+from weft.trainer.run_record import values_named
 
 
 def find_tokenizer(cfg: Any) -> Any | None:
@@ -20,7 +20,7 @@ def find_tokenizer(cfg: Any) -> Any | None:
     Args:
         cfg: A trainer's config.
     """
-    found = configs_named("tokenizer", cfg.input)
+    found = values_named("tokenizer", cfg.input)
     return maybe_instantiate(next(iter(found.values()))) if found else None
 
 

@@ -11,6 +11,7 @@ from weft.cli.generate import find_tokenizer, generate
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.hierarchy.module import Module
 from weft.trainer.checkpointer import CheckpointValidationType
+from weft.trainer.mesh import build_mesh
 from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
 def restore_model(cfg: Any) -> tuple[Module, Any]:
     """Builds the model of a run and restores its parameters, on one device.
 
+    Where the learner keeps a moving average of the parameters, it is that.
+
     Args:
         cfg: The trainer's config, with the run's directory.
 
@@ -48,9 +51,8 @@ def restore_model(cfg: Any) -> tuple[Module, Any]:
     Raises:
         CheckpointNotFoundError: if the run has not saved yet.
     """
-    mesh = jax.make_mesh(
-        (1,) * len(cfg.mesh_axis_names), cfg.mesh_axis_names, devices=jax.devices()[:1]
-    )
+    axes = cfg.mesh_axis_names
+    mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
     with jax.set_mesh(mesh):
         model = cfg.model.set(name="model").instantiate(parent=None)
         checkpointer = cfg.checkpointer.set(
@@ -63,10 +65,12 @@ def restore_model(cfg: Any) -> tuple[Module, Any]:
         target = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
         )
-        step, state = checkpointer.restore(state={"model": target})
+        averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
+        wanted = {"learner": {"ema": {"ema": target}}} if averaged else {"model": target}
+        step, state = checkpointer.restore(state=wanted)
         checkpointer.stop()
     if step is None:
         raise CheckpointNotFoundError(
             f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it further."
         )
-    return model, state["model"]
+    return model, state["learner"]["ema"]["ema"] if averaged else state["model"]

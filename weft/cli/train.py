@@ -20,7 +20,7 @@ from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.recipes import RECIPES
 from weft.trainer.report import write_report
-from weft.trainer.run_record import check_run_dir, configs_named, update_record
+from weft.trainer.run_record import check_run_dir, update_record, values_named
 
 _SAMPLE_TOKENS = 256
 _SAMPLE_TEMPERATURE = 0.8
@@ -68,8 +68,10 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
 def _introduce_corpus(cfg: Any, display: Display) -> Mapping[str, Baseline]:
     """Says what the data is, and what counting reaches on its held-out part."""
     baselines: Mapping[str, Baseline] = {}
-    for corpus_cfg in configs_named("corpus", cfg.input).values():
-        corpus: Corpus = maybe_instantiate(corpus_cfg)
+    for corpus_cfg in values_named("corpus", cfg.input).values():
+        corpus = maybe_instantiate(corpus_cfg)
+        if not isinstance(corpus, Corpus):
+            continue
         record = corpus.record()
         display.say(
             f"corpus     {record['name']}: {record['files']:,} files, "

@@ -161,20 +161,20 @@ def environment() -> dict[str, Any]:
     }
 
 
-def configs_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
-    """The configs that stand in fields of a name, such as the `corpus` of an input.
+def values_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
+    """What stands in fields of a name, such as the `corpus` of an input; None is left out.
 
     Args:
         name: The field's.
         cfg: The config of an input, or of anything that holds some.
 
     Returns:
-        The configs by path.
+        Configs, or objects, by path.
     """
     found: dict[str, Any] = {}
 
     def enter(path: str, value: Any, children: Any) -> Any:
-        if path.rpartition(".")[2] == name and hasattr(value, "instantiate"):
+        if path.rpartition(".")[2] == name and value is not None:
             found[path] = value
         return children
 
@@ -183,10 +183,9 @@ def configs_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
 
 
 def _corpora(cfg: Any) -> dict[str, Any]:
-    return {
-        f"input.{path}": maybe_instantiate(corpus).record()
-        for path, corpus in configs_named("corpus", cfg.input).items()
-    }
+    found = values_named("corpus", cfg.input)
+    corpora = {f"input.{path}": maybe_instantiate(value) for path, value in found.items()}
+    return {path: c.record() for path, c in corpora.items() if hasattr(c, "record")}
 
 
 def _shown(corpus: Mapping[str, Any]) -> str:

@@ -1,0 +1,106 @@
+"""`weft sample`: from a run's newest whole checkpoint to text."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.cli import main
+from weft.cli.configs import load_config
+from weft.cli.sample import restore_model
+from weft.trainer.run_record import claim_run_dir
+
+
+@pytest.fixture
+def save(tmp_path, monkeypatch):
+    """Makes the directory "run" of a run of `lm-tiny` with states that were saved by hand."""
+    monkeypatch.chdir(tmp_path)
+
+    def save_states(*states, **fields):
+        cfg = load_config("lm-tiny", ["dir=run", *(f"{k}={v}" for k, v in fields.items())])
+        claim_run_dir(cfg)
+        saver = cfg.checkpointer.set(name="saver", dir="run/checkpoints")
+        with saver.instantiate(parent=None) as checkpointer:
+            for step, make_state in enumerate(states, start=1):
+                checkpointer.save(step=step, state=make_state(initial(cfg)), force=True)
+        return cfg
+
+    return save_states
+
+
+def initial(cfg):
+    model = cfg.model.set(name="model").instantiate(parent=None)
+    return model.initialize_parameters_recursively(jax.random.key(0))
+
+
+def total(params):
+    return sum(float(jnp.sum(jnp.abs(leaf))) for leaf in jax.tree.leaves(params))
+
+
+def test_the_newest_parameters_are_restored_on_one_device(save):
+    cfg = save(
+        lambda params: {"model": params, "other": jnp.zeros(3)},
+        lambda params: {"model": jax.tree.map(lambda x: 2 * x, params), "other": jnp.zeros(3)},
+    )
+    _, params = restore_model(cfg)
+    assert total(params) == pytest.approx(2 * total(initial(cfg)))
+    assert all(len(leaf.sharding.device_set) == 1 for leaf in jax.tree.leaves(params))
+
+
+def test_averaged_parameters_are_taken_where_there_are_any(save):
+    def state(params):
+        averages = jax.tree.map(lambda x: 3 * x, params)
+        return {"model": params, "learner": {"ema": {"count": jnp.array(1), "ema": averages}}}
+
+    cfg = save(state, **{"learner.ema.decay": 0.9})
+    _, params = restore_model(cfg)
+    assert total(params) == pytest.approx(3 * total(initial(cfg)))
+
+
+def sample(capsys, *options):
+    assert main(["sample", "run", "--prompt", "import ", "--tokens", "8", *options]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(save, capsys):
+    save(lambda params: {"model": params})
+    likeliest = sample(capsys, "--temperature", "0")
+    assert likeliest.startswith("import ")
+    assert likeliest == sample(capsys, "--temperature=0", "--seed=1")
+    assert sample(capsys, "--temperature=9") != sample(capsys, "--temperature=9", "--seed=1")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "0"], "at least one token"),
+        (["--temperature", "-1"], "temperature may not be below 0"),
+    ],
+)
+def test_numbers_out_of_range_are_named(save, options, message, capsys):
+    save(lambda params: {"model": params})
+    assert main(["sample", "run", *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_that_has_not_saved_cannot_be_sampled(save, capsys):
+    save()
+    assert main(["sample", "run"]) == 2
+    assert "has not saved a checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_run_that_reads_no_text_cannot_be_sampled(save, capsys):
+    save()
+    config = pathlib.Path("run/config.txt")
+    tokenizer = "tokenizer=config_for_class(weft.input.tokenizer.ByteTokenizer)()"
+    assert tokenizer in config.read_text()
+    config.write_text(config.read_text().replace(tokenizer, "tokenizer=None"))
+    assert main(["sample", "run"]) == 2
+    assert "its input has no tokenizer" in capsys.readouterr().err
+
+
+def test_a_directory_that_is_no_run_is_named(tmp_path, capsys):
+    assert main(["sample", str(tmp_path)]) == 2
+    assert f"has no run in it: there is no {tmp_path}/config.txt" in capsys.readouterr().err
