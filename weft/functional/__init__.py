@@ -76,6 +76,14 @@ from weft.functional.loss import (
     squared_error,
     weighted_mean,
 )
+from weft.functional.loss_detection import focal_loss, generalized_iou
+from weft.functional.loss_embedding import (
+    activation_flops,
+    elementwise_similarity,
+    nearest_neighbor_entropy_loss,
+    with_cosine_margin,
+)
+from weft.functional.loss_ranking import pairwise_loss, rank_pairs
 from weft.functional.norm import (
     batch_norm,
     group_norm,
@@ -193,6 +201,14 @@ __all__ = [
     "weighted_mean",
     "contrastive_logits",
     "contrastive_loss",
+    "focal_loss",
+    "generalized_iou",
+    "elementwise_similarity",
+    "nearest_neighbor_entropy_loss",
+    "activation_flops",
+    "with_cosine_margin",
+    "pairwise_loss",
+    "rank_pairs",
     # sampling
     "LogitsToLogitsFn",
     "scale_by",

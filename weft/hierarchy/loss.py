@@ -1,0 +1,485 @@
+"""Losses, as users of AXLearn know them: means with their weights, and what they were made from.
+
+The mathematics is `weft.functional`'s.
+"""
+
+import enum
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from weft import functional
+from weft.errors import ArgumentValueError
+from weft.functional import (
+    NEG_INF,
+    binary_cross_entropy,
+    categorical_hinge_loss,
+    contrastive_logits,
+    cross_entropy,
+    pairwise_loss,
+)
+from weft.functional import nearest_neighbor_entropy_loss as koleo_loss
+from weft.functional import sigmoid_cross_entropy as sigmoid_cross_entropy_with_logits
+from weft.hierarchy.metrics import WeightedScalar
+from weft.typing import Tensor
+
+__all__ = [
+    # classification
+    "cross_entropy",
+    "binary_cross_entropy",
+    "sigmoid_cross_entropy_with_logits",
+    "categorical_hinge_loss",
+    "focal_loss",
+    "large_margin_cosine_loss",
+    "kl_divergence",
+    # regression
+    "mean_squared_error",
+    "bilinear_mean_squared_error",
+    "l1_loss",
+    "huber_loss",
+    "giou_loss",
+    # embeddings
+    "contrastive_logits",
+    "asymmetric_contrastive_loss_from_logits",
+    "asymmetric_contrastive_loss_from_features",
+    "symmetric_contrastive_loss_from_logits",
+    "symmetric_contrastive_loss_from_features",
+    "negative_cosine_similarity_loss",
+    "koleo_loss",
+    "flops_loss",
+    # rankings
+    "pairwise_loss",
+    "ranking_pairwise_loss",
+    # others
+    "NEG_INF",
+    "ReductionMethod",
+]
+
+
+class ReductionMethod(enum.StrEnum):
+    """How the losses of examples become the result."""
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+
+
+def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> Tensor:
+    """The losses, their sum or their mean, with weights."""
+    if reduction == ReductionMethod.MEAN:
+        return functional.weighted_mean(loss, weight)[0]
+    weighted = loss if weight is None else jnp.where(weight != 0, loss, 0) * weight
+    return jnp.sum(weighted) if reduction == ReductionMethod.SUM else weighted
+
+
+def _aligned(weight: Tensor | None, loss: Tensor) -> Tensor | None:
+    """Weights of examples, with axes of size 1 for what an example consists of."""
+    if weight is None or weight.ndim >= loss.ndim:
+        return weight
+    return weight.reshape(*weight.shape, *[1] * (loss.ndim - weight.ndim))
+
+
+def _weighted_scalar(loss: Tensor, weight: Tensor | None, eps: float) -> WeightedScalar:
+    return WeightedScalar(*functional.weighted_mean(loss, _aligned(weight, loss), eps=eps))
+
+
+def mean_squared_error(
+    preds: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    sample_weight: Num[Array, "*batch"] | None = None,
+    eps: float = 1e-7,
+) -> WeightedScalar:
+    """The mean of `(preds - targets)²`.
+
+    Args:
+      preds: predictions.
+      targets: what they should be.
+      sample_weight: for each element or each example; all 1 by default. Where it is 0, the values
+        may be anything, also NaN.
+      eps: where the weights sum to less, the mean is 0.
+
+    Returns:
+      The mean, with the sum of the weights of all elements.
+
+    >>> loss = mean_squared_error(jnp.array([[1.0, 2.0], [5.0, 5.0]]), jnp.zeros((2, 2)),
+    ...                           sample_weight=jnp.array([1.0, 0.0]))
+    >>> loss.mean.item(), loss.weight.item()
+    (2.5, 2.0)
+    """
+    return _weighted_scalar(functional.squared_error(preds, targets), sample_weight, eps)
+
+
+def bilinear_mean_squared_error(
+    preds: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    *,
+    shape: tuple[int, ...],
+    sample_weight: Num[Array, "*batch"] | None = None,
+    eps: float = 1e-7,
+) -> WeightedScalar:
+    """The mean squared error of images that are first resized, bilinearly, to one shape.
+
+    Args:
+      preds: predictions.
+      targets: what they should be; their shape may differ from that of `preds`.
+      shape: what both are resized to, all axes of it.
+      sample_weight: as for `mean_squared_error`, of what was resized.
+      eps: likewise.
+    """
+    preds, targets = (
+        jax.image.resize(x.astype(jnp.float32), shape, "bilinear", antialias=False)
+        for x in (preds, targets)
+    )
+    return mean_squared_error(preds, targets, sample_weight, eps)
+
+
+def l1_loss(
+    preds: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    sample_weight: Num[Array, "*batch"] | None = None,
+    eps: float = 1e-7,
+) -> WeightedScalar:
+    """The mean of `|preds - targets|`; see `mean_squared_error`."""
+    return _weighted_scalar(functional.absolute_error(preds, targets), sample_weight, eps)
+
+
+def huber_loss(
+    *,
+    predictions: Float[Array, "*shape"],
+    targets: Float[Array, "*shape"],
+    delta: float = 1.0,
+    sample_weight: Num[Array, "*batch"] | None = None,
+    reduce_axis: int | None = None,
+    reduction: ReductionMethod = ReductionMethod.NONE,
+) -> Tensor:
+    """Half the squared error up to `delta`, growing linearly from there (Huber, 1964).
+
+    Args:
+      predictions: predictions.
+      targets: what they should be.
+      delta: where the square ends.
+      sample_weight: for what is left after `reduce_axis`, or for each example of it.
+      reduce_axis: an axis to take the mean over first.
+      reduction: of what is left.
+    """
+    loss = functional.huber_error(predictions, targets, delta=delta)
+    if reduce_axis is not None:
+        loss = jnp.mean(loss, axis=reduce_axis)
+    return _reduce(loss, _aligned(sample_weight, loss), reduction)
+
+
+def giou_loss(
+    *,
+    predictions: Float[Array, "*batch 4"],
+    targets: Float[Array, "*batch 4"],
+    reduction: ReductionMethod = ReductionMethod.NONE,
+    sample_weight: Num[Array, "*batch"] | None = None,
+    eps: float = 1e-7,
+) -> Tensor:
+    """1 minus the generalized intersection over union of boxes (Rezatofighi et al., 2019).
+
+    Args:
+      predictions: boxes as two opposite corners, the smaller coordinates first.
+      targets: likewise.
+      reduction: of the losses of boxes.
+      sample_weight: of each box; all 1 by default.
+      eps: added to areas that are divided by.
+    """
+    return _reduce(
+        1 - functional.generalized_iou(predictions, targets, eps=eps), sample_weight, reduction
+    )
+
+
+def focal_loss(
+    logits: Float[Array, "*shape"],
+    targets: Num[Array, "*shape"],
+    alpha: float = 0.25,
+    gamma: float = 1.5,
+    sample_weight: Num[Array, "*batch"] | None = None,
+) -> Tensor:
+    """The sum of sigmoid cross entropies, less where the answer is likely (Lin et al., 2017).
+
+    Args:
+      logits: of being true.
+      targets: 1 for true, 0 for false.
+      alpha: the weight of true targets; that of the others is `1 - alpha`.
+      gamma: how much likely answers are weakened; not at all at 0.
+      sample_weight: for each element or each example; all 1 by default.
+    """
+    loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
+    return _reduce(loss, _aligned(sample_weight, loss), ReductionMethod.SUM)
+
+
+def kl_divergence(
+    log_predictions: Float[Array, "*batch classes"],
+    targets: Float[Array, "*batch classes"],
+    *,
+    is_log_targets: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean Kullback-Leibler divergence of predictions from targets.
+
+    Args:
+      log_predictions: log probabilities.
+      targets: probabilities, or their logarithms with `is_log_targets`.
+      is_log_targets: what `targets` are.
+
+    Returns:
+      The mean, and a dict of `per_example_loss`, `Float[Array, "*batch"]`.
+    """
+    per_example = functional.kl_divergence(log_predictions, targets, is_log_targets=is_log_targets)
+    return jnp.mean(per_example), {"per_example_loss": per_example}
+
+
+def large_margin_cosine_loss(
+    logits: Float[Array, "batch classes"],
+    *,
+    labels: Int[Array, " batch"] | None = None,
+    soft_labels: Float[Array, "batch classes"] | None = None,
+    alpha: float = 1.0,
+    margin: float = 0.0,
+) -> tuple[Tensor, dict[str, Any]]:
+    """The cross entropy of `alpha * (logits - margin * labels)` (Wang et al., 2018, CosFace).
+
+    Args:
+      logits: cosines of an embedding and the vector of each class.
+      labels: the right class; a negative one does not count.
+      soft_labels: the probability of each class instead.
+      alpha: the scale of the logits.
+      margin: by how much the right class has to lead.
+
+    Returns:
+      The mean, and a dict of `accuracy`, with the margin, and `num_examples`, both scalars.
+
+    Raises:
+      ArgumentValueError: unless one of `labels` and `soft_labels` is given.
+    """
+    if (labels is None) == (soft_labels is None):
+        raise ArgumentValueError(
+            "large_margin_cosine_loss needs the right classes once: give either labels or "
+            "soft_labels."
+        )
+    targets: Any = soft_labels if labels is None else jax.nn.one_hot(labels, logits.shape[-1])
+    right: Any = jnp.argmax(targets, axis=-1) if labels is None else labels
+    logits = functional.with_cosine_margin(logits, targets, alpha=alpha, margin=margin)
+    loss, aux = cross_entropy(logits, right, soft_target_labels=targets)
+    correct = aux["live_targets"] & (jnp.argmax(logits, axis=-1) == right)
+    num_examples = aux["num_targets"]
+    accuracy = jnp.sum(correct) / jnp.maximum(1, num_examples)
+    return loss, {"accuracy": accuracy, "num_examples": num_examples}
+
+
+def asymmetric_contrastive_loss_from_logits(
+    logits: Float[Array, "queries keys"],
+    *,
+    key_paddings: Num[Array, " keys"] | None = None,
+    temperature: float | Tensor = 1.0,
+    soft_labels: Float[Array, "queries keys"] | None = None,
+) -> Tensor:
+    """The cross entropy of finding each query's key among all keys (Oord et al., 2018).
+
+    Args:
+      logits: of each query and key; the key of query i is key i.
+      key_paddings: True for keys that are none.
+      temperature: the logits are divided by it.
+      soft_labels: the probability of each key instead.
+    """
+    if key_paddings is not None:
+        key_paddings = key_paddings.astype(bool)
+    return functional.contrastive_loss(
+        logits, temperature=temperature, key_paddings=key_paddings, soft_labels=soft_labels
+    )
+
+
+def _paddings(
+    positive_keys: Tensor, negative_keys: Tensor | None, negative_paddings: Tensor | None
+) -> Tensor | None:
+    """Which of all keys are none, where only negative ones may be."""
+    if negative_keys is None or negative_paddings is None:
+        return None
+    none = jnp.zeros(positive_keys.shape[:1], bool)
+    return jnp.concatenate([none, negative_paddings.astype(bool)])
+
+
+def _logits_to_all(queries: Tensor, keys: Tensor, negatives: Tensor | None) -> Tensor:
+    if negatives is not None:
+        keys = jnp.concatenate([keys, negatives])
+    return contrastive_logits(queries, keys)
+
+
+def asymmetric_contrastive_loss_from_features(
+    queries: Float[Array, "queries dim"],
+    positive_keys: Float[Array, "queries dim"],
+    *,
+    negative_keys: Float[Array, "negatives dim"] | None = None,
+    negative_key_paddings: Num[Array, " negatives"] | None = None,
+    temperature: float | Tensor = 1.0,
+    soft_labels: Float[Array, "queries keys"] | None = None,
+) -> Tensor:
+    """`asymmetric_contrastive_loss_from_logits` of inner products.
+
+    Args:
+      queries: vectors.
+      positive_keys: the key of each query; a negative key for all other queries.
+      negative_keys: further negative keys.
+      negative_key_paddings: True for those of them that are none.
+      temperature: the logits are divided by it.
+      soft_labels: the probability of each key, the positive ones first.
+
+    >>> x = 20 * jnp.eye(2)
+    >>> asymmetric_contrastive_loss_from_features(x, x).item()
+    0.0
+    """
+    return asymmetric_contrastive_loss_from_logits(
+        _logits_to_all(queries, positive_keys, negative_keys),
+        key_paddings=_paddings(positive_keys, negative_keys, negative_key_paddings),
+        temperature=temperature,
+        soft_labels=soft_labels,
+    )
+
+
+def symmetric_contrastive_loss_from_logits(
+    x_y_logits: Float[Array, "batch y_keys"],
+    y_x_logits: Float[Array, "batch x_keys"],
+    *,
+    y_as_key_paddings: Num[Array, " y_keys"] | None = None,
+    x_as_key_paddings: Num[Array, " x_keys"] | None = None,
+    temperature: float | Tensor = 1.0,
+    y_as_key_soft_labels: Float[Array, "batch y_keys"] | None = None,
+    x_as_key_soft_labels: Float[Array, "batch x_keys"] | None = None,
+) -> Tensor:
+    """The mean of the losses of finding y by x, and x by y (Radford et al., 2021, CLIP).
+
+    Args:
+      x_y_logits: of each x and all y.
+      y_x_logits: of each y and all x.
+      y_as_key_paddings: True for those y that are none.
+      x_as_key_paddings: likewise of x.
+      temperature: the logits are divided by it.
+      y_as_key_soft_labels: the probability of each y for each x.
+      x_as_key_soft_labels: the probability of each x for each y.
+    """
+    x_to_y = asymmetric_contrastive_loss_from_logits(
+        x_y_logits,
+        key_paddings=y_as_key_paddings,
+        temperature=temperature,
+        soft_labels=y_as_key_soft_labels,
+    )
+    y_to_x = asymmetric_contrastive_loss_from_logits(
+        y_x_logits,
+        key_paddings=x_as_key_paddings,
+        temperature=temperature,
+        soft_labels=x_as_key_soft_labels,
+    )
+    return (x_to_y + y_to_x) / 2
+
+
+def symmetric_contrastive_loss_from_features(
+    x: Float[Array, "batch dim"],
+    y: Float[Array, "batch dim"],
+    *,
+    x_negatives: Float[Array, "x_negatives dim"] | None = None,
+    y_negatives: Float[Array, "y_negatives dim"] | None = None,
+    x_negative_paddings: Num[Array, " x_negatives"] | None = None,
+    y_negative_paddings: Num[Array, " y_negatives"] | None = None,
+    temperature: float | Tensor = 1.0,
+    y_as_key_soft_labels: Float[Array, "batch y_keys"] | None = None,
+    x_as_key_soft_labels: Float[Array, "batch x_keys"] | None = None,
+) -> Tensor:
+    """`symmetric_contrastive_loss_from_logits` of inner products.
+
+    Args:
+      x: vectors.
+      y: the vectors that belong to them.
+      x_negatives: further vectors of the kind of x, which belong to no y.
+      y_negatives: likewise of y.
+      x_negative_paddings: True for those of `x_negatives` that are none.
+      y_negative_paddings: likewise of `y_negatives`.
+      temperature: the logits are divided by it.
+      y_as_key_soft_labels: the probability of each y for each x, the negatives last.
+      x_as_key_soft_labels: the probability of each x for each y, the negatives last.
+    """
+    return symmetric_contrastive_loss_from_logits(
+        _logits_to_all(x, y, y_negatives),
+        _logits_to_all(y, x, x_negatives),
+        y_as_key_paddings=_paddings(y, y_negatives, y_negative_paddings),
+        x_as_key_paddings=_paddings(x, x_negatives, x_negative_paddings),
+        temperature=temperature,
+        y_as_key_soft_labels=y_as_key_soft_labels,
+        x_as_key_soft_labels=x_as_key_soft_labels,
+    )
+
+
+def negative_cosine_similarity_loss(
+    predictions: Float[Array, "*batch dim"],
+    targets: Float[Array, "*batch dim"],
+    *,
+    normalize_embedding: bool = True,
+    eps: float = 1e-8,
+    live_targets: Num[Array, "*batch"] | None = None,
+    reduction: ReductionMethod = ReductionMethod.MEAN,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Minus the cosine of each prediction and its target.
+
+    Args:
+      predictions: vectors.
+      targets: vectors.
+      normalize_embedding: whether to take them to the unit sphere; if not, it is minus the inner
+        product.
+      eps: the least length to divide by.
+      live_targets: the weight of each target; all 1 by default.
+      reduction: of the losses of targets.
+
+    Returns:
+      The loss, and a dict of `cosine_similarity`, `Float[Array, "*batch"]`, and
+      `elementwise_similarity`, `Float[Array, "*batch dim"]`, which adds up to it.
+    """
+    products = functional.elementwise_similarity(
+        predictions, targets, normalize_embedding=normalize_embedding, eps=eps
+    )
+    similarity = jnp.sum(products, axis=-1)
+    aux = {"cosine_similarity": similarity, "elementwise_similarity": products}
+    return _reduce(-similarity, live_targets, reduction), aux
+
+
+def flops_loss(
+    *,
+    embeddings: Float[Array, "batch dim"],
+    paddings: Num[Array, " batch"] | None = None,
+    sparsity_threshold: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """What a search with sparse vectors costs, and how sparse they are (Paria et al., 2020).
+
+    Args:
+      embeddings: vectors.
+      paddings: 1 for those that do not count; by default all do.
+      sparsity_threshold: up to which magnitude a component counts as zero.
+
+    Returns:
+      The sum of the squared mean magnitudes of components, and the mean number of zeros.
+    """
+    return functional.activation_flops(
+        embeddings, paddings=paddings, sparsity_threshold=sparsity_threshold
+    )
+
+
+def ranking_pairwise_loss(
+    *,
+    logits: Float[Array, "batch items"],
+    ranks: Int[Array, "batch items"],
+    loss_scale: Float[Array, " batch"],
+) -> tuple[Tensor, Tensor]:
+    """`pairwise_loss` of all pairs of items of different ranks.
+
+    Args:
+      logits: of each item.
+      ranks: from 1, the best; items may share one. A rank of 0 or less leaves an item out.
+      loss_scale: a factor of each example's loss.
+
+    Returns:
+      The mean over pairs, and their number.
+    """
+    return pairwise_loss(
+        logits=logits, pair_weights=functional.rank_pairs(ranks), loss_scale=loss_scale
+    )
