@@ -167,12 +167,12 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("hint", "value"), GOOD, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("hint", "value"), GOOD, ids=lambda v: str(v).partition(" at 0x")[0][:40])
 def test_what_fits(hint, value):
     assert fits(value, hint)
 
 
-@pytest.mark.parametrize(("hint", "value"), BAD, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("hint", "value"), BAD, ids=lambda v: str(v).partition(" at 0x")[0][:40])
 def test_what_does_not_fit(hint, value):
     assert not fits(value, hint)
 
