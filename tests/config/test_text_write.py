@@ -196,7 +196,7 @@ def test_values(value, text):
         (jax.sharding.PartitionSpec(jax.sharding.PartitionSpec.UNCONSTRAINED), "an object of"),
         (np.datetime64("2020-01-01"), "an object of type numpy.datetime64"),
     ],
-    ids=lambda v: str(v).partition(" at 0x")[0][:30],
+    ids=short,
 )
 def test_what_has_no_text_is_marked(value, name):
     text = to_text(Data(x=value))
