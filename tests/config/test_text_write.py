@@ -174,9 +174,11 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), VALUES, ids=lambda v: str(v).partition(" at 0x")[0][:40]
-)
+def short(value):
+    return str(value).partition(" at 0x")[0][:40]
+
+
+@pytest.mark.parametrize(("value", "text"), VALUES, ids=short)
 def test_values(value, text):
     cfg = Data(x=value)
     assert text is None or to_text(cfg) == f"{M}.Data(\n    x={text},\n)"

@@ -14,10 +14,10 @@ from weft.trainer.run_record import (
     CONFIG_FILE,
     check_run_dir,
     claim_run_dir,
-    values_named,
     environment,
     read_record,
     update_record,
+    values_named,
     write_whole,
 )
 
