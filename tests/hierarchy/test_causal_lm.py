@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from weft.config import config_for_function
 from weft.errors import ArgumentShapeError
 from weft.hierarchy.attention_bias import CausalAttentionBias
 from weft.hierarchy.base_layer import RematSpec
@@ -18,6 +19,7 @@ from weft.hierarchy.causal_lm import (
     residual_initializer_cfg,
 )
 from weft.hierarchy.decoding import StopOnMaxLength
+from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.logit_modifiers import chain, scale_by, top_k_logits
 from weft.hierarchy.module import functional
 from weft.hierarchy.rope import RoFormerQKVLinear
@@ -253,6 +255,33 @@ def test_chunks_divide_the_sequence():
     model, state = make(scan_chunk=4)
     with pytest.raises(ArgumentShapeError, match=r"scan_chunk=4 of model does not divide the 6"):
         call(model, state, input_batch=BATCH)
+
+
+class Balanced(TransformerFeedForwardLayer):
+    """Wants its output to be small."""
+
+    def forward(self, inputs):
+        outputs = super().forward(inputs)
+        self.add_module_output("aux_loss", jnp.mean(outputs**2))
+        return outputs
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_losses_of_layers_are_added(stack):
+    decoder = decoder_config(stack, num_layers=2)
+    if stack == "repeated":  # which keeps outputs of its layers to itself unless it is told
+        decoder.transformer.repeat.drop_output = config_for_function(lambda: lambda path: False)
+    layer = decoder.transformer.layer
+    feed_forward = layer.feed_forward
+    layer.feed_forward = Balanced.default_config().set(
+        hidden_dim=feed_forward.hidden_dim, linear2=feed_forward.linear2
+    )
+    model, state = make(decoder, metrics=metrics_config(aux_loss_regex=".*/aux_loss"))
+    (loss, _), summaries = loss_and_aux(model, state)
+    aux, nats = (float(summaries[k].mean) for k in ("aux_loss", "cross_entropy_loss"))
+    assert aux > 0
+    assert float(loss) == pytest.approx(aux + nats, rel=1e-5)
+    assert float(summaries["loss"].weight) == 9
 
 
 def rope_config(stack):

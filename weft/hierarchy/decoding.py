@@ -4,6 +4,8 @@ Both are pure functions of a callable `tokens_to_scores(token_ids, cache)`, and 
 modules: `decoding_loop` says how hypotheses lie in arrays, `decoding_stop` when one is complete.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -147,39 +149,45 @@ def sample_decode(
         return jnp.any(~state.stop_decoding & (state.cur_index < last)[:, None])
 
     def step(state: DecodingState) -> DecodingState:
-        # The first of the two keys is for this step, as users of AXLearn's seeds expect.
-        key, next_key = jax.random.split(state.prng_key)
-        log_probs, cache = loops.next_token_scores(
-            tokens_to_scores, state.sequences, state.cur_index, state.cache
-        )
-        tokens = jax.random.categorical(key, log_probs)
-        scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
-        done, index = state.stop_decoding, state.cur_index + 1
-        new = loops.put_at(state.sequences, index, jnp.where(done, pad_id, tokens))
-        stop = stop_decoding_condition(index=index, sequences=new, prefix_len=time_step + 1)
-        return DecodingState(
-            cur_index=index,
-            sequences=new,
-            token_scores=loops.put_at(state.token_scores, index - 1, jnp.where(done, 0.0, scores)),
-            stop_decoding=done | stop,
-            cache=cache,
-            prng_key=next_key,
-        )
+        stop = functools.partial(stop_decoding_condition, prefix_len=time_step + 1)
+        return _sample_step(state, tokens_to_scores, stop, pad_id)
 
-    state = loops.run_loop(
-        loop,
-        unfinished,
-        step,
-        DecodingState(
-            cur_index=time_step.astype(jnp.int32),
-            sequences=sequences,
-            token_scores=_prompt_scores(input_token_scores, time_step, sequences),
-            stop_decoding=jnp.zeros(sequences.shape[:2], bool),
-            cache=loops.expand_cache(cache, num_decodes),
-            prng_key=prng_key,
-        ),
+    first = DecodingState(
+        cur_index=time_step.astype(jnp.int32),
+        sequences=sequences,
+        token_scores=_prompt_scores(input_token_scores, time_step, sequences),
+        stop_decoding=jnp.zeros(sequences.shape[:2], bool),
+        cache=loops.expand_cache(cache, num_decodes),
+        prng_key=prng_key,
     )
+    state = loops.run_loop(loop, unfinished, step, first)
     return SampleOutputs(state.sequences[:, :, 1:], state.token_scores)
+
+
+def _sample_step(
+    state: DecodingState,
+    tokens_to_scores: TokensToScores,
+    stop_condition: Callable[..., Tensor],
+    pad_id: int,
+) -> DecodingState:
+    """Samples one token for each hypothesis."""
+    # The first of the two keys is for this step: the same seed samples what it does in AXLearn.
+    key, next_key = jax.random.split(state.prng_key)
+    log_probs, cache = loops.next_token_scores(
+        tokens_to_scores, state.sequences, state.cur_index, state.cache
+    )
+    tokens = jax.random.categorical(key, log_probs)
+    scores = jnp.take_along_axis(log_probs, tokens[:, :, None], axis=2)[:, :, 0]
+    done, index = state.stop_decoding, state.cur_index + 1
+    sequences = loops.put_at(state.sequences, index, jnp.where(done, pad_id, tokens))
+    return DecodingState(
+        cur_index=index,
+        sequences=sequences,
+        token_scores=loops.put_at(state.token_scores, index - 1, jnp.where(done, 0.0, scores)),
+        stop_decoding=done | stop_condition(index=index, sequences=sequences),
+        cache=cache,
+        prng_key=next_key,
+    )
 
 
 def _prompt_scores(
