@@ -14,14 +14,12 @@ from weft.input import ByteTokenizer
 class Successor(BaseModel):
     """After each byte comes the next one; after `e` the text ends."""
 
-    def sample_decode(self, input_batch, *, logits_modifier):
+    def sample_decode(self, input_batch, *, max_sequence_length, logits_modifier):
         del logits_modifier
         (prefix,) = input_batch["prefix"]
-        last = jnp.sum(prefix != ByteTokenizer.pad_id) - 1
-        index = jnp.arange(len(prefix))
-        added = prefix[last] + index - last
+        added = prefix[-1] + 1 + jnp.arange(max_sequence_length + 1 - len(prefix))
         added = jnp.where(added > ord("e"), ByteTokenizer.eos_id, added)
-        sequence = jnp.where(index <= last, prefix, added)[None, None, 1:]
+        sequence = jnp.concatenate([prefix[1:], added])[None, None]
         return SampleOutputs(sequences=sequence, token_scores=0.0 * sequence)
 
 

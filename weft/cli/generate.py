@@ -62,10 +62,10 @@ def generate(
         )
     # A document begins with the token that ends the one before.
     ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
-    prefix = np.full((1, len(ids) + num_tokens), tokenizer.pad_id, np.int32)
-    prefix[0, : len(ids)] = ids
+    num_prompt = len(ids) - 1
     inputs = {
-        "input_batch": {"prefix": jnp.asarray(prefix)},
+        "input_batch": {"prefix": jnp.asarray(ids[None], jnp.int32)},
+        "max_sequence_length": num_prompt + num_tokens,
         "logits_modifier": scale_by(temperature),
     }
 
@@ -81,8 +81,7 @@ def generate(
         )
         return outputs.sequences
 
-    # Results leave out the first token of the prefix.
-    sequence = np.asarray(sample(params, jax.random.key(seed)))[0, 0]
-    added = sequence[len(ids) - 1 :]
+    # The result leaves out the first token.
+    added = np.asarray(sample(params, jax.random.key(seed)))[0, 0, num_prompt:]
     ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
     return tokenizer.decode(added[: ends[0]] if len(ends) else added)
