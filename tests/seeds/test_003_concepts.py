@@ -1,16 +1,28 @@
 """The programs that the concepts of AXLearn are explained with, with their ellipses filled in."""
 
-import hashlib
+import dataclasses
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from weft.config import REQUIRED, Required, config_class, config_for_class, config_for_function
+from weft.config import (
+    REQUIRED,
+    ConfigBase,
+    Configurable,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_class,
+    config_for_function,
+)
 from weft.errors import RequiredFieldMissingError
 from weft.hierarchy.attention import (
+    BaseTransformerLayer,
     GroupedQKVLinear,
     GroupedQueryAttention,
     MultiheadAttention,
@@ -18,11 +30,12 @@ from weft.hierarchy.attention import (
     TransformerAttentionLayer,
     TransformerLayer,
 )
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.layers import LayerNorm, Linear, RMSNorm
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, current_context, functional
 from weft.hierarchy.module import functional as F
-from weft.input import Input, host_to_global_device_array
-from weft.typing import Tensor
+from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
+from weft.typing import NestedTensor, Tensor
 
 # Introduction to the config library.
 
@@ -98,17 +111,15 @@ def test_required_fields_are_validated_and_instances_are_unique():
 # Configurable functions and classes.
 
 
+@dataclasses.dataclass(frozen=True)
 class PretrainedConfig:
-    def __init__(self, hidden_size=16):
-        self.hidden_size = hidden_size
+    factor: float = 1.0
 
 
 class ThirdPartyTransformerLayer:
-    # ---
     # A contrived example of a third-party Transformer layer implementation.
 
     def __init__(self, config: PretrainedConfig, training: bool = False):
-        # ---
         self.config = config
         self.training = training
 
@@ -145,21 +156,18 @@ def assert_a_stack_of_three_makes_eightfold(stack_cfg):
 
 
 def test_a_class_of_another_library_is_configured_and_composed():
-    # ---
     # Generate a config using `config_for_class`.
     custom_layer_cfg = config_for_class(ThirdPartyTransformerLayer)
 
     # Set some of the attribute(s).
     custom_layer_cfg.set(config=PretrainedConfig(factor=2.0))
-    # ---
     layer = custom_layer_cfg.instantiate()
     assert type(layer) is ThirdPartyTransformerLayer
-    assert layer.config == PretrainedConfig(factor=2.0) and layer.training is False
-    # ---
+    assert layer.config == PretrainedConfig(factor=2.0)
+    assert layer.training is False
     stack_cfg = StackedTransformerLayer.default_config().set(
         layer=custom_layer_cfg,
     )
-    # ---
     assert stack_cfg.layer == custom_layer_cfg
     assert stack_cfg.layer.config.factor == 2.0
     # What a stack calls is a module; a small one calls what the other library has.
@@ -167,16 +175,11 @@ def test_a_class_of_another_library_is_configured_and_composed():
     assert_a_stack_of_three_makes_eightfold(stack_cfg)
 
 
-# ---
 def layer_from_pretrained(config: PretrainedConfig, input_dim: int, name: str, parent: Module):
     return ThirdPartyTransformerLayer.from_pretrained(config, input_dim, name, parent)
 
 
-# ---
-
-
 def test_a_function_that_makes_a_layer_is_configured_and_composed():
-    # ---
     # Generate a config using `config_for_function`.
     custom_layer_cfg = config_for_function(layer_from_pretrained)
 
@@ -187,7 +190,6 @@ def test_a_function_that_makes_a_layer_is_configured_and_composed():
     stack_cfg = StackedTransformerLayer.default_config().set(
         layer=custom_layer_cfg,
     )
-    # ---
     assert_a_stack_of_three_makes_eightfold(stack_cfg)
 
 
@@ -254,7 +256,6 @@ def initializer(value):
 
 # The anatomy of a `Module`: it has a `@config_class`. One page has three blocks of one class.
 class FooModule(BaseLayer):
-    # ---
     @config_class
     class Config(BaseLayer.Config):
         bar: InstantiableConfig = BarModule.default_config()
@@ -267,7 +268,6 @@ class FooModule(BaseLayer):
         self._add_child("bar1", bar_cfg)
         self._add_child("bar2", bar_cfg)
 
-    # ---
     def forward(self, x: Tensor) -> Tensor:
         # Child modules can be accessed as attributes.
         # By default, this is equivalent to `self.bar1.forward(x)`.
@@ -279,14 +279,10 @@ class FooModule(BaseLayer):
         # Return some outputs.
         return z
 
-    # ---
-
 
 def make_foo():
-    # ---
     cfg: FooModule.Config = FooModule.default_config().set(name="foo", vlog=1)
     foo_module: FooModule = cfg.instantiate(parent=None)
-    # ---
     return cfg, foo_module
 
 
@@ -308,7 +304,6 @@ def test_a_module_is_a_node_of_a_tree():
 
 
 def invoke(foo_module, x, **kwargs):
-    # ---
     from weft.hierarchy.module import functional as F
 
     # Invoke `foo_module.forward` via functional API.
@@ -322,7 +317,6 @@ def invoke(foo_module, x, **kwargs):
         is_training=True,
         **kwargs,
     )
-    # ---
     return outputs, output_collection
 
 
@@ -390,9 +384,9 @@ class Mlp(BaseLayer):
         linear = Linear.default_config().set(input_dim=cfg.dim, output_dim=cfg.dim)
         linear.param_partition_spec = (None, "model")
         self._add_child("hidden", linear)
-        self._add_child(
-            "out", linear.set(param_init=ConstantInitializer.default_config(), bias=False)
-        )
+        constant = ConstantInitializer.default_config().set(value=0.5)
+        init = DefaultInitializer.default_config().set(init_by_param_name={".*": constant})
+        self._add_child("out", linear.set(param_init=init, bias=False))
 
     def forward(self, x):
         return self.out(self.hidden(x))
