@@ -89,7 +89,7 @@ def test_a_finished_run_says_so_and_leaves_a_report(run_dir, capsys):
     record = json.loads((run_dir / "run.json").read_text())
     assert len(record["starts"]) == 2 and record["end"] == {"step": 60, "reason": "max_step"}
     assert record["baselines"].keys() == {"unigram", "bigram", "trigram"}
-    assert record["samples"][0]["text"]
+    assert [sample["step"] for sample in record["samples"]] == [60] and record["samples"][0]["text"]
 
 
 def test_a_directory_stands_for_its_config(run_dir, capsys):

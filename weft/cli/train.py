@@ -20,7 +20,7 @@ from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.recipes import RECIPES
 from weft.trainer.report import write_report
-from weft.trainer.run_record import check_run_dir, update_record, values_named
+from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
 
 _SAMPLE_TOKENS = 256
 _SAMPLE_TEMPERATURE = 0.8
@@ -136,7 +136,7 @@ def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
 
 
 def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
-    """Prints a generated text, where the model generates any."""
+    """Prints a generated text, where the model generates any; adds it to those of earlier ends."""
     tokenizer = find_tokenizer(trainer.config)
     if tokenizer is None or not hasattr(trainer.model, "sample_decode"):
         return []
@@ -151,7 +151,9 @@ def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
             seed=trainer.config.seed,
         )
     display.say(f"\nA text that the model begins by itself:\n\n{text}")
-    return [{"step": step, "prompt": "", "text": text}]
+    earlier = read_record(trainer.config.dir).get("samples", [])
+    sample = {"step": step, "prompt": "", "text": text}
+    return [*(s for s in earlier if s["step"] != step), sample]
 
 
 def _next_commands(cfg: Any, arguments: Sequence[str], stopped: bool) -> list[str]:
