@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import jax
 import pytest
 
 from weft.cli import main
@@ -11,6 +12,8 @@ from weft.cli.train import program, split_arguments
 from weft.trainer.run_record import claim_run_dir
 
 TINY = ["train", "lm-tiny"]
+
+eight_devices = pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
 
 
 @pytest.fixture
@@ -29,10 +32,12 @@ def folder(tmp_path, monkeypatch):
         ("input.source.sequence_length=wide", "expected int"),
         ("model=3", "model=3"),
         ("dir=file/run", "file is a file"),
-        ("mesh_shape=3,1", "there are 8"),
+        ("mesh_shape=77,1", "(data=77, model=1) needs 77 devices"),
         ("mesh_shape=2,2,2", "has 3 axes"),
-        ("mesh_shape=1,8", "does not divide over model = 8"),
-        ("input.source.global_batch_size=12", "make it a multiple of 8"),
+        pytest.param("mesh_shape=1,8", "does not divide over model = 8", marks=eight_devices),
+        pytest.param(
+            "input.source.global_batch_size=12", "make it a multiple of 8", marks=eight_devices
+        ),
         ("input.source.corpus.pattern=none/*", "no text"),
         ("input.source.sequence_length=1000000", "give more text or a smaller sequence_length"),
     ],

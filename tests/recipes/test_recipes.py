@@ -29,6 +29,7 @@ def test_each_call_makes_a_fresh_config():
     assert second.model.decoder.dim != 7
 
 
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
 @pytest.mark.parametrize("name", named_trainer_configs())
 def test_the_model_divides_over_a_mesh_of_data_and_model(name):
     cfg = named_trainer_configs()[name]().set(mesh_shape=(4, 2))
