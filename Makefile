@@ -14,7 +14,7 @@ train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS
 	@$(BIN)/weft train $(RECIPE) $(ARGS)
 
 test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/ruff format --check .
