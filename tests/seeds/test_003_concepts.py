@@ -31,10 +31,18 @@ from weft.hierarchy.attention import (
     TransformerLayer,
 )
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.layers import LayerNorm, Linear, RMSNorm
 from weft.hierarchy.module import Module, current_context, functional
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
+from weft.input import global_to_host_array, host_to_global_device_array
+from weft.input.fake import fake_source
+from weft.input.grain import DispatchConfig, Input, per_feed_batch, shard_dataset
+from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.learner import Learner
+from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
 
 # Introduction to the config library.
@@ -416,6 +424,105 @@ def test_one_layer_serves_several_sets_of_parameters():
         y, _ = functional(layer, prng_key=None, state=used, inputs=[x], is_training=False)
         hidden = x @ used["hidden"]["weight"] + used["hidden"]["bias"]
         np.testing.assert_allclose(y, hidden @ used["out"]["weight"], rtol=1e-5, atol=1e-6)
+
+
+# SPMD Trainer
+
+
+class Mean(BaseModel):
+    def _create_layer_parameter_specs(self):
+        return {"scale": ParameterSpec(shape=(), initializer=initializer(1.0))}
+
+    def forward(self, input_batch):
+        loss = jnp.mean(input_batch["x"] * self.parameters["scale"])
+        self.add_summary("rows", jnp.asarray(input_batch["x"].shape[0]))
+        return loss, {}
+
+
+def batches_of_numbers(global_batch_size):
+    """What a process reads: its part of the numbers, in batches of its part of the rows."""
+    numbers = [{"x": np.float32(i)} for i in range(64)]
+    source = fake_source(is_training=False, examples=numbers, repeat=1)
+
+    def build(dispatch_config):
+        return per_feed_batch(
+            source(dispatch_config),
+            global_batch_size=global_batch_size,
+            dispatch_config=dispatch_config,
+        )
+
+    return build
+
+
+def make_trainer(directory):
+    input_cfg = Input.default_config().set(
+        source=config_for_function(batches_of_numbers).set(global_batch_size=16)
+    )
+    cfg = SpmdTrainer.default_config().set(
+        name="trainer",
+        dir=str(directory),
+        max_step=2,
+        model=Mean.default_config(),
+        learner=Learner.default_config().set(
+            optimizer=config_for_function(sgd_optimizer).set(
+                learning_rate=0.5, decouple_weight_decay=True
+            )
+        ),
+        input=input_cfg,
+        evalers={"held_out": SpmdEvaler.default_config().set(input=input_cfg)},
+        mesh_shape=(-1,),
+        mesh_axis_names=("data",),
+    )
+    return cfg.instantiate(parent=None)
+
+
+def test_a_trainer_is_the_root_of_all_that_training_needs(tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert isinstance(trainer, Module) and trainer.parent is None
+    wanted = {"model", "learner", "input", "held_out", "checkpointer", "summary_writer"}
+    assert wanted == set(trainer.children)
+    assert trainer.model.path() == "trainer.model"
+    assert next(iter(trainer.input.dataset()))["x"].shape == (16,)
+
+
+# Input Batch Sharding
+
+
+def test_each_process_reads_its_split_and_the_rows_become_one_global_array():
+    # 1. The split that each process has, here of two that read evenly.
+    numbers = fake_source(is_training=False, examples=range(8))(DispatchConfig(0, 1))
+    splits = [shard_dataset(numbers, DispatchConfig(shard_index=i, num_shards=2)) for i in range(2)]
+    assert [list(split) for split in splits] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    # 2. What a process reads in a step is an array of its own rows.
+    local = [np.asarray(list(split)[:2]) for split in splits]
+    assert [type(rows) for rows in local] == [np.ndarray, np.ndarray]
+    # 3. The rows become a global array, with each device of the mesh having its part.
+    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    rows = np.arange(2.0 * jax.device_count())
+    batch = host_to_global_device_array({"x": rows}, partition=P("data"), mesh=mesh)
+    assert batch["x"].shape == rows.shape and batch["x"].sharding.spec == P("data")
+    for i, shard in enumerate(batch["x"].addressable_shards):
+        np.testing.assert_array_equal(shard.data, rows[2 * i : 2 * i + 2])
+    np.testing.assert_array_equal(global_to_host_array(batch)["x"], rows)
+
+
+def test_the_trainer_gives_its_step_the_global_batch(tmp_path):
+    trainer = make_trainer(tmp_path)
+    given = []
+    step = trainer._train_step
+
+    def watched(state, batch):
+        given.append(batch["x"])
+        return step(state, batch)
+
+    trainer._train_step = watched
+    trainer.run()
+    assert [x.shape for x in given] == [(16,), (16,)]
+    assert all(x.sharding.spec == P("data") for x in given)
+    np.testing.assert_array_equal(given[1], np.arange(16.0, 32.0))
+    # The losses' gradients are the means of the batches, so this many rows reached the model.
+    expected = 1 - 0.5 * (np.mean(np.arange(16.0)) + np.mean(np.arange(16.0, 32.0)))
+    np.testing.assert_allclose(trainer.trainer_state.model["scale"], expected, rtol=1e-6)
 
 
 # Config APIs
