@@ -27,5 +27,5 @@ def test_what_is_no_config(tmp_path):
     (tmp_path / "bad.txt").write_text("this is no config")
     with pytest.raises((ConfigTextError, CommandLineError)):
         load_config(str(tmp_path / "bad.txt"))
-    with pytest.raises((UnknownFieldError, ValueError), match=r"max_steps.*Did you mean 'max_step'"):
+    with pytest.raises((UnknownFieldError, ValueError), match=r"Did you mean 'max_step'"):
         load_config("lm-tiny", ["max_steps=3"])

@@ -1,0 +1,38 @@
+"""The pages of the documentation: their programs run in order and print what the pages say."""
+
+import re
+
+import pytest
+
+from tests.pages import ROOT, blocks, programs, run_in_order
+from weft.cli.arguments import parse_arguments
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+
+
+def named(pages):
+    return pytest.mark.parametrize(
+        "page", pages, ids=[page.relative_to(DOCS).with_suffix("").as_posix() for page in pages]
+    )
+
+
+@named([page for page in PAGES if programs(page)])
+def test_a_page_prints_what_it_says(page, monkeypatch, tmp_path):
+    # Errors and origins name files from here; what a page writes goes elsewhere.
+    monkeypatch.chdir(ROOT if page.name == "config.md" else tmp_path)
+    for said, printed in run_in_order(page, monkeypatch):
+        assert printed == said
+
+
+@named([page for page in PAGES if "weft " in page.read_text(encoding="utf-8")])
+def test_the_commands_of_a_page_are_there(page):
+    consoles = [block.text for block in blocks(page) if block.language == "console"]
+    for command in re.findall(r"^\$ weft (.*?)(?:\s+#.*)?$", "".join(consoles), re.MULTILINE):
+        assert parse_arguments(command.split()).command
+
+
+def test_the_navigation_names_every_page():
+    lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
+    shown = {line.split(": ")[-1].removeprefix("- ").strip() for line in lines}
+    assert not {page.relative_to(DOCS).as_posix() for page in PAGES} - shown
