@@ -34,7 +34,7 @@ _NOT_CALLABLE = (
     *("weft.cli", "weft.config", "weft.interop", "weft.launch", "weft.recipes"),
     *("weft.serialization", "weft.trainer.checkpoint_dirs", "weft.trainer.checkpoint_index"),
     *("weft.trainer.checkpoint_manifest", "weft.trainer.event_file"),
-    *("weft.trainer.python_savables", "weft.trainer.run_record"),
+    *("weft.trainer.python_savables", "weft.trainer.run_record", "weft.trainer.state_storage"),
 )
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 _IMPORTABLE = (
