@@ -12,6 +12,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
 ).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the suite's time, and the programs are too small to gain by being fast.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Many tests compile the same small programs, some in processes of their own: each is compiled once
 # for all of them. The cache begins empty and goes with the temporary directory, so nothing is ever
