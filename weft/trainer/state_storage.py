@@ -161,7 +161,7 @@ class OrbaxStateStorage(StateStorage):
                 on_commit_callback(ckpt_dir=ckpt_dir, index=index)
             except BaseException as error:
                 self._error = error
-                shutil.rmtree(ckpt_dir, ignore_errors=True)  # makes room on a full disk
+                _remove_what_was_written(ckpt_dir)
                 logger.error(
                     "The checkpoint of step %d could not be written to %s: %s",
                     step,
