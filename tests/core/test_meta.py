@@ -1,0 +1,451 @@
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft import struct
+from weft.core import meta
+from weft.core.meta import PARTITION_NAME, AxisMetadata, Partitioned
+from weft.errors import (
+    AxisMetadataError,
+    MeshError,
+    PartitioningUnspecifiedError,
+    PartitionNameError,
+    ShardingWarning,
+)
+
+
+class Factored(struct.PyTreeNode, AxisMetadata):
+    """What a factored optimizer keeps for each axis: its factor, or that it keeps none."""
+
+    array: Any
+    factored: tuple[bool, ...] = struct.field(pytree_node=False)
+
+    def unbox(self):
+        return self.array
+
+    def add_axis(self, index, params):
+        index = index % (len(self.factored) + 1)
+        new = params.get("factored", False)
+        return self.replace(factored=(*self.factored[:index], new, *self.factored[index:]))
+
+    def remove_axis(self, index, params):
+        index = index % len(self.factored)
+        if self.factored[index] != params.get("factored", False):
+            raise ValueError(f"axis {index} is factored the other way")
+        return self.replace(factored=self.factored[:index] + self.factored[index + 1 :])
+
+
+class Opaque(AxisMetadata):
+    """A box that is no pytree node."""
+
+    def __init__(self, value, axes):
+        self.value, self.axes = value, axes
+
+    def unbox(self):
+        return self.value
+
+    def add_axis(self, index, params):
+        return Opaque(self.value, self.axes + 1)
+
+    def remove_axis(self, index, params):
+        return Opaque(self.value, self.axes - 1)
+
+
+def a_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def named(name):
+    return {PARTITION_NAME: name}
+
+
+# The box.
+
+
+def test_names_are_a_tuple_however_they_are_given():
+    assert Partitioned(1, [None, ["data", "model"]]).names == (None, ("data", "model"))
+    assert meta.with_partitioning(jnp.ones, ["data"])((3,)).names == ("data",)
+
+
+@pytest.mark.parametrize("names", ["data", 3, None])
+def test_names_that_are_no_sequence_are_refused(names):
+    with pytest.raises(AxisMetadataError, match=rf"names is {names!r}.*write \({names!r},\)"):
+        Partitioned(1, names)
+
+
+def test_a_box_is_a_pytree_node_around_its_value():
+    box = Partitioned(jnp.ones(3), ("data",))
+    doubled = jax.tree.map(lambda x: 2 * x, {"w": box})["w"]
+    assert doubled.names == ("data",)
+    np.testing.assert_array_equal(doubled.value, 2)
+    [(path, _)] = jax.tree_util.tree_leaves_with_path({"w": box})
+    assert jax.tree_util.keystr(path) == "['w'].value"
+
+
+def test_a_box_without_the_three_methods_cannot_be_made():
+    class Half(AxisMetadata):
+        def unbox(self):
+            return 0
+
+    with pytest.raises(TypeError, match="add_axis"):
+        Half()
+
+
+def test_with_partitioning_boxes_the_value_and_keeps_the_name_of_the_function():
+    mesh = a_mesh()
+    init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), mesh)
+    box = init(jax.random.key(0), (4, 8))
+    assert init.__name__ == "ones"
+    assert (box.names, box.mesh) == ((None, "data"), mesh)
+    np.testing.assert_array_equal(box.value, 1)
+
+
+def test_a_box_knows_itself_as_the_metadata_of_a_variable():
+    box = Partitioned(1, ("data",), a_mesh())
+    assert box.to_nnx_metadata()["out_sharding"] == ("data",)
+    assert Partitioned.from_nnx_metadata(box.to_nnx_metadata()) == box
+
+
+# Axes that come and go.
+
+
+@pytest.mark.parametrize(
+    ("index", "names"),
+    [
+        (0, ("l", "a", "b")),
+        (1, ("a", "l", "b")),
+        (2, ("a", "b", "l")),
+        (-1, ("a", "b", "l")),
+        (-2, ("a", "l", "b")),
+        (-3, ("l", "a", "b")),
+    ],
+)
+def test_an_axis_is_counted_in_the_value_that_has_it(index, names):
+    box = Partitioned(jnp.ones((2, 3)), ("a", "b"))
+    assert box.add_axis(index, named("l")).names == names
+    assert box.add_axis(index, named("l")).remove_axis(index, named("l")) == box
+
+
+@pytest.mark.parametrize("params", [{}, named(None)])
+def test_without_a_name_the_new_axis_is_not_split(params):
+    box = Partitioned(jnp.ones(2), ("a",))
+    assert box.add_axis(0, params).names == (None, "a")
+    assert box.add_axis(0, params).remove_axis(0, params).names == ("a",)
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_an_axis_to_add_that_there_cannot_be(index):
+    with pytest.raises(AxisMetadataError, match=rf"no axis {index} .*expected .* -3 to 2"):
+        Partitioned(jnp.ones((2, 3)), ("a", "b")).add_axis(index, named("l"))
+
+
+@pytest.mark.parametrize("index", [2, -3])
+def test_an_axis_to_remove_that_there_is_not(index):
+    with pytest.raises(AxisMetadataError, match=rf"no axis {index} .*expected .* -2 to 1"):
+        Partitioned(jnp.ones((2, 3)), ("a", "b")).remove_axis(index, named("l"))
+
+
+def test_an_axis_after_the_last_name_is_not_split():
+    short = Partitioned(jnp.ones((2, 3, 4)), ("a",))
+    assert short.add_axis(3, named("l")).names == ("a", None, None, "l")
+    assert short.add_axis(3, named("l")).remove_axis(3, named("l")).names == ("a", None, None)
+    assert short.remove_axis(2, {}).names == ("a",)
+    with pytest.raises(PartitionNameError, match="is called None, and is to be removed as 'l'"):
+        short.remove_axis(2, named("l"))
+    with pytest.raises(AxisMetadataError, match="no axis 4"):
+        short.add_axis(4, named("l"))
+
+
+def test_a_negative_axis_needs_all_names():
+    with pytest.raises(AxisMetadataError, match="name all 3 axes of the value"):
+        Partitioned(jnp.ones((2, 3, 4)), ("a",)).remove_axis(-1, {})
+
+
+def test_an_axis_is_removed_under_its_name_only():
+    box = Partitioned(jnp.ones((2, 3)), ("layers", "data"))
+    with pytest.raises(PartitionNameError) as caught:
+        meta.remove_axis({"dense": {"kernel": box}}, 0, named("stages"))
+    assert str(caught.value) == (
+        "the axis metadata of 'dense/kernel': axis 0 of names=('layers', 'data') is called "
+        "'layers', and is to be removed as 'stages'; pass "
+        "metadata_params={'partition_name': 'layers'} to the transformation, or give it the axis "
+        "that was meant."
+    )
+    assert caught.value.path == "dense/kernel"
+
+
+def test_a_named_axis_is_not_removed_without_a_name():
+    with pytest.raises(PartitioningUnspecifiedError, match=r"'layers', and is .* without a name"):
+        meta.remove_axis(Partitioned(1, ("layers",)), 0, {})
+
+
+def test_a_path_can_grow_from_outside():
+    with pytest.raises(AxisMetadataError) as caught:
+        meta.add_axis({"w": Partitioned(1, ())}, 1, {})
+    caught.value.path = f"params/{caught.value.path}"
+    assert str(caught.value).startswith("the axis metadata of 'params/w': there is no axis 1")
+
+
+def test_errors_of_other_kinds_of_metadata_say_the_variable_too():
+    with pytest.raises(ValueError, match="factored the other way") as caught:
+        meta.remove_axis({"w": Factored(jnp.ones(2), (True,))}, 0, {})
+    assert caught.value.__notes__ == ["This is about the axis metadata of 'w'."]
+
+
+def test_names_of_several_mesh_axes():
+    params = named(["data", "model"])
+    box = Partitioned(jnp.ones(2), (None,)).add_axis(0, params)
+    assert box.names == (("data", "model"), None)
+    assert box.remove_axis(0, params).names == (None,)
+
+
+names = st.sampled_from([None, "data", "model", ("data", "model")])
+changes = st.lists(
+    st.tuples(st.booleans(), st.integers(0, 7), names, st.booleans(), st.booleans()), max_size=8
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(changes, st.lists(st.tuples(st.integers(1, 3), names, st.booleans()), max_size=3))
+def test_names_are_as_many_as_axes_after_any_changes(changes, axes):
+    value = np.zeros([size for size, _, _ in axes])
+    inner = Partitioned(value, tuple(name for _, name, _ in axes))
+    box = {"w": Factored(inner, tuple(factored for _, _, factored in axes))}
+    for add, where, name, factored, negative in changes:
+        value = meta.unbox(box)["w"]
+        rank = value.ndim + add
+        if not rank:
+            continue
+        index = where % rank
+        signed = index - rank if negative else index
+        params = {PARTITION_NAME: name, "factored": factored}
+        if add:
+            added = meta.replace_boxed(box, {"w": np.expand_dims(value, index)})
+            told = meta.add_axis(added, signed, params)
+            back = meta.replace_boxed(meta.remove_axis(told, signed, params), {"w": value})
+            assert describe(back) == describe(box)
+            box = told
+        else:
+            was = box["w"]
+            params = {
+                PARTITION_NAME: was.array.names[index],
+                "factored": was.factored[index],
+            }
+            told = meta.remove_axis(box, signed, params)
+            assert describe(meta.add_axis(told, signed, params)) == describe(box)
+            box = meta.replace_boxed(told, {"w": np.take(value, 0, index)})
+        assert len(box["w"].factored) == len(box["w"].array.names) == meta.unbox(box)["w"].ndim
+
+
+def describe(tree):
+    return jax.tree.structure(tree)
+
+
+# Trees with boxes.
+
+
+def boxes():
+    return {
+        "plain": jnp.zeros(2),
+        "one": Partitioned(jnp.ones((2, 3)), (None, "data")),
+        "two": Factored(Partitioned(jnp.ones((2, 3)), ("model", None)), (True, False)),
+    }
+
+
+def test_unbox_takes_all_boxes_away():
+    values = meta.unbox(boxes())
+    assert jax.tree.map(jnp.shape, values) == {"plain": (2,), "one": (2, 3), "two": (2, 3)}
+    assert meta.unbox(3) == 3
+
+
+def test_map_axis_meta_sees_the_outermost_boxes():
+    seen = meta.map_axis_meta(lambda box: type(box), boxes() | {"plain": 0})
+    assert seen == {"plain": 0, "one": Partitioned, "two": Factored}
+    assert meta.is_axis_metadata(boxes()["two"])
+    assert not meta.is_axis_metadata(jnp.ones(1))
+
+
+def test_all_boxes_of_a_nest_are_told():
+    told = meta.add_axis(boxes(), 1, {PARTITION_NAME: "l", "factored": True})
+    assert told["one"].names == (None, "l", "data")
+    assert told["two"].factored == (True, True, False)
+    assert told["two"].array.names == ("model", "l", None)
+    back = meta.remove_axis(told, 1, {PARTITION_NAME: "l", "factored": True})
+    assert describe(back) == describe(boxes())
+
+
+def test_boxes_inside_of_a_tree_in_a_box_are_told():
+    box = Partitioned({"a": Partitioned(jnp.ones(2), ("x",))}, ("y",))
+    told = meta.add_axis(box, 0, named("l"))
+    assert (told.names, told.value["a"].names) == (("l", "y"), ("l", "x"))
+
+
+def test_replace_boxed_keeps_every_level():
+    tree = boxes()
+    new = meta.replace_boxed(tree, {"plain": 1, "one": 2, "two": {"any": 3}})
+    assert new["plain"] == 1
+    assert new["one"] == tree["one"].replace(value=2)
+    assert new["two"].factored == (True, False)
+    assert new["two"].array == Partitioned({"any": 3}, ("model", None))
+
+
+def test_a_box_that_is_no_pytree_node():
+    assert meta.unbox({"w": Opaque(3, 1)}) == {"w": 3}
+    assert meta.add_axis(Opaque(3, 1), 0, {}).axes == 2
+    assert meta.get_partition_spec(Opaque(Partitioned(jnp.ones(1), ("a",)), 1)) == P("a")
+    with pytest.raises(AxisMetadataError, match=r"Opaque is no pytree node .*replace_boxed\(val\)"):
+        meta.replace_boxed(Opaque(3, 1), 4)
+
+
+def test_get_partition_spec_looks_through_other_boxes():
+    tree = boxes() | {
+        "text": "no array",
+        "numpy": np.ones(2),
+        "aval": jax.ShapeDtypeStruct((2,), int),
+    }
+    assert meta.get_partition_spec(tree) == {
+        "plain": P(),
+        "one": P(None, "data"),
+        "two": P("model", None),
+        "text": None,
+        "numpy": P(),
+        "aval": P(),
+    }
+
+
+def test_get_sharding_lays_a_tree_out():
+    mesh = a_mesh()
+    shardings = meta.get_sharding(
+        {"w": Partitioned(jnp.ones((4, 8)), ("data", None)), "b": 1}, mesh
+    )
+    assert shardings == {"w": NamedSharding(mesh, P("data", None)), "b": None}
+    tree = {"w": Partitioned(jnp.ones((4, 8)), ("data", None)), "b": jnp.ones(3)}
+    placed = jax.device_put(tree, meta.get_sharding(tree, mesh))
+    assert placed["w"].value.sharding.spec == P("data", None)
+    assert placed["w"].names == ("data", None)
+
+
+# The layout of what is unboxed.
+
+
+def test_unbox_lays_the_value_over_its_mesh():
+    box = Partitioned(jnp.ones((4, 8)), ("data", "model"), a_mesh())
+    assert box.unbox().sharding.spec == P("data", "model")
+    assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("data", "model")
+    assert box.unbox(apply_constraint=False) is box.value
+
+
+def test_unbox_lays_the_value_over_the_global_mesh():
+    box = Partitioned(jnp.ones((4, 8)), ("data", "model"))
+    assert box.unbox() is box.value
+    with jax.set_mesh(a_mesh()):
+        assert jax.jit(lambda box: box.unbox())(box).sharding.spec == P("data", "model")
+        assert box.unbox().sharding.spec == P("data", "model")
+
+
+def test_a_layout_that_the_mesh_cannot_keep():
+    mesh = a_mesh()
+    with pytest.raises(MeshError, match="'heads'"):
+        Partitioned(jnp.ones(4), ("heads",), mesh).unbox()
+    with pytest.warns(ShardingWarning, match="cannot be split into 4"):
+        Partitioned(jnp.ones(3), ("data",), mesh).unbox()
+
+
+# What the rest of JAX does to boxes.
+
+
+def test_shapes_come_in_boxes_and_out_of_them():
+    init = meta.with_partitioning(jax.nn.initializers.ones, (None, "data"), a_mesh())
+    avals = jax.eval_shape(lambda key: init(key, (4, 8)), jax.random.key(0))
+    assert avals == Partitioned(jax.ShapeDtypeStruct((4, 8), jnp.float32), (None, "data"), a_mesh())
+    assert meta.unbox(avals).shape == (4, 8)
+
+
+def test_the_state_of_an_optimizer_has_the_boxes_of_the_parameters():
+    params = {"w": Factored(Partitioned(jnp.ones((4, 8)), (None, "data")), (True, False))}
+    state = optax.adam(1e-3).init(params)
+    assert describe(state[0].mu) == describe(params)
+    assert meta.get_partition_spec(state[0].nu) == {"w": P(None, "data")}
+    grads = jax.grad(lambda p: jnp.sum(meta.unbox(p)["w"] ** 2))(params)
+    updates, state = optax.adam(1e-3).update(grads, state, params)
+    new = optax.apply_updates(params, updates)
+    assert describe(new) == describe(params)
+    assert (meta.unbox(new)["w"] < 1).all()
+
+
+def test_boxes_through_jit_vmap_and_scan():
+    box = Partitioned(jnp.ones((3, 2)), ("data", None))
+    assert describe(jax.jit(lambda b: b)(box)) == describe(box)
+
+    def double(row):
+        return jax.tree.map(lambda x: 2 * x, row)
+
+    rows = meta.remove_axis(box, 0, named("data"))
+    out = meta.add_axis(jax.vmap(double)(rows), 0, named("data"))
+    assert describe(out) == describe(box)
+    _, out = jax.lax.scan(lambda c, row: (c, double(row)), 0, rows)
+    np.testing.assert_array_equal(out.value, 2)
+
+
+def test_equal_metadata_compiles_once():
+    traces = []
+
+    @jax.jit
+    def f(box):
+        traces.append(box.names)
+        return box.value
+
+    f(Partitioned(jnp.ones(2), ("a",)))
+    f(Partitioned(jnp.zeros(2), ["a"]))
+    assert traces == [("a",)]
+    f(Partitioned(jnp.ones(2), ("b",)))
+    assert traces == [("a",), ("b",)]
+
+
+def test_a_box_is_immutable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Partitioned(1, ()).names = ("a",)
+
+
+# The code of the seed.
+
+
+def test_the_box_and_the_layouts_of_the_proposal():
+    class Mine(struct.PyTreeNode, AxisMetadata):
+        value: Any
+        names: tuple[str | None, ...] = struct.field(pytree_node=False)
+
+        def unbox(self):
+            return self.value
+
+        def add_axis(self, index, params):
+            names = list(self.names)
+            names.insert(index, params[Partitioned.AXIS_NAME])
+            return self.replace(names=tuple(names))
+
+        def remove_axis(self, index, params):
+            names = list(self.names)
+            assert names.pop(index) == params[Partitioned.AXIS_NAME]
+            return self.replace(names=tuple(names))
+
+    variables = {"params": {"kernel": Mine(jnp.ones((4, 8)), (None, "data")), "bias": jnp.ones(8)}}
+    assert meta.is_axis_metadata(variables["params"]["kernel"])
+    shapes = jax.tree.map(np.shape, variables)
+    assert shapes["params"] == {"kernel": Mine((4, 8), (None, "data")), "bias": (8,)}
+
+    def to_sharding_spec(x):
+        return P(*x.names) if isinstance(x, Mine) else P()
+
+    specs = jax.tree.map(to_sharding_spec, variables, is_leaf=lambda x: isinstance(x, Mine))
+    assert specs == {"params": {"kernel": P(None, "data"), "bias": P()}}
+    told = meta.add_axis(variables, 0, {Partitioned.AXIS_NAME: "layers"})
+    assert told["params"]["kernel"].names == ("layers", None, "data")

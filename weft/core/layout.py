@@ -1,0 +1,150 @@
+"""Laying a value over a mesh: the constraint, and what is said when it cannot be kept.
+
+A layout is a `PartitionSpec`: for each axis of an array the mesh axis, or axes, that it is split
+over. What it asks for depends on the type of each mesh axis: the compiler is told about automatic
+axes, explicit ones are resharded over, and those that a `shard_map` has taken away already are left
+alone.
+"""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from weft.errors import MeshError, ShardingWarning
+
+AnyMesh = Mesh | AbstractMesh
+
+# Outside of a compiled function the constraint of an abstract mesh would refuse arrays that are on
+# one device only, and that of a mesh forget how they lie over its explicit axes.
+_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
+
+
+def get_global_mesh() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, or None outside of one.
+
+    Example:
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        ...     get_global_mesh().axis_names
+        ('data',)
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def global_mesh_defined() -> bool:
+    """Whether `jax.set_mesh` has set a mesh.
+
+    Example:
+        >>> global_mesh_defined()
+        False
+    """
+    return get_global_mesh() is not None
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a layout speaks of."""
+    if isinstance(entry, str):
+        return (entry,)
+    return tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def constrain(value: Any, spec: PartitionSpec, mesh: AnyMesh | None = None) -> Any:
+    """Lays every array of a tree over a mesh.
+
+    Args:
+        value: a pytree; what is no array, as a shape of `jax.eval_shape`, stays as it is.
+        spec: the mesh axes of each axis.
+        mesh: by default that of `jax.set_mesh`; without either, `value` comes back as it is.
+
+    Raises:
+        MeshError: if the mesh has no axis of a name, or the layout more axes than an array.
+
+    Warns:
+        ShardingWarning: if a mesh axis does not divide an array's axis, which then is not split.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        >>> constrain(jax.numpy.ones(4), PartitionSpec("data"), mesh).sharding.spec
+        P('data',)
+    """
+    here = get_global_mesh()
+    if mesh is None or (here is not None and here.shape_tuple == mesh.shape_tuple):
+        # Inside of a shard_map only the mesh of the context knows which axes are taken.
+        mesh = here
+    if mesh is None:
+        return value
+    return jax.tree.map(lambda x: _place(x, spec, mesh), value)
+
+
+def _place(x: Any, spec: PartitionSpec, mesh: AnyMesh) -> Any:
+    if not isinstance(x, jax.Array | np.ndarray):
+        return x
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    entries = fitting(spec, x.shape, mesh)
+
+    def only(kind: AxisType) -> PartitionSpec:
+        kept = [tuple(a for a in axes_of(entry) if types[a] is kind) for entry in entries]
+        return PartitionSpec(
+            *(
+                entry if entry is PartitionSpec.UNCONSTRAINED else _entry(axes)
+                for entry, axes in zip(entries, kept, strict=True)
+            )
+        )
+
+    apply = jax.lax.with_sharding_constraint if isinstance(mesh, Mesh) else _constrained
+    if AxisType.Explicit in types.values():
+        apply = _constrained
+        present = jax.typeof(x).sharding.spec
+        asked = [
+            old if new is PartitionSpec.UNCONSTRAINED else new
+            for new, old in zip(only(AxisType.Explicit), present, strict=False)
+        ]
+        x = jax.sharding.reshard(x, _sharding(mesh, PartitionSpec(*asked)))
+    if AxisType.Auto in types.values():
+        x = apply(x, _sharding(mesh, only(AxisType.Auto)))
+    return x
+
+
+def _entry(axes: tuple[str, ...]) -> Any:
+    return axes if len(axes) > 1 else axes[0] if axes else None
+
+
+def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> Any:
+    return NamedSharding(mesh, spec) if isinstance(mesh, Mesh) else spec
+
+
+def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[Any]:
+    """The entries of a layout that a shape can keep; the others are said, and become None."""
+    if len(spec) > len(shape):
+        raise MeshError(
+            f"a value of shape {shape} has {len(shape)} axes, and the layout {tuple(spec)} names "
+            f"{len(spec)}; name each axis once, None for one that is not split."
+        )
+    sizes = {
+        name: 1 if kind is AxisType.Manual else mesh.shape[name]
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    }
+    entries = list(spec)
+    for axis, entry in enumerate(spec):
+        unknown = [name for name in axes_of(entry) if name not in sizes]
+        if unknown:
+            raise MeshError(
+                f"axis {axis} of a value of shape {shape} is to be split over "
+                f"{', '.join(map(repr, unknown))}, and the mesh has the axes "
+                f"{', '.join(map(repr, sizes))}; use one of those, or None, or give rules that "
+                "say which mesh axis a logical name stands for."
+            )
+        parts = math.prod(sizes[name] for name in axes_of(entry))
+        if shape[axis] % parts:
+            warnings.warn(
+                f"axis {axis} of a value of shape {shape} cannot be split into {parts} equal parts "
+                f"over {entry!r}, so it is not split; change its size or its layout.",
+                ShardingWarning,
+                stacklevel=2,
+            )
+            entries[axis] = None
+    return entries

@@ -1,0 +1,406 @@
+"""Axis metadata: a box around a variable's value that knows something about each of its axes.
+
+A box is a pytree node with the value inside, so whatever maps over a tree (an optimizer, a loss
+scale, `jax.eval_shape`) keeps the metadata without knowing of it. A transformation that takes an
+axis away from a variable, or adds one, tells the box. Invariant: `add_axis` and `remove_axis` with
+the same arguments are each other's inverse, and metadata has one entry for each axis of the value.
+
+Boxes nest: each level is a kind of metadata of its own, and all of them are told.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft import struct
+from weft.core.layout import AnyMesh, constrain, get_global_mesh, global_mesh_defined
+from weft.errors import AxisMetadataError, PartitioningUnspecifiedError, PartitionNameError
+from weft.typing import MeshAxes
+
+B = TypeVar("B", bound="Partitioned")
+
+__all__ = [
+    "AxisMetadata",
+    "Partitioned",
+    "PARTITION_NAME",
+    "with_partitioning",
+    "unbox",
+    "replace_boxed",
+    "is_axis_metadata",
+    "map_axis_meta",
+    "add_axis",
+    "remove_axis",
+    "get_partition_spec",
+    "get_sharding",
+    "get_global_mesh",
+    "global_mesh_defined",
+]
+
+PARTITION_NAME = "partition_name"
+"""The entry of a transformation's `metadata_params` that names the new axis of a `Partitioned`."""
+
+
+class AxisMetadata(abc.ABC):
+    """A box: a value together with something that is known about each of its axes.
+
+    A subclass should be a pytree node with the value as its only child, as a
+    `weft.struct.PyTreeNode` is whose other fields have `pytree_node=False`.
+    """
+
+    @abc.abstractmethod
+    def unbox(self) -> Any:
+        """The value in this box; if that is a box too, it stays one."""
+
+    @abc.abstractmethod
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """This box for a value that has gained an axis.
+
+        Args:
+            index: where the new axis is in the value that has it; -1 is its last axis.
+            params: `metadata_params` of the transformation that adds the axis.
+        """
+
+    @abc.abstractmethod
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        """This box for a value that has lost an axis.
+
+        Args:
+            index: where the axis is in the value that still has it; -1 is its last axis.
+            params: `metadata_params` of the transformation that takes the axis away.
+        """
+
+    def replace_boxed(self, val: Any) -> Self:
+        """The same metadata around another value.
+
+        Raises:
+            AxisMetadataError: if the class is no pytree node with one child and does not define
+              this method itself.
+        """
+        children, structure = _open(self)
+        if len(children) != 1 or children[0] is self:
+            raise AxisMetadataError(
+                f"{type(self).__name__} is no pytree node with the value as its only child, so it "
+                "has to define replace_boxed(val) itself."
+            )
+        return jax.tree.unflatten(structure, [val])
+
+
+def is_axis_metadata(val: Any) -> bool:
+    """Whether a value is a box.
+
+    Example:
+        >>> is_axis_metadata(Partitioned(1.0, ()))
+        True
+    """
+    return isinstance(val, AxisMetadata)
+
+
+def _open(box: AxisMetadata) -> tuple[list[Any], Any]:
+    """The children of a box, and how to put others in their place."""
+    return jax.tree.flatten(box, is_leaf=lambda x: x is not box)
+
+
+def _content(box: AxisMetadata) -> Any:
+    """What is in a box, without what unboxing may do to it, such as a sharding constraint."""
+    children, _ = _open(box)
+    return children[0] if len(children) == 1 and children[0] is not box else box.unbox()
+
+
+def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: Any) -> Any:
+    """Calls a function with each outermost box of a tree.
+
+    Args:
+        fn: what to put in the place of a box.
+        tree: any pytree; leaves without a box stay.
+
+    Example:
+        >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
+        {'b': 0.0, 'w': ('data',)}
+    """
+    return jax.tree.map(
+        lambda x: fn(x) if is_axis_metadata(x) else x, tree, is_leaf=is_axis_metadata
+    )
+
+
+def unbox(tree: Any) -> Any:
+    """The values of a tree without any of their boxes.
+
+    Example:
+        >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
+        {'b': 0.0, 'w': 1.0}
+    """
+    return map_axis_meta(lambda box: unbox(box.unbox()), tree)
+
+
+def replace_boxed(tree: Any, updates: Any) -> Any:
+    """Other values in the boxes of a tree.
+
+    Args:
+        tree: a pytree with boxes.
+        updates: the same structure without its boxes. Where the tree has a leaf or a box, it may
+          hold anything.
+
+    Example:
+        >>> replace_boxed({"w": Partitioned(1.0, ())}, {"w": 2.0})
+        {'w': Partitioned(value=2.0, names=(), mesh=None)}
+    """
+
+    def replace(old: Any, new: Any) -> Any:
+        if not is_axis_metadata(old):
+            return new
+        inner = _content(old)
+        return old.replace_boxed(replace(inner, new) if is_axis_metadata(inner) else new)
+
+    return jax.tree.map(replace, tree, updates, is_leaf=is_axis_metadata)
+
+
+def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+    """Tells every box of a tree, nested ones included, that its value has gained an axis.
+
+    Args:
+        tree: a pytree with boxes.
+        index: where the new axis is in the values that have it; -1 is their last axis.
+        params: what a kind of metadata wants to know, as `{PARTITION_NAME: "layers"}`. Without a
+          name the new axis of a `Partitioned` is not split.
+
+    Raises:
+        AxisMetadataError: if metadata cannot have an axis there; `path` says whose it is.
+
+    Example:
+        >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
+        ('layers', 'data')
+    """
+    return _tell(lambda box: box.add_axis(index, params), tree)
+
+
+def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+    """Tells every box of a tree, nested ones included, that its value has lost an axis.
+
+    Args:
+        tree: a pytree with boxes.
+        index: where the axis is in the values that still have it; -1 is their last axis.
+        params: as `add_axis` had them when the axis came.
+
+    Raises:
+        PartitionNameError: if the axis has another name than `params` says; `path` says whose.
+        AxisMetadataError: if metadata has no such axis.
+
+    Example:
+        >>> box = Partitioned(1.0, ("layers", "data"))
+        >>> remove_axis(box, 0, {PARTITION_NAME: "layers"}).names
+        ('data',)
+    """
+    return _tell(lambda box: box.remove_axis(index, params), tree)
+
+
+def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
+    def tell(box: AxisMetadata) -> Any:
+        told = change(box)
+
+        def is_inner(x: Any) -> bool:
+            return is_axis_metadata(x) and x is not told
+
+        return jax.tree.map(lambda x: tell(x) if is_inner(x) else x, told, is_leaf=is_inner)
+
+    def at(path: Any, leaf: Any) -> Any:
+        if not is_axis_metadata(leaf):
+            return leaf
+        where = jax.tree_util.keystr(path, simple=True, separator="/")
+        try:
+            return tell(leaf)
+        except AxisMetadataError as error:
+            error.path = "/".join(part for part in (where, error.path) if part)
+            raise
+        except Exception as error:
+            error.add_note(f"This is about the axis metadata of {where!r}.")
+            raise
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
+
+
+def _checked_names(names: Any) -> tuple[Any, ...]:
+    if isinstance(names, str) or not hasattr(names, "__iter__"):
+        raise AxisMetadataError(
+            f"names is {names!r}; expected one entry for each axis of the value: a name, a tuple "
+            f"of names, or None. For one axis write ({names!r},)."
+        )
+    return tuple(tuple(name) if isinstance(name, list) else name for name in names)
+
+
+class Partitioned(struct.PyTreeNode, AxisMetadata):
+    """A value, and for each of its axes the mesh axis that it is split over.
+
+    `unbox` lays the value over `mesh`, or over the mesh of `jax.set_mesh`, if there is one.
+
+    Attributes:
+        value: an array, or a tree of arrays with the same axes.
+        names: for each axis a mesh axis, a tuple of them, or None. Axes after the last name are
+          not split.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+
+    Raises:
+        AxisMetadataError: if `names` is no sequence of names.
+
+    Example:
+        >>> box = Partitioned(jax.numpy.ones((4, 8)), (None, "data"))
+        >>> box.get_partition_spec()
+        P(None, 'data')
+    """
+
+    value: Any
+    names: tuple[Any, ...] = struct.field(pytree_node=False)
+    mesh: AnyMesh | None = struct.field(pytree_node=False, default=None)
+
+    AXIS_NAME: ClassVar[str] = PARTITION_NAME
+
+    def __post_init__(self):
+        object.__setattr__(self, "names", _checked_names(self.names))
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The value, laid out as the names say.
+
+        Args:
+            apply_constraint: False leaves the layout of the value as it is.
+
+        Raises:
+            MeshError: if the mesh has no axis of a name, or there are more names than axes.
+
+        Warns:
+            ShardingWarning: if a mesh axis does not divide the axis that is split over it.
+        """
+        if not apply_constraint:
+            return self.value
+        return constrain(self.value, self.get_partition_spec(), self.mesh)
+
+    def replace_boxed(self, val: Any) -> Self:
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        position = self._position(index, len(self.names) + 1)
+        names = self._padded(position)
+        return self.replace(
+            names=(*names[:position], params.get(PARTITION_NAME), *names[position:])
+        )
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        position = self._position(index, len(self.names))
+        present = self.names[position] if position < len(self.names) else None
+        given = _checked_names((params.get(PARTITION_NAME),))[0]
+        if present != given:
+            kind = PartitionNameError if PARTITION_NAME in params else PartitioningUnspecifiedError
+            said = f"as {given!r}" if PARTITION_NAME in params else "without a name"
+            raise kind(
+                f"axis {index} of names={self.names!r} is called {present!r}, and is to be removed "
+                f"{said}; pass metadata_params={{{PARTITION_NAME!r}: {present!r}}} to the "
+                "transformation, or give it the axis that was meant."
+            )
+        return self.replace(names=self.names[:position] + self.names[position + 1 :])
+
+    def _position(self, index: int, rank: int) -> int:
+        """The index of an axis counted from the front.
+
+        Args:
+            index: as the transformation gives it.
+            rank: the number of axes in which it counts, as far as the names know.
+        """
+        ndim = max((getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)), default=0)
+        # Names may leave out the last axes, and the value may have the axis already or not: only
+        # names that are as many as its axes tell the rank.
+        limit = rank if len(self.names) >= ndim else ndim + 1
+        if 0 <= index < limit:
+            return index
+        if -rank <= index < 0 and rank >= ndim:
+            return rank + index
+        if rank < ndim:
+            mend = f"name all {ndim} axes of the value, None for one that is not split"
+        else:
+            mend = f"expected an axis from {-rank} to {rank - 1}"
+        raise AxisMetadataError(f"there is no axis {index} for names={self.names!r}; {mend}.")
+
+    def _padded(self, length: int) -> tuple[Any, ...]:
+        return self.names + (None,) * (length - len(self.names))
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """The names as JAX takes them."""
+        return PartitionSpec(*self.names)
+
+    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+        """The layout of the value over a mesh."""
+        return NamedSharding(mesh, self.get_partition_spec())
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """The fields as the metadata of a variable, where `names` is called `out_sharding`."""
+        return {"value": self.value, "out_sharding": self.names, "mesh": self.mesh}
+
+    @classmethod
+    def from_nnx_metadata(cls: type[B], metadata: Mapping[str, Any]) -> B:
+        """The box that `to_nnx_metadata` was called on."""
+        return cls(metadata["value"], metadata["out_sharding"], metadata.get("mesh"))
+
+
+def with_partitioning(
+    fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None
+) -> Callable[..., Partitioned]:
+    """An initializer whose value comes in a `Partitioned`.
+
+    Args:
+        fn: the initializer, or any function that returns a value.
+        names: for each axis of its value a mesh axis, a tuple of them, or None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+
+    Example:
+        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "data"))
+        >>> init(jax.random.key(0), (4, 8)).names
+        (None, 'data')
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Partitioned:
+        return Partitioned(fn(*args, **kwargs), names, mesh)  # pyright: ignore[reportArgumentType]
+
+    return wrapper
+
+
+def _map_layouts(fn: Callable[[Any], Any], plain: Any, tree: Any) -> Any:
+    def layout(x: Any) -> Any:
+        if is_axis_metadata(x):
+            has_layout = hasattr(x, "get_partition_spec")
+            return fn(x) if has_layout else _map_layouts(fn, plain, _content(x))
+        is_array = isinstance(x, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
+        return plain if is_array else None
+
+    return jax.tree.map(layout, tree, is_leaf=is_axis_metadata)
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The layout of each value of a tree, in the place of its outermost box.
+
+    Returns:
+        The tree with a `PartitionSpec` for each value: that of its `Partitioned`, wherever among
+        its boxes it is; an empty one for an array without; None for what is no array.
+
+    Example:
+        >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
+        {'b': None, 'w': P('data',)}
+    """
+    return _map_layouts(lambda box: box.get_partition_spec(), PartitionSpec(), tree)
+
+
+def get_sharding(tree: Any, mesh: Mesh) -> Any:
+    """The layout of each value of a tree over a mesh, in the place of its outermost box.
+
+    Returns:
+        As `get_partition_spec`, with a `NamedSharding` for each `PartitionSpec`.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> get_sharding(Partitioned(jax.numpy.ones(2), ("data",)), mesh).spec
+        P('data',)
+    """
+    plain = NamedSharding(mesh, PartitionSpec())
+    return _map_layouts(lambda box: box.get_sharding(mesh), plain, tree)
