@@ -193,6 +193,10 @@ class PartitioningUnspecifiedError(PartitionNameError):
     """An axis that has a name is to be removed, and no name was given."""
 
 
+class LogicalAxisError(WeftError, ValueError):
+    """Rules for logical axes, or the names that they are for, are not in form or do not agree."""
+
+
 class ShardingWarning(WeftError, UserWarning):
     """A layout over the mesh was asked for and cannot be kept."""
 

@@ -1,0 +1,122 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from weft.core.axis_rules import (
+    checked_rules,
+    composite_rules,
+    get_logical_axis_rules,
+    logical_axis_rules,
+    set_logical_axis_rules,
+)
+from weft.errors import LogicalAxisError
+
+RULES = (("embed", "data"), ("heads", ("data", "model")), ("kv", None), ("any", P.UNCONSTRAINED))
+
+
+@pytest.fixture(autouse=True)
+def no_rules_are_left():
+    with logical_axis_rules(()):
+        yield
+
+
+def test_rules_come_as_tuples_whatever_they_are_given_as():
+    assert checked_rules(RULES) == RULES
+    assert checked_rules([["heads", ["data", "model"]]]) == (("heads", ("data", "model")),)
+    assert checked_rules(None) == ()
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"embed": "data"}, r"are a dict.*tuple\(rules.items\(\)\)"),
+        ("embed", "are 'embed'; expected a sequence of pairs"),
+        (3, "are 3; expected a sequence of pairs"),
+        ([("embed",)], r"\('embed',\) is no rule .* pair of its name"),
+        ([("embed", "data", "model")], "is no rule"),
+        ([(None, "data")], "is no rule"),
+        (["ab"], "'ab' is no rule"),
+        ([("embed", 3)], "the rule for 'embed' gives it the mesh axes 3; expected a name"),
+        ([("embed", ("data", None))], r"mesh axes \('data', None\); expected"),
+        ([("embed", ("data", "data"))], "each may be there once"),
+    ],
+)
+def test_rules_that_are_not_in_form(rules, message):
+    with pytest.raises(LogicalAxisError, match=message):
+        set_logical_axis_rules(rules)
+    with pytest.raises(LogicalAxisError, match=message), logical_axis_rules(rules):
+        pass
+    assert get_logical_axis_rules() == ()
+
+
+def test_contexts_nest_and_end():
+    with logical_axis_rules(RULES):
+        with logical_axis_rules([("embed", None)]):
+            assert get_logical_axis_rules() == (("embed", None),)
+        assert get_logical_axis_rules() == RULES
+        with pytest.raises(KeyError), logical_axis_rules(None):
+            raise KeyError
+        assert get_logical_axis_rules() == RULES
+    assert get_logical_axis_rules() == ()
+
+
+def test_rules_that_are_set_last_until_the_context_ends():
+    with logical_axis_rules(()):
+        set_logical_axis_rules(RULES)
+        set_logical_axis_rules(RULES[:1])
+        assert get_logical_axis_rules() == RULES[:1]
+        with logical_axis_rules(RULES):
+            assert get_logical_axis_rules() == RULES
+        assert get_logical_axis_rules() == RULES[:1]
+    assert get_logical_axis_rules() == ()
+
+
+def test_each_thread_has_its_own():
+    seen = []
+
+    def other():
+        seen.append(get_logical_axis_rules())
+        set_logical_axis_rules(RULES[:1])
+
+    with logical_axis_rules(RULES):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert get_logical_axis_rules() == RULES
+    assert seen == [()]
+
+
+def test_a_compiled_function_is_compiled_again_under_other_rules():
+    seen = []
+
+    @jax.jit
+    def f(x):
+        seen.append(get_logical_axis_rules())
+        return x
+
+    f(jnp.ones(1))
+    for _ in range(2):
+        with logical_axis_rules([list(rule) for rule in RULES]):
+            f(jnp.ones(1))
+    f(jnp.ones(1))
+    assert seen == [(), RULES]
+
+
+def test_two_sets_of_rules_as_one():
+    assert composite_rules([("a", "x"), ("a", "y")], [("b", "x")]) == (
+        ("a", "x"),
+        ("a", "y"),
+        ("b", "x"),
+    )
+    assert composite_rules(RULES, RULES) == RULES
+    assert composite_rules(None, RULES) == composite_rules(RULES, None) == RULES
+
+
+def test_two_sets_of_rules_that_fight():
+    with pytest.raises(LogicalAxisError, match="over the logical axis 'a': one gives it 'x', the"):
+        composite_rules([("a", "x")], [("b", "x"), ("a", None)])
+    with pytest.raises(LogicalAxisError, match="one gives it 'x' and then 'y', the other 'x'"):
+        composite_rules([("a", "x"), ("a", "y")], [("a", "x")])

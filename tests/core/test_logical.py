@@ -1,0 +1,225 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft.core import meta
+from weft.core.axis_rules import logical_axis_rules
+from weft.core.logical import (
+    LogicallyPartitioned,
+    RulesFallback,
+    logical_to_mesh,
+    logical_to_mesh_axes,
+    logical_to_mesh_sharding,
+    with_logical_constraint,
+    with_logical_partitioning,
+)
+from weft.errors import LogicalAxisError, MeshError, ShardingWarning
+
+RULES = (("batch", "data"), ("heads", "model"), ("kv", None), ("all", ("data", "model")))
+
+
+def a_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def spec_of(x):
+    entries = list(x.sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+# Names and rules.
+
+
+@pytest.mark.parametrize(
+    ("names", "spec"),
+    [
+        (("batch", "heads"), P("data", "model")),
+        (["heads", None, "kv"], P("model", None, None)),
+        (P("all"), P(("data", "model"))),
+        (("nobody", "batch"), P(None, "data")),
+        (("batch", "all"), P("data", None)),  # an earlier rule has taken "data"
+        (("all", "batch"), P(None, "data")),
+        ((("data",), "batch"), P("data", None)),  # mesh axes may be given as they are
+        ((P.UNCONSTRAINED, "heads"), P(P.UNCONSTRAINED, "model")),
+        ((), P()),
+        (None, None),
+    ],
+)
+def test_rules_are_applied_in_their_order(names, spec):
+    assert logical_to_mesh_axes(names, RULES) == spec
+    with logical_axis_rules(RULES):
+        assert logical_to_mesh_axes(names) == spec
+
+
+def test_a_later_rule_stands_in_for_one_that_is_passed_over():
+    rules = [("a", "data"), ("b", "data"), ("b", "model")]
+    assert logical_to_mesh_axes(("a", "b"), rules) == P("data", "model")
+    assert logical_to_mesh_axes(("b",), rules) == P("data")
+
+
+def test_without_rules_nothing_is_split():
+    assert logical_to_mesh_axes(("batch", "heads")) == P(None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("batch", r"'batch' was given .* write \('batch',\)"),
+        (3, "3 was given for the names"),
+        (("batch", 3), r"3 in \('batch', 3\) is no name of an axis"),
+        (("batch", "kv", "batch"), "the logical axis 'batch' is there more than once"),
+    ],
+)
+def test_names_that_are_not_in_form(names, message):
+    with pytest.raises(LogicalAxisError, match=message):
+        logical_to_mesh_axes(names, RULES)
+
+
+def test_a_tree_of_names():
+    tree = {"w": P("batch", "heads"), "b": ("heads",), "step": None, "two": (P("kv"), P())}
+    want = {"w": P("data", "model"), "b": P("model"), "step": None, "two": (P(None), P())}
+    assert logical_to_mesh(tree, RULES) == want
+    mesh = a_mesh()
+    assert logical_to_mesh_sharding(tree, mesh, RULES)["two"] == (
+        NamedSharding(mesh, P(None)),
+        NamedSharding(mesh, P()),
+    )
+    with logical_axis_rules(RULES):
+        assert logical_to_mesh(tree) == want
+        assert logical_to_mesh_sharding(tree, mesh)["b"] == NamedSharding(mesh, P("model"))
+
+
+@pytest.mark.parametrize("leaf", ["batch", LogicallyPartitioned(1.0, ("batch",))])
+def test_a_tree_of_something_else(leaf):
+    with pytest.raises(LogicalAxisError, match=r"stands where .*call get_partition_spec first"):
+        logical_to_mesh({"w": leaf}, RULES)
+
+
+# Constraints.
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_value_is_laid_out_by_its_names(compiled):
+    x = jnp.ones((4, 8))
+
+    def given(x):
+        return with_logical_constraint(x, ("batch", "heads"), RULES, a_mesh())
+
+    def of_context(x):
+        return with_logical_constraint(x, ("batch", "heads"))
+
+    assert spec_of((jax.jit(given) if compiled else given)(x)) == ("data", "model")
+    with jax.set_mesh(a_mesh()), logical_axis_rules(RULES):
+        assert spec_of((jax.jit(of_context) if compiled else of_context)(x)) == ("data", "model")
+
+
+def test_without_mesh_rules_or_names_a_value_stays():
+    x = jnp.ones((4, 8))
+    assert with_logical_constraint(x, ("batch", "heads"), RULES) is x
+    assert with_logical_constraint(x, ("batch", "heads"), mesh=a_mesh()) is x
+    assert with_logical_constraint(x, None, RULES, a_mesh()) is x
+
+
+def test_names_of_a_tree():
+    x = jnp.ones((8, 8))
+    tree = {"a": x, "b": [x, x], "c": x, "d": x}
+    names = {"a": ("batch", None), "b": ["heads", "kv"], "c": None, "d": (None, None)}
+    out = with_logical_constraint(tree, names, RULES, a_mesh())
+    assert spec_of(out["a"]) == ("data",)
+    assert [spec_of(y) for y in out["b"]] == [("model",)] * 2
+    assert out["c"] is x
+    assert out["d"].sharding.is_fully_replicated
+    pair = with_logical_constraint((x, x), (("batch", "kv"), ("kv", "batch")), RULES, a_mesh())
+    assert [spec_of(y) for y in pair] == [("data",), (None, "data")]
+
+
+def test_a_name_that_gets_nothing():
+    x = jnp.ones((4, 8))
+    mesh = a_mesh()
+    names = ("batch", "nobody")
+    assert spec_of(with_logical_constraint(x, names, RULES, mesh)) == ("data",)
+    kept = with_logical_constraint(x, names, RULES, mesh, RulesFallback.NO_CONSTRAINT)
+    assert kept is x
+    with pytest.raises(LogicalAxisError, match=r"no rule gave .* 'nobody'.*\('nobody', None\)"):
+        with_logical_constraint(x, names, RULES, mesh, RulesFallback.RAISE_ERROR)
+    fine = ("batch", "kv")
+    out = with_logical_constraint(x, fine, RULES, mesh, RulesFallback.RAISE_ERROR)
+    assert spec_of(out) == ("data",)
+
+
+FIGHT = r"\('batch', 'all'\) the rule \('all', .*'data' has gone to 'batch'.*\('all', None\) after"
+
+
+def test_rules_that_fight_are_said():
+    x = jnp.ones((4, 8))
+    mesh = a_mesh()
+    with pytest.warns(ShardingWarning, match=FIGHT):
+        out = with_logical_constraint(x, ("batch", "all"), RULES, mesh)
+    assert spec_of(out) == ("data",)
+    with pytest.raises(LogicalAxisError, match=FIGHT):
+        with_logical_constraint(x, ("batch", "all"), RULES, mesh, RulesFallback.RAISE_ERROR)
+    meant = (*RULES, ("all", None))
+    assert spec_of(with_logical_constraint(x, ("batch", "all"), meant, mesh)) == ("data",)
+
+
+def test_a_mesh_axis_that_is_not_there_or_does_not_divide():
+    with pytest.raises(MeshError, match="over 'pipe', and the mesh has the axes 'data', 'model'"):
+        with_logical_constraint(jnp.ones(4), ("a",), [("a", "pipe")], a_mesh())
+    with pytest.warns(ShardingWarning, match="cannot be split into 4 equal parts over 'data'"):
+        with_logical_constraint(jnp.ones(3), ("batch",), RULES, a_mesh())
+
+
+# Boxes.
+
+
+def test_a_box_lays_its_value_out_by_its_own_rules_or_those_of_the_context():
+    x = jnp.ones((4, 8))
+    mesh = a_mesh()
+    own = LogicallyPartitioned(x, ("batch", "heads"), mesh, RULES)
+    assert spec_of(own.unbox()) == ("data", "model")
+    assert spec_of(jax.jit(meta.unbox)(own)) == ("data", "model")
+    assert own.unbox(apply_constraint=False) is x
+    plain = LogicallyPartitioned(x, ("batch", "heads"))
+    assert plain.unbox() is x
+    with jax.set_mesh(mesh):
+        assert plain.unbox() is x
+        with logical_axis_rules(RULES):
+            assert spec_of(plain.unbox()) == ("data", "model")
+
+
+def test_the_layout_of_a_box():
+    mesh = a_mesh()
+    box = LogicallyPartitioned(jnp.ones((4, 8)), ("batch", "heads"), rules=RULES)
+    assert meta.get_partition_spec({"w": box}) == {"w": P("batch", "heads")}
+    want = NamedSharding(mesh, P("data", "model"))
+    assert meta.get_sharding({"w": box}, mesh) == {"w": want}
+    plain = box.replace(rules=None)
+    with logical_axis_rules(RULES):
+        assert plain.get_sharding(mesh) == want
+    with pytest.raises(LogicalAxisError, match="are logical, and there are no rules"):
+        plain.get_sharding(mesh)
+
+
+def test_rules_of_a_box_can_be_hashed():
+    init = with_logical_partitioning(
+        jax.nn.initializers.ones, ["batch", None], a_mesh(), [["batch", "data"]]
+    )
+    box = init(jax.random.key(0), (4, 8))
+    assert init.__name__ == "ones"
+    assert (box.names, box.rules) == (("batch", None), (("batch", "data"),))
+    assert hash(jax.tree.structure(box)) == hash(jax.tree.structure(box))
+    with pytest.raises(LogicalAxisError, match="is no rule"):
+        box.replace(rules=[("batch",)])
+
+
+def test_a_box_takes_part_in_what_boxes_do():
+    box = LogicallyPartitioned(jnp.ones((4, 8)), ("batch", "heads"), rules=RULES)
+    told = meta.add_axis({"w": box}, 0, {meta.PARTITION_NAME: "layers"})["w"]
+    assert type(told) is LogicallyPartitioned
+    assert (told.names, told.rules) == (("layers", "batch", "heads"), RULES)
+    assert LogicallyPartitioned.from_nnx_metadata(box.to_nnx_metadata()) == box
+    assert box.to_nnx_metadata()["sharding_rules"] == RULES

@@ -1,0 +1,113 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import struct
+from weft.core.logical import LogicallyPartitioned, with_logical_partitioning
+from weft.core.meta import AxisMetadata, Partitioned
+from weft.core.rules_report import Finding, FindingKind, check_rules
+from weft.errors import LogicalAxisError
+
+
+class Note(struct.PyTreeNode, AxisMetadata):
+    """Another kind of metadata, around the layout."""
+
+    value: Any
+
+    def unbox(self):
+        return self.value
+
+    def add_axis(self, index, params):
+        return self
+
+    def remove_axis(self, index, params):
+        return self
+
+
+def a_mesh():
+    return jax.make_mesh((4, 2), ("data", "model"))
+
+
+def box(shape, *names, **kwargs):
+    return LogicallyPartitioned(jnp.ones(shape), names, **kwargs)
+
+
+def test_rules_that_fit_are_not_spoken_of():
+    rules = [("embed", "data"), ("heads", "model"), ("kv", None)]
+    tree = {"w": box((8, 4), "embed", "heads"), "b": box((3,), "kv"), "plain": jnp.ones(3)}
+    assert check_rules(rules, tree, a_mesh()) == []
+
+
+def test_shapes_are_enough():
+    init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
+    avals = jax.eval_shape(lambda key: {"w": init(key, (6, 4))}, jax.random.key(0))
+    [finding] = check_rules([("embed", "data"), ("heads", "model")], avals, a_mesh())
+    assert finding == Finding(
+        FindingKind.INDIVISIBLE_AXIS,
+        "axis 0 of shape (6, 4), 'embed', cannot be split into 4 equal parts over 'data'; change "
+        "its size or its layout.",
+        "w",
+    )
+    assert str(finding).startswith("w: axis 0")
+    with jax.set_mesh(a_mesh()):
+        assert check_rules([("embed", "data"), ("heads", "model")], avals) == [finding]
+    assert check_rules([("embed", "data"), ("heads", "model")], avals) == []
+
+
+@pytest.mark.parametrize(
+    ("rules", "why"),
+    [
+        ([("embed", "data"), ("nobody", "model")], "('nobody', 'model') is never used: no axis"),
+        (
+            [("embed", "data"), ("embed", None)],
+            "('embed', None) is never used: an earlier rule for",
+        ),
+        (
+            [("embed", "data"), ("heads", "data"), ("heads", None)],
+            "('heads', 'data') is never used: an earlier rule always takes its mesh axes",
+        ),
+    ],
+)
+def test_a_rule_that_is_never_used(rules, why):
+    tree = {"w": box((8, 4), "embed", "heads" if len(rules) > 2 else None)}
+    [finding] = check_rules(rules, tree)
+    assert (finding.kind, finding.path) == (FindingKind.UNUSED_RULE, "")
+    assert why in str(finding)
+
+
+def test_rules_that_fight():
+    tree = {"layer": {"w": box((8, 4), "embed", "heads"), "b": box((4,), "heads")}}
+    [finding] = check_rules([("embed", "data"), ("heads", "data")], tree)
+    assert (finding.kind, finding.path) == (FindingKind.FIGHTING_RULES, "layer/w")
+    assert "('heads', 'data') fights with another, as 'data' has gone to 'embed'" in str(finding)
+
+
+def test_a_name_without_a_rule():
+    [finding] = check_rules([], Note({"w": box((8,), "embed")}))
+    assert (finding.kind, finding.path) == (FindingKind.MISSING_RULE, "")
+    assert "no rule is for 'embed'" in finding.message
+
+
+def test_mesh_axes_that_are_not_there():
+    tree = {"w": box((8, 4), "embed", ("pipe",)), "v": Note(Partitioned(jnp.ones(3), ("stage",)))}
+    findings = check_rules([("embed", "rows")], tree, a_mesh())
+    assert [f.kind for f in findings] == [FindingKind.UNKNOWN_MESH_AXIS] * 3
+    assert [f.path for f in findings] == ["v", "w", ""]
+    assert "over 'stage', and the mesh has the axes 'data', 'model'" in str(findings[0])
+    assert "axis 1 of shape (8, 4) is to be split over 'pipe'" in str(findings[1])
+    assert str(findings[2]).startswith("by the rule ('embed', 'rows') an axis is to be split over")
+
+
+def test_a_box_with_rules_of_its_own_is_checked_by_them():
+    tree = {"w": box((8,), "embed", rules=[("embed", "data")])}
+    [finding] = check_rules([("embed", "model")], tree, a_mesh())
+    assert finding.kind is FindingKind.UNUSED_RULE
+
+
+def test_rules_and_names_have_to_be_in_form():
+    with pytest.raises(LogicalAxisError, match="is no rule"):
+        check_rules([("embed",)], {})
+    with pytest.raises(LogicalAxisError, match="more than once"):
+        check_rules([], box((2, 2), "embed", "embed"))

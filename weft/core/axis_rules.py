@@ -1,0 +1,159 @@
+"""Rules that say which mesh axis a logical axis name stands for, and the rules of a context.
+
+Rules are a sequence of pairs `(name, mesh_axes)`: a mesh axis, a tuple of them, or None for an axis
+that is not split. Their order is their priority. For one array a mesh axis is used once: a rule
+whose mesh axes an earlier rule has taken is passed over, and a later rule of the same name may
+stand in for it.
+
+The rules of a context belong to its thread, and to the cache key of `jax.jit`: a function that was
+compiled under other rules is compiled again.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from weft.errors import LogicalAxisError
+
+Rule = tuple[str, Any]
+Rules = tuple[Rule, ...]
+
+_context = jax.make_user_context(())
+
+
+def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
+    """Rules as a tuple of pairs, so that they can be hashed and compared.
+
+    Args:
+        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
+
+    Raises:
+        LogicalAxisError: if there is anything else in it.
+
+    Example:
+        >>> checked_rules([["embed", ["data", "model"]], ["heads", None]])
+        (('embed', ('data', 'model')), ('heads', None))
+    """
+    if rules is None:
+        return ()
+    if isinstance(rules, dict):
+        raise LogicalAxisError(
+            "the rules for logical axes are a dict, whose order says nothing; expected a sequence "
+            "of pairs in the order of their priority, as tuple(rules.items())."
+        )
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise LogicalAxisError(
+            f"the rules for logical axes are {rules!r}; expected a sequence of pairs, as "
+            "((name, mesh_axis), ...)."
+        )
+    return tuple(_checked_rule(rule) for rule in rules)
+
+
+def _checked_rule(rule: Any) -> Rule:
+    is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
+    if not is_pair:
+        raise LogicalAxisError(
+            f"{rule!r} is no rule for a logical axis; expected a pair of its name and its mesh "
+            "axes, as ('embed', 'data')."
+        )
+    name, axes = rule
+    if isinstance(axes, list):
+        axes = tuple(axes)
+    each = axes if isinstance(axes, tuple) else (axes,)
+    is_single = axes is None or axes is PartitionSpec.UNCONSTRAINED
+    if not is_single and not all(isinstance(a, str) for a in each):
+        raise LogicalAxisError(
+            f"the rule for {name!r} gives it the mesh axes {axes!r}; expected a name, a tuple of "
+            "names, or None."
+        )
+    if len(set(each)) < len(each):
+        raise LogicalAxisError(
+            f"the rule for {name!r} gives it the mesh axes {axes!r}; each may be there once."
+        )
+    return name, axes
+
+
+def get_logical_axis_rules() -> Rules:
+    """The rules of this thread's context.
+
+    Example:
+        >>> get_logical_axis_rules()
+        ()
+    """
+    return _context.value
+
+
+def set_logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> None:
+    """Sets the rules of this thread, until the `logical_axis_rules` around it ends.
+
+    Args:
+        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
+
+    Raises:
+        LogicalAxisError: if there is anything else in it.
+
+    Example:
+        >>> set_logical_axis_rules([("embed", "data")])
+        >>> get_logical_axis_rules()
+        (('embed', 'data'),)
+        >>> set_logical_axis_rules(None)
+    """
+    _context(checked_rules(rules)).__enter__()
+
+
+@contextlib.contextmanager
+def logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> Iterator[None]:
+    """The rules for what is traced inside, in this thread.
+
+    Args:
+        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
+
+    Raises:
+        LogicalAxisError: if there is anything else in it.
+
+    Example:
+        >>> with logical_axis_rules([("embed", "data")]):
+        ...     get_logical_axis_rules()
+        (('embed', 'data'),)
+    """
+    with _context(checked_rules(rules)):
+        yield
+
+
+def composite_rules(
+    rule1: Iterable[Sequence[Any]] | None, rule2: Iterable[Sequence[Any]] | None
+) -> Rules:
+    """Two sets of rules as one.
+
+    Args:
+        rule1: the rules of the higher priority.
+        rule2: rules that may add names, but change none.
+
+    Raises:
+        LogicalAxisError: if both have rules for a name, and they differ.
+
+    Example:
+        >>> composite_rules([("embed", "data")], [("heads", "model")])
+        (('embed', 'data'), ('heads', 'model'))
+    """
+    first, second = checked_rules(rule1), checked_rules(rule2)
+
+    def axes(rules: Rules, name: str) -> list[Any]:
+        return [mesh_axes for other, mesh_axes in rules if other == name]
+
+    for name, _ in second:
+        one, other = axes(first, name), axes(second, name)
+        if one and one != other:
+            raise LogicalAxisError(
+                f"two sets of rules fight over the logical axis {name!r}: one gives it "
+                f"{_listed(one)}, the other {_listed(other)}; take it out of one of them."
+            )
+    known = {name for name, _ in first}
+    return first + tuple(rule for rule in second if rule[0] not in known)
+
+
+def _listed(axes: list[Any]) -> str:
+    return " and then ".join(map(repr, axes))

@@ -1,0 +1,368 @@
+"""Logical axes: names that a model gives to its axes, and that rules turn into mesh axes.
+
+A model says `("embed", "heads")`; what that means on a mesh is decided elsewhere, by the rules of
+`weft.core.axis_rules`. `assign` is the one place where rules are applied: names go in, and for each
+axis the entry of the layout comes out, with the rules that gave it or were passed over.
+"""
+
+import enum
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft import struct
+from weft.core.axis_rules import Rule, Rules, checked_rules, get_logical_axis_rules
+from weft.core.layout import AnyMesh, axes_of, constrain, get_global_mesh
+from weft.core.meta import Partitioned
+from weft.errors import LogicalAxisError, ShardingWarning
+from weft.typing import MeshAxes
+
+AnyRules = Iterable[Sequence[Any]]
+
+_FREE = PartitionSpec.UNCONSTRAINED
+
+
+class Assigned(NamedTuple):
+    """What the rules made of one axis.
+
+    Attributes:
+        name: its logical name, None, or mesh axes that were given as they are.
+        entry: its entry in the layout.
+        rule: the index of the rule that gave the entry, or None.
+        passed: the indices of the rules that were for it, but whose mesh axes were taken.
+    """
+
+    name: Any
+    entry: Any
+    rule: int | None = None
+    passed: tuple[int, ...] = ()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether rules were for this axis, and none of them could be kept."""
+        return self.rule is None and bool(self.passed)
+
+
+def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
+    """Applies rules to the names of one array's axes.
+
+    Args:
+        names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
+          axes, which are used as they are.
+        rules: the rules in the order of their priority.
+
+    Raises:
+        LogicalAxisError: if names are not of that form, or one is there twice.
+    """
+    axes = [Assigned(name, None if isinstance(name, str) else name) for name in _checked(names)]
+    where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
+    taken = {mesh_axis for axis in axes for mesh_axis in axes_of(axis.entry)}
+    for index, (name, mesh_axes) in enumerate(rules):
+        if name not in where or axes[where[name]].rule is not None:
+            continue
+        axis = axes[where[name]]
+        wanted = set(axes_of(mesh_axes))
+        if wanted & taken:
+            axes[where[name]] = axis._replace(passed=(*axis.passed, index))
+        else:
+            axes[where[name]] = axis._replace(entry=mesh_axes, rule=index)
+            taken |= wanted
+    return axes
+
+
+def _checked(names: Any) -> list[Any]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise LogicalAxisError(
+            f"{names!r} was given for the names of an array's axes; expected one entry for each "
+            f"axis. For one axis write ({names!r},)."
+        )
+    names = [tuple(name) if isinstance(name, list) else name for name in names]
+    for name in names:
+        is_tuple = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
+        if not (name is None or name is _FREE or isinstance(name, str) or is_tuple):
+            raise LogicalAxisError(
+                f"{name!r} in {tuple(names)} is no name of an axis; expected a logical name, a "
+                "tuple of mesh axes, or None."
+            )
+    texts = [name for name in names if isinstance(name, str)]
+    twice = sorted({name for name in texts if texts.count(name) > 1})
+    if twice:
+        raise LogicalAxisError(
+            f"the logical axis {', '.join(map(repr, twice))} is there more than once in "
+            f"{tuple(names)}, and one array can be split only once over a mesh axis; give each of "
+            "its axes another name, or None."
+        )
+    return names
+
+
+def say_lost(axis: Assigned, axes: Sequence[Assigned], rules: Rules) -> str:
+    """Says why the rules for an axis could not be kept."""
+    rule: Rule = rules[axis.passed[0]]
+    holders = [
+        f"{mesh_axis!r} has gone to {other.name!r}"
+        for mesh_axis in axes_of(rule[1])
+        for other in axes
+        if mesh_axis in axes_of(other.entry)
+    ]
+    return (
+        f"in {tuple(a.name for a in axes)} the rule {rule!r} fights with another, as "
+        f"{' and '.join(holders)}; so the axis is not split. Put the rule that matters more first, "
+        f"or, if this is meant, say so by a rule ({axis.name!r}, None) after it."
+    )
+
+
+def _rules_or_context(rules: AnyRules | None) -> Rules:
+    return get_logical_axis_rules() if rules is None else checked_rules(rules)
+
+
+def logical_to_mesh_axes(
+    array_dim_names: Iterable[Any] | None, rules: AnyRules | None = None
+) -> PartitionSpec | None:
+    """The layout of an array whose axes have logical names.
+
+    Args:
+        array_dim_names: for each axis a logical name, None, or a tuple of mesh axes that are used
+          as they are. Names without a rule are not split. None, for no layout at all, stays None.
+        rules: by default those of the context.
+
+    Raises:
+        LogicalAxisError: if names or rules are not of that form, or a name is there twice.
+
+    Example:
+        >>> logical_to_mesh_axes(("embed", "heads"), [("heads", "model")])
+        P(None, 'model')
+    """
+    if array_dim_names is None:
+        return None
+    return PartitionSpec(*(a.entry for a in assign(array_dim_names, _rules_or_context(rules))))
+
+
+def _are_names(x: Any) -> bool:
+    is_row = type(x) in (tuple, list) and any(isinstance(name, str) for name in x)
+    return isinstance(x, PartitionSpec) or is_row
+
+
+def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
+    """The layouts of a tree of arrays whose axes have logical names.
+
+    Args:
+        tree: a pytree of `PartitionSpec`s or tuples with logical names, as `get_partition_spec`
+          gives it for boxed variables.
+        rules: by default those of the context.
+
+    Raises:
+        LogicalAxisError: if something else is in the tree, a name is twice in one layout, or the
+          rules are not in form.
+
+    Example:
+        >>> logical_to_mesh({"w": PartitionSpec("embed"), "step": None}, [("embed", "data")])
+        {'step': None, 'w': P('data',)}
+    """
+
+    def convert(x: Any) -> Any:
+        if not _are_names(x):
+            raise LogicalAxisError(
+                f"a {type(x).__name__} stands where the logical names of an array's axes should: "
+                f"{x!r}; expected a PartitionSpec. For boxed variables, call get_partition_spec "
+                "first."
+            )
+        return logical_to_mesh_axes(x, rules)
+
+    return jax.tree.map(convert, tree, is_leaf=_are_names)
+
+
+def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: AnyRules | None = None) -> Any:
+    """As `logical_to_mesh`, with a `NamedSharding` for each layout.
+
+    Args:
+        tree: a pytree of `PartitionSpec`s or tuples with logical names.
+        mesh: the mesh to lay them over.
+        rules: by default those of the context.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> logical_to_mesh_sharding(PartitionSpec("embed"), mesh, [("embed", "data")]).spec
+        P('data',)
+    """
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        logical_to_mesh(tree, rules),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+class RulesFallback(enum.Enum):
+    """What a constraint does with a logical name that gets nothing from the rules."""
+
+    AXIS_IS_UNSHARDED = "axis_is_unsharded"
+    RAISE_ERROR = "raise_error"
+    NO_CONSTRAINT = "no_constraint"
+
+
+def with_logical_constraint(
+    x: Any,
+    logical_axis_resources: Any,
+    rules: AnyRules | None = None,
+    mesh: AnyMesh | None = None,
+    fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+) -> Any:
+    """Lays a value over a mesh by the logical names of its axes.
+
+    Args:
+        x: a pytree of arrays.
+        logical_axis_resources: the names of its axes, or a tree of them that `x` continues; None
+          leaves a value as it is.
+        rules: by default those of the context. Without any, `x` comes back as it is.
+        mesh: by default that of `jax.set_mesh`. Without either, `x` comes back as it is.
+        fallback: what to do with a name that gets nothing from the rules.
+
+    Raises:
+        LogicalAxisError: for such a name with `RulesFallback.RAISE_ERROR`, and for names or rules
+          that are not in form.
+        MeshError: if the mesh has no axis of a name, or there are more names than axes.
+
+    Warns:
+        ShardingWarning: if the rules for two of the names fight, or a mesh axis does not divide the
+          axis that is split over it.
+
+    Example:
+        >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
+        1.0
+    """
+    found = _rules_or_context(rules)
+    if not found or logical_axis_resources is None:
+        return x
+
+    def apply(names: Any, part: Any) -> Any:
+        return part if names is None else _constrain(part, names, found, mesh, fallback)
+
+    def is_leaf(names: Any) -> bool:
+        nameless = type(names) is tuple and all(n is None or n is _FREE for n in names)
+        return names is None or nameless or _are_names(names)
+
+    return jax.tree.map(apply, logical_axis_resources, x, is_leaf=is_leaf)
+
+
+def _constrain(
+    x: Any, names: Any, rules: Rules, mesh: AnyMesh | None, fallback: RulesFallback
+) -> Any:
+    axes = assign(names, rules)
+    nothing = [axis.name for axis in axes if isinstance(axis.name, str) and axis.rule is None]
+    if nothing and fallback is RulesFallback.RAISE_ERROR:
+        lost = [say_lost(axis, axes, rules) for axis in axes if axis.is_lost]
+        raise LogicalAxisError(
+            f"no rule gave a mesh axis to {', '.join(map(repr, nothing))} in {tuple(names)}; add "
+            f"a rule, as ({nothing[0]!r}, None) for an axis that is not split."
+            + "".join(f" And {text}" for text in lost)
+        )
+    if nothing and fallback is RulesFallback.NO_CONSTRAINT:
+        return x
+    if mesh is None and get_global_mesh() is None:
+        return x
+    for axis in axes:
+        if axis.is_lost:
+            warnings.warn(say_lost(axis, axes, rules), ShardingWarning, stacklevel=2)
+    return constrain(x, PartitionSpec(*(axis.entry for axis in axes)), mesh)
+
+
+class LogicallyPartitioned(Partitioned):
+    """A value, and a logical name for each of its axes.
+
+    `unbox` lays the value over `mesh`, or over the mesh of `jax.set_mesh`, as the rules say.
+
+    Attributes:
+        value: an array, or a tree of arrays with the same axes.
+        names: for each axis a logical name, a tuple of mesh axes, or None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        rules: the rules, if they are not those of the context.
+
+    Raises:
+        LogicalAxisError: if the rules are not in form.
+
+    Example:
+        >>> box = LogicallyPartitioned(1.0, ("embed",), rules=[("embed", "data")])
+        >>> box.rules
+        (('embed', 'data'),)
+    """
+
+    rules: Rules | None = struct.field(pytree_node=False, default=None)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rules is not None:
+            object.__setattr__(self, "rules", checked_rules(self.rules))
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The value, laid out as the rules say of its names.
+
+        Args:
+            apply_constraint: False leaves the layout of the value as it is.
+
+        Raises:
+            MeshError: if the mesh has no axis of a name, or there are more names than axes.
+
+        Warns:
+            ShardingWarning: if the rules for two names fight, or a mesh axis does not divide the
+              axis that is split over it.
+        """
+        if not apply_constraint:
+            return self.value
+        return with_logical_constraint(
+            self.value, self.get_partition_spec(), rules=self.rules, mesh=self.mesh
+        )
+
+    def get_sharding(self, mesh: Mesh) -> NamedSharding:
+        """The layout of the value over a mesh, as the rules say of its names.
+
+        Raises:
+            LogicalAxisError: if there are no rules.
+        """
+        rules = _rules_or_context(self.rules)
+        if not rules:
+            raise LogicalAxisError(
+                f"the names {self.names!r} are logical, and there are no rules that say which mesh "
+                "axes they stand for; ask inside of logical_axis_rules(rules)."
+            )
+        return NamedSharding(mesh, PartitionSpec(*(a.entry for a in assign(self.names, rules))))
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """As for `Partitioned`, with `sharding_rules`."""
+        return super().to_nnx_metadata() | {"sharding_rules": self.rules}
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+        """The box that `to_nnx_metadata` was called on."""
+        rules = metadata.get("sharding_rules")
+        return super().from_nnx_metadata(metadata).replace(rules=rules)
+
+
+def with_logical_partitioning(
+    fn: Callable[..., Any],
+    names: MeshAxes,
+    mesh: Mesh | None = None,
+    rules: AnyRules | None = None,
+) -> Callable[..., LogicallyPartitioned]:
+    """An initializer whose value comes in a `LogicallyPartitioned`.
+
+    Args:
+        fn: the initializer, or any function that returns a value.
+        names: for each axis of its value a logical name, a tuple of mesh axes, or None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        rules: the rules, if they are not those of the context.
+
+    Example:
+        >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))
+        >>> init(jax.random.key(0), (4, 8)).names
+        ('embed', 'heads')
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+        value = fn(*args, **kwargs)
+        return LogicallyPartitioned(value, names, mesh, rules)  # pyright: ignore[reportArgumentType]
+
+    return wrapper
