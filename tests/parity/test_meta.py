@@ -255,7 +255,7 @@ def test_what_differs():
     ]
     assert told == [("l", "a", "b"), ("a", "b")]
     # Shapes with a mesh can be unboxed.
-    laid = [box.replace(names=("data", None), mesh=a_mesh()) for box in (weft, flax)]
+    laid = [box.replace(names=("model", None), mesh=a_mesh()) for box in (weft, flax)]
     avals = [jax.eval_shape(lambda box: box, box) for box in laid]
     assert weft_meta.unbox(avals[0]).shape == (2, 3)
     with pytest.raises(TypeError):
