@@ -115,6 +115,16 @@ def test_more_names_than_axes():
         constrain(jnp.ones(4), P("data", "model"), AUTO())
 
 
+def test_a_mesh_axis_that_is_named_twice():
+    with pytest.raises(MeshError, match=r"names 'data' more than once.*write None at the others"):
+        constrain(jnp.ones((4, 8)), P("data", ("model", "data")), AUTO())
+
+
+def test_keys_are_laid_out_as_other_arrays():
+    keys = constrain(jax.random.split(jax.random.key(0), 8), P("data"), AUTO())
+    assert spec_of(keys) == ("data",)
+
+
 def test_the_gradient_goes_through():
     with jax.set_mesh(AUTO()):
         g = jax.jit(jax.grad(lambda x: constrain(x, P("data")).sum()))(jnp.ones(4))

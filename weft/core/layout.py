@@ -129,6 +129,14 @@ def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
     }
     entries = list(spec)
+    named = [name for entry in spec for name in axes_of(entry)]
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
+        raise MeshError(
+            f"the layout {tuple(spec)} of a value of shape {shape} names "
+            f"{', '.join(map(repr, twice))} more than once, and a mesh axis splits one axis of a "
+            "value; leave it at one, and write None at the others."
+        )
     for axis, entry in enumerate(spec):
         unknown = [name for name in axes_of(entry) if name not in sizes]
         if unknown:

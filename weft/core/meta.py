@@ -217,7 +217,8 @@ def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
             error.path = "/".join(part for part in (where, error.path) if part)
             raise
         except Exception as error:
-            error.add_note(f"This is about the axis metadata of {where!r}.")
+            if where:
+                error.add_note(f"This is about the axis metadata of {where!r}.")
             raise
 
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
