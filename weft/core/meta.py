@@ -11,7 +11,7 @@ Boxes nest: each level is a kind of metadata of its own, and all of them are tol
 import abc
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import numpy as np
@@ -257,7 +257,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
     names: tuple[Any, ...] = struct.field(pytree_node=False)
     mesh: AnyMesh | None = struct.field(pytree_node=False, default=None)
 
-    AXIS_NAME: ClassVar[str] = PARTITION_NAME
+    AXIS_NAME = PARTITION_NAME
 
     def __post_init__(self):
         object.__setattr__(self, "names", _checked_names(self.names))
