@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from weft import struct
+from weft.errors import AbstractPyTreeNodeError, StructDefinitionError
 
 
 class Point(struct.PyTreeNode):
@@ -48,3 +49,26 @@ def test_they_are_immutable():
 def test_a_class_keeps_its_own_replace_and_is_made_once():
     assert Decorated(1).replace() == "own"
     assert struct.dataclass(Decorated) is Decorated
+
+
+def test_fields_without_init_are_made_anew():
+    class Scaled(struct.PyTreeNode):
+        x: float
+        double: float = struct.field(init=False, default=0.0)
+
+        def __post_init__(self):
+            object.__setattr__(self, "double", 2 * self.x)
+
+    made = jax.tree.map(lambda x: x + 1, Scaled(1.0))
+    assert jax.tree.leaves(made) == [2.0]
+    assert made.double == made.replace(x=2.0).double == 4.0
+
+
+def test_only_classes_are_made_structs():
+    with pytest.raises(StructDefinitionError, match=r"struct\.dataclass was given 3, which is no"):
+        struct.dataclass(3)
+
+
+def test_the_base_class_has_no_instances():
+    with pytest.raises(AbstractPyTreeNodeError, match="PyTreeNode has no fields to be made from"):
+        struct.PyTreeNode()

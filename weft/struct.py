@@ -1,13 +1,16 @@
 """Immutable dataclasses that are pytrees.
 
 A field is a child of the pytree unless it is declared with `field(pytree_node=False)`; such a field
-is part of the structure, must be hashable, and a change of it makes `jax.jit` trace again.
+is part of the structure, must be hashable, and a change of it makes `jax.jit` trace again. A field
+with `init=False` is neither: each copy, also one by `jax.tree.map`, makes it anew.
 """
 
 import dataclasses
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+
+from weft.errors import AbstractPyTreeNodeError, StructDefinitionError
 
 T = TypeVar("T")
 
@@ -25,12 +28,15 @@ def field(pytree_node: bool = True, *, metadata: dict[str, Any] | None = None, *
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
-def dataclass(cls: type[T] | None = None, /, **kwargs: Any):
+def dataclass(clz: type[T] | None = None, **kwargs: Any):
     """Makes a class a frozen dataclass, a pytree node, and gives it `replace`.
 
     Args:
-        cls: the class; left out when the decorator is used with arguments.
+        clz: the class; left out when the decorator is used with arguments.
         **kwargs: as for `dataclasses.dataclass`, where `frozen` is True by default.
+
+    Raises:
+        StructDefinitionError: if `clz` is no class.
 
     Example:
         >>> @dataclass
@@ -40,14 +46,19 @@ def dataclass(cls: type[T] | None = None, /, **kwargs: Any):
         >>> jax.tree.map(lambda v: v + 1, Point(1.0)).replace(name="q")
         Point(x=2.0, name='q')
     """
-    if cls is None:
-        return lambda cls: dataclass(cls, **kwargs)
+    if clz is None:
+        return lambda clz: dataclass(clz, **kwargs)
+    if not isinstance(clz, type):
+        raise StructDefinitionError(
+            f"struct.dataclass was given {clz!r}, which is no class; write it above a class, as "
+            "`@struct.dataclass` or with options by name, as `@struct.dataclass(kw_only=True)`."
+        )
     # A subclass of a struct inherits `_weft_struct`; only a class's own mark means "already done".
-    if "_weft_struct" in vars(cls):
-        return cls
+    if "_weft_struct" in vars(clz):
+        return clz
     kwargs.setdefault("frozen", True)
-    made = dataclasses.dataclass(**kwargs)(cls)
-    fields = dataclasses.fields(made)  # pyright: ignore[reportArgumentType]
+    made = dataclasses.dataclass(**kwargs)(clz)
+    fields = [f for f in dataclasses.fields(made) if f.init]  # pyright: ignore[reportArgumentType]
     if not hasattr(made, "replace"):
         made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
     made._weft_struct = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -74,6 +85,12 @@ class PyTreeNode:
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__()
         dataclass(cls, **kwargs)
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise AbstractPyTreeNodeError(
+            f"{type(self).__name__} has no fields to be made from; derive a class from PyTreeNode "
+            "and annotate its fields, or give a class with `init=False` its own `__init__`."
+        )
 
     def replace(self: T, **updates: Any) -> T:
         """A copy with some fields changed."""

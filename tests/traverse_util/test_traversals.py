@@ -1,0 +1,119 @@
+import collections
+import copy
+import dataclasses
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from weft import struct
+from weft.core.frozen_dict import FrozenDict
+from weft.errors import NestedDictError, TraversalError
+from weft.traverse_util import (
+    ModelParamTraversal,
+    Traversal,
+    TraverseAttr,
+    t_identity,
+)
+
+Pair = collections.namedtuple("Pair", "x y")
+
+
+@struct.dataclass
+class Struct:
+    x: int
+    y: int
+
+
+@dataclasses.dataclass
+class Plain:
+    x: int
+    y: int
+
+
+def plus_one(x):
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "traversal, value, parts, updated",
+    [
+        (t_identity, 1, [1], 2),
+        (t_identity["a"]["b"], {"a": {"b": 1}, "c": 2}, [1], {"a": {"b": 2}, "c": 2}),
+        (t_identity["a"], FrozenDict(a=1, b=2), [1], FrozenDict(a=2, b=2)),
+        (t_identity[-1], (1, 2), [2], (1, 3)),
+        (t_identity[0], [1, 2], [1], [2, 2]),
+        (t_identity[0], Pair(1, 2), [1], Pair(2, 2)),
+        (t_identity.x, Pair(1, 2), [1], Pair(2, 2)),
+        (t_identity.x, Struct(1, 2), [1], Struct(2, 2)),
+        (t_identity.x, Plain(1, 2), [1], Plain(2, 2)),
+        (t_identity.x, SimpleNamespace(x=1, y=2), [1], SimpleNamespace(x=2, y=2)),
+        (t_identity.x.y, Struct(Struct(1, 2), 3), [2], Struct(Struct(1, 3), 3)),
+        (t_identity.each(), (1, 2), [1, 2], (2, 3)),
+        (t_identity.each(), Pair(1, 2), [1, 2], Pair(2, 3)),
+        (t_identity.each(), {"a": 1}, [1], {"a": 2}),
+        (
+            t_identity.each(),
+            collections.OrderedDict(a=1),
+            [1],
+            collections.OrderedDict(a=2),
+        ),
+        (t_identity.each(), FrozenDict(a=1), [1], FrozenDict(a=2)),
+        (t_identity.tree(), {"a": [1, (2,)]}, [1, 2], {"a": [2, (3,)]}),
+        (t_identity.each().filter(lambda x: x > 1), [1, 2], [2], [1, 3]),
+        (t_identity.merge(t_identity["a"], t_identity["b"]), {"a": 1, "b": 2}, [1, 2],
+         {"a": 2, "b": 3}),
+        (ModelParamTraversal(lambda path, x: path == "/a/w"), {"a": {"w": 1, "v": 2, "e": {}}}, [1],
+         {"a": {"w": 2, "v": 2, "e": {}}}),
+        (ModelParamTraversal(lambda path, x: x == 1), FrozenDict({1: {"w": 1}}), [1],
+         FrozenDict({1: {"w": 2}})),
+    ],
+)  # fmt: skip
+def test_parts_are_read_and_replaced_and_the_value_stays(traversal, value, parts, updated):
+    before = copy.deepcopy(value)
+    assert list(traversal.iterate(value)) == parts
+    made = traversal.update(plus_one, value)
+    assert made == updated and type(made) is type(updated)
+    assert traversal.set([p + 1 for p in parts], value) == updated
+    assert value == before
+
+
+def test_entries_of_arrays_are_replaced():
+    made = t_identity[0].update(plus_one, np.arange(2))
+    np.testing.assert_array_equal(made, [1, 1])
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [([1], "set was given 1 values, fewer than"), ([1, 2, 3], "given 3 values, 1 more than")],
+)
+def test_set_wants_as_many_values_as_there_are_parts(values, message):
+    with pytest.raises(TraversalError, match=message):
+        t_identity.each().set(values, [0, 0])
+    assert len(values) in (1, 3)
+
+
+@pytest.mark.parametrize("value", [3, "ab", np.arange(2)])
+def test_each_goes_into_lists_tuples_and_mappings_only(value):
+    each = t_identity.each()
+    message = f"not into a {type(value).__name__}; use tree"
+    with pytest.raises(TraversalError, match=message):
+        each.update(plus_one, value)
+    with pytest.raises(TraversalError, match=message):
+        list(each.iterate(value))
+
+
+def test_parameters_are_in_a_nested_dict():
+    with pytest.raises(NestedDictError, match="ModelParamTraversal was given a list"):
+        ModelParamTraversal(lambda path, x: True).update(plus_one, [1])
+
+
+def test_traversals_are_ordinary_objects():
+    traversal = pickle.loads(pickle.dumps(copy.deepcopy(t_identity["a"].each())))
+    assert traversal.update(plus_one, {"a": [1]}) == {"a": [2]}
+    assert TraverseAttr("each").iterate(SimpleNamespace(each=4)).__next__() == 4
+    with pytest.raises(AttributeError, match="__array__"):
+        _ = t_identity.__array__
+    with pytest.raises(TypeError, match="abstract"):
+        Traversal()

@@ -1,0 +1,169 @@
+"""Nested dicts by the paths of their leaves.
+
+A nested dict and a flat dict hold the same: `flatten_dict` makes the path to each leaf a key,
+`unflatten_dict` goes back. Every mapping counts as a dict; what is no mapping is a leaf.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from weft.errors import FlatDictError, NestedDictError
+
+Path = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _EmptyNode:
+    """Stands in a flat dict for a dict without entries."""
+
+
+empty_node = _EmptyNode()
+
+
+def check_mapping(xs: Any, function: str) -> None:
+    """Raises unless `xs` is a mapping."""
+    if not isinstance(xs, Mapping):
+        raise NestedDictError(
+            f"{function} was given a {type(xs).__name__}; expected a dict, with names as keys."
+        )
+
+
+def _key_of(path: Path, sep: str | None) -> Any:
+    if sep is None:
+        return path
+    for name in path:
+        if not isinstance(name, str):
+            raise FlatDictError(
+                f"the path {path} has {name!r}, which is no string, so it cannot be joined by "
+                f"{sep!r}; leave out `sep`, or make the key a string."
+            )
+    return sep.join(path)
+
+
+def flatten_dict(
+    xs: Mapping[Any, Any],
+    keep_empty_nodes: bool = False,
+    is_leaf: Callable[[Path, Any], bool] | None = None,
+    sep: str | None = None,
+) -> dict[Any, Any]:
+    """The leaves of a nested dict by their paths.
+
+    Args:
+        xs: the nested dict.
+        keep_empty_nodes: keeps dicts without entries, as `empty_node`; else they are left out.
+        is_leaf: takes the path and value of a dict, says whether it is a leaf all the same.
+        sep: joins each path to one string, such as "a/b"; by default a path is a tuple.
+
+    Raises:
+        NestedDictError: if `xs` is no mapping.
+        FlatDictError: if paths cannot be joined, or are equal when they are.
+
+    Example:
+        >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
+        {('a', 'b'): 1, ('a', 'c'): _EmptyNode()}
+        >>> flatten_dict({"a": {"b": 1}}, sep="/")
+        {'a/b': 1}
+    """
+    check_mapping(xs, "flatten_dict")
+    flat = {}
+
+    def visit(value: Any, path: Path) -> None:
+        if isinstance(value, Mapping) and not (is_leaf and is_leaf(path, value)):
+            for key, inner in value.items():
+                visit(inner, (*path, key))
+            if value or not keep_empty_nodes or not path:
+                return
+            value = empty_node
+        key = _key_of(path, sep)
+        if key in flat:
+            raise FlatDictError(
+                f"two leaves have the path {key!r} once their names are joined by {sep!r}; use a "
+                "separator that no name contains, or leave out `sep`."
+            )
+        flat[key] = value
+
+    visit(xs, ())
+    return flat
+
+
+def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> Any:
+    """The nested dict whose leaves a flat dict holds; undoes `flatten_dict`.
+
+    Args:
+        xs: leaves by their paths, which are tuples of keys, or strings with `sep`.
+        sep: what the names of a path are joined by.
+
+    Raises:
+        NestedDictError: if `xs` is no mapping.
+        FlatDictError: if a path cannot be split, or leads through the leaf of another.
+
+    Example:
+        >>> unflatten_dict({("a", "b"): 1, ("a", "c"): empty_node})
+        {'a': {'b': 1, 'c': {}}}
+        >>> unflatten_dict({"a/b": 1}, sep="/")
+        {'a': {'b': 1}}
+    """
+    check_mapping(xs, "unflatten_dict")
+    root: dict[Any, Any] = {}
+    dicts: dict[Path, dict[Any, Any]] = {(): root}
+    leaves: set[Path] = set()
+
+    def dict_at(path: Path) -> dict[Any, Any]:
+        if path in leaves:
+            raise _collision(path)
+        if path not in dicts:
+            dicts[path] = dict_at(path[:-1]).setdefault(path[-1], {})
+        return dicts[path]
+
+    for key, value in xs.items():
+        path = _path_of(key, sep)
+        if isinstance(value, _EmptyNode):
+            dict_at(path)
+        elif path == () and len(xs) == 1:
+            return value  # `is_leaf` took the whole dict for a leaf
+        elif path in dicts:
+            raise _collision(path)
+        else:
+            dict_at(path[:-1])[path[-1]] = value
+            leaves.add(path)
+    return root
+
+
+def _collision(path: Path) -> FlatDictError:
+    return FlatDictError(
+        f"the path {path} is that of a leaf and also the beginning of another leaf's path; take "
+        "one of the two out."
+    )
+
+
+def _path_of(key: Any, sep: str | None) -> Path:
+    if sep is not None and isinstance(key, str):
+        return tuple(key.split(sep))
+    if sep is None and isinstance(key, tuple):
+        return key
+    if sep is None and isinstance(key, str) and len(key) == 1:
+        return (key,)
+    raise FlatDictError(
+        f"the key {key!r} is no path; expected "
+        + ('a tuple of keys, or `sep`, such as "/".' if sep is None else "a string, as sep is set.")
+    )
+
+
+def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Maps a function over the paths and leaves of a nested dict.
+
+    Args:
+        f: takes a leaf's path and the leaf.
+        nested_dict: the nested dict; dicts without entries stay.
+
+    Raises:
+        NestedDictError: if `nested_dict` is no mapping.
+
+    Example:
+        >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})
+        {'a': {'w': 2, 'b': 0}}
+    """
+    check_mapping(nested_dict, "path_aware_map")
+    flat = flatten_dict(nested_dict, keep_empty_nodes=True)
+    return unflatten_dict({path: x if x is empty_node else f(path, x) for path, x in flat.items()})

@@ -1,0 +1,271 @@
+"""Traversals name parts of a value, to read them or to make a copy with others in their place.
+
+`t_identity` names the value itself, `t_identity["a"].each()` the entries of what its "a" holds.
+`iterate` gives the parts, `update` and `set` give a copy of the value with other parts.
+"""
+
+import abc
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import jax
+
+from weft.errors import TraversalError
+from weft.traverse_util.flat_dicts import (
+    Path,
+    check_mapping,
+    empty_node,
+    flatten_dict,
+    unflatten_dict,
+)
+
+
+class Traversal(abc.ABC):
+    """Names parts of a value; `traversal[key]` and `traversal.attribute` go further in."""
+
+    @abc.abstractmethod
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        """The parts that the traversal names in `inputs`."""
+
+    @abc.abstractmethod
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        """A copy of `inputs` with `fn(part)` in the place of each part."""
+
+    def set(self, values: Iterable[Any], inputs: Any) -> Any:
+        """A copy of `inputs` with one of `values` in the place of each part, in their order.
+
+        Raises:
+            TraversalError: if there are more parts than values, or the other way round.
+        """
+        values = list(values)
+        rest = iter(values)
+
+        def next_value(_: Any) -> Any:
+            for value in rest:
+                return value
+            raise TraversalError(
+                f"set was given {len(values)} values, fewer than the traversal has parts here."
+            )
+
+        made = self.update(next_value, inputs)
+        if left := list(rest):
+            raise TraversalError(
+                f"set was given {len(values)} values, {len(left)} more than the traversal has "
+                "parts here."
+            )
+        return made
+
+    def compose(self, other: "Traversal") -> "Traversal":
+        """The parts that `other` names in the parts of this one."""
+        return TraverseCompose(self, other)
+
+    def merge(self, *traversals: "Traversal") -> "Traversal":
+        """The parts that any of `traversals` names in the parts of this one."""
+        return self.compose(TraverseMerge(*traversals))
+
+    def each(self) -> "Traversal":
+        """The entries of the parts, which are lists, tuples or mappings."""
+        return self.compose(TraverseEach())
+
+    def tree(self) -> "Traversal":
+        """The leaves of the parts, which are pytrees."""
+        return self.compose(TraverseTree())
+
+    def filter(self, fn: Callable[[Any], bool]) -> "Traversal":
+        """The parts for which `fn` is true."""
+        return self.compose(TraverseFilter(fn))
+
+    def __getitem__(self, key: Any) -> "Traversal":
+        return self.compose(TraverseItem(key))
+
+    def __getattr__(self, attr: str) -> "Traversal":
+        if attr.startswith("__"):  # Python asks for these, as `copy` and `pickle` do
+            raise AttributeError(attr)
+        return self.compose(TraverseAttr(attr))
+
+
+class TraverseId(Traversal):
+    """Names the value itself.
+
+    >>> t_identity["a"].each().update(lambda x: x + 1, {"a": [1, 2], "b": 3})
+    {'a': [2, 3], 'b': 3}
+    """
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield inputs
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        return fn(inputs)
+
+
+t_identity = TraverseId()
+
+
+# The attributes of traversals have an underscore, as any other name is an attribute to traverse.
+
+
+class TraverseCompose(Traversal):
+    """Names the parts that `y` names in the parts that `x` names."""
+
+    def __init__(self, x: Traversal, y: Traversal):
+        self._x, self._y = x, y
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        for part in self._x.iterate(inputs):
+            yield from self._y.iterate(part)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        return self._x.update(lambda part: self._y.update(fn, part), inputs)
+
+
+class TraverseMerge(Traversal):
+    """Names the parts of several traversals; what two of them name is updated twice."""
+
+    def __init__(self, *traversals: Traversal):
+        self._traversals = traversals
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        for traversal in self._traversals:
+            yield from traversal.iterate(inputs)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        for traversal in self._traversals:
+            inputs = traversal.update(fn, inputs)
+        return inputs
+
+
+class TraverseEach(Traversal):
+    """Names the entries of a list, tuple or mapping."""
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield from (_checked_entries(inputs).values())
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        return _like(inputs, {key: fn(part) for key, part in _checked_entries(inputs).items()})
+
+
+def _checked_entries(inputs: Any) -> Mapping[Any, Any]:
+    if isinstance(inputs, Mapping):
+        return inputs
+    if isinstance(inputs, list | tuple):
+        return dict(enumerate(inputs))
+    raise TraversalError(
+        f"each() goes into lists, tuples and mappings, not into a {type(inputs).__name__}; use "
+        "tree() for the leaves of other pytrees."
+    )
+
+
+def _like(inputs: Any, entries: Mapping[Any, Any]) -> Any:
+    """A container of the type of `inputs` with other entries under the same keys."""
+    if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+        return type(inputs)(*entries.values())
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(entries.values())
+    if not isinstance(inputs, MutableMapping):
+        return type(inputs)(entries)  # pyright: ignore[reportCallIssue] - a FrozenDict, say
+    made = copy.copy(inputs)
+    made.update(entries)
+    return made
+
+
+class TraverseItem(Traversal):
+    """Names `value[key]`."""
+
+    def __init__(self, key: Any):
+        self._key = key
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield inputs[self._key]
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        part = fn(inputs[self._key])
+        if isinstance(inputs, Mapping):
+            return _like(inputs, {**inputs, self._key: part})
+        made = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
+        made[self._key] = part
+        return _like(inputs, dict(enumerate(made))) if isinstance(inputs, tuple) else made
+
+
+class TraverseAttr(Traversal):
+    """Names `value.attr`."""
+
+    def __init__(self, attr: str):
+        self._attr = attr
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield getattr(inputs, self._attr)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        part = fn(getattr(inputs, self._attr))
+        if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
+            return inputs._replace(**{self._attr: part})  # pyright: ignore[reportAttributeAccessIssue]
+        if dataclasses.is_dataclass(inputs) and not isinstance(inputs, type):
+            return dataclasses.replace(inputs, **{self._attr: part})
+        made = copy.copy(inputs)
+        setattr(made, self._attr, part)
+        return made
+
+
+class TraverseFilter(Traversal):
+    """Names the value if `fn` is true of it."""
+
+    def __init__(self, fn: Callable[[Any], bool]):
+        self._fn = fn
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        if self._fn(inputs):
+            yield inputs
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        return fn(inputs) if self._fn(inputs) else inputs
+
+
+class TraverseTree(Traversal):
+    """Names the leaves of a pytree."""
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield from jax.tree.leaves(inputs)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        return jax.tree.map(fn, inputs)
+
+
+class ModelParamTraversal(Traversal):
+    """Names the leaves of a nested dict whose path and value a function selects.
+
+    Args:
+        filter_fn: takes a path such as "/dense/kernel" and the leaf.
+
+    Raises:
+        NestedDictError: by `iterate` and `update`, if the value is no mapping.
+
+    >>> kernels = ModelParamTraversal(lambda path, _: path.endswith("kernel"))
+    >>> kernels.update(lambda x: 2 * x, {"dense": {"bias": 1, "kernel": 2}})
+    {'dense': {'bias': 1, 'kernel': 4}}
+    """
+
+    def __init__(self, filter_fn: Callable[[str, Any], bool]):
+        self._filter_fn = filter_fn
+
+    def _sorted(self, inputs: Any) -> list[tuple[Path, Any, bool]]:
+        check_mapping(inputs, "ModelParamTraversal")
+        flat = flatten_dict(inputs, keep_empty_nodes=True)
+        paths = sorted(flat, key=lambda path: [str(name) for name in path])
+        return [(path, flat[path], self._selects(path, flat[path])) for path in paths]
+
+    def _selects(self, path: Path, value: Any) -> bool:
+        if value is empty_node:
+            return False
+        return self._filter_fn("/" + "/".join(str(name) for name in path), value)
+
+    def iterate(self, inputs: Any) -> Iterator[Any]:
+        yield from (value for _, value, selected in self._sorted(inputs) if selected)
+
+    def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
+        made = {
+            path: fn(value) if selected else value for path, value, selected in self._sorted(inputs)
+        }
+        nested = unflatten_dict(made)
+        return nested if isinstance(inputs, dict) else type(inputs)(nested)
