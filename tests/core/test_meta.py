@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from weft import struct
+from weft import serialization, struct
 from weft.core import meta
 from weft.core.meta import PARTITION_NAME, AxisMetadata, Partitioned
 from weft.errors import (
@@ -380,6 +380,18 @@ def test_the_state_of_an_optimizer_has_the_boxes_of_the_parameters():
     new = optax.apply_updates(params, updates)
     assert describe(new) == describe(params)
     assert (meta.unbox(new)["w"] < 1).all()
+
+
+def test_boxes_are_saved_and_restored():
+    tree = boxes() | {"mesh": Partitioned(jnp.ones((4, 8)), ("data", None), a_mesh())}
+    blank = jax.tree.map(jnp.zeros_like, tree)
+    restored = serialization.from_bytes(blank, serialization.to_bytes(tree))
+    assert describe(restored) == describe(tree)
+    jax.tree.map(np.testing.assert_array_equal, restored, tree)
+    assert serialization.to_state_dict(tree["one"]).keys() == {"value"}
+    state = optax.adam(1e-3).init(tree)
+    again = serialization.from_state_dict(state, serialization.to_state_dict(state))
+    assert describe(again) == describe(state)
 
 
 def test_boxes_through_jit_vmap_and_scan():
