@@ -2,8 +2,9 @@
 
 import jax
 
-from weft.core.filters import first_match
+from weft.core.filters import group_collections
 from weft.errors import ForkError
+from weft.lifting import Kind
 
 
 class Box:
@@ -18,24 +19,22 @@ class Box:
         self.writes += 1
 
 
-def grouped(arrays, filters):
-    groups = tuple({} for _ in filters)
-    for name, value in arrays.items():
-        if (at := first_match(filters, name)) is not None:
-            groups[at][name] = value
-    return groups
+def grouped(boxes, filters):
+    return [group_collections(box.arrays, f) for box, f in zip(boxes, filters, strict=True)]
 
 
 def ungrouped(groups):
     return {name: value for group in groups for name, value in (group or {}).items()}
 
 
-class BoxKind:
+class BoxKind(Kind):
     def is_carrier(self, x):
         return isinstance(x, Box)
 
     def split(self, carriers, filters):
-        groups = [grouped(box.arrays, f) for box, f in zip(carriers, filters, strict=True)]
+        groups = [
+            group_collections(box.arrays, f) for box, f in zip(carriers, filters, strict=True)
+        ]
         return list(carriers), len(carriers), groups
 
     def merge(self, static, groups):
@@ -43,8 +42,10 @@ class BoxKind:
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         counts = tuple(box.writes for box in carriers)
-        groups = [grouped(box.arrays, f) for box, f in zip(carriers, filters, strict=True)]
-        made = [grouped(box.arrays, f) for box, f in zip(new, new_filters, strict=True)]
+        groups = [
+            group_collections(box.arrays, f) for box, f in zip(carriers, filters, strict=True)
+        ]
+        made = [group_collections(box.arrays, f) for box, f in zip(new, new_filters, strict=True)]
         return counts, groups, made
 
     def commit(self, outer, static, groups, new_groups):
@@ -58,9 +59,6 @@ class BoxKind:
             if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
                 raise ForkError(f"{name} is no PRNG key, so it cannot be forked; give it an axis.")
         return {name: jax.random.split(key, n) for name, key in group.items()}
-
-    def axis(self, sign, group, axis, metadata):
-        return group
 
 
 BOXES = BoxKind()

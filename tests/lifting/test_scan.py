@@ -115,7 +115,13 @@ def test_a_carry_keeps_its_structure(body, message):
 
 def test_shared_state_cannot_be_written():
     box = Box(scale=jnp.float32(1))
-    lifted = scan(BOXES, lambda box: box.write("scale", 2.0), in_axes=(None,), out_axes=0, length=2)
+    lifted = scan(
+        BOXES,
+        lambda box: box.write("scale", 2 * box.arrays["scale"]),
+        in_axes=(None,),
+        out_axes=0,
+        length=2,
+    )
     with pytest.raises(RoleError, match="with the role None, which is the same in every iteration"):
         lifted(box)
     assert box.writes == 0

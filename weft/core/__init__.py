@@ -1,5 +1,55 @@
-"""What every way of writing a model shares above the lifting engine: the language of filters."""
+"""Functions of a `Scope`: a tree of variables, and how it crosses the transformations of JAX."""
 
 from weft.core.filters import DenyList, in_filter
+from weft.core.frozen_dict import FrozenDict, copy, freeze, pop, pretty_repr, unfreeze
+from weft.core.lift import (
+    broadcast,
+    custom_vjp,
+    jit,
+    jvp,
+    remat,
+    remat_scan,
+    scan,
+    vjp,
+    vmap,
+    while_loop,
+)
+from weft.core.meta import AxisMetadata, map_axis_meta, unbox
+from weft.core.scope import Scope, apply, bind, init, lazy_init
+from weft.core.tracing import check_trace_level, current_trace
 
-__all__ = ["DenyList", "in_filter"]
+__all__ = [
+    # scopes
+    "Scope",
+    "init",
+    "apply",
+    "lazy_init",
+    "bind",
+    "DenyList",
+    "in_filter",
+    # lifted transformations; all of them are in weft.core.lift
+    "vmap",
+    "scan",
+    "broadcast",
+    "remat_scan",
+    "while_loop",
+    "remat",
+    "jit",
+    "vjp",
+    "jvp",
+    "custom_vjp",
+    # axis metadata
+    "AxisMetadata",
+    "map_axis_meta",
+    "unbox",
+    # frozen dicts
+    "FrozenDict",
+    "freeze",
+    "unfreeze",
+    "copy",
+    "pop",
+    "pretty_repr",
+    # JAX traces
+    "check_trace_level",
+    "current_trace",
+]

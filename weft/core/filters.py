@@ -1,12 +1,14 @@
 """The one language in which groups of state are named.
 
 A filter is True (everything), False (nothing), a name, a collection of names, or `DenyList(filter)`
-(everything else).
+(everything else). Filters form an algebra: each union, intersection and difference is a filter.
 """
 
 import dataclasses
-from collections.abc import Collection
-from typing import Union
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Union
+
+from weft.errors import InvalidFilterError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,34 +26,147 @@ class DenyList:
 Filter = Union[bool, str, Collection[str], DenyList]  # noqa: UP007 - DenyList refers to it by name
 
 
-def in_filter(where: Filter, name: str) -> bool:
+def in_filter(filter_like: Filter, col: str) -> bool:
     """Whether a filter matches a name.
 
     Args:
-        where: the filter.
-        name: of a collection, a PRNG stream or a field of a context.
+        filter_like: the filter.
+        col: the name of a collection, a PRNG stream or a field of a context.
 
     Raises:
-        TypeError: if `where` is no filter.
+        InvalidFilterError: if `filter_like` is no filter.
 
     Example:
         >>> in_filter(("params", "cache"), "cache")
         True
     """
-    if isinstance(where, bool):
-        return where
-    if isinstance(where, str):
-        return name == where
-    if isinstance(where, DenyList):
-        return not in_filter(where.deny, name)
-    if isinstance(where, Collection):
-        return name in where
-    raise TypeError(
-        f"{where!r} is no filter; expected True, False, a name, a collection of names or a "
-        "DenyList."
-    )
+    if isinstance(filter_like, bool):
+        return filter_like
+    if isinstance(filter_like, str):
+        return col == filter_like
+    if isinstance(filter_like, DenyList):
+        return not in_filter(filter_like.deny, col)
+    if isinstance(filter_like, Collection):
+        return col in filter_like
+    raise InvalidFilterError(filter_like)
 
 
 def first_match(filters: Collection[Filter], name: str) -> int | None:
     """The index of the first filter that matches, or None."""
     return next((i for i, where in enumerate(filters) if in_filter(where, name)), None)
+
+
+def filter_to_set(x: Filter) -> set[str]:
+    """The names that a filter lists.
+
+    Args:
+        x: a name, a collection of names, or False; True and a DenyList have no end.
+
+    Raises:
+        InvalidFilterError: if `x` is no filter or matches more names than can be listed.
+
+    Example:
+        >>> sorted(filter_to_set(("params", "cache")))
+        ['cache', 'params']
+    """
+    if x is False:
+        return set()
+    if isinstance(x, str):
+        return {x}
+    if isinstance(x, Collection) and not isinstance(x, DenyList):
+        return set(x)
+    raise InvalidFilterError(x, "it matches names without end, so they cannot be listed")
+
+
+def _parts(x: Filter) -> tuple[bool, frozenset[str]]:
+    """A filter as (whether it denies, the names that it lists or denies)."""
+    if isinstance(x, DenyList):
+        denies, names = _parts(x.deny)
+        return not denies, names
+    return (True, frozenset()) if x is True else (False, frozenset(filter_to_set(x)))
+
+
+def _whole(denies: bool, names: frozenset[str]) -> Filter:
+    if denies:
+        return DenyList(set(names)) if names else True
+    return set(names) if names else False
+
+
+def canonical(x: Filter) -> Any:
+    """A hashable value that is equal for filters that match the same names."""
+    return _parts(x)
+
+
+def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
+    """The filter that `canonical` was given, or one that matches the same names."""
+    return _whole(*parts)
+
+
+def union_filters(a: Filter, b: Filter) -> Filter:
+    """Matches what one of the two matches.
+
+    Example:
+        >>> union_filters("params", DenyList(("params", "cache")))
+        DenyList(deny={'cache'})
+    """
+    (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
+    if deny_a and deny_b:
+        return _whole(True, names_a & names_b)
+    if deny_a:
+        return _whole(True, names_a - names_b)
+    return _whole(True, names_b - names_a) if deny_b else _whole(False, names_a | names_b)
+
+
+def subtract_filters(a: Filter, b: Filter) -> Filter:
+    """Matches what `a` matches and `b` does not.
+
+    Example:
+        >>> subtract_filters(True, "params")
+        DenyList(deny={'params'})
+    """
+    return intersect_filters(a, DenyList(b))
+
+
+def intersect_filters(a: Filter, b: Filter) -> Filter:
+    """Matches what both match.
+
+    Example:
+        >>> intersect_filters(DenyList("params"), ("params", "cache"))
+        {'cache'}
+    """
+    (deny_a, names_a), (deny_b, names_b) = _parts(a), _parts(b)
+    if deny_a and deny_b:
+        return _whole(True, names_a | names_b)
+    if deny_a:
+        return _whole(False, names_b - names_a)
+    return _whole(False, names_a - names_b) if deny_b else _whole(False, names_a & names_b)
+
+
+def is_filter_empty(filter_like: Filter) -> bool:
+    """Whether a filter surely matches nothing.
+
+    Example:
+        >>> is_filter_empty(()), is_filter_empty(DenyList(True)), is_filter_empty("params")
+        (True, True, False)
+    """
+    return _parts(filter_like) == (False, frozenset())
+
+
+def group_collections(
+    xs: Mapping[str, Any], col_filters: Sequence[Filter]
+) -> tuple[dict[str, Any], ...]:
+    """Sorts entries into groups, one per filter; an entry goes to the first filter that matches.
+
+    Args:
+        xs: entries by name. What no filter matches is in no group.
+        col_filters: the filters.
+
+    Example:
+        >>> group_collections({"params": 1, "cache": 2}, ("params", True))
+        ({'params': 1}, {'cache': 2})
+    """
+    groups: tuple[dict[str, Any], ...] = tuple({} for _ in col_filters)
+    for name, value in xs.items():
+        if (at := first_match(col_filters, name)) is not None:
+            groups[at][name] = value
+    return groups

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from weft.core.filters import first_match
+from weft.core.filters import group_collections
 from weft.errors import OutputConflictError
 from weft.hierarchy.context import InvocationContext, OutputCollection
+from weft.lifting import Kind
 
 if TYPE_CHECKING:
     from weft.hierarchy.module import Module
@@ -64,7 +65,7 @@ def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
     }
 
 
-class ContextKind:
+class ContextKind(Kind):
     """The kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
 
     def is_carrier(self, x: Any) -> bool:
@@ -79,7 +80,7 @@ class ContextKind:
                 "prng_key": context.prng_key,
                 "shared": list(shared.values()),
             }
-            groups.append(_grouped(entries, wanted))
+            groups.append(group_collections(entries, wanted))
             statics.append(
                 _Static(context.name, context.module, context.is_training, tuple(shared))
             )
@@ -110,7 +111,7 @@ class ContextKind:
                 "context's outputs come back by themselves."
             )
         groups = [
-            _grouped(context.output_collection._asdict(), wanted)
+            group_collections(context.output_collection._asdict(), wanted)
             for context, wanted in zip(carriers, filters, strict=True)
         ]
         return None, groups, []
@@ -135,19 +136,6 @@ class ContextKind:
             name: fork_key(value, n) if name == "prng_key" else value
             for name, value in group.items()
         }
-
-    def axis(self, sign: int, group: Any, axis: int, metadata: dict[Any, Any]) -> Any:
-        return group  # a context's arrays carry no axis metadata; specs know their axes
-
-
-def _grouped(entries: dict[str, Any], wanted: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:
-    """One dict per filter; an entry goes to the first filter that matches it."""
-    groups: tuple[dict[str, Any], ...] = tuple({} for _ in wanted)
-    for name, value in entries.items():
-        at = first_match(wanted, name)
-        if at is not None:
-            groups[at][name] = value
-    return groups
 
 
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:

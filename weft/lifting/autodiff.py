@@ -1,4 +1,4 @@
-"""Gradients with respect to arguments and to groups of state."""
+"""Derivatives with respect to arguments and to groups of state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +7,35 @@ import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, is_parcel, run
 from weft.lifting.roles import DIFF
+
+
+class _Differentiable:
+    """A call as a function of what is differentiated; `wrt` says what that is."""
+
+    def __init__(self, kind: Kind, fn: Callable[..., Any], args: Any, wrt: Any, has_aux: bool):
+        self.outer, cargo = depart(kind, args, wrt, "wrt")
+        self.units = Units.of_cargo(cargo)
+        self._kind, self._fn, self._static, self._has_aux = kind, fn, cargo.static, has_aux
+
+    def pure(self, diff: list[Any]) -> tuple[Any, Results]:
+        """The result, and all else that comes back."""
+        cargo = Cargo(self._static, self.units.merged(DIFF, diff))
+        results = run(self._kind, lambda args: self._fn(*args), cargo)
+        value, aux = results.packed if self._has_aux else (results.packed, None)
+        return value, results._replace(packed=aux)
+
+    @property
+    def inputs(self) -> list[Any]:
+        return self.units.with_roles(DIFF)
+
+    def commit(self, results: Results) -> Any:
+        return commit(self._kind, self.outer, results)
+
+
+def as_args(units: Units, values: list[Any]) -> Any:
+    """Values of what is DIFF in the tree of the arguments, None where there is nothing."""
+    by_unit = units.emptied().merged(DIFF, values)
+    return jax.tree.map(lambda x: x.groups if is_parcel(x) else x, by_unit, is_leaf=is_parcel)
 
 
 def value_and_grad(
@@ -31,29 +60,18 @@ def value_and_grad(
 
     Returns:
         A function whose result is that of `fn`, and the gradients: a tree shaped like the
-            arguments, with None where
-        nothing was differentiated and, where a carrier was, a tuple with one entry per group.
+            arguments, with None where nothing was differentiated and, where a carrier was, a tuple
+            with one entry per group.
     """
 
     def call(*args: Any) -> tuple[Any, Any]:
-        outer, cargo = depart(kind, args, wrt, "wrt")
-        units = Units.of_cargo(cargo)
-
-        def loss(diff: list[Any]) -> tuple[Any, Results]:
-            packed = units.merged(DIFF, diff)
-            results = run(kind, lambda args: fn(*args), Cargo(cargo.static, packed))
-            value, aux = results.packed if has_aux else (results.packed, None)
-            return value, results._replace(packed=aux)
-
+        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
         differentiated = jax.value_and_grad(
-            loss, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+            of_call.pure, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )
-        (value, results), grads = differentiated(units.with_roles(DIFF))
-        aux = commit(kind, outer, results)
-        rest = iter(grads)
-        by_unit = units.rebuild([next(rest) if role is DIFF else None for role in units.roles])
-        grads = jax.tree.map(lambda x: x.groups if is_parcel(x) else x, by_unit, is_leaf=is_parcel)
-        return (value, aux) if has_aux else value, grads
+        (value, results), grads = differentiated(of_call.inputs)
+        aux = of_call.commit(results)
+        return (value, aux) if has_aux else value, as_args(of_call.units, grads)
 
     return call
 
@@ -65,5 +83,66 @@ def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any
     def call(*args: Any) -> Any:
         value, grads = both(*args)
         return (grads, value[1]) if kwargs.get("has_aux") else grads
+
+    return call
+
+
+def vjp(
+    kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """`jax.vjp` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function; with `has_aux` it returns a pair of its result and anything.
+        wrt: as for `value_and_grad`.
+        has_aux: whether `fn` returns a pair.
+
+    Returns:
+        A function whose result is that of `fn`, the function from a cotangent of it to gradients
+            as `value_and_grad` gives them, and with `has_aux` the rest.
+    """
+
+    def call(*args: Any) -> tuple[Any, ...]:
+        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
+        value, pullback, results = jax.vjp(of_call.pure, of_call.inputs, has_aux=True)
+        aux = of_call.commit(results)
+        empty = of_call.units.emptied()
+
+        def backward(pullback: Callable[[Any], Any], cotangent: Any) -> Any:
+            (grads,) = pullback(cotangent)
+            return as_args(empty, grads)
+
+        # A pytree of what was kept, so that it can leave a transformation.
+        of_value = jax.tree_util.Partial(backward, pullback)
+        return (value, of_value, aux) if has_aux else (value, of_value)
+
+    return call
+
+
+def jvp(
+    kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
+) -> Callable[..., tuple[Any, ...]]:
+    """`jax.jvp` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function; with `has_aux` it returns a pair of its result and anything.
+        wrt: as for `value_and_grad`.
+        has_aux: whether `fn` returns a pair.
+
+    Returns:
+        `call(args, tangents)`, where `tangents` has one tangent for each argument, and for each
+            group of state, that is DIFF, in order. It returns the result of `fn`, its tangent, and
+            with `has_aux` the rest.
+    """
+
+    def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:
+        of_call = _Differentiable(kind, fn, args, wrt, has_aux)
+        value, tangent, results = jax.jvp(
+            of_call.pure, (of_call.inputs,), (tangents,), has_aux=True
+        )
+        aux = of_call.commit(results)
+        return (value, tangent, aux) if has_aux else (value, tangent)
 
     return call

@@ -1,12 +1,13 @@
 """What vmap and scan share: an axis that state gains and loses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from weft.errors import AxisSizeError, RoleError
-from weft.lifting.crossing import Cargo, Kind, Results, Units, in_results
-from weft.lifting.roles import FORK, Role, Special
+from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, in_results
+from weft.lifting.roles import FORK, Role, Roles, Special, is_role
 
 Metadata = dict[Any, Any]
 
@@ -81,3 +82,25 @@ def leave_axis(
         ]
     )
     return Results(results.static, parcels, packed)
+
+
+def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -> Any:
+    """What JAX is to be told of each part of what comes back, as a prefix of the `Results`.
+
+    Args:
+        cargo: what crosses; carriers that went in come back as they went.
+        out_axes: the roles of the function's own results.
+        of_role: from a role to what JAX is told.
+    """
+    _, flat = cargo.static.value
+
+    def of_parcel(roles: Roles) -> Parcel:
+        return Parcel(tuple(map(of_role, roles.roles)))
+
+    packed = jax.tree.map(
+        lambda role: of_parcel(role) if isinstance(role, Roles) else of_role(role),
+        out_axes,
+        is_leaf=is_role,
+    )
+    parcels = [of_parcel(role) for role in flat if isinstance(role, Roles)]
+    return Results(of_role(None), parcels, packed)

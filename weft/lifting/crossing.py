@@ -4,24 +4,26 @@ A JAX transformation takes pure functions of pytrees; a model's state hangs on a
 or on a context, which are the *carriers*. The trip has five stages, and a `Kind` knows how its own
 carriers make each of them:
 
-    outside   split    carriers -> groups of arrays, and a hashable value for all that is not an
-    array inside    merge    groups -> fresh carriers at the new trace level inside    (the user's
-    function runs) inside    collect  what the function changed, and the carriers it returns ->
-    groups outside   commit   groups -> the caller's own carriers
+    outside   split     carriers -> groups of arrays, and a hashable value for all else
+    inside    merge     groups -> fresh carriers at the new trace level
+    inside              the user's function runs
+    inside    collect   what it changed, and the carriers it returns -> groups
+    outside   commit    groups -> the caller's own carriers
 
-Between `depart` and `arrive`, a `Parcel` with a carrier's groups sits where the carrier sat in the
-arguments; between `pack_results` and `commit`, in the results. So the user's trees keep their
-shape, and whatever JAX matches by prefix (axes, shardings, donation) matches. What is not an array
-travels as the structure of a pytree without leaves, which makes it a part of JAX's own cache keys.
-Only `commit` touches what the caller holds: a trip that fails leaves no trace.
+Between `depart` and `run`, a `Parcel` with a carrier's groups sits where the carrier sat in the
+arguments; between `run` and `commit`, in the results. So the user's trees keep their shape, and
+whatever JAX matches by prefix (axes, shardings, donation) matches. What is not an array travels as
+the structure of a pytree without leaves, which makes it a part of JAX's own cache keys. Only
+`commit` touches what the caller holds: a trip that fails leaves no trace.
 """
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from weft.errors import RoleError
+from weft.errors import ForkError, RoleError
 from weft.lifting.roles import FORK, Roles, broadcast_roles, roles_of_carrier
 
 
@@ -73,13 +75,52 @@ class Kind(Protocol):
         """
         ...
 
+    # A kind that has keys, axis metadata, counters, or whose functions make new state, says how.
+
     def fork(self, group: Any, n: int) -> Any:
         """Splits each PRNG key of a group into `n`, along a new leading axis."""
-        ...
+        raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
+
+    def fold(self, group: Any, i: Any) -> Any:
+        """The PRNG keys of a group for iteration `i` of a loop of unknown length."""
+        raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; share the group.")
 
     def axis(self, sign: int, group: Any, axis: int, metadata: dict[Any, Any]) -> Any:
         """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1)."""
-        ...
+        return group
+
+    def creates(self, static: Any) -> bool:
+        """Whether the call is likely to make new state, as when a model is initialized."""
+        return False
+
+    def created(self, before: Any, after: Any) -> Any:
+        """The entries of a group that a call has made, as they were when they were made.
+
+        None if there are none.
+        """
+        return None
+
+    def add(self, group: Any, created: Any) -> Any:
+        """A group with the entries that `created` gave."""
+        return group
+
+    def in_loop(self, static: Any) -> Any:
+        """The static half for the body of a scan, from that of the call."""
+        return static
+
+    def follow(self, static: Any, before: Any) -> Any:
+        """The static half for a run that comes after another one, which made the new state.
+
+        Args:
+            static: that of the call.
+            before: the static half that the other one has collected; None if this one begins
+                where the other one began.
+        """
+        return static
+
+    def join(self, statics: Sequence[Any]) -> Any:
+        """One collected static half for several branches, of which one is taken."""
+        return statics[0]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -112,6 +153,18 @@ class Static:
         return isinstance(other, Static) and self.value == other.value
 
 
+class TraceAgain(Exception):
+    """Raised by `collect` in a loop's body: it has to be traced once more.
+
+    Args:
+        static: the static half from which to begin.
+    """
+
+    def __init__(self, static: Any):
+        super().__init__(static)
+        self.static = static
+
+
 def is_parcel(x: Any) -> bool:
     """Whether `x` stands for a carrier."""
     return isinstance(x, Parcel)
@@ -132,7 +185,9 @@ class Results(NamedTuple):
     packed: Any
 
 
-def depart(kind: Kind, args: Any, roles: Any, what: str = "in_axes") -> tuple[Any, Cargo]:
+def depart(
+    kind: Kind, args: Any, roles: Any, what: str = "in_axes", of_carriers: Roles | None = None
+) -> tuple[Any, Cargo]:
     """Splits the carriers among `args` into groups, by the roles they are given.
 
     Args:
@@ -140,6 +195,7 @@ def depart(kind: Kind, args: Any, roles: Any, what: str = "in_axes") -> tuple[An
         args: a pytree of the arguments.
         roles: a pytree prefix of `args`, see `weft.lifting.roles`.
         what: the name under which the user gave `roles`, for errors.
+        of_carriers: the roles of carriers to which `roles` gives None.
 
     Returns:
         A handle for `commit`, which stays outside, and what crosses.
@@ -149,7 +205,8 @@ def depart(kind: Kind, args: Any, roles: Any, what: str = "in_axes") -> tuple[An
     at = [i for i, leaf in enumerate(leaves) if kind.is_carrier(leaf)]
     for i, leaf in enumerate(leaves):
         if kind.is_carrier(leaf):
-            flat[i] = roles_of_carrier(flat[i])
+            role = of_carriers if flat[i] is None and of_carriers is not None else flat[i]
+            flat[i] = roles_of_carrier(role)
         elif isinstance(flat[i], Roles):
             raise RoleError(
                 f"{what} gives {flat[i]!r} to a {type(leaf).__name__}, which carries no state; "
@@ -229,6 +286,7 @@ class Units:
 
     def __init__(self, packed: Any, flat_roles: Sequence[Any]):
         leaves, self._tree = jax.tree.flatten(packed, is_leaf=is_parcel)
+        self.flat_roles = tuple(flat_roles)
         self._sizes = [len(leaf.groups) if is_parcel(leaf) else None for leaf in leaves]
         self.values: list[Any] = []
         self.roles: list[Any] = []
@@ -251,18 +309,34 @@ class Units:
             for size in self._sizes
         )
 
+    def having(self, values: Sequence[Any]) -> "Units":
+        """The same units with other values."""
+        other = copy.copy(self)
+        other.values = list(values)
+        return other
+
+    def emptied(self) -> "Units":
+        """The same units without their values, for a function that lives longer than the call."""
+        return self.having([None] * len(self.values))
+
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each value with its role."""
         return zip(self.values, self.roles, strict=True)
 
     def with_roles(self, role: Any) -> list[Any]:
-        """The values whose role is `role`."""
-        return [v for v, r in self.pairs() if r is role]
+        """The values whose role is `role`: first those of carriers, which come back first."""
+        return [self.values[i] for i in self._places(role)]
+
+    def _places(self, role: Any) -> list[int]:
+        places = [i for i, r in enumerate(self.roles) if r is role]
+        return sorted(places, key=lambda i: not self.is_group[i])
 
     def merged(self, role: Any, replacements: Sequence[Any]) -> Any:
-        """The packed tree with the values of that role replaced, in order."""
-        new = iter(replacements)
-        return self.rebuild([next(new) if r is role else v for v, r in self.pairs()])
+        """The packed tree with the values of that role replaced, in the order of `with_roles`."""
+        values = list(self.values)
+        for i, value in zip(self._places(role), replacements, strict=True):
+            values[i] = value
+        return self.rebuild(values)
 
 
 def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:

@@ -1,6 +1,8 @@
 """jit: compiled once for equal structure.
 
 All that is not an array crosses as the structure of a pytree, which is part of JAX's cache key.
+Functions that were made anew but are the same code and hold equal values share one compiled
+function, see `weft.lifting.functions`.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,37 +10,76 @@ from typing import Any
 
 import jax
 
-from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
+from weft.lifting.crossing import Cargo, Kind, Results, Static, commit, depart, run
+from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.recompiles import Trace, differences
+from weft.lifting.roles import Roles
 
 
 class Jitted:
     """A function of carriers under `jax.jit`; made by `jit`."""
 
     def __init__(
-        self, kind: Kind, fn: Callable[..., Any], donate_argnums: Sequence[int], **kwargs: Any
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        of_carriers: Roles | None,
+        static_argnums: frozenset[int],
+        static_argnames: frozenset[str],
+        **kwargs: Any,
     ):
-        def pure(static: Any, *packed: Any) -> Results:
-            return run(kind, lambda args: fn(*args), Cargo(static, packed))
+        def pure(static: Any, *packed: Any, **packed_kwargs: Any) -> Results:
+            self._traces = [*self._traces[-1:], Trace.of(static.value[0], (packed, packed_kwargs))]
 
+            def call(args: tuple[Any, Any]) -> Any:
+                named = {name: _unwrapped(x) for name, x in args[1].items()}
+                return fn(*map(_unwrapped, args[0]), **named)
+
+            return run(kind, call, Cargo(static, (packed, packed_kwargs)))
+
+        self._traces: list[Trace] = []
         self._kind = kind
-        self._jitted = jax.jit(pure, donate_argnums=[i + 1 for i in donate_argnums], **kwargs)
+        self._of_carriers = of_carriers
+        self._static_argnums, self._static_argnames = static_argnums, static_argnames
+        self._jitted = jax.jit(pure, **kwargs)
 
-    def __call__(self, *args: Any) -> Any:
-        outer, cargo = depart(self._kind, args, None)
-        return commit(self._kind, outer, self._jitted(cargo.static, *cargo.packed))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outer, cargo = self._depart(args, kwargs)
+        packed, packed_kwargs = cargo.packed
+        return commit(self._kind, outer, self._jitted(cargo.static, *packed, **packed_kwargs))
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`; nothing is committed."""
-        _, cargo = depart(self._kind, args, None)
-        return self._jitted.lower(cargo.static, *cargo.packed)
+        _, cargo = self._depart(args, kwargs)
+        packed, packed_kwargs = cargo.packed
+        return self._jitted.lower(cargo.static, *packed, **packed_kwargs)
+
+    def explain_recompile(self) -> str:
+        """What differed when the function was traced the last time, in words."""
+        if len(self._traces) < 2:
+            return f"traced {len(self._traces)} times, so nothing was compiled again."
+        return "compiled again, since these differ: " + "; ".join(differences(*self._traces))
+
+    def _depart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cargo]:
+        static = {i % len(args) for i in self._static_argnums} if args else set()
+        args = tuple(Static(x) if i in static else x for i, x in enumerate(args))
+        kwargs = {k: Static(x) if k in self._static_argnames else x for k, x in kwargs.items()}
+        return depart(self._kind, (args, kwargs), None, of_carriers=self._of_carriers)
+
+
+def _unwrapped(x: Any) -> Any:
+    return x.value if isinstance(x, Static) else x
 
 
 def jit(
     kind: Kind,
     fn: Callable[..., Any],
     *,
+    of_carriers: Roles | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     donate_argnums: int | Sequence[int] = (),
     inline: bool = False,
 ) -> Jitted:
@@ -47,16 +88,39 @@ def jit(
     Args:
         kind: whose carriers cross.
         fn: the function, traced once for each structure of its arguments and carriers.
+        of_carriers: what of each carrier crosses: only the filters are used. Everything by default.
         in_shardings: a prefix of the arguments, one entry per argument.
         out_shardings: a prefix of the results.
+        static_argnums: the arguments that are hashable values and no arrays.
+        static_argnames: those among the arguments given by name.
         donate_argnums: the arguments whose arrays, also those of carriers, may be used for the
             results.
         inline: whether an enclosing trace sees the function's operations instead of one call.
     """
-    donate = [donate_argnums] if isinstance(donate_argnums, int) else donate_argnums
     shardings: dict[str, Any] = {}
     if in_shardings is not None:
         shardings["in_shardings"] = (None, *in_shardings)
     if out_shardings is not None:
         shardings["out_shardings"] = Results(None, None, out_shardings)  # pyright: ignore[reportArgumentType]
-    return Jitted(kind, fn, donate, inline=inline, **shardings)
+    donated = tuple(i + 1 for i in _as_tuple(donate_argnums))
+    static = frozenset(_as_tuple(static_argnums)), frozenset(_as_tuple(static_argnames))
+
+    def make() -> Jitted:
+        return Jitted(
+            kind, fn, of_carriers, *static, donate_argnums=donated, inline=inline, **shardings
+        )
+
+    options = (
+        kind,
+        of_carriers,
+        *static,
+        donated,
+        inline,
+        in_shardings,
+        out_shardings,
+    )
+    return shared_by_equal_functions(fn, options, make)
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return (x,) if isinstance(x, int | str) else tuple(x)

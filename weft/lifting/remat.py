@@ -14,6 +14,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     policy: Callable[..., bool] | None = None,
+    in_axes: Any = None,
 ) -> Callable[..., Any]:
     """`jax.checkpoint` of a function that takes carriers.
 
@@ -22,6 +23,7 @@ def remat(
         fn: the function.
         prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
         policy: what to keep, one of `jax.checkpoint_policies`.
+        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
     """
 
     def pure(cargo: Cargo) -> Results:
@@ -30,7 +32,7 @@ def remat(
     traced = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
 
     def call(*args: Any) -> Any:
-        outer, cargo = depart(kind, args, None)
+        outer, cargo = depart(kind, args, in_axes)
         return commit(kind, outer, traced(cargo))
 
     return call

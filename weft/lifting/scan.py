@@ -10,14 +10,17 @@ along that axis), `FORK` keys are split into one per iteration, and what has the
 same in every iteration.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
+from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
 from weft.lifting.crossing import (
     Cargo,
     Kind,
@@ -41,6 +44,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
+    split_transpose: bool = False,
     metadata: axes.Metadata | None = None,
 ) -> Callable[..., Any]:
     """`jax.lax.scan` of a function that takes carriers.
@@ -54,6 +58,7 @@ def scan(
         length: the number of iterations, where no argument tells it.
         reverse: whether to run from the last index to the first.
         unroll: as for `jax.lax.scan`.
+        split_transpose: as for `jax.lax.scan`.
         metadata: handed to axis metadata that gains or loses the axis.
 
     Raises:
@@ -69,40 +74,81 @@ def scan(
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(units, length, "scan")
         values = axes.enter_axis(kind, units, n, metadata)
-        shared = {
-            id(leaf)
-            for value, role in zip(values, units.roles, strict=True)
-            if role is None
-            for leaf in jax.tree.leaves(value)
-        }
-        # The body's results are known only once it was traced; their structure is all that is kept
-        # of them.
-        traced: list[tuple[Units, Static]] = []
+        body = functools.partial(_body, kind, lambda args: fn(*args), units, out_axes)
 
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            packed = units.rebuild(_fill(units.roles, values, carry, xs))
-            results = run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
-            returned = in_results(cargo, results, out_axes)
-            new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned, shared)
-            _check_carry(carry, new_carry)
-            returned.values = [v if role is None else None for v, role in returned.pairs()]
-            traced[:] = [(returned, results.static)]
-            return new_carry, new_ys
+        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+            first = [
+                _first(*of_unit, n - 1 if reverse else 0)
+                for of_unit in zip(units.values, values, units.roles, strict=True)
+            ]
+            return with_created(kind, fn, static, units, first, values, (CARRY, None))
 
-        carry, ys = jax.lax.scan(
-            body,
-            [v for v, role in zip(values, units.roles, strict=True) if role is CARRY],
-            [_front(v, r) for v, r in zip(values, units.roles, strict=True) if _is_sliced(r)],
-            length=n,
-            reverse=reverse,
-            unroll=unroll,
+        def loop(static: Any, values: list[Any]) -> tuple[Units, Static, list[Any], list[Any]]:
+            # The body's results are known only once it was traced; their structure is all that is
+            # kept of them.
+            traced: list[tuple[Units, Static]] = []
+            carry, ys = jax.lax.scan(
+                functools.partial(body, static, values, traced),
+                units.having(values).with_roles(CARRY),
+                [_front(v, r) for v, r in zip(values, units.roles, strict=True) if _is_sliced(r)],
+                length=n,
+                reverse=reverse,
+                unroll=unroll,
+                _split_transpose=split_transpose,
+            )
+            return *traced[0], carry, ys
+
+        static, _ = cargo.static.value
+        returned, collected, carry, ys = traced_with_state(
+            kind, loop, create, static, values, units
         )
-        returned, static = traced[0]
-        parcels, packed = returned.rebuild(_fill(returned.roles, returned.values, carry, ys, True))
-        results = Results(static, parcels, packed)
+        parcels, packed = _filled(returned, ys, stacked=True).merged(CARRY, carry)
+        results = Results(collected, parcels, packed)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
+
+
+def _body(
+    kind: Kind,
+    fn: Callable[[Any], Any],
+    units: Units,
+    out_axes: Any,
+    static: Any,
+    values: list[Any],
+    traced: list[tuple[Units, Static]],
+    carry: list[Any],
+    xs: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """One iteration on pure values; `traced` receives the structure of what came back."""
+    packed = _filled(units.having(values), xs).merged(CARRY, carry)
+    cargo = Cargo(Static((static, units.flat_roles)), packed)
+    results = run(kind, fn, cargo, out_axes)
+    if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
+        raise StateCreated
+    returned = in_results(cargo, results, out_axes)
+    check_shared("scan", returned, units, values)
+    new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned)
+    check_carry("scan", carry, new_carry)
+    returned.values = [v if role is None else None for v, role in returned.pairs()]
+    traced[:] = [(returned, results.static)]
+    return new_carry, new_ys
+
+
+def _first(outside: Any, inside: Any, role: Role, index: int) -> Any:
+    """What the first iteration finds of a value; where there is none, something of its shape."""
+    if not _is_sliced(role):
+        return inside
+    if index < 0:
+        if role is FORK:
+            return outside
+        return jax.tree.map(lambda x: jnp.zeros_like(x, shape=_without(x.shape, role)), inside)
+    return jax.tree.map(lambda x: x[index], _front(inside, role))
+
+
+def _without(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
+    axis %= len(shape)
+    return shape[:axis] + shape[axis + 1 :]
 
 
 def _is_sliced(role: Role) -> bool:
@@ -114,46 +160,60 @@ def _front(value: Any, role: Any) -> Any:
     return value if role is FORK else jax.tree.map(lambda x: jnp.moveaxis(x, role, 0), value)
 
 
-def _fill(
-    roles: Sequence[Role],
-    values: Sequence[Any],
-    carry: Sequence[Any],
-    sliced: Sequence[Any],
-    stacked: bool = False,
-) -> list[Any]:
-    """`values`, with the carried and the sliced ones replaced in order."""
-    next_carry, next_sliced = iter(carry), iter(sliced)
+def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units:
+    """The units with what is sliced, or with `stacked` what was stacked, in its place."""
+    rest = iter(sliced)
 
-    def pick(role: Any, value: Any) -> Any:
-        if role is CARRY:
-            return next(next_carry)
+    def pick(value: Any, role: Any) -> Any:
         if not _is_sliced(role):
             return value
-        slice_ = next(next_sliced)
+        slice_ = next(rest)
         if stacked and role is not FORK:
             return jax.tree.map(lambda y: jnp.moveaxis(y, 0, role), slice_)
         return slice_
 
-    return [pick(role, value) for role, value in zip(roles, values, strict=True)]
+    return units.having([pick(value, role) for value, role in units.pairs()])
 
 
-def _stacked(returned: Units, shared: set[int]) -> list[Any]:
-    """What the body adds to the stacked results; `shared` are the ids of arrays from outside."""
-    for value, role in returned.pairs():
-        if role is None and not all(id(leaf) in shared for leaf in jax.tree.leaves(value)):
-            raise RoleError(
-                "scan: the body returns or changes something with the role None, which is the "
-                "same in every "
-                "iteration; give it CARRY, or an axis along which to stack it."
-            )
+def _stacked(returned: Units) -> list[Any]:
+    """What the body adds to the stacked results."""
     return [v for v, role in zip(returned.values, returned.roles, strict=True) if _is_sliced(role)]
 
 
-def _check_carry(before: list[Any], after: list[Any]) -> None:
+def check_shared(transformation: str, returned: Units, units: Units, values: list[Any]) -> None:
+    """Raises RoleError if a body returns or changes something with the role None.
+
+    Args:
+        transformation: its name, for the error.
+        returned: what the body returns.
+        units: what crosses.
+        values: its values, in the body.
+    """
+    shared = {
+        id(leaf)
+        for value, role in zip(values, units.roles, strict=True)
+        if role is None
+        for leaf in jax.tree.leaves(value)
+    }
+    for value, role in returned.pairs():
+        if role is None and not all(_is_same(leaf, shared) for leaf in jax.tree.leaves(value)):
+            raise RoleError(
+                f"{transformation}: the body returns or changes something with the role None, "
+                "which is the same in every iteration; give it CARRY, or an axis along which to "
+                "stack it."
+            )
+
+
+def _is_same(leaf: Any, shared: set[int]) -> bool:
+    """Whether a value is one of those from outside, or one that was there before the trace."""
+    return id(leaf) in shared or not isinstance(leaf, jax.core.Tracer)
+
+
+def check_carry(transformation: str, before: list[Any], after: list[Any]) -> None:
     """Raises CarryStructureError if the body's carry differs from the one it was given."""
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise CarryStructureError(
-            "scan: the body returns a carry of another structure than it was given: "
+            f"{transformation}: the body returns a carry of another structure than it was given: "
             f"given {jax.tree.structure(before)}, returned {jax.tree.structure(after)}."
         )
     for (path, old), new in zip(
@@ -164,7 +224,7 @@ def _check_carry(before: list[Any], after: list[Any]) -> None:
         same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
         if old_type.shape != new_type.shape or not same_dtype:
             raise CarryStructureError(
-                f"scan: carry{jax.tree_util.keystr(path)} is given as {old_type.str_short()} and "
-                "returned as "
-                f"{new_type.str_short()}; a carry keeps its shape and dtype in every iteration."
+                f"{transformation}: carry{jax.tree_util.keystr(path)} is given as "
+                f"{old_type.str_short()} and returned as {new_type.str_short()}; a carry keeps its "
+                "shape and dtype in every iteration."
             )

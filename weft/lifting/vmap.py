@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from weft.lifting import axes
-from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, commit, depart, run
-from weft.lifting.roles import FORK, Roles, is_role
+from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
+from weft.lifting.roles import FORK
 
 
 def vmap(
@@ -51,7 +51,7 @@ def vmap(
         results = jax.vmap(
             mapped,
             in_axes=(units.rebuild([0 if role is FORK else role for role in units.roles]),),
-            out_axes=Results(None, _parcel_axes(cargo), _result_axes(out_axes)),  # pyright: ignore[reportArgumentType]
+            out_axes=axes.results_prefix(cargo, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
             axis_name=axis_name,
             spmd_axis_name=spmd_axis_name,
@@ -59,16 +59,3 @@ def vmap(
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
-
-
-def _parcel_axes(cargo: Cargo) -> list[Parcel]:
-    carried = [role for role in cargo.static.value[1] if isinstance(role, Roles)]
-    return [Parcel(tuple(None if r is FORK else r for r in roles.roles)) for roles in carried]
-
-
-def _result_axes(out_axes: Any) -> Any:
-    return jax.tree.map(
-        lambda role: Parcel(role.roles) if isinstance(role, Roles) else role,
-        out_axes,
-        is_leaf=is_role,
-    )

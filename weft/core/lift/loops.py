@@ -1,0 +1,185 @@
+"""Loops over functions of scopes: scan, remat_scan, while_loop and fori_loop."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weft import lifting
+from weft.core.filters import Filter
+from weft.core.lift.common import Fn, roles_of, without_broadcast
+from weft.core.lift.compiled import remat
+from weft.core.scope_kind import ScopeKind
+from weft.lifting import CARRY
+
+
+def scan(
+    fn: Fn,
+    variable_axes: Mapping[Any, int] = {},
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    split_rngs: Mapping[Any, bool] = {},
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    metadata_params: Mapping[Any, Any] = {},
+    check_constancy_invariants: bool = True,
+) -> Fn:
+    """`jax.lax.scan` of `fn(scope, carry, *xs) -> (carry, y)`.
+
+    Args:
+        fn: the body.
+        variable_axes: for each filter of collections the axis along which each iteration has its
+            own variables.
+        variable_broadcast: the collections that all iterations share.
+        variable_carry: the collections that are handed from one iteration to the next.
+        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
+        in_axes: the scanned axis of each of `xs`; `broadcast` for what is the same in all
+            iterations.
+        out_axes: the axis along which `y` is stacked.
+        length: the number of iterations, where nothing that is scanned tells it.
+        reverse: whether to run from the last index to the first.
+        unroll: as for `jax.lax.scan`.
+        _split_transpose: as for `jax.lax.scan`.
+        data_transform: from the groups of variables and of PRNG streams that an iteration finds to
+            those that `fn` is given.
+        metadata_params: handed to axis metadata that gains or loses the axis.
+        check_constancy_invariants: whether keys are counted as if the body had run once before, as
+            those who know Flax's numbers expect with True.
+
+    Example:
+        >>> from weft.core import init, lift, nn
+        >>> def layer(scope, x, _):
+        ...     return nn.dense(scope, x, 4), None
+        >>> stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=3)
+        >>> (y, _), variables = init(stack)(jax.random.key(0), jax.numpy.ones(4), None)
+        >>> variables["params"]["kernel"].shape
+        (3, 4, 4)
+    """
+    first = ((variable_broadcast, None), (variable_carry, CARRY))
+    lifted = lifting.scan(
+        ScopeKind("scan", data_transform=data_transform, foresees=check_constancy_invariants),
+        lambda scope, carry, xs: fn(scope, carry, *xs),
+        in_axes=(roles_of(variable_axes, split_rngs, *first), CARRY, without_broadcast(in_axes)),
+        out_axes=(CARRY, without_broadcast(out_axes)),
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        split_transpose=_split_transpose,
+        metadata=dict(metadata_params),
+    )
+
+    @functools.wraps(fn)
+    def call(scope: Any, carry: Any, *xs: Any) -> Any:
+        return lifted(scope, carry, xs)
+
+    return call
+
+
+def remat_scan(
+    body_fn: Fn,
+    lengths: Sequence[int],
+    policy: Callable[..., bool] | None = None,
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    variable_axes: Mapping[Any, int] = {True: 0},
+    split_rngs: Mapping[Any, bool] = {True: True},
+) -> Fn:
+    """Nested scans of `body_fn(scope, carry) -> carry`, in which little is kept for gradients.
+
+    Args:
+        body_fn: the body.
+        lengths: of the loops, from the outer one. Of `a * b` iterations `a + b` carries are kept.
+        policy: what else to keep, one of `jax.checkpoint_policies`.
+        variable_broadcast: see `scan`.
+        variable_carry: see `scan`.
+        variable_axes: see `scan`; a variable has one new axis for each loop.
+        split_rngs: see `scan`.
+    """
+
+    def body(scope: Any, carry: Any) -> tuple[Any, None]:
+        inner = body_fn
+        if len(lengths) > 1:
+            inner = remat_scan(
+                body_fn,
+                lengths[1:],
+                policy,
+                variable_broadcast,
+                variable_carry,
+                variable_axes,
+                split_rngs,
+            )
+        return inner(scope, carry), None
+
+    loop = scan(
+        remat(body, prevent_cse=False, policy=policy),
+        variable_axes,
+        variable_broadcast,
+        variable_carry,
+        split_rngs,
+        length=lengths[0],
+    )
+
+    @functools.wraps(body_fn)
+    def call(scope: Any, carry: Any) -> Any:
+        return loop(scope, carry)[0]
+
+    return call
+
+
+def while_loop(
+    cond_fn: Fn,
+    body_fn: Fn,
+    scope: Any,
+    init: Any,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """`jax.lax.while_loop` of functions of a scope.
+
+    Args:
+        cond_fn: `cond_fn(scope, carry)` returns whether to go on; it changes no variable.
+        body_fn: `body_fn(scope, carry)` returns the next carry.
+        scope: the scope.
+        init: the first carry.
+        carry_variables: the collections that the body may change.
+        broadcast_variables: the collections that all iterations share.
+        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
+
+    Returns:
+        The last carry.
+    """
+    roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
+    loop = lifting.while_loop(ScopeKind("while_loop"), cond_fn, body_fn, in_axes=(roles, CARRY))
+    return loop(scope, init)
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fn: Fn,
+    scope: Any,
+    init: Any,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """`jax.lax.fori_loop` of a function of a scope.
+
+    Args:
+        lower: the first index.
+        upper: the index after the last.
+        body_fn: `body_fn(i, scope, carry)` returns the next carry.
+        scope: the scope.
+        init: the first carry.
+        carry_variables: see `while_loop`.
+        broadcast_variables: see `while_loop`.
+        split_rngs: see `while_loop`.
+    """
+    roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
+    kind = ScopeKind("fori_loop", foresees=False)
+    return lifting.fori_loop(kind, lower, upper, body_fn, in_axes=(roles, CARRY))(scope, init)

@@ -1,0 +1,123 @@
+"""Functions that see other variables and PRNG streams than their scope has."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from weft import lifting
+from weft.core.filters import Filter, subtract_filters
+from weft.core.lift.common import Fn, shared, spread, taking_all
+from weft.core.rngs import Stream
+from weft.core.scope_kind import Group, ScopeKind, Select
+from weft.lifting import Roles
+
+Map = Callable[[Any], Any]
+
+
+def _same(variables: Any) -> Any:
+    return variables
+
+
+def map_variables(
+    fn: Fn,
+    mapped_collections: Filter,
+    map_in_fn: Map = _same,
+    map_out_fn: Map = _same,
+    init: bool = False,
+    mutable: bool = False,
+    rngs: Filter = True,
+    variables: Filter = True,
+) -> Fn:
+    """`fn(scope, *args)` on other values of some collections than the scope has.
+
+    Args:
+        fn: the function.
+        mapped_collections: the collections that it sees through the maps.
+        map_in_fn: from the dict of those collections to the one that `fn` sees.
+        map_out_fn: from the dict that `fn` leaves to the one that the scope gets.
+        init: whether `fn` first runs once on the collections as they are, to make what is missing.
+        mutable: whether `fn` may change the mapped collections.
+        rngs: the PRNG streams that it sees.
+        variables: the other collections that it sees.
+
+    Example:
+        >>> from weft.core import init, lift, nn
+        >>> def transposed(variables):
+        ...     return jax.tree.map(lambda x: x.T, variables)
+        >>> decode = lift.map_variables(nn.dense, "params", transposed)
+        >>> def tied(scope, x):
+        ...     hidden = nn.dense(scope, x, 2, bias=False)
+        ...     return decode(scope.rewound(), hidden, 3, bias=False)
+        >>> init(tied)(jax.random.key(0), jax.numpy.ones(3))[0].shape
+        (3,)
+    """
+    changes = mutable or init
+
+    def of_first(change: Map) -> Callable[[tuple[Group, ...]], tuple[Group, ...]]:
+        def of_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+            mapped, *rest = groups
+            # What the variables were before they changed inside is of no use outside.
+            return mapped._replace(variables=change(mapped.variables), firsts={}), *rest
+
+        return of_groups
+
+    def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
+        return before[0]._replace(variables=map_out_fn(after[0].variables)), *before[1:]
+
+    mapped = Select(mapped_collections, out=changes)
+    roles = Roles(
+        ((mapped, None), (Select(subtract_filters(variables, mapped_collections), rngs), None))
+    )
+    lifted = lifting.transform(
+        ScopeKind("map_variables"),
+        spread(fn),
+        in_axes=(roles, None, None),
+        map_in=of_first(map_in_fn),
+        map_out=of_first(map_out_fn) if changes else lambda groups: groups,
+        initialize=initialize if init else None,
+    )
+    return taking_all(fn, lifted)
+
+
+def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
+    """`fn(scope, *args)` with two collections in each other's place.
+
+    Args:
+        fn: the function.
+        col_a: a collection.
+        col_b: another one.
+    """
+
+    def swap(collections: dict[str, Any]) -> dict[str, Any]:
+        names = {col_a: col_b, col_b: col_a}
+        return {names[col]: variables for col, variables in collections.items()}
+
+    return map_variables(fn, (col_a, col_b), swap, swap, mutable=True)
+
+
+def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
+    """`fn(scope, *args)` with PRNG streams that begin anew, from a key drawn of each.
+
+    Args:
+        fn: the function.
+        variables: the collections that it sees.
+        rngs: the PRNG streams that it sees.
+    """
+    in_axes = (shared(variables, rngs), None, None)
+    kind = ScopeKind("fold_rngs", folds=True)
+    return taking_all(fn, lifting.transform(kind, spread(fn), in_axes=in_axes))
+
+
+def tree_map_rngs(fn: Map, tree: Any) -> Any:
+    """Maps the keys of PRNG streams, as in the groups that `pack` gives.
+
+    Args:
+        fn: from a key to what stands in its place, such as several keys along a new axis.
+        tree: a pytree of streams or keys.
+    """
+
+    def map_one(stream: Any) -> Any:
+        return stream.replace(key=fn(stream.key)) if isinstance(stream, Stream) else fn(stream)
+
+    return jax.tree.map(map_one, tree, is_leaf=lambda x: isinstance(x, Stream))

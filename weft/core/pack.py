@@ -1,0 +1,139 @@
+"""pack: the trip of a scope's state with its stages opened."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from weft.core.filters import (
+    Filter,
+    canonical,
+    group_collections,
+    intersect_filters,
+    union_filters,
+)
+from weft.core.scope import Scope
+from weft.core.scope_kind import Group, ScopeKind, Select
+from weft.errors import TransformArgumentError
+
+
+def pack(
+    fn: Callable[..., Any],
+    in_variable_filters: Sequence[Filter],
+    out_variable_filters: Sequence[Filter],
+    rng_filters: Sequence[Filter],
+    name: str | None = None,
+    enable_kwargs: bool = False,
+) -> Callable[..., Any]:
+    """A transformation of functions of scopes, from one of functions of groups of variables.
+
+    Args:
+        fn: `fn(scope_fn, repack_fn, variable_groups, rng_groups, *args)` returns its result, and
+            what `repack_fn` gave. The scope inside is made by
+            `scope_fn(variable_groups, rng_groups, mutable_filter=True)`, and `repack_fn(scope)`
+            gives its variables in groups.
+        in_variable_filters: the collections of each group that goes in. A collection is in the
+            first that matches; one that none matches does not go in.
+        out_variable_filters: the collections of each group that comes back; no others can be
+            changed.
+        rng_filters: the PRNG streams of each group.
+        name: of the transformation, for errors.
+        enable_kwargs: whether `fn` takes arguments by name.
+
+    Returns:
+        A function of a scope, or of a pytree of scopes, and of `args`. A group is a tuple with one
+        dict for each of the scopes that is not below another one.
+
+    Raises:
+        TransformArgumentError: if arguments are given by name that `fn` does not take.
+
+    Example:
+        >>> from weft.core import init, nn
+        >>> def doubled(scope_fn, repack_fn, variable_groups, rng_groups, x):
+        ...     scope = scope_fn(variable_groups, rng_groups)
+        ...     return 2 * nn.dense(scope, x, 4), repack_fn(scope)
+        >>> packed = pack(doubled, (True,), (True,), (True,))
+        >>> y, _ = init(packed)(jax.random.key(0), jax.numpy.ones(3))
+        >>> y.shape
+        (4,)
+    """
+    title = name or getattr(fn, "__name__", "pack")
+    ins = [Select(where) for where in in_variable_filters]
+    rngs = [Select(rngs=where) for where in rng_filters]
+    kind = ScopeKind(title)
+
+    @functools.wraps(fn)
+    def call(scope: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs and not enable_kwargs:
+            raise TransformArgumentError(
+                f"{title}: it takes no arguments by name, and was given {sorted(kwargs)}; give "
+                "them by position, or make it with pack(..., enable_kwargs=True)."
+            )
+        scopes, tree = jax.tree.flatten(scope, is_leaf=kind.is_carrier)
+        trip = _Trip(kind, scopes, tree, ins, rngs, out_variable_filters)
+        result, changed = fn(
+            trip.scope_fn, trip.repack_fn, trip.variable_groups, trip.rng_groups, *args, **kwargs
+        )
+        trip.commit(changed)
+        return result
+
+    return call
+
+
+class _Trip:
+    """One call of what `pack` returned."""
+
+    def __init__(
+        self,
+        kind: ScopeKind,
+        scopes: list[Scope],
+        tree: Any,
+        ins: list[Select],
+        rngs: list[Select],
+        outs: Sequence[Filter],
+    ):
+        self._kind, self._tree, self._outs = kind, tree, outs
+        self._filters = [(*ins, *rngs)] * len(scopes)
+        self._outer, self._static, groups = kind.split(scopes, self._filters)
+        self._roots = [i for i, fields in enumerate(self._static) if hasattr(fields, "mutable")]
+        self._mutable = [scopes[i].mutable for i in self._roots]
+        n = len(ins)
+        self.variable_groups = tuple(
+            tuple(groups[i][k].variables for i in self._roots) for k in range(n)
+        )
+        self.rng_groups = tuple(
+            tuple(groups[i][k].streams for i in self._roots) for k in range(n, n + len(rngs))
+        )
+        self._inner: list[Scope] = []
+
+    def scope_fn(self, variable_groups: Any, rng_groups: Any, mutable_filter: Filter = True) -> Any:
+        changeable: Filter = False
+        for where in self._outs:
+            changeable = union_filters(changeable, where)
+        changeable = intersect_filters(changeable, mutable_filter)
+        static = list(self._static)
+        groups: list[tuple[Group, ...]] = [()] * len(static)
+        for root, (i, mutable) in enumerate(zip(self._roots, self._mutable, strict=True)):
+            inside = canonical(intersect_filters(mutable, changeable))
+            static[i] = self._kind.changing(static[i], inside)
+            of_vars = (Group(group[root], {}, {}) for group in variable_groups)
+            groups[i] = (*of_vars, *(Group({}, group[root], {}) for group in rng_groups))
+        for scope in self._inner:
+            scope.invalidate()
+        _, self._inner = self._kind.merge(tuple(static), groups)
+        return self._tree.unflatten(self._inner)
+
+    def repack_fn(self, scope: Any) -> Any:
+        scopes = jax.tree.leaves(scope, is_leaf=self._kind.is_carrier)
+        by_root = [
+            group_collections(scopes[i].mutable_variables(), self._outs) for i in self._roots
+        ]
+        return tuple(tuple(groups[k] for groups in by_root) for k in range(len(self._outs)))
+
+    def commit(self, changed: Any) -> None:
+        collected, _, _ = self._kind.collect(None, self._static, self._inner, self._filters, [], [])
+        groups: list[tuple[Group, ...]] = [()] * len(self._static)
+        for root, i in enumerate(self._roots):
+            groups[i] = tuple(Group(group[root], {}, {}) for group in changed)
+        self._kind.commit(self._outer, collected, groups, [])

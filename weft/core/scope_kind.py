@@ -1,0 +1,351 @@
+"""How a `Scope` crosses a JAX transformation.
+
+Of the scopes that a call is given, only roots cross: those that are not below another one. What is
+below is found again from its root. A group of a scope's state is a triple: variables, PRNG streams,
+and the first values of variables that were made and written to again (see `Trunk.firsts`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft.core import meta
+from weft.core.filters import (
+    Filter,
+    canonical,
+    from_canonical,
+    group_collections,
+    intersect_filters,
+    union_filters,
+)
+from weft.core.frozen_dict import FrozenDict
+from weft.core.rngs import Counts, FrozenCounts, Path, Stream, advanced, for_loop, larger
+from weft.core.scope import Scope
+from weft.core.trunk import Trunk
+from weft.errors import ForkError, RoleError
+from weft.lifting import Kind
+from weft.lifting.crossing import TraceAgain
+
+
+@dataclasses.dataclass(frozen=True)
+class Select:
+    """The filter of a group: which collections and which PRNG streams are in it.
+
+    Attributes:
+        variables: of the collections.
+        rngs: of the streams.
+        out: which of the group's collections may be changed, if they can be changed at all.
+    """
+
+    variables: Filter = False
+    rngs: Filter = False
+    out: Filter = True
+
+
+class Group(NamedTuple):
+    """A part of a scope's state."""
+
+    variables: dict[str, Any]
+    streams: dict[str, Stream]
+    firsts: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Root:
+    """What of a scope is no array. Where it is in its tree makes no difference."""
+
+    mutable: Any
+    flags: FrozenDict
+    counts: FrozenCounts
+    before_loop: FrozenCounts | None = None
+    settled: bool = False
+    path: Path = dataclasses.field(default=(), compare=False)
+    debug_path: Path = dataclasses.field(default=(), compare=False)
+
+
+class _Below(NamedTuple):
+    """A scope below a root."""
+
+    root: int
+    path: Path
+
+
+class _Drawn(NamedTuple):
+    """The PRNG counters of a root afterwards."""
+
+    counts: FrozenCounts
+    is_loop: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class ScopeKind(Kind):
+    """The kind of `Scope`; see `weft.lifting.crossing.Kind`.
+
+    Attributes:
+        transformation: its name, for errors.
+        folds: whether PRNG streams begin anew inside, from keys drawn outside. Then it makes no
+            difference where the scope is.
+        foresees: whether a loop counts keys as `weft.core.rngs.Counts` says.
+        data_transform: from the groups of variables and of streams to those that are merged.
+    """
+
+    transformation: str
+    folds: bool = False
+    foresees: bool = True
+    data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
+
+    def changing(self, static: Any, mutable: Any) -> Any:
+        """The static half of a scope with other collections that can be changed."""
+        return dataclasses.replace(static, mutable=mutable)
+
+    def is_carrier(self, x: Any) -> bool:
+        return isinstance(x, Scope)
+
+    def split(self, carriers: Sequence[Scope], filters: Sequence[tuple[Any, ...]]):
+        statics: list[_Root | _Below] = []
+        groups: list[tuple[Group, ...]] = []
+        for i, (scope, wanted) in enumerate(zip(carriers, filters, strict=True)):
+            scope._check_valid()
+            wanted = [_as_select(where) for where in wanted]
+            below = _below_another(carriers, i)
+            if below is not None:
+                if tuple(map(_as_select, filters[below.root])) != tuple(wanted):
+                    raise RoleError(
+                        f"{self.transformation}: the scope {scope.path_text!r} is below "
+                        f"{carriers[below.root].path_text!r}, which is lifted otherwise; lift both "
+                        "alike."
+                    )
+                statics.append(below)
+                groups.append(tuple(Group({}, {}, {}) for _ in wanted))
+                continue
+            counts = Counts(scope._counts.below(scope._below))
+            variables = {col: scope._collection(col) for col in scope._trunk.collections}
+            variables = {col: entries for col, entries in variables.items() if entries}
+            of_vars = group_collections(variables, [where.variables for where in wanted])
+            of_rngs = group_collections(scope.rngs, [where.rngs for where in wanted])
+            if self.folds:
+                of_rngs = tuple(_folded(streams, counts) for streams in of_rngs)
+            groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
+            mutable = intersect_filters(scope.mutable, _changeable(wanted))
+            statics.append(
+                _Root(
+                    canonical(mutable),
+                    FrozenDict(scope.flags),
+                    counts.freeze(),
+                    path=scope.path,
+                    debug_path=scope.debug_path,
+                )
+            )
+        return list(carriers), tuple(statics), groups
+
+    def merge(self, static: tuple[_Root | _Below, ...], groups: Sequence[tuple[Group, ...]]):
+        scopes: list[Scope] = []
+        for fields, of_scope in zip(static, groups, strict=True):
+            if isinstance(fields, _Below):
+                scope = scopes[fields.root]
+                for name in fields.path:
+                    scope = scope.push(name, reuse=True)
+                scopes.append(scope)
+                continue
+            name = fields.debug_path[-1] if fields.debug_path else ""
+            of_vars = tuple(group.variables for group in of_scope)
+            of_rngs = tuple(group.streams for group in of_scope)
+            if (change := self.data_transform) is not None:
+                of_vars, of_rngs = change(of_vars, of_rngs)
+            scope = Scope(
+                {col: v for variables in of_vars for col, v in variables.items()},
+                {stream: r for streams in of_rngs for stream, r in streams.items()},
+                name=fields.path[-1] if fields.path else None,
+                mutable=from_canonical(fields.mutable),
+                path=fields.path,
+                debug_path=(*fields.debug_path[:-1], f"{self.transformation}({name})"),
+                flags=fields.flags,
+            )
+            scope._trunk.lifted_by = self.transformation
+            scope._counts = Counts(fields.counts)
+            scopes.append(scope)
+        return None, scopes
+
+    def collect(self, inner, static, carriers, filters, new, new_filters):
+        if new:
+            raise TypeError(
+                f"{self.transformation}: the function returns the scope {new[0].path_text!r}; a "
+                "scope ends with the call it was made for, so return arrays."
+            )
+        again = list(static)
+        drawn: list[_Drawn | None] = []
+        groups = []
+        for i, (scope, fields, wanted) in enumerate(zip(carriers, static, filters, strict=True)):
+            if isinstance(fields, _Below):
+                drawn.append(None)
+                groups.append(tuple(Group({}, {}, {}) for _ in wanted))
+                continue
+            counts: Counts = scope._counts
+            after = counts.freeze()
+            is_loop = fields.before_loop is not None
+            if fields.before_loop is not None and counts.is_wrong():
+                again[i] = dataclasses.replace(
+                    fields, counts=advanced(fields.before_loop, after), before_loop=None
+                )
+            drawn.append(_Drawn(after, is_loop))
+            where = [_as_select(w).variables for w in wanted]
+            of_vars = group_collections(scope.mutable_variables(), where)
+            of_firsts = group_collections(scope._trunk.firsts, where)
+            groups.append(
+                tuple(
+                    Group({c: v for c, v in variables.items() if v}, {}, firsts)
+                    for variables, firsts in zip(of_vars, of_firsts, strict=True)
+                )
+            )
+            scope.invalidate()
+        if again != list(static):
+            raise TraceAgain(tuple(again))
+        return tuple(drawn), groups, []
+
+    def commit(self, outer: Sequence[Scope], static, groups, new_groups):
+        for scope in outer:
+            scope._check_valid()
+            scope._check_trace(f"what {self.transformation} has changed is written")
+        for scope, drawn, of_scope in zip(outer, static, groups, strict=True):
+            if drawn is None:
+                continue
+            update = scope._counts.update_from_loop if drawn.is_loop else scope._counts.update_below
+            update(scope._below, drawn.counts)
+            for group in of_scope:
+                if group is not None:
+                    _write(scope._trunk, scope._below, group.firsts, only_new=True)
+                    _write(scope._trunk, scope._below, group.variables)
+        return []
+
+    def fork(self, group: Group, n: int) -> Group:
+        return self._rekeyed(group, lambda key: jax.random.split(key, n))
+
+    def fold(self, group: Group, i: Any) -> Group:
+        return self._rekeyed(group, lambda key: jax.random.fold_in(key, i))
+
+    def _rekeyed(self, group: Group, fn: Any) -> Group:
+        if group.variables:
+            raise ForkError(
+                f"{self.transformation}: the collections {sorted(group.variables)} are no PRNG "
+                "streams, so they cannot be split; give them an axis."
+            )
+        return group._replace(
+            streams={name: s.replace(key=fn(s.key)) for name, s in group.streams.items()}
+        )
+
+    def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
+        change = meta.add_axis if sign > 0 else meta.remove_axis
+        return group._replace(
+            variables=change(group.variables, axis, metadata),
+            firsts=change(group.firsts, axis, metadata),
+        )
+
+    def creates(self, static) -> bool:
+        return any(
+            isinstance(s, _Root) and s.flags.get("initializing", False) and not s.settled
+            for s in static
+        )
+
+    def created(self, before: Group, after: Group) -> Group | None:
+        made = _difference(after.variables, before.variables, after.firsts)
+        return Group(made, {}, {}) if made else None
+
+    def add(self, group: Group, created: Group) -> Group:
+        return group._replace(variables=_union(group.variables, created.variables))
+
+    def in_loop(self, static):
+        return tuple(
+            dataclasses.replace(s, counts=for_loop(s.counts), before_loop=s.counts)
+            if self.foresees and isinstance(s, _Root) and not s.settled
+            else s
+            for s in static
+        )
+
+    def follow(self, static, before):
+        drawn = before or (None,) * len(static)
+        return tuple(
+            dataclasses.replace(s, counts=d.counts if d else s.counts, settled=True)
+            if isinstance(s, _Root)
+            else s
+            for s, d in zip(static, drawn, strict=True)
+        )
+
+    def join(self, statics):
+        def joined(drawn: Sequence[Any]) -> Any:
+            result = drawn[0]
+            for other in drawn[1:]:
+                result = result and result._replace(counts=larger(result.counts, other.counts))
+            return result
+
+        return tuple(map(joined, zip(*statics, strict=True)))
+
+
+def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
+    """Streams that begin anew, from one key of each."""
+    return {
+        name: Stream(stream.at(counts.draw(((), name))).as_key())
+        for name, stream in streams.items()
+    }
+
+
+def _as_select(where: Any) -> Select:
+    return where if isinstance(where, Select) else Select(where, where)
+
+
+def _changeable(wanted: Sequence[Select]) -> Filter:
+    changeable: Filter = False
+    for where in wanted:
+        changeable = union_filters(changeable, intersect_filters(where.variables, where.out))
+    return changeable
+
+
+def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:
+    """Which other scope is above this one, or is the same and comes first."""
+    scope = scopes[i]
+    for j, other in enumerate(scopes):
+        n = len(other._below)
+        above = other._trunk is scope._trunk and scope._below[:n] == other._below
+        if j != i and above and (n < len(scope._below) or j < i):
+            outer = _below_another(scopes, j)
+            return (
+                _Below(j, scope._below[n:])
+                if outer is None
+                else _Below(outer.root, (*outer.path, *scope._below[n:]))
+            )
+    return None
+
+
+def _write(trunk: Trunk, path: Path, group: Mapping[str, Any], only_new: bool = False) -> None:
+    def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
+        for name, value in entries.items():
+            if isinstance(value, Mapping):
+                walk(col, (*path, name), value)
+            elif not (only_new and name in trunk.entries(col, path)):
+                trunk.put(col, path, name, value)
+
+    for col, entries in group.items():
+        walk(col, path, entries)
+
+
+def _difference(after: Mapping[str, Any], before: Any, firsts: Any) -> dict[str, Any]:
+    """The entries that are new, with the values that they were made with."""
+    made = {}
+    for name, value in after.items():
+        old = before.get(name) if isinstance(before, Mapping) else None
+        first = firsts.get(name) if isinstance(firsts, Mapping) else None
+        if isinstance(value, Mapping):
+            if new := _difference(value, old, first):
+                made[name] = new
+        elif old is None:
+            made[name] = value if first is None else first
+    return made
+
+
+def _union(a: Any, b: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(a)
+    for name, value in b.items():
+        below = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        result[name] = _union(result[name], value) if below else value
+    return result

@@ -1,0 +1,92 @@
+"""A variable of a scope by reference, and the check of a parameter's shape."""
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import jax
+
+from weft.core import meta
+from weft.errors import ScopeParamShapeError
+
+if TYPE_CHECKING:
+    from weft.core.scope import Scope
+
+T = TypeVar("T")
+MISSING: Any = object()
+
+
+class Variable(Generic[T]):
+    """A variable of a scope, by reference.
+
+    Attributes:
+        scope: where it is.
+        collection: the collection that it belongs to.
+        name: its name in the scope.
+        unbox: whether `value` is without axis metadata.
+    """
+
+    def __init__(self, scope: "Scope", collection: str, name: str, unbox: bool = True):
+        self.scope = scope
+        self.collection = collection
+        self.name = name
+        self.unbox = unbox
+
+    @property
+    def value(self) -> T:
+        """The value; what is assigned to it keeps the axis metadata that there was."""
+        value = self.scope.get_variable(self.collection, self.name)
+        return meta.unbox(value) if self.unbox else value
+
+    @value.setter
+    def value(self, value: T) -> None:
+        if self.unbox:
+            before = self.scope.get_variable(self.collection, self.name, MISSING)
+            if before is not MISSING:
+                value = meta.replace_boxed(before, value)
+        self.scope.put_variable(self.collection, self.name, value)
+
+    def is_mutable(self) -> bool:
+        """Whether the value can be assigned to."""
+        return self.scope.is_mutable_collection(self.collection)
+
+    def __repr__(self) -> str:
+        where = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
+        return f"Variable({where} = {self.scope.get_variable(self.collection, self.name)!r})"
+
+
+def check_shape(
+    name: str,
+    path: str,
+    value: Any,
+    init_fn: Callable[..., Any],
+    init_args: tuple[Any, ...],
+    init_kwargs: dict[str, Any],
+) -> None:
+    """Refuses a parameter of another shape than its initializer makes.
+
+    Args:
+        name: the parameter's name.
+        path: of its scope, as text.
+        value: its value.
+        init_fn: the initializer.
+        init_args: what it is given after a key.
+        init_kwargs: what it is given by name.
+
+    Raises:
+        ScopeParamShapeError: if the shapes differ.
+    """
+    # What initializers are told is what they make, and evaluating one costs half a millisecond.
+    if init_args and getattr(meta.unbox(value), "shape", None) == _as_shape(init_args[0]):
+        return
+    expected = jax.eval_shape(
+        lambda key: init_fn(key, *init_args, **init_kwargs), jax.random.key(0)
+    )
+    for found, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False):
+        if jax.numpy.shape(found) != wanted.shape:
+            raise ScopeParamShapeError(name, path, jax.numpy.shape(found), wanted.shape)
+
+
+def _as_shape(x: Any) -> tuple[int, ...] | None:
+    if isinstance(x, Collection) and all(isinstance(n, int) for n in x):
+        return tuple(x)
+    return None

@@ -1,0 +1,57 @@
+"""eval_shape and checkify: what a call would return, and whether something went wrong in it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import checkify as jax_checkify
+
+from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
+
+
+def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: Any = None) -> Callable[..., Any]:
+    """`jax.eval_shape` of a function that takes carriers: shapes instead of arrays.
+
+    Args:
+        kind: whose carriers cross. What `fn` changes is changed to `jax.ShapeDtypeStruct`.
+        fn: the function.
+        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        return commit(kind, outer, jax.eval_shape(_pure(kind, fn), cargo))
+
+    return call
+
+
+def checkify(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    errors: Any = jax_checkify.user_checks,
+    in_axes: Any = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.experimental.checkify.checkify` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function.
+        errors: which checks are made.
+        in_axes: as for `eval_shape`.
+
+    Returns:
+        A function that returns the error, which may be none, and the result of `fn`.
+    """
+    checked = jax_checkify.checkify(_pure(kind, fn), errors=errors)
+
+    def call(*args: Any) -> tuple[Any, Any]:
+        outer, cargo = depart(kind, args, in_axes)
+        error, results = checked(cargo)
+        return error, commit(kind, outer, results)
+
+    return call
+
+
+def _pure(kind: Kind, fn: Callable[..., Any]) -> Callable[[Cargo], Results]:
+    return lambda cargo: run(kind, lambda args: fn(*args), cargo)

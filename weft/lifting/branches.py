@@ -1,0 +1,115 @@
+"""cond and switch: one of several functions runs, and the state comes out alike.
+
+What only some of the branches make is made for all of them before, and passes unchanged through the
+others. Every branch begins with the same state and the same counters.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from weft.errors import BranchStructureError
+from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
+from weft.lifting.crossing import Cargo, Kind, Results, Static, Units, commit, depart, run
+
+
+def switch(
+    kind: Kind, branches: Sequence[Callable[..., Any]], *, in_axes: Any = None
+) -> Callable[..., Any]:
+    """`jax.lax.switch` of functions that take carriers.
+
+    Args:
+        kind: whose carriers cross.
+        branches: functions of the same arguments, with results of the same structure.
+        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+
+    Returns:
+        `call(index, *args)`.
+
+    Raises:
+        BranchStructureError: if the branches return, or leave in the state, values of different
+            structure, shape or dtype.
+    """
+
+    def call(index: Any, *args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        units = Units.of_cargo(cargo)
+
+        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+            for branch in branches:
+                static, values = with_created(
+                    kind, branch, static, units, values, values, (None,), again=True
+                )
+            return static, values
+
+        def choose(static: Any, values: list[Any]) -> tuple[list[Results], Any]:
+            traced: list[Results] = []
+
+            def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+                def pure(values: list[Any]) -> Any:
+                    cargo = Cargo(Static((static, units.flat_roles)), units.rebuild(values))
+                    results = run(kind, lambda args: branch(*args), cargo)
+                    if has_created(kind, Units.of_cargo(cargo), results, (None,)):
+                        raise StateCreated
+                    traced.append(jax.tree.map(jax.typeof, results))
+                    return results.parcels, results.packed
+
+                return pure
+
+            try:
+                chosen = jax.lax.switch(index, [one(branch) for branch in branches], values)
+            except TypeError as error:
+                _check_alike(traced)
+                raise error
+            return traced, chosen
+
+        static, _ = cargo.static.value
+        traced, (parcels, packed) = traced_with_state(
+            kind, choose, create, static, units.values, units, in_loop=False
+        )
+        collected = Static(kind.join([results.static.value for results in traced]))
+        return commit(kind, outer, Results(collected, parcels, packed))
+
+    return call
+
+
+def cond(
+    kind: Kind,
+    true_fun: Callable[..., Any],
+    false_fun: Callable[..., Any],
+    *,
+    in_axes: Any = None,
+) -> Callable[..., Any]:
+    """`jax.lax.cond` of functions that take carriers; see `switch`.
+
+    Returns:
+        `call(pred, *args)`.
+    """
+    chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes)
+
+    def call(pred: Any, *args: Any) -> Any:
+        return chosen(jax.numpy.asarray(pred, bool).astype("int32"), *args)
+
+    return call
+
+
+def _check_alike(traced: Sequence[Results]) -> None:
+    """Raises BranchStructureError where a branch's results differ from the first one's."""
+    first = (traced[0].parcels, traced[0].packed)
+    for i, results in enumerate(traced[1:], 1):
+        other = (results.parcels, results.packed)
+        if jax.tree.structure(first) != jax.tree.structure(other):
+            raise BranchStructureError(
+                f"branch {i} returns, or leaves in the state, another structure than branch 0: "
+                f"{jax.tree.structure(other)} instead of {jax.tree.structure(first)}."
+            )
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True
+        ):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                where = "a result" if path[0].idx else "the state"
+                raise BranchStructureError(
+                    f"branch {i} returns {b.str_short()} where branch 0 returns {a.str_short()}, "
+                    f"in {where} at {jax.tree_util.keystr(path[1:])}; branches return alike."
+                )

@@ -1,0 +1,105 @@
+"""custom_vjp and custom_jvp: functions that come with a derivative of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.custom_derivatives import zero_from_primal
+
+from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
+from weft.lifting.roles import DIFF
+
+
+def custom_vjp(
+    kind: Kind,
+    fn: Callable[..., Any],
+    forward_fn: Callable[..., Any],
+    backward_fn: Callable[..., Any],
+    *,
+    wrt: Any,
+) -> Callable[..., Any]:
+    """`jax.custom_vjp` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function.
+        forward_fn: takes the same arguments; returns the result of `fn`, and what `backward_fn`
+            needs.
+        backward_fn: takes that, and a cotangent of the result; returns one gradient for each
+            argument, and for each group of state, that is DIFF, in order.
+        wrt: a prefix of the arguments: DIFF where `backward_fn` gives a gradient, None elsewhere.
+
+    Returns:
+        A function like `fn`. What `fn` changes comes from `forward_fn` where derivatives are taken.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, diff, rest, run_with = _of_call(kind, args, wrt)
+
+        @jax.custom_vjp
+        def pure(diff: list[Any], rest: list[Any]) -> Results:
+            return run_with(fn, diff, rest)
+
+        def forward(diff: list[Any], rest: list[Any]) -> tuple[Results, Any]:
+            results = run_with(forward_fn, diff, rest)
+            value, residuals = results.packed
+            return results._replace(packed=value), residuals
+
+        def backward(residuals: Any, cotangents: Results) -> tuple[list[Any], None]:
+            return list(backward_fn(residuals, cotangents.packed)), None
+
+        pure.defvjp(forward, backward)
+        return commit(kind, outer, pure(diff, rest))
+
+    return call
+
+
+def custom_jvp(
+    kind: Kind, fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, wrt: Any
+) -> Callable[..., Any]:
+    """`jax.custom_jvp` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function.
+        jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument, and for each group of
+            state, that is DIFF, in order. It returns the result of `fn` and its tangent.
+        wrt: a prefix of the arguments: DIFF where `jvp_fn` needs a tangent, None elsewhere.
+
+    Returns:
+        A function like `fn`. What `fn` changes comes from `jvp_fn` where derivatives are taken.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, diff, rest, run_with = _of_call(kind, args, wrt)
+
+        @jax.custom_jvp
+        def pure(diff: list[Any], rest: list[Any]) -> Results:
+            return run_with(fn, diff, rest)
+
+        @pure.defjvp
+        def rule(primals: Any, tangents: Any) -> tuple[Results, Results]:
+            results = run_with(lambda *args: jvp_fn(tangents[0], *args), *primals)
+            value, tangent = results.packed
+            results = results._replace(packed=value)
+            zeros = jax.tree.map(zero_from_primal, results)
+            return results, zeros._replace(packed=tangent)
+
+        return commit(kind, outer, pure(diff, rest))
+
+    return call
+
+
+def _of_call(kind: Kind, args: Any, wrt: Any) -> tuple[Any, list[Any], list[Any], Any]:
+    """What has a derivative in a call, the rest, and how to run a function on both."""
+    outer, cargo = depart(kind, args, wrt, "wrt")
+    units = Units.of_cargo(cargo)
+    diff = units.with_roles(DIFF)
+    rest = [None if role is DIFF else value for value, role in units.pairs()]
+    empty = units.emptied()
+
+    def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> Results:
+        packed = empty.having(rest).merged(DIFF, diff)
+        return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed))
+
+    return outer, diff, rest, run_with

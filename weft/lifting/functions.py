@@ -1,0 +1,132 @@
+"""When two functions are the same: equal code, and equal values wherever the code can see.
+
+JAX knows a function by its identity, so one that is made anew at each call is compiled at each
+call. Here two functions are the same if they have the same code, and if what it sees in its
+closure, its defaults and its globals is the same by value. What cannot be compared by value safely
+(an array that can be written to, a tracer, an object that can change) makes a function equal to
+itself alone: better compiled once too often than run once with another function's values.
+"""
+
+import dataclasses
+import enum
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+
+T = TypeVar("T")
+
+
+class _Incomparable(Exception):
+    """Something that a function sees cannot be compared by value."""
+
+
+class _Same:
+    """An object that is equal to itself alone; kept alive, so that its identity stays its own."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_MAX_SHARED = 512
+_shared: OrderedDict[Hashable, Any] = OrderedDict()
+
+
+def shared_by_equal_functions(fn: Callable[..., Any], rest: Any, make: Callable[[], T]) -> T:
+    """What was made for an equal function before, or `make()`.
+
+    Args:
+        fn: the function.
+        rest: what else has to be equal.
+        make: makes the object, which is kept for the next equal function.
+    """
+    try:
+        key = (_of_function(fn, ()), _of_value(rest, ()))
+    except _Incomparable:
+        return make()
+    if key in _shared:
+        _shared.move_to_end(key)
+    else:
+        _shared[key] = make()
+        if len(_shared) > _MAX_SHARED:
+            _shared.popitem(last=False)
+    return _shared[key]
+
+
+def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
+    """A hashable value that is equal for equal functions; `above` are those that lead here."""
+    if isinstance(fn, functools.partial):
+        held = (fn.args, tuple(sorted(fn.keywords.items())))
+        return "partial", _of_function(fn.func, above), _of_value(held, above)
+    if isinstance(fn, types.MethodType):
+        return "method", _of_function(fn.__func__, above), _of_value(fn.__self__, above)
+    if not isinstance(fn, types.FunctionType):
+        return _of_value(fn, above)
+    if fn in above:
+        return "recursion", above.index(fn)
+    above = (*above, fn)
+    try:
+        closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
+    except ValueError:
+        raise _Incomparable from None  # a name that has no value yet
+    seen = {name: fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__}
+    defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
+    return (
+        fn.__code__,
+        _Same(fn.__globals__),
+        _of_value(closure, above),
+        _of_value(defaults, above),
+        tuple((name, _of_value(value, above)) for name, value in seen.items()),
+    )
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """The global names in a function's code and in that of functions inside of it."""
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return sorted({*code.co_names, *(name for c in inside for name in _names(c))})
+
+
+def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
+    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
+        return type(value), value
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 and -0.0 are not the same here
+    if isinstance(value, tuple | list):
+        return type(value), tuple(_of_value(v, above) for v in value)
+    if isinstance(value, dict):
+        items = tuple((_of_value(k, above), _of_value(v, above)) for k, v in value.items())
+        return type(value), items
+    if isinstance(value, set | frozenset):
+        return type(value), frozenset(_of_value(v, above) for v in value)
+    if isinstance(value, types.FunctionType) and _is_of_library(value):
+        return _Same(value)
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        return _of_function(value, above)
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return _Same(value)
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+        return _Same(value)
+    if isinstance(value, np.dtype | jax.sharding.Sharding | jax.sharding.PartitionSpec):
+        return type(value), value
+    if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
+        return _Same(value)  # jax.numpy.exp and the like
+    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+        return type(value), tuple(_of_value(field, above) for field in fields)
+    raise _Incomparable
+
+
+def _is_of_library(fn: types.FunctionType) -> bool:
+    """Whether a function belongs to a package whose globals do not change."""
+    return (fn.__module__ or "").split(".")[0] in ("jax", "numpy", "optax", "weft")

@@ -1,0 +1,149 @@
+"""while_loop and fori_loop: loops of unknown length, whose state is carried, shared or folded.
+
+    carry = init
+    while cond(carry):
+        carry = body(carry)
+
+`FORK` keys are folded with the number of the iteration.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.errors import RoleError
+from weft.lifting import axes
+from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
+from weft.lifting.crossing import (
+    Cargo,
+    Kind,
+    Results,
+    Static,
+    Units,
+    commit,
+    depart,
+    in_results,
+    run,
+)
+from weft.lifting.roles import CARRY, FORK
+from weft.lifting.scan import check_carry, check_shared, scan
+
+
+def while_loop(
+    kind: Kind,
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    *,
+    in_axes: Any,
+) -> Callable[..., Any]:
+    """`jax.lax.while_loop` of functions that take carriers.
+
+    Args:
+        kind: whose carriers cross.
+        cond_fn: takes the arguments and returns whether to go on. What it changes is dropped.
+        body_fn: takes the arguments and returns the next values of those that are carried.
+        in_axes: a prefix of the arguments: CARRY or None, and `Roles` where a carrier is, in which
+            FORK is for keys.
+
+    Returns:
+        A function that returns the last values of the arguments that are carried.
+
+    Raises:
+        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
+        RoleError: for a role that such a loop does not have.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        units = Units.of_cargo(cargo)
+        axes.refuse_roles(units, "while_loop", (CARRY, FORK))
+        if any(isinstance(role, int) for role in units.roles):
+            raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
+
+        def folded(i: Any, values: list[Any]) -> list[Any]:
+            return [
+                kind.fold(value, i) if role is FORK else value
+                for value, role in zip(values, units.roles, strict=True)
+            ]
+
+        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+            first = folded(0, values)
+            roles = (CARRY, None)
+            return with_created(kind, body_fn, static, units, first, values, roles, again=True)
+
+        def loop(static: Any, values: list[Any]) -> tuple[Units, Static, list[Any]]:
+            traced: list[tuple[Units, Static]] = []
+
+            def cargo_at(i: Any, carry: list[Any]) -> Cargo:
+                packed = units.having(folded(i, values)).merged(CARRY, carry)
+                return Cargo(Static((static, units.flat_roles)), packed)
+
+            def cond(state: tuple[Any, list[Any]]) -> Any:
+                return run(kind, lambda args: cond_fn(*args), cargo_at(*state)).packed
+
+            def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+                i, carry = state
+                cargo = cargo_at(i, carry)
+                results = run(kind, lambda args: body_fn(*args), cargo, CARRY)
+                if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
+                    raise StateCreated
+                returned = in_results(cargo, results, CARRY)
+                check_shared("while_loop", returned, units, values)
+                new_carry = returned.with_roles(CARRY)
+                check_carry("while_loop", carry, new_carry)
+                returned.values = [v if role is None else None for v, role in returned.pairs()]
+                traced[:] = [(returned, results.static)]
+                return i + 1, new_carry
+
+            begin = (jnp.int32(0), units.having(values).with_roles(CARRY))
+            _, carry = jax.lax.while_loop(cond, body, begin)
+            return *traced[0], carry
+
+        static, _ = cargo.static.value
+        values = units.values
+        returned, collected, carry = traced_with_state(
+            kind, loop, create, static, values, units, in_loop=False
+        )
+        parcels, packed = returned.merged(CARRY, carry)
+        return commit(kind, outer, Results(collected, parcels, packed))
+
+    return call
+
+
+def fori_loop(
+    kind: Kind, lower: Any, upper: Any, body_fn: Callable[..., Any], *, in_axes: Any
+) -> Callable[..., Any]:
+    """`jax.lax.fori_loop` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        lower: the first index.
+        upper: the index after the last. With a Python number the loop can be differentiated in
+            reverse.
+        body_fn: `body_fn(i, *args)`; returns the next values of the arguments that are carried.
+        in_axes: as for `while_loop`.
+
+    Returns:
+        A function of the arguments; it returns the last values of those that are carried.
+    """
+
+    def body(i: Any, *args: Any) -> tuple[Any, Any]:
+        return i + 1, body_fn(i, *args)
+
+    def call(*args: Any) -> Any:
+        roles = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        if isinstance(lower, int) and isinstance(upper, int):
+            loop = scan(
+                kind,
+                lambda *args: (body(*args), None),
+                in_axes=(CARRY, *roles),
+                out_axes=(CARRY, None),
+                length=max(upper - lower, 0),
+            )
+            return loop(jnp.int32(lower), *args)[0][1]
+        loop = while_loop(kind, lambda i, *_: i < upper, body, in_axes=(CARRY, *roles))
+        return loop(jnp.asarray(lower, jnp.int32), *args)[1]
+
+    return call

@@ -1,0 +1,154 @@
+"""shard_map and pmap: one program per device, on the parts of arrays that lie there."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from weft.errors import AxisSizeError
+from weft.lifting import axes
+from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, in_results, run
+from weft.lifting.roles import FORK
+
+
+def shard_map(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    mesh: Mesh | jax.sharding.AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] = frozenset(),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """`jax.shard_map` of a function that takes carriers.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function, of the parts of its arguments on one device.
+        mesh: the devices.
+        in_specs: a prefix of the arguments: a `PartitionSpec`, or `Roles` where a carrier is. There
+            the role of a group is a `PartitionSpec`, which it keeps, or FORK for keys: then each
+            device has its own.
+        out_specs: a prefix of the results.
+        axis_names: the axes of the mesh that `fn` sees; by default all.
+        check_vma: as for `jax.shard_map`.
+    """
+    names = tuple(axis_names or mesh.axis_names)
+    n = int(np.prod([mesh.shape[name] for name in names]))
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_specs, "in_specs")
+        units = Units.of_cargo(cargo)
+
+        def of_device(packed: Any) -> Results:
+            parts = Units(packed, units.flat_roles)
+            values = [
+                jax.tree.map(lambda x: x[0], value) if role is FORK else value
+                for value, role in parts.pairs()
+            ]
+            cargo_here = Cargo(cargo.static, parts.rebuild(values))
+            return run(kind, lambda args: fn(*args), cargo_here, out_specs)
+
+        mapped = jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=(
+                units.rebuild([PartitionSpec(names) if r is FORK else r for r in units.roles]),
+            ),
+            out_specs=axes.results_prefix(cargo, out_specs, _spec_or_shared),
+            axis_names=frozenset(names),
+            check_vma=check_vma,
+        )
+        values = [kind.fork(v, n) if role is FORK else v for v, role in units.pairs()]
+        return commit(kind, outer, mapped(units.rebuild(values)))
+
+    return call
+
+
+def pmap(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    axis_name: str = "devices",
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    devices: Sequence[Any] | None = None,
+    metadata: axes.Metadata | None = None,
+) -> Callable[..., Any]:
+    """A function on several devices, of which each has one index of the mapped axes.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function.
+        axis_name: the name of the mapped axis for collectives.
+        in_axes: as for `vmap`, with axes from 0.
+        out_axes: as for `vmap`, with axes from 0.
+        devices: on which to run; by default as many of `jax.devices()` as are needed.
+        metadata: handed to axis metadata that gains or loses the axis.
+
+    Raises:
+        AxisSizeError: if the mapped axes do not agree, or there are fewer devices than they need.
+    """
+    metadata = metadata or {}
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        units = Units.of_cargo(cargo)
+        axes.refuse_roles(units, "pmap", (FORK,))
+        n = axes.axis_size(units, None if devices is None else len(devices), "pmap")
+        there = jax.devices() if devices is None else devices
+        if n > len(there):
+            raise AxisSizeError(
+                f"pmap: the mapped axes have size {n}, and there are {len(there)} devices; each "
+                "index needs one. Map over fewer, or use vmap for what one device can do alone."
+            )
+        mesh = Mesh(np.asarray(there[:n]), (axis_name,))
+
+        def of_device(values: list[Any]) -> Results:
+            inside = [_squeezed(*pair) for pair in zip(values, units.roles, strict=True)]
+            args = Cargo(cargo.static, units.rebuild(inside))
+            results = run(kind, lambda args: fn(*args), args, out_axes)
+            returned = in_results(cargo, results, out_axes)
+            outside = [_expanded(*pair) for pair in returned.pairs()]
+            return Results(results.static, *returned.rebuild(outside))
+
+        mapped = jax.shard_map(
+            of_device,
+            mesh=mesh,
+            in_specs=([_spec(role, axis_name) for role in units.roles],),
+            out_specs=axes.results_prefix(cargo, out_axes, lambda r: _spec(r, axis_name)),
+            check_vma=False,
+        )
+        results = jax.jit(mapped)(axes.enter_axis(kind, units, n, metadata))
+        return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
+
+    return call
+
+
+def _spec_or_shared(role: Any) -> PartitionSpec:
+    return role if isinstance(role, PartitionSpec) else PartitionSpec()
+
+
+def _spec(role: Any, axis_name: str) -> PartitionSpec:
+    """Where a value lies of which `role` is the mapped axis."""
+    if role is FORK:
+        return PartitionSpec(axis_name)
+    return PartitionSpec() if role is None else PartitionSpec(*(None,) * role, axis_name)
+
+
+def _squeezed(value: Any, role: Any) -> Any:
+    """A device's part without the mapped axis."""
+    if role is None:
+        return value
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0 if role is FORK else role), value)
+
+
+def _expanded(value: Any, role: Any) -> Any:
+    """A device's part with the mapped axis."""
+    return (
+        jax.tree.map(lambda x: jnp.expand_dims(x, role), value) if isinstance(role, int) else value
+    )

@@ -1,0 +1,61 @@
+"""transform: a function sees the state of its carriers through two maps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from weft.lifting.crossing import Cargo, Kind, Parcel, Static, commit, depart, is_parcel, run
+
+Groups = tuple[Any, ...]
+
+
+def _same(groups: Groups) -> Groups:
+    return groups
+
+
+def transform(
+    kind: Kind,
+    fn: Callable[..., Any],
+    *,
+    in_axes: Any = None,
+    map_in: Callable[[Groups], Groups] = _same,
+    map_out: Callable[[Groups], Groups] = _same,
+    initialize: Callable[[Groups, Groups], Groups] | None = None,
+) -> Callable[..., Any]:
+    """A function of carriers that works on other state than theirs.
+
+    Args:
+        kind: whose carriers cross.
+        fn: the function.
+        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+        map_in: from the groups of a carrier to those that `fn` finds.
+        map_out: from the groups that `fn` leaves to those that are written to the carrier.
+        initialize: if given, `fn` runs once before, on the groups as they are. From those and what
+            that run leaves, the groups of the carrier.
+    """
+
+    def call(*args: Any) -> Any:
+        outer, cargo = depart(kind, args, in_axes)
+        if initialize is not None:
+            results = run(kind, lambda args: fn(*args), cargo)
+            before = jax.tree.leaves(cargo.packed, is_leaf=is_parcel)
+            made = iter(
+                initialize(parcel.groups, after.groups)
+                for parcel, after in zip(filter(is_parcel, before), results.parcels, strict=True)
+            )
+            packed = _map_parcels(lambda _: next(made), cargo.packed)
+            static, roles = cargo.static.value
+            cargo = Cargo(Static((kind.follow(static, results.static.value), roles)), packed)
+        results = run(
+            kind, lambda args: fn(*args), cargo._replace(packed=_map_parcels(map_in, cargo.packed))
+        )
+        return commit(kind, outer, results._replace(parcels=_map_parcels(map_out, results.parcels)))
+
+    return call
+
+
+def _map_parcels(fn: Callable[[Groups], Groups], tree: Any) -> Any:
+    return jax.tree.map(
+        lambda x: Parcel(fn(x.groups)) if is_parcel(x) else x, tree, is_leaf=is_parcel
+    )
