@@ -23,7 +23,6 @@ from weft.core.filters import (
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import Counts, FrozenCounts, Path, Stream, advanced, for_loop, larger
 from weft.core.scope import Scope
-from weft.core.trunk import Trunk
 from weft.errors import ForkError, RoleError
 from weft.lifting import Kind
 from weft.lifting.crossing import TraceAgain
@@ -191,13 +190,10 @@ class ScopeKind(Kind):
                 )
             drawn.append(_Drawn(after, is_loop))
             where = [_as_select(w).variables for w in wanted]
-            of_vars = group_collections(scope.mutable_variables(), where)
+            of_vars = group_collections(scope._trunk.changes(), where)
             of_firsts = group_collections(scope._trunk.firsts, where)
             groups.append(
-                tuple(
-                    Group({c: v for c, v in variables.items() if v}, {}, firsts)
-                    for variables, firsts in zip(of_vars, of_firsts, strict=True)
-                )
+                tuple(Group(v, {}, firsts) for v, firsts in zip(of_vars, of_firsts, strict=True))
             )
             scope.invalidate()
         if again != list(static):
@@ -215,8 +211,8 @@ class ScopeKind(Kind):
             update(scope._below, drawn.counts)
             for group in of_scope:
                 if group is not None:
-                    _write(scope._trunk, scope._below, group.firsts, only_new=True)
-                    _write(scope._trunk, scope._below, group.variables)
+                    _write(scope, group.firsts, only_new=True)
+                    _write(scope, group.variables)
         return []
 
     def fork(self, group: Group, n: int) -> Group:
@@ -252,8 +248,12 @@ class ScopeKind(Kind):
         made = _difference(after.variables, before.variables, after.firsts)
         return Group(made, {}, {}) if made else None
 
-    def add(self, group: Group, created: Group) -> Group:
-        return group._replace(variables=_union(group.variables, created.variables))
+    def union(self, group: Group, other: Group) -> Group:
+        return group._replace(variables=_union(group.variables, other.variables))
+
+    def begun(self, made: Group | None, result: Group | None) -> Group:
+        firsts = made.variables if made is not None else {}
+        return Group(result.variables if result is not None else firsts, {}, firsts)
 
     def in_loop(self, static):
         return tuple(
@@ -317,7 +317,9 @@ def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:
     return None
 
 
-def _write(trunk: Trunk, path: Path, group: Mapping[str, Any], only_new: bool = False) -> None:
+def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> None:
+    trunk = scope._trunk
+
     def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
         for name, value in entries.items():
             if isinstance(value, Mapping):
@@ -326,7 +328,8 @@ def _write(trunk: Trunk, path: Path, group: Mapping[str, Any], only_new: bool = 
                 trunk.put(col, path, name, value)
 
     for col, entries in group.items():
-        walk(col, path, entries)
+        if scope.is_mutable_collection(col):
+            walk(col, scope._below, entries)
 
 
 def _difference(after: Mapping[str, Any], before: Any, firsts: Any) -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Trunk:
         self.trace = current_trace()
         self.firsts: dict[str, Any] = {}
         self._created: set[tuple[str, Path, str]] = set()
+        self._written: dict[tuple[str, Path, str], None] = {}
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
         """What a collection has in one scope."""
@@ -49,7 +50,15 @@ class Trunk:
             self._created.add((col, path, name))
         elif (col, path, name) in self._created:
             _descend(self.firsts, col, path).setdefault(name, entries[name])
+        self._written[col, path, name] = None
         _put(entries, name, value)
+
+    def changes(self) -> dict[str, Any]:
+        """The variables that were made or written to, nested as in `collections`."""
+        found: dict[str, Any] = {}
+        for col, path, name in self._written:
+            _descend(found, col, path)[name] = copied(self.entries(col, path)[name])
+        return found
 
 
 def _descend(collections: dict[str, Any], col: str, path: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 
 from weft.errors import BranchStructureError
-from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
-from weft.lifting.crossing import Cargo, Kind, Results, Static, Units, commit, depart, run
+from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
+from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, Units, commit, depart, run
+from weft.lifting.structure import shown, traced_by_structure
 
 
 def switch(
@@ -32,6 +33,35 @@ def switch(
             structure, shape or dtype.
     """
 
+    def pure(static: Static, packed: Any, index: Any) -> Results:
+        units = Units(shown(packed), static.value[1])
+        traced: list[Results] = []
+
+        def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+            def of_values(values: list[Any]) -> Any:
+                cargo = Cargo(static, units.rebuild(values))
+                results = run(kind, lambda args: branch(*args), cargo)
+                if has_created(kind, Units.of_cargo(cargo), results, (None,)):
+                    raise StateCreated
+                # All that there was comes back, since another branch may change it.
+                of_groups = groups(Units.of_cargo(cargo), results)
+                whole = iter(kind.union(before, after) for before, after, _ in of_groups)
+                parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
+                results = results._replace(parcels=parcels)
+                traced.append(jax.tree.map(jax.typeof, results))
+                return results.parcels, results.packed
+
+            return of_values
+
+        try:
+            chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
+        except TypeError:
+            _check_alike(traced)
+            raise
+        return Results(Static(kind.join([r.static.value for r in traced])), *chosen)
+
+    chosen = traced_by_structure(tuple(branches), kind, pure)
+
     def call(index: Any, *args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
@@ -43,33 +73,14 @@ def switch(
                 )
             return static, values
 
-        def choose(static: Any, values: list[Any]) -> tuple[list[Results], Any]:
-            traced: list[Results] = []
-
-            def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-                def pure(values: list[Any]) -> Any:
-                    cargo = Cargo(Static((static, units.flat_roles)), units.rebuild(values))
-                    results = run(kind, lambda args: branch(*args), cargo)
-                    if has_created(kind, Units.of_cargo(cargo), results, (None,)):
-                        raise StateCreated
-                    traced.append(jax.tree.map(jax.typeof, results))
-                    return results.parcels, results.packed
-
-                return pure
-
-            try:
-                chosen = jax.lax.switch(index, [one(branch) for branch in branches], values)
-            except TypeError as error:
-                _check_alike(traced)
-                raise error
-            return traced, chosen
+        def choose(static: Any, values: list[Any]) -> Results:
+            return chosen((static, units.flat_roles), units.having(values), index)
 
         static, _ = cargo.static.value
-        traced, (parcels, packed) = traced_with_state(
+        results = traced_with_state(
             kind, choose, create, static, units.values, units, in_loop=False
         )
-        collected = Static(kind.join([results.static.value for results in traced]))
-        return commit(kind, outer, Results(collected, parcels, packed))
+        return commit(kind, outer, results)
 
     return call
 

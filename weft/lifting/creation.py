@@ -6,14 +6,12 @@ computed. What the body then finds is as if it had been there before.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-from weft.lifting.crossing import Cargo, Kind, Results, Static, TraceAgain, Units, run
+from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, TraceAgain, Units, run
 from weft.lifting.roles import FORK
-
-T = TypeVar("T")
 
 
 class StateCreated(Exception):
@@ -22,13 +20,13 @@ class StateCreated(Exception):
 
 def traced_with_state(
     kind: Kind,
-    loop: Callable[[Any, list[Any]], T],
+    loop: Callable[[Any, list[Any]], Results],
     create: Callable[[Any, list[Any]], tuple[Any, list[Any]]],
     static: Any,
     values: list[Any],
     units: Units,
     in_loop: bool = True,
-) -> T:
+) -> Results:
     """Traces a loop, after its body has made its state if it makes any.
 
     Where a model is initialized that is expected, so that the body is traced twice. Elsewhere it is
@@ -42,6 +40,9 @@ def traced_with_state(
         values: the values of `units` as they cross.
         units: what crosses.
         in_loop: whether the body runs as a scan's, see `Kind.in_loop`.
+
+    Returns:
+        What `loop` returns, with the state that was made before.
     """
     shares = any(
         group and not isinstance(role, int) and role is not FORK
@@ -49,21 +50,37 @@ def traced_with_state(
     )
     if shares and kind.creates(static):
         static, values = create(static, values)
-    again = None
     try:
-        return loop(kind.in_loop(static) if in_loop else static, values)
+        results = loop(kind.in_loop(static) if in_loop else static, values)
     except TraceAgain as other:
-        again = other.static, values
+        again, results = (other.static, values), None
     except StateCreated:
-        pass
-    return loop(*(again or create(static, values)))
+        again, results = None, None
+    if results is None:
+        static, values = again or create(static, values)
+        results = loop(static, values)
+    begun = iter(
+        kind.begun(kind.created(outside, inside), after)
+        for outside, inside, after in zip(
+            _group_values(units.values, units),
+            _group_values(values, units),
+            [group for parcel in results.parcels for group in parcel.groups],
+            strict=True,
+        )
+    )
+    parcels = [Parcel(tuple(next(begun) for _ in parcel.groups)) for parcel in results.parcels]
+    return results._replace(parcels=parcels)
+
+
+def _group_values(values: Sequence[Any], units: Units) -> list[Any]:
+    return [v for v, is_group in zip(values, units.is_group, strict=True) if is_group]
 
 
 def has_created(kind: Kind, units: Units, results: Results, roles: Sequence[Any]) -> bool:
     """Whether a run has made state in a group of one of these roles."""
     return any(
         role in roles and kind.created(before, after) is not None
-        for before, after, role in _groups(units, results)
+        for before, after, role in groups(units, results)
     )
 
 
@@ -99,7 +116,7 @@ def with_created(
         results = run(kind, lambda args: (fn(*args), None)[1], cargo)
         created = [
             kind.created(before, after) if role in roles else None
-            for before, after, role in _groups(Units.of_cargo(cargo), results)
+            for before, after, role in groups(Units.of_cargo(cargo), results)
         ]
         return created, results.static
 
@@ -107,13 +124,13 @@ def with_created(
     created, collected = jax.jit(once)()
     new = iter(created)
     added = [
-        kind.add(value, made) if is_group and (made := next(new)) is not None else value
+        kind.union(value, made) if is_group and (made := next(new)) is not None else value
         for value, is_group in zip(values, units.is_group, strict=True)
     ]
     return kind.follow(static, None if again else collected.value), added
 
 
-def _groups(units: Units, results: Results) -> list[tuple[Any, Any, Any]]:
+def groups(units: Units, results: Results) -> list[tuple[Any, Any, Any]]:
     """Each group of the carriers that went in: before, after, and its role."""
     before = [
         (value, role)

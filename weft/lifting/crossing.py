@@ -100,9 +100,18 @@ class Kind(Protocol):
         """
         return None
 
-    def add(self, group: Any, created: Any) -> Any:
-        """A group with the entries that `created` gave."""
-        return group
+    def union(self, group: Any, other: Any) -> Any:
+        """A group with the entries of another one, which go before its own."""
+        return other
+
+    def begun(self, made: Any, result: Any) -> Any:
+        """What a loop leaves of a group, as `commit` is to find it.
+
+        Args:
+            made: the entries that `created` gave before the loop, or None.
+            result: the group afterwards; None if the loop shared it.
+        """
+        return result
 
     def in_loop(self, static: Any) -> Any:
         """The static half for the body of a scan, from that of the call."""

@@ -43,16 +43,15 @@ _MAX_SHARED = 512
 _shared: OrderedDict[Hashable, Any] = OrderedDict()
 
 
-def shared_by_equal_functions(fn: Callable[..., Any], rest: Any, make: Callable[[], T]) -> T:
-    """What was made for an equal function before, or `make()`.
+def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
+    """What was made from equal parts before, or `make()`.
 
     Args:
-        fn: the function.
-        rest: what else has to be equal.
-        make: makes the object, which is kept for the next equal function.
+        parts: all that the object is made from: functions, and values of any kind.
+        make: makes the object, which is kept for the next equal parts.
     """
     try:
-        key = (_of_function(fn, ()), _of_value(rest, ()))
+        key = _of_value(parts, ())
     except _Incomparable:
         return make()
     if key in _shared:
@@ -80,7 +79,9 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
         closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
-    seen = {name: fn.__globals__[name] for name in _names(fn.__code__) if name in fn.__globals__}
+    # The globals of a library do not change.
+    names = [] if _is_of_library(fn) else _names(fn.__code__)
+    seen = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
     return (
         fn.__code__,
@@ -109,7 +110,11 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), items
     if isinstance(value, set | frozenset):
         return type(value), frozenset(_of_value(v, above) for v in value)
-    if isinstance(value, types.FunctionType) and _is_of_library(value):
+    if (
+        isinstance(value, types.FunctionType)
+        and value.__closure__ is None
+        and _is_of_library(value)
+    ):
         return _Same(value)
     if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
         return _of_function(value, above)
@@ -128,5 +133,5 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
 
 
 def _is_of_library(fn: types.FunctionType) -> bool:
-    """Whether a function belongs to a package whose globals do not change."""
-    return (fn.__module__ or "").split(".")[0] in ("jax", "numpy", "optax", "weft")
+    # Functions that wrap others have the module of what they wrap, so the globals tell.
+    return fn.__globals__.get("__name__", "").split(".")[0] in ("jax", "numpy", "optax", "weft")

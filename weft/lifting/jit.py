@@ -110,16 +110,8 @@ def jit(
             kind, fn, of_carriers, *static, donate_argnums=donated, inline=inline, **shardings
         )
 
-    options = (
-        kind,
-        of_carriers,
-        *static,
-        donated,
-        inline,
-        in_shardings,
-        out_shardings,
-    )
-    return shared_by_equal_functions(fn, options, make)
+    options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)
+    return shared_by_equal_functions((fn, options), make)
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:

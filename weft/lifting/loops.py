@@ -28,7 +28,8 @@ from weft.lifting.crossing import (
     run,
 )
 from weft.lifting.roles import CARRY, FORK
-from weft.lifting.scan import check_carry, check_shared, scan
+from weft.lifting.scan import check_carry, check_shared, scan, take_over_carry
+from weft.lifting.structure import shown, traced_by_structure
 
 
 def while_loop(
@@ -55,6 +56,42 @@ def while_loop(
         RoleError: for a role that such a loop does not have.
     """
 
+    def folded(i: Any, units: Units) -> Units:
+        return units.having(
+            [kind.fold(value, i) if role is FORK else value for value, role in units.pairs()]
+        )
+
+    def pure(static: Static, packed: Any) -> Results:
+        units = Units(shown(packed), static.value[1])
+        traced: list[tuple[Units, Static]] = []
+
+        def cargo_at(i: Any, carry: list[Any]) -> Cargo:
+            return Cargo(static, folded(i, units).merged(CARRY, carry))
+
+        def cond(state: tuple[Any, list[Any]]) -> Any:
+            return run(kind, lambda args: cond_fn(*args), cargo_at(*state)).packed
+
+        def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+            i, carry = state
+            cargo = cargo_at(i, carry)
+            results = run(kind, lambda args: body_fn(*args), cargo, CARRY)
+            if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
+                raise StateCreated
+            returned = in_results(cargo, results, CARRY)
+            take_over_carry(kind, Units.of_cargo(cargo), results, returned)
+            check_shared("while_loop", returned, units)
+            new_carry = returned.with_roles(CARRY)
+            check_carry("while_loop", carry, new_carry)
+            returned.values = [v if role is None else None for v, role in returned.pairs()]
+            traced[:] = [(returned, results.static)]
+            return i + 1, new_carry
+
+        _, carry = jax.lax.while_loop(cond, body, (jnp.int32(0), units.with_roles(CARRY)))
+        returned, collected = traced[0]
+        return Results(collected, *returned.merged(CARRY, carry))
+
+    looped = traced_by_structure((cond_fn, body_fn), kind, pure)
+
     def call(*args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
@@ -62,52 +99,17 @@ def while_loop(
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
-        def folded(i: Any, values: list[Any]) -> list[Any]:
-            return [
-                kind.fold(value, i) if role is FORK else value
-                for value, role in zip(values, units.roles, strict=True)
-            ]
-
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-            first = folded(0, values)
+            first = folded(0, units.having(values)).values
             roles = (CARRY, None)
             return with_created(kind, body_fn, static, units, first, values, roles, again=True)
 
-        def loop(static: Any, values: list[Any]) -> tuple[Units, Static, list[Any]]:
-            traced: list[tuple[Units, Static]] = []
-
-            def cargo_at(i: Any, carry: list[Any]) -> Cargo:
-                packed = units.having(folded(i, values)).merged(CARRY, carry)
-                return Cargo(Static((static, units.flat_roles)), packed)
-
-            def cond(state: tuple[Any, list[Any]]) -> Any:
-                return run(kind, lambda args: cond_fn(*args), cargo_at(*state)).packed
-
-            def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-                i, carry = state
-                cargo = cargo_at(i, carry)
-                results = run(kind, lambda args: body_fn(*args), cargo, CARRY)
-                if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
-                    raise StateCreated
-                returned = in_results(cargo, results, CARRY)
-                check_shared("while_loop", returned, units, values)
-                new_carry = returned.with_roles(CARRY)
-                check_carry("while_loop", carry, new_carry)
-                returned.values = [v if role is None else None for v, role in returned.pairs()]
-                traced[:] = [(returned, results.static)]
-                return i + 1, new_carry
-
-            begin = (jnp.int32(0), units.having(values).with_roles(CARRY))
-            _, carry = jax.lax.while_loop(cond, body, begin)
-            return *traced[0], carry
+        def loop(static: Any, values: list[Any]) -> Results:
+            return looped((static, units.flat_roles), units.having(values))
 
         static, _ = cargo.static.value
-        values = units.values
-        returned, collected, carry = traced_with_state(
-            kind, loop, create, static, values, units, in_loop=False
-        )
-        parcels, packed = returned.merged(CARRY, carry)
-        return commit(kind, outer, Results(collected, parcels, packed))
+        results = traced_with_state(kind, loop, create, static, units.values, units, in_loop=False)
+        return commit(kind, outer, results)
 
     return call
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
+from weft.lifting.functions import shared_by_equal_functions
 
 
 def remat(
@@ -29,7 +30,10 @@ def remat(
     def pure(cargo: Cargo) -> Results:
         return run(kind, lambda args: fn(*args), cargo)
 
-    traced = jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy)  # pyright: ignore[reportArgumentType]
+    traced = shared_by_equal_functions(
+        (fn, kind, prevent_cse, policy),
+        lambda: jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy),  # pyright: ignore[reportArgumentType]
+    )
 
     def call(*args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)

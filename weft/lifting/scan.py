@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
-from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
+from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
 from weft.lifting.crossing import (
     Cargo,
     Kind,
@@ -33,6 +33,7 @@ from weft.lifting.crossing import (
     run,
 )
 from weft.lifting.roles import CARRY, FORK, Role
+from weft.lifting.structure import shown, traced_by_structure
 
 
 def scan(
@@ -68,13 +69,33 @@ def scan(
     """
     metadata = metadata or {}
 
+    def pure(static: Static, packed: Any) -> Results:
+        of_kind, flat_roles, n = static.value
+        units = Units(shown(packed), flat_roles)
+        # The body's results are known only once it was traced; their structure is all that is kept
+        # of them.
+        traced: list[tuple[Units, Static]] = []
+        carry, ys = jax.lax.scan(
+            functools.partial(_body, kind, fn, out_axes, of_kind, units, traced),
+            units.with_roles(CARRY),
+            [_front(v, r) for v, r in units.pairs() if _is_sliced(r)],
+            length=n,
+            reverse=reverse,
+            unroll=unroll,
+            _split_transpose=split_transpose,
+        )
+        returned, collected = traced[0]
+        return Results(collected, *_filled(returned, ys, stacked=True).merged(CARRY, carry))
+
+    options = (kind, out_axes, reverse, unroll, split_transpose)
+    looped = traced_by_structure(fn, options, pure)
+
     def call(*args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(units, length, "scan")
         values = axes.enter_axis(kind, units, n, metadata)
-        body = functools.partial(_body, kind, lambda args: fn(*args), units, out_axes)
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
             first = [
@@ -83,27 +104,11 @@ def scan(
             ]
             return with_created(kind, fn, static, units, first, values, (CARRY, None))
 
-        def loop(static: Any, values: list[Any]) -> tuple[Units, Static, list[Any], list[Any]]:
-            # The body's results are known only once it was traced; their structure is all that is
-            # kept of them.
-            traced: list[tuple[Units, Static]] = []
-            carry, ys = jax.lax.scan(
-                functools.partial(body, static, values, traced),
-                units.having(values).with_roles(CARRY),
-                [_front(v, r) for v, r in zip(values, units.roles, strict=True) if _is_sliced(r)],
-                length=n,
-                reverse=reverse,
-                unroll=unroll,
-                _split_transpose=split_transpose,
-            )
-            return *traced[0], carry, ys
+        def loop(static: Any, values: list[Any]) -> Results:
+            return looped((static, units.flat_roles, n), units.having(values))
 
         static, _ = cargo.static.value
-        returned, collected, carry, ys = traced_with_state(
-            kind, loop, create, static, values, units
-        )
-        parcels, packed = _filled(returned, ys, stacked=True).merged(CARRY, carry)
-        results = Results(collected, parcels, packed)
+        results = traced_with_state(kind, loop, create, static, values, units)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
@@ -111,23 +116,22 @@ def scan(
 
 def _body(
     kind: Kind,
-    fn: Callable[[Any], Any],
-    units: Units,
+    fn: Callable[..., Any],
     out_axes: Any,
     static: Any,
-    values: list[Any],
+    units: Units,
     traced: list[tuple[Units, Static]],
     carry: list[Any],
     xs: list[Any],
 ) -> tuple[list[Any], list[Any]]:
     """One iteration on pure values; `traced` receives the structure of what came back."""
-    packed = _filled(units.having(values), xs).merged(CARRY, carry)
-    cargo = Cargo(Static((static, units.flat_roles)), packed)
-    results = run(kind, fn, cargo, out_axes)
+    cargo = Cargo(Static((static, units.flat_roles)), _filled(units, xs).merged(CARRY, carry))
+    results = run(kind, lambda args: fn(*args), cargo, out_axes)
     if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
         raise StateCreated
     returned = in_results(cargo, results, out_axes)
-    check_shared("scan", returned, units, values)
+    take_over_carry(kind, Units.of_cargo(cargo), results, returned)
+    check_shared("scan", returned, units)
     new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned)
     check_carry("scan", carry, new_carry)
     returned.values = [v if role is None else None for v, role in returned.pairs()]
@@ -157,7 +161,10 @@ def _is_sliced(role: Role) -> bool:
 
 def _front(value: Any, role: Any) -> Any:
     """The scanned axis in front, where `jax.lax.scan` wants it."""
-    return value if role is FORK else jax.tree.map(lambda x: jnp.moveaxis(x, role, 0), value)
+    # `moveaxis` costs a trace of its own also where nothing moves.
+    if role is FORK or role == 0:
+        return value
+    return jax.tree.map(lambda x: jnp.moveaxis(x, role, 0), value)
 
 
 def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units:
@@ -168,7 +175,7 @@ def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units
         if not _is_sliced(role):
             return value
         slice_ = next(rest)
-        if stacked and role is not FORK:
+        if stacked and role is not FORK and role != 0:
             return jax.tree.map(lambda y: jnp.moveaxis(y, 0, role), slice_)
         return slice_
 
@@ -180,20 +187,23 @@ def _stacked(returned: Units) -> list[Any]:
     return [v for v, role in zip(returned.values, returned.roles, strict=True) if _is_sliced(role)]
 
 
-def check_shared(transformation: str, returned: Units, units: Units, values: list[Any]) -> None:
+def take_over_carry(kind: Kind, units: Units, results: Results, returned: Units) -> None:
+    """Completes carried groups, with which `returned` begins, by what the body left unchanged."""
+    for i, (before, after, role) in enumerate(groups(units, results)):
+        if role is CARRY:
+            returned.values[i] = kind.union(before, after)
+
+
+def check_shared(transformation: str, returned: Units, units: Units) -> None:
     """Raises RoleError if a body returns or changes something with the role None.
 
     Args:
         transformation: its name, for the error.
         returned: what the body returns.
-        units: what crosses.
-        values: its values, in the body.
+        units: what crosses, as the body finds it.
     """
     shared = {
-        id(leaf)
-        for value, role in zip(values, units.roles, strict=True)
-        if role is None
-        for leaf in jax.tree.leaves(value)
+        id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
     for value, role in returned.pairs():
         if role is None and not all(_is_same(leaf, shared) for leaf in jax.tree.leaves(value)):

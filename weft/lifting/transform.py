@@ -10,17 +10,13 @@ from weft.lifting.crossing import Cargo, Kind, Parcel, Static, commit, depart, i
 Groups = tuple[Any, ...]
 
 
-def _same(groups: Groups) -> Groups:
-    return groups
-
-
 def transform(
     kind: Kind,
     fn: Callable[..., Any],
     *,
     in_axes: Any = None,
-    map_in: Callable[[Groups], Groups] = _same,
-    map_out: Callable[[Groups], Groups] = _same,
+    map_in: Callable[[Groups], Groups] = lambda groups: groups,
+    map_out: Callable[[Groups, Groups], Groups] = lambda found, left: left,
     initialize: Callable[[Groups, Groups], Groups] | None = None,
 ) -> Callable[..., Any]:
     """A function of carriers that works on other state than theirs.
@@ -30,7 +26,8 @@ def transform(
         fn: the function.
         in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
         map_in: from the groups of a carrier to those that `fn` finds.
-        map_out: from the groups that `fn` leaves to those that are written to the carrier.
+        map_out: from the groups that `fn` found, and those that it left, to those that are written
+            to the carrier.
         initialize: if given, `fn` runs once before, on the groups as they are. From those and what
             that run leaves, the groups of the carrier.
     """
@@ -39,20 +36,21 @@ def transform(
         outer, cargo = depart(kind, args, in_axes)
         if initialize is not None:
             results = run(kind, lambda args: fn(*args), cargo)
-            before = jax.tree.leaves(cargo.packed, is_leaf=is_parcel)
-            made = iter(
-                initialize(parcel.groups, after.groups)
-                for parcel, after in zip(filter(is_parcel, before), results.parcels, strict=True)
-            )
-            packed = _map_parcels(lambda _: next(made), cargo.packed)
+            made = iter(map(initialize, _groups(cargo.packed), _groups(results.parcels)))
             static, roles = cargo.static.value
-            cargo = Cargo(Static((kind.follow(static, results.static.value), roles)), packed)
-        results = run(
-            kind, lambda args: fn(*args), cargo._replace(packed=_map_parcels(map_in, cargo.packed))
-        )
-        return commit(kind, outer, results._replace(parcels=_map_parcels(map_out, results.parcels)))
+            static = Static((kind.follow(static, results.static.value), roles))
+            cargo = Cargo(static, _map_parcels(lambda _: next(made), cargo.packed))
+        found = _map_parcels(map_in, cargo.packed)
+        results = run(kind, lambda args: fn(*args), cargo._replace(packed=found))
+        left = map(map_out, _groups(found), _groups(results.parcels))
+        return commit(kind, outer, results._replace(parcels=list(map(Parcel, left))))
 
     return call
+
+
+def _groups(packed: Any) -> list[Groups]:
+    leaves = jax.tree.leaves(packed, is_leaf=is_parcel)
+    return [leaf.groups for leaf in leaves if is_parcel(leaf)]
 
 
 def _map_parcels(fn: Callable[[Groups], Groups], tree: Any) -> Any:

@@ -53,31 +53,33 @@ def map_variables(
         (3,)
     """
     changes = mutable or init
+    kind = ScopeKind("map_variables")
 
-    def of_first(change: Map) -> Callable[[tuple[Group, ...]], tuple[Group, ...]]:
-        def of_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-            mapped, *rest = groups
-            # What the variables were before they changed inside is of no use outside.
-            return mapped._replace(variables=change(mapped.variables), firsts={}), *rest
+    def map_in(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        return _changed(map_in_fn, groups[0]), *groups[1:]
 
-        return of_groups
+    def map_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
+        whole = kind.union(found[0], left[0])
+        return _changed(map_out_fn, whole) if changes else left[0], *left[1:]
 
     def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
-        return before[0]._replace(variables=map_out_fn(after[0].variables)), *before[1:]
+        return _changed(map_out_fn, kind.union(before[0], after[0])), *before[1:]
 
     mapped = Select(mapped_collections, out=changes)
-    roles = Roles(
-        ((mapped, None), (Select(subtract_filters(variables, mapped_collections), rngs), None))
-    )
+    rest = Select(subtract_filters(variables, mapped_collections), rngs)
     lifted = lifting.transform(
-        ScopeKind("map_variables"),
+        kind,
         spread(fn),
-        in_axes=(roles, None, None),
-        map_in=of_first(map_in_fn),
-        map_out=of_first(map_out_fn) if changes else lambda groups: groups,
+        in_axes=(Roles(((mapped, None), (rest, None))), None, None),
+        map_in=map_in,
+        map_out=map_out,
         initialize=initialize if init else None,
     )
     return taking_all(fn, lifted)
+
+
+def _changed(fn: Map, group: Group) -> Group:
+    return Group(fn(group.variables), group.streams, {})
 
 
 def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:

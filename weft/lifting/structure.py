@@ -1,0 +1,61 @@
+"""Functions that are traced once for equal structure, also outside of any `jax.jit`.
+
+A loop or a branch that runs outside of `jax.jit` is compiled by JAX for the function it is given.
+That is a new one at each call here, so the call itself is put under a `jax.jit` of its own, with
+all that is not an array as structure. Inside of another trace it leaves no mark.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.lifting.crossing import Results, Static, Units
+from weft.lifting.functions import shared_by_equal_functions
+
+
+def traced_by_structure(
+    fns: Any, options: Any, pure: Callable[..., Results]
+) -> Callable[..., Results]:
+    """A function of what crosses that is traced once for equal structure.
+
+    Args:
+        fns: the user's functions that `pure` calls.
+        options: all else that `pure` depends on.
+        pure: `pure(static, packed, *arrays)`, with a `Static` and the packed arguments. It calls
+            `shown` on these.
+
+    Returns:
+        `call(static, units, *arrays)`.
+    """
+    jitted = shared_by_equal_functions((fns, options), lambda: jax.jit(pure, inline=True))
+
+    def call(static: Any, units: Units, *arrays: Any) -> Results:
+        values = [
+            jax.tree.map(_hidden, value) if role is None else value for value, role in units.pairs()
+        ]
+        return jitted(Static(static), units.rebuild(values), *arrays)
+
+    return call
+
+
+class _Hidden(Static):
+    """What is no array and is the same for all."""
+
+
+jax.tree_util.register_static(_Hidden)
+
+
+def _hidden(x: Any) -> Any:
+    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return x if is_array else _Hidden(x)
+
+
+def shown(packed: Any) -> Any:
+    """The packed arguments as they were, inside of `pure`."""
+    return jax.tree.map(
+        lambda x: x.value if isinstance(x, _Hidden) else x,
+        packed,
+        is_leaf=lambda x: isinstance(x, _Hidden),
+    )
