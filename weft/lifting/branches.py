@@ -16,7 +16,11 @@ from weft.lifting.structure import shown, traced_by_structure
 
 
 def switch(
-    kind: Kind, branches: Sequence[Callable[..., Any]], *, in_axes: Any = None
+    kind: Kind,
+    branches: Sequence[Callable[..., Any]],
+    *,
+    in_axes: Any = None,
+    names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`jax.lax.switch` of functions that take carriers.
 
@@ -24,6 +28,7 @@ def switch(
         kind: whose carriers cross.
         branches: functions of the same arguments, with results of the same structure.
         in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+        names: of the branches in errors; by default "branch 0" and so on.
 
     Returns:
         `call(index, *args)`.
@@ -56,7 +61,7 @@ def switch(
         try:
             chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
         except TypeError:
-            _check_alike(traced)
+            _check_alike(traced, names or [f"branch {i}" for i in range(len(branches))])
             raise
         return Results(Static(kind.join([r.static.value for r in traced])), *chosen)
 
@@ -97,7 +102,7 @@ def cond(
     Returns:
         `call(pred, *args)`.
     """
-    chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes)
+    chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes, names=("false_fun", "true_fun"))
 
     def call(pred: Any, *args: Any) -> Any:
         return chosen(jax.numpy.asarray(pred, bool).astype("int32"), *args)
@@ -105,22 +110,22 @@ def cond(
     return call
 
 
-def _check_alike(traced: Sequence[Results]) -> None:
+def _check_alike(traced: Sequence[Results], names: Sequence[str]) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
     first = (traced[0].parcels, traced[0].packed)
-    for i, results in enumerate(traced[1:], 1):
+    for name, results in zip(names[1:], traced[1:], strict=False):
         other = (results.parcels, results.packed)
         if jax.tree.structure(first) != jax.tree.structure(other):
             raise BranchStructureError(
-                f"branch {i} returns, or leaves in the state, another structure than branch 0: "
+                f"{name} returns, or leaves in the state, another structure than {names[0]}: "
                 f"{jax.tree.structure(other)} instead of {jax.tree.structure(first)}."
             )
         for (path, a), b in zip(
             jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True
         ):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                where = "a result" if path[0].idx else "the state"
+                where = "the results" if path[0].idx else "the state"
                 raise BranchStructureError(
-                    f"branch {i} returns {b.str_short()} where branch 0 returns {a.str_short()}, "
-                    f"in {where} at {jax.tree_util.keystr(path[1:])}; branches return alike."
+                    f"in {where} at {jax.tree_util.keystr(path[1:])}, {name} has {b.str_short()} "
+                    f"and {names[0]} has {a.str_short()}; branches return alike."
                 )

@@ -161,6 +161,9 @@ class Static:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Static) and self.value == other.value
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
 
 class TraceAgain(Exception):
     """Raised by `collect` in a loop's body: it has to be traced once more.
