@@ -36,3 +36,9 @@ def test_the_navigation_names_every_page():
     lines = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").splitlines()
     shown = {line.split(": ")[-1].removeprefix("- ").strip() for line in lines}
     assert not {page.relative_to(DOCS).as_posix() for page in PAGES} - shown
+
+
+@named(PAGES)
+def test_what_a_page_links_to_is_there(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []

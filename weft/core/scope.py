@@ -271,8 +271,8 @@ class Scope:
     def variables(self) -> dict[str, Any]:
         """The collections of this scope."""
         self._check_valid()
-        found = {col: self._collection(col) for col in self._trunk.collections}
-        return {col: dict(entries) for col, entries in found.items() if entries}
+        cols = self._trunk.collections
+        return {col: dict(entries) for col in cols if (entries := self._collection(col))}
 
     def mutable_variables(self) -> dict[str, Any]:
         """The collections that can be changed, as new dicts."""
@@ -293,16 +293,18 @@ class Scope:
         """Whether a variable is there."""
         return name in self._collection(col)
 
-    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
-        """A variable's value, with its axis metadata.
+    def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
+        """A variable's value.
 
         Args:
             col: its collection.
             name: its name.
             default: what to return where there is no such variable.
+            unbox: whether to leave out its axis metadata.
         """
         self._check_valid()
-        return self._collection(col).get(name, default)
+        value = self._collection(col).get(name, default)
+        return meta.unbox(value) if unbox else value
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
         """Sets a variable, which may be new.
@@ -438,8 +440,6 @@ class Scope:
                 f"{sorted(self.flags)}. Give it to `init` or `apply`: flags={{{key!r}: ...}}."
             )
         return self.flags.get(key, default)
-
-    # Checks.
 
     def _check_valid(self) -> None:
         if self.invalid:
