@@ -267,13 +267,13 @@ class NameInUseError(ScopeError, ValueError):
 
 
 class ScopeCollectionNotFound(ScopeError, LookupError):
-    """A variable is asked for in a collection that has none in this scope."""
+    """A variable is asked for in a collection that has none."""
 
     def __init__(self, col_name: str, var_name: str, scope_path: str, hint: str = ""):
         super().__init__(
             f"the scope {scope_path!r} was asked for {var_name!r} of the collection {col_name!r}, "
-            "which is empty there and cannot be changed; "
-            + (hint or "give its variables to `apply`, or make the collection mutable.")
+            "which is empty; "
+            + (hint or "give it to `apply`, or make the collection mutable and give an init_fn.")
         )
 
 
@@ -294,6 +294,47 @@ class ScopeVariableNotFoundError(ScopeError, LookupError):
         super().__init__(
             f"no variable {name!r} of the collection {col!r} in the scope {scope_path!r}{hint}; "
             "give it to `apply`, or make the collection mutable and give an init_fn."
+        )
+
+
+class ScopeFlagNotFoundError(ScopeError, LookupError, ValueError):
+    """A flag is asked for that was not given."""
+
+    def __init__(self, key: str, scope_path: str, flags: object = ()):
+        super().__init__(
+            f"no flag {key!r} in the scope {scope_path!r}; there are {flags}. Give it to `init` or "
+            f"`apply`: flags={{{key!r}: ...}}."
+        )
+
+
+class ScopeNameError(ScopeError, TypeError):
+    """The name of a scope or a variable is no string."""
+
+    def __init__(self, name: object, scope_path: str):
+        super().__init__(
+            f"the name {name!r} in the scope {scope_path!r} is a {type(name).__name__}; expected a "
+            "string."
+        )
+
+
+class ScopeTreeError(ScopeError, TypeError):
+    """Where a scope looks for its variables there is a value, and no dict."""
+
+    def __init__(self, col: str, scope_path: str, value: object):
+        super().__init__(
+            f"the collection {col!r} has a {type(value).__name__} at {scope_path!r}, where a scope "
+            "needs a dict of its variables; the variables are of another model, or a variable and "
+            "a scope have one name."
+        )
+
+
+class ReturnedScopeError(ScopeError, TypeError):
+    """A function that a transformation runs returns its scope."""
+
+    def __init__(self, transformation: str, scope_path: str):
+        super().__init__(
+            f"{transformation}: the function returns the scope {scope_path!r}; a scope ends with "
+            "the call it was made for, so return arrays."
         )
 
 
@@ -319,12 +360,13 @@ class ModifyScopeVariableError(ScopeError, TypeError):
 
 
 class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
-    """The variables given to `apply` are no mapping."""
+    """The variables given to `apply` are no mapping of mappings."""
 
-    def __init__(self, variables: object = None):
+    def __init__(self, variables: object = None, col: str | None = None):
+        what = "the variables are" if col is None else f"the collection {col!r} is"
         super().__init__(
-            f"the variables are a {type(variables).__name__}; expected a dict of collections, such "
-            'as {"params": {...}}.'
+            f"{what} a {type(variables).__name__}; expected a dict of collections, such as "
+            '{"params": {...}}.'
         )
 
 

@@ -1,27 +1,121 @@
+import re
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.core.filters import DenyList, first_match, in_filter
-
-names = st.sampled_from(["params", "cache", "batch_stats"])
-filters = st.recursive(
-    st.one_of(st.booleans(), names, st.frozensets(names)), lambda inner: inner.map(DenyList)
+from weft.core.filters import (
+    DenyList,
+    canonical,
+    filter_to_set,
+    first_match,
+    from_canonical,
+    group_collections,
+    in_filter,
+    intersect_filters,
+    is_filter_empty,
+    subtract_filters,
+    union_filters,
 )
+from weft.errors import InvalidFilterError
+
+known = ["params", "cache", "batch_stats"]
+names = st.one_of(st.sampled_from(known), st.text("abc", max_size=2))
+filters = st.recursive(
+    st.one_of(
+        st.booleans(), names, st.frozensets(names), st.lists(names, max_size=3), st.sets(names)
+    ),
+    lambda inner: inner.map(DenyList),
+    max_leaves=3,
+)
+few = settings(deadline=None, max_examples=25)
 
 
 @given(filters, names)
+@few
 def test_a_deny_list_matches_what_its_filter_does_not(where, name):
     assert in_filter(DenyList(where), name) is not in_filter(where, name)
 
 
+@given(filters, filters, st.lists(names, min_size=4))
+@few
+def test_the_algebra_agrees_with_what_filters_match(a, b, some):
+    for name in [*known, "another", *some]:
+        in_a, in_b = in_filter(a, name), in_filter(b, name)
+        assert in_filter(union_filters(a, b), name) == (in_a or in_b)
+        assert in_filter(intersect_filters(a, b), name) == (in_a and in_b)
+        assert in_filter(subtract_filters(a, b), name) == (in_a and not in_b)
+
+
+@given(filters, filters)
+@few
+def test_equal_filters_have_one_canonical_form(a, b):
+    parts = canonical(a)
+    assert hash(parts) == hash(canonical(from_canonical(parts)))
+    assert canonical(from_canonical(parts)) == parts
+    assert canonical(union_filters(a, b)) == canonical(union_filters(b, a))
+    assert canonical(DenyList(DenyList(a))) == parts
+
+
+@given(filters)
+@few
+def test_a_filter_is_empty_if_nothing_is_left_of_it(where):
+    assert is_filter_empty(subtract_filters(where, where))
+    assert is_filter_empty(where) == (canonical(where) == canonical(False))
+    assert not is_filter_empty(union_filters(where, DenyList(where)))
+
+
 @given(st.lists(filters, max_size=4), names)
+@few
 def test_the_first_filter_that_matches_counts(wheres, name):
     at = first_match(wheres, name)
     matches = [in_filter(where, name) for where in wheres]
     assert at == (matches.index(True) if any(matches) else None)
 
 
+@given(st.dictionaries(names, st.integers()), st.lists(filters, max_size=4))
+@few
+def test_groups_are_disjoint_and_hold_what_any_filter_matches(xs, wheres):
+    groups = group_collections(xs, wheres)
+    assert len(groups) == len(wheres)
+    together = [name for group in groups for name in group]
+    assert len(together) == len(set(together))
+    assert set(together) == {name for name in xs if any(in_filter(w, name) for w in wheres)}
+    assert all(xs[name] == value for group in groups for name, value in group.items())
+
+
+def test_the_names_that_a_filter_lists():
+    assert filter_to_set(False) == set()
+    assert filter_to_set("params") == {"params"}
+    assert filter_to_set(["params", "cache", "params"]) == {"params", "cache"}
+
+
 def test_what_is_no_filter_is_refused():
-    with pytest.raises(TypeError, match="3 is no filter; expected True, False, a name"):
-        in_filter(3, "params")
+    message = "3 cannot be used as a filter here; expected True, False, a name, a collection of"
+    for use in (
+        lambda: in_filter(3, "params"),
+        lambda: filter_to_set(3),
+        lambda: union_filters("params", 3),
+        lambda: intersect_filters(DenyList(3), True),
+        lambda: subtract_filters(3, "params"),
+        lambda: is_filter_empty(DenyList(3)),
+    ):
+        with pytest.raises(InvalidFilterError, match=re.escape(message)):
+            use()
+    with pytest.raises(TypeError, match="None cannot be used"):
+        union_filters(None, True)
+
+
+def test_a_collection_of_filters_is_refused():
+    with pytest.raises(
+        InvalidFilterError, match=r"\[\['a'\]\] cannot .*: \['a'\] in it is no name"
+    ):
+        canonical([["a"]])
+    with pytest.raises(InvalidFilterError, match=r"DenyList\(deny='b'\) in it is no name"):
+        union_filters(("a", DenyList("b")), "c")
+
+
+@pytest.mark.parametrize("where", [True, DenyList("params")])
+def test_names_without_end_cannot_be_listed(where):
+    with pytest.raises(InvalidFilterError, match="it matches names without end, so they cannot"):
+        filter_to_set(where)

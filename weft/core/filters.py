@@ -63,7 +63,8 @@ def filter_to_set(x: Filter) -> set[str]:
         x: a name, a collection of names, or False; True and a DenyList have no end.
 
     Raises:
-        InvalidFilterError: if `x` is no filter or matches more names than can be listed.
+        InvalidFilterError: if `x` is no filter, has something in it that is no name, or matches
+            more names than can be listed.
 
     Example:
         >>> sorted(filter_to_set(("params", "cache")))
@@ -73,9 +74,14 @@ def filter_to_set(x: Filter) -> set[str]:
         return set()
     if isinstance(x, str):
         return {x}
-    if isinstance(x, Collection) and not isinstance(x, DenyList):
-        return set(x)
-    raise InvalidFilterError(x, "it matches names without end, so they cannot be listed")
+    if x is True or isinstance(x, DenyList):
+        raise InvalidFilterError(x, "it matches names without end, so they cannot be listed")
+    if not isinstance(x, Collection):
+        raise InvalidFilterError(x)
+    for name in x:
+        if not isinstance(name, str):
+            raise InvalidFilterError(x, f"{name!r} in it is no name")
+    return set(x)
 
 
 def _parts(x: Filter) -> tuple[bool, frozenset[str]]:

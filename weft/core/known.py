@@ -9,6 +9,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import LazyInitError
 
+_TRACED: Any = object()
+
 
 def known_part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Computes `fn(*args, **kwargs)` where of some arguments only shape and dtype are known.
@@ -24,28 +26,37 @@ def known_part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     leaves, tree = jax.tree.flatten((args, kwargs))
     at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
-    def of_arrays(*arrays: Any) -> Any:
+    results: list[tuple[Any, Any]] = []  # the path of each, and its value if that needs no trace
+    structure: list[Any] = []
+
+    def of_arrays(*arrays: Any) -> list[Any]:
         all_leaves = list(leaves)
         for i, array in zip(at, arrays, strict=True):
             all_leaves[i] = array
         args, kwargs = tree.unflatten(all_leaves)
-        return fn(*args, **kwargs)
+        found, out = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
+        traced = [isinstance(x, jax.core.Tracer) for _, x in found]
+        results[:] = [
+            (path, _TRACED if t else x) for (path, x), t in zip(found, traced, strict=True)
+        ]
+        structure[:] = [out]
+        return [x for (_, x), t in zip(found, traced, strict=True) if t]
 
     arrays = [leaves[i] for i in at]
-    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+    closed = jax.make_jaxpr(of_arrays)(*arrays)
     unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in arrays]
-    results = jax.tree_util.tree_leaves_with_path(shapes)
+    paths = [path for path, x in results if x is _TRACED]
 
     def needs(used: list[bool]) -> tuple[Any, list[bool]]:
         jaxpr, inputs = dce_jaxpr(closed.jaxpr, used)
         return jaxpr, inputs
 
-    jaxpr, inputs = needs([True] * len(results))
+    jaxpr, inputs = needs([True] * len(paths))
     if any(needed and not_known for needed, not_known in zip(inputs, unknown, strict=True)):
-        for i, (path, _) in enumerate(results):
-            _, inputs = needs([i == j for j in range(len(results))])
+        for i, path in enumerate(paths):
+            _, inputs = needs([i == j for j in range(len(paths))])
             if any(n and u for n, u in zip(inputs, unknown, strict=True)):
                 raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
     given = [x for x, needed in zip(arrays, inputs, strict=True) if needed]
-    values = jax.core.eval_jaxpr(jaxpr, closed.consts, *given)
-    return jax.tree.unflatten(jax.tree.structure(shapes), values)
+    values = iter(jax.core.eval_jaxpr(jaxpr, closed.consts, *given))
+    return structure[0].unflatten(next(values) if x is _TRACED else x for _, x in results)

@@ -46,7 +46,8 @@ def pack(
         dict for each of the scopes that is not below another one.
 
     Raises:
-        TransformArgumentError: if arguments are given by name that `fn` does not take.
+        TransformArgumentError: if arguments are given by name that `fn` does not take, or if `fn`
+            returns no pair.
 
     Example:
         >>> from weft.core import init, nn
@@ -72,10 +73,24 @@ def pack(
             )
         scopes, tree = jax.tree.flatten(scope, is_leaf=kind.is_carrier)
         trip = _Trip(kind, scopes, tree, ins, rngs, out_variable_filters)
-        result, changed = fn(
-            trip.scope_fn, trip.repack_fn, trip.variable_groups, trip.rng_groups, *args, **kwargs
-        )
-        trip.commit(changed)
+        try:
+            pair = fn(
+                trip.scope_fn,
+                trip.repack_fn,
+                trip.variable_groups,
+                trip.rng_groups,
+                *args,
+                **kwargs,
+            )
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TransformArgumentError(
+                    f"{title}: the function returned a {type(pair).__name__}; expected a pair of "
+                    "its result and what repack_fn gave."
+                )
+            result, changed = pair
+            trip.commit(changed)
+        finally:
+            trip.end()
         return result
 
     return call
@@ -105,7 +120,7 @@ class _Trip:
         self.rng_groups = tuple(
             tuple(groups[i][k].streams for i in self._roots) for k in range(n, n + len(rngs))
         )
-        self._inner: list[Scope] = []
+        self._made: list[list[Scope]] = []
 
     def scope_fn(self, variable_groups: Any, rng_groups: Any, mutable_filter: Filter = True) -> Any:
         changeable: Filter = False
@@ -119,10 +134,9 @@ class _Trip:
             static[i] = self._kind.changing(static[i], inside)
             of_vars = (Group(group[root], {}, {}) for group in variable_groups)
             groups[i] = (*of_vars, *(Group({}, group[root], {}) for group in rng_groups))
-        for scope in self._inner:
-            scope.invalidate()
-        _, self._inner = self._kind.merge(tuple(static), groups)
-        return self._tree.unflatten(self._inner)
+        _, inner = self._kind.merge(tuple(static), groups)
+        self._made.append(inner)
+        return self._tree.unflatten(inner)
 
     def repack_fn(self, scope: Any) -> Any:
         scopes = jax.tree.leaves(scope, is_leaf=self._kind.is_carrier)
@@ -132,8 +146,16 @@ class _Trip:
         return tuple(tuple(groups[k] for groups in by_root) for k in range(len(self._outs)))
 
     def commit(self, changed: Any) -> None:
-        collected, _, _ = self._kind.collect(None, self._static, self._inner, self._filters, [], [])
+        if not self._made:
+            self.scope_fn(self.variable_groups, self.rng_groups)
+        last = self._made[-1]
+        collected, _, _ = self._kind.collect(None, self._static, last, self._filters, [], [])
         groups: list[tuple[Group, ...]] = [()] * len(self._static)
         for root, i in enumerate(self._roots):
             groups[i] = tuple(Group(group[root], {}, {}) for group in changed)
         self._kind.commit(self._outer, collected, groups, [])
+
+    def end(self) -> None:
+        for scopes in self._made:
+            for scope in scopes:
+                scope.invalidate()

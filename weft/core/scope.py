@@ -42,6 +42,8 @@ from weft.errors import (
     ModifyScopeVariableError,
     NameInUseError,
     ScopeCollectionNotFound,
+    ScopeFlagNotFoundError,
+    ScopeNameError,
     ScopeParamNotFoundError,
     ScopeVariableNotFoundError,
 )
@@ -110,7 +112,7 @@ class Scope:
         self._reserved: dict[str, set[str | None]] = {}
         self._ended = False
         if parent is None:
-            self._trunk = Trunk(variables, mutable)
+            self._trunk = Trunk(variables, mutable, self.debug_path)
             self._below: Path = ()
             self._counts = Counts()
         else:
@@ -167,13 +169,11 @@ class Scope:
 
         Raises:
             NameInUseError: if it is taken.
-            TypeError: if it is no string.
+            ScopeNameError: if it is no string.
         """
+        self._check_valid()
         if not isinstance(name, str):
-            raise TypeError(
-                f"the name {name!r} in the scope {self.path_text!r} is a "
-                f"{type(name).__name__}; expected a string."
-            )
+            raise ScopeNameError(name, self.path_text)
         if self.name_reserved(name, col):
             raise NameInUseError(col or "scopes", name, self.path_text)
         self._reserved.setdefault(name, set()).add(col)
@@ -232,8 +232,8 @@ class Scope:
             `fn` without its first argument. Called twice, it uses the same variables.
         """
         if name is None:
-            prefix = f"{getattr(fn, '__name__', 'fn')}_" if prefix is None else prefix
-            scope = self.push(prefix=prefix)
+            name_of_fn = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
+            scope = self.push(prefix=name_of_fn if prefix is None else prefix)
         else:
             scope = self.push(name)
 
@@ -265,8 +265,8 @@ class Scope:
         return in_filter(self.mutable, col)
 
     def is_collection_empty(self, col: str) -> bool:
-        """Whether a collection has nothing in or below this scope."""
-        return not self._collection(col)
+        """Whether a collection has nothing in any scope."""
+        return not self._trunk.collections.get(col)
 
     def variables(self) -> dict[str, Any]:
         """The collections of this scope."""
@@ -285,6 +285,7 @@ class Scope:
         }
 
     def _collection(self, col: str) -> Mapping[str, Any]:
+        self._check_valid()
         return self._trunk.entries(col, self._below)
 
     # Variables.
@@ -302,7 +303,6 @@ class Scope:
             default: what to return where there is no such variable.
             unbox: whether to leave out its axis metadata.
         """
-        self._check_valid()
         value = self._collection(col).get(name, default)
         return meta.unbox(value) if unbox else value
 
@@ -321,7 +321,8 @@ class Scope:
         self._check_valid()
         self._check_trace(f"{name!r} of the collection {col!r} is written to")
         if not self.is_mutable_collection(col):
-            raise ModifyScopeVariableError(col, name, self.path_text, self._hint(col))
+            hint = self._hint(col, f"call apply(..., mutable=[{col!r}]), and let {{}} change it.")
+            raise ModifyScopeVariableError(col, name, self.path_text, hint)
         self._trunk.put(col, self._below, name, value)
 
     def variable(
@@ -353,8 +354,7 @@ class Scope:
             if init_fn is None or not self.is_mutable_collection(col):
                 if self.is_collection_empty(col):
                     raise ScopeCollectionNotFound(col, name, self.path_text, self._hint(col))
-                near = self._near(col, name)
-                raise ScopeVariableNotFoundError(name, col, self.path_text, near)
+                raise ScopeVariableNotFoundError(name, col, self.path_text, self._near(col))
             self.put_variable(col, name, init_fn(*init_args, **init_kwargs))
         return Variable(self, col, name, unbox)
 
@@ -388,8 +388,7 @@ class Scope:
                 if self.is_collection_empty("params"):
                     hint = self._hint("params")
                     raise ScopeCollectionNotFound("params", name, self.path_text, hint)
-                near = self._near("params", name)
-                raise ScopeParamNotFoundError(name, self.path_text, near)
+                raise ScopeParamNotFoundError(name, self.path_text, self._near("params"))
             value = init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             self.put_variable("params", name, value)
         else:
@@ -432,13 +431,10 @@ class Scope:
         """A flag's value.
 
         Raises:
-            KeyError: if it was not given and there is no default.
+            ScopeFlagNotFoundError: if it was not given and there is no default.
         """
         if key not in self.flags and default is MISSING:
-            raise KeyError(
-                f"no flag {key!r} in the scope {self.path_text!r}; there are "
-                f"{sorted(self.flags)}. Give it to `init` or `apply`: flags={{{key!r}: ...}}."
-            )
+            raise ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
         return self.flags.get(key, default)
 
     def _check_valid(self) -> None:
@@ -449,15 +445,13 @@ class Scope:
         if self._trunk.trace != current_trace():
             raise JaxTransformError(what, self.path_text)
 
-    def _hint(self, col: str) -> str:
-        by = self._trunk.lifted_by
-        if not by or col in self._trunk.collections:
-            return ""
+    def _hint(self, col: str, if_lifted: str = "") -> str:
+        if not (by := self._trunk.lifted_by) or in_filter(self._trunk.lifts, col):
+            return if_lifted.format(by) if by else ""
         return f"{by} does not lift the collection {col!r}: name it among those it lifts."
 
-    def _near(self, col: str, name: str) -> str:
-        there = ", ".join(sorted(self._collection(col)))
-        return f"; there are: {there}"
+    def _near(self, col: str) -> str:
+        return "; there are: " + (", ".join(sorted(self._collection(col))) or "none")
 
 
 # The ways in and out.
@@ -478,8 +472,12 @@ def bind(
         flags: see `Scope.get_flag`.
 
     Raises:
+        ApplyScopeInvalidVariablesTypeError: if a collection is no mapping.
         InvalidRngError: if a key is no key.
     """
+    for col, entries in variables.items():
+        if not isinstance(entries, Mapping):
+            raise ApplyScopeInvalidVariablesTypeError(entries, col)
     if rngs is not None and not isinstance(rngs, Mapping):
         rngs = {"params": rngs}
     for stream, key in (rngs or {}).items():

@@ -6,6 +6,7 @@ and the first values of variables that were made and written to again (see `Trun
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from weft.core.filters import (
 from weft.core.frozen_dict import FrozenDict
 from weft.core.rngs import Counts, FrozenCounts, Path, Stream, advanced, for_loop, larger
 from weft.core.scope import Scope
-from weft.errors import ForkError, RoleError
+from weft.errors import ForkError, ReturnedScopeError, RoleError
 from weft.lifting import Kind
 from weft.lifting.crossing import TraceAgain
 
@@ -58,6 +59,7 @@ class _Root:
     mutable: Any
     flags: FrozenDict
     counts: FrozenCounts
+    lifts: Any
     before_loop: FrozenCounts | None = None
     settled: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
@@ -127,12 +129,14 @@ class ScopeKind(Kind):
             if self.folds:
                 of_rngs = tuple(_folded(streams, counts) for streams in of_rngs)
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
-            mutable = intersect_filters(scope.mutable, _changeable(wanted))
+            changeable = [intersect_filters(where.variables, where.out) for where in wanted]
+            mutable = intersect_filters(scope.mutable, _union_of(changeable))
             statics.append(
                 _Root(
                     canonical(mutable),
                     FrozenDict(scope.flags),
                     counts.freeze(),
+                    canonical(_union_of([where.variables for where in wanted])),
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
@@ -163,16 +167,14 @@ class ScopeKind(Kind):
                 flags=fields.flags,
             )
             scope._trunk.lifted_by = self.transformation
+            scope._trunk.lifts = from_canonical(fields.lifts)
             scope._counts = Counts(fields.counts)
             scopes.append(scope)
         return None, scopes
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
-            raise TypeError(
-                f"{self.transformation}: the function returns the scope {new[0].path_text!r}; a "
-                "scope ends with the call it was made for, so return arrays."
-            )
+            raise ReturnedScopeError(self.transformation, new[0].path_text)
         again = list(static)
         drawn: list[_Drawn | None] = []
         groups = []
@@ -294,11 +296,8 @@ def _as_select(where: Any) -> Select:
     return where if isinstance(where, Select) else Select(where, where)
 
 
-def _changeable(wanted: Sequence[Select]) -> Filter:
-    changeable: Filter = False
-    for where in wanted:
-        changeable = union_filters(changeable, intersect_filters(where.variables, where.out))
-    return changeable
+def _union_of(filters: Sequence[Filter]) -> Filter:
+    return functools.reduce(union_filters, filters, False)
 
 
 def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:
@@ -322,7 +321,7 @@ def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> No
 
     def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
         for name, value in entries.items():
-            if isinstance(value, Mapping):
+            if type(value) is dict:
                 walk(col, (*path, name), value)
             elif not (only_new and name in trunk.entries(col, path)):
                 trunk.put(col, path, name, value)
@@ -338,7 +337,7 @@ def _difference(after: Mapping[str, Any], before: Any, firsts: Any) -> dict[str,
     for name, value in after.items():
         old = before.get(name) if isinstance(before, Mapping) else None
         first = firsts.get(name) if isinstance(firsts, Mapping) else None
-        if isinstance(value, Mapping):
+        if type(value) is dict:
             if new := _difference(value, old, first):
                 made[name] = new
         elif old is None:
@@ -349,6 +348,6 @@ def _difference(after: Mapping[str, Any], before: Any, firsts: Any) -> dict[str,
 def _union(a: Any, b: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(a)
     for name, value in b.items():
-        below = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
+        below = type(value) is dict and isinstance(result.get(name), Mapping)
         result[name] = _union(result[name], value) if below else value
     return result

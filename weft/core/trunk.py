@@ -6,6 +6,7 @@ from typing import Any
 from weft.core.filters import Filter, in_filter
 from weft.core.rngs import Path
 from weft.core.tracing import current_trace
+from weft.errors import ScopeTreeError
 
 VariableDict = Mapping[str, Mapping[str, Any]]
 _EMPTY: Mapping[str, Any] = {}
@@ -17,41 +18,53 @@ class Trunk:
     Args:
         variables: the collections. Of those that are mutable the dicts are copied.
         mutable: which collections can be changed.
-        lifted_by: the transformation whose inside the tree is, for errors.
+        path: the names from the root to the top of the tree, for errors.
 
     Attributes:
         collections: the variables, nested by collection, scope and name.
+        lifted_by: the transformation whose inside the tree is, for errors.
+        lifts: which collections that transformation takes inside.
         trace: the JAX trace in which the tree was made.
         firsts: nested likewise, what variables were made with that were written to again since.
     """
 
-    def __init__(self, variables: VariableDict, mutable: Filter, lifted_by: str = ""):
+    def __init__(self, variables: VariableDict, mutable: Filter, path: Path = ()):
         self.collections: dict[str, Any] = {
-            col: copied(entries) if in_filter(mutable, col) else entries
+            col: as_dicts(entries) if in_filter(mutable, col) else entries
             for col, entries in variables.items()
         }
-        self.lifted_by = lifted_by
+        self._path = path
+        self.lifted_by = ""
+        self.lifts: Filter = True
         self.trace = current_trace()
         self.firsts: dict[str, Any] = {}
         self._created: set[tuple[str, Path, str]] = set()
         self._written: dict[tuple[str, Path, str], None] = {}
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
-        """What a collection has in one scope."""
+        """What a collection has in one scope.
+
+        Raises:
+            ScopeTreeError: if it has a value there, and no dict.
+        """
         found = self.collections.get(col, _EMPTY)
-        for name in path:
+        for depth, name in enumerate(path):
             found = found.get(name, _EMPTY)
+            if not isinstance(found, Mapping):
+                where = "/".join(("", *self._path, *path[: depth + 1]))
+                raise ScopeTreeError(col, where, found)
         return found
 
     def put(self, col: str, path: Path, name: str, value: Any) -> None:
         """Sets a variable."""
+        self.entries(col, path)
         entries = _descend(self.collections, col, path)
         if name not in entries:
             self._created.add((col, path, name))
         elif (col, path, name) in self._created:
-            _descend(self.firsts, col, path).setdefault(name, entries[name])
+            _descend(self.firsts, col, path).setdefault(name, copied(entries[name]))
         self._written[col, path, name] = None
-        _put(entries, name, value)
+        _put(entries, name, copied(value))
 
     def changes(self) -> dict[str, Any]:
         """The variables that were made or written to, nested as in `collections`."""
@@ -68,17 +81,24 @@ def _descend(collections: dict[str, Any], col: str, path: Path) -> dict[str, Any
     return entries
 
 
-def copied(entries: Any) -> Any:
+def as_dicts(entries: Any) -> Any:
     """Nested mappings as new dicts, with the same leaves."""
     if isinstance(entries, Mapping):
-        return {name: copied(value) for name, value in entries.items()}
+        return {name: as_dicts(value) for name, value in entries.items()}
     return entries
+
+
+def copied(value: Any) -> Any:
+    """Nested dicts as new ones; mappings of other classes are left as they are."""
+    if type(value) is dict:
+        return {name: copied(below) for name, below in value.items()}
+    return value
 
 
 def _put(entries: dict[str, Any], name: str, value: Any) -> None:
     """Sets an entry; dicts that scopes below hold are updated and not replaced."""
     before = entries.get(name)
-    if isinstance(before, dict) and isinstance(value, Mapping):
+    if type(before) is dict and isinstance(value, Mapping):
         for below, new in value.items():
             _put(before, below, new)
     else:

@@ -40,8 +40,10 @@ class Variable(Generic[T]):
     @value.setter
     def value(self, value: T) -> None:
         if self.unbox:
-            before = self.scope.get_variable(self.collection, self.name, MISSING)
-            if before is not MISSING:
+            before = self.scope.get_variable(self.collection, self.name)
+            # Without boxes nothing has to fit: the new value may have another structure.
+            is_box = meta.is_axis_metadata
+            if any(map(is_box, jax.tree.leaves(before, is_leaf=is_box))):
                 value = meta.replace_boxed(before, value)
         self.scope.put_variable(self.collection, self.name, value)
 
@@ -51,7 +53,10 @@ class Variable(Generic[T]):
 
     def __repr__(self) -> str:
         where = f"{self.collection}:{self.scope.path_text.rstrip('/')}/{self.name}"
-        return f"Variable({where} = {self.scope.get_variable(self.collection, self.name)!r})"
+        value = (
+            "ended" if self.scope.invalid else self.scope.get_variable(self.collection, self.name)
+        )
+        return f"Variable({where} = {value!r})"
 
 
 def check_shape(

@@ -51,6 +51,7 @@ def scan(
             those who know Flax's numbers expect with True.
 
     Example:
+        >>> import jax
         >>> from weft.core import init, lift, nn
         >>> def layer(scope, x, _):
         ...     return nn.dense(scope, x, 4), None
