@@ -1,5 +1,6 @@
 """Functions of a `Scope`: a tree of variables, and how it crosses the transformations of JAX."""
 
+from weft.core import lift, nn
 from weft.core.filters import DenyList, in_filter
 from weft.core.frozen_dict import FrozenDict, copy, freeze, pop, pretty_repr, unfreeze
 from weft.core.lift import (
@@ -42,6 +43,9 @@ __all__ = [
     "AxisMetadata",
     "map_axis_meta",
     "unbox",
+    # layers, and all lifted transformations
+    "nn",
+    "lift",
     # frozen dicts
     "FrozenDict",
     "freeze",

@@ -27,6 +27,7 @@ def conv(
     strides: int | Sequence[int] = 1,
     padding: ConvPadding = "VALID",
     dilation: int | Sequence[int] = 1,
+    input_dilation: int | Sequence[int] = 1,
     groups: int = 1,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
@@ -40,6 +41,7 @@ def conv(
         strides: the step between two outputs, one number or one per spatial axis.
         padding: a name (see `conv_shape.py`) or `(left, right)` per spatial axis.
         dilation: the step between two positions of one window.
+        input_dilation: the step between two positions of the input, with zeros between them.
         groups: the channels are cut into so many groups, each convolved by itself.
         precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
         preferred_element_type: the dtype of the sum, likewise.
@@ -65,6 +67,7 @@ def conv(
         weight,
         window_strides=strides,
         padding=pads,
+        lhs_dilation=_per_axis(input_dilation, len(window)),
         rhs_dilation=dilation,
         feature_group_count=groups,
         precision=precision,

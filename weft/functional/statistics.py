@@ -11,6 +11,7 @@ deviations, so the first element is subtracted beforehand. It counts as a consta
 neither the variance nor its gradient.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -29,6 +30,7 @@ def moments(
     axis: Axes = -1,
     where: Bool[Array, "*shape"] | None = None,
     axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     dtype: DTypeLike | None = jnp.float32,
 ) -> tuple[Float[Array, "*reduced"], Float[Array, "*reduced"]]:
     """Returns mean and variance along `axis`, which stays with size 1.
@@ -39,6 +41,8 @@ def moments(
         where: which values count, broadcastable to `x`; all by default. Where none counts, mean
             and variance are 0.
         axis_name: mapped axes over which the statistics are combined as well.
+        axis_index_groups: the groups of indices of that axis which are combined, as in
+            `jax.lax.psum`; all by default.
         dtype: of the computation and the result; None is the dtype of `x`.
 
     >>> mean, variance = moments(jnp.array([[1.0, 3.0]]))
@@ -52,10 +56,11 @@ def moments(
         return mean, variance
     # Chan, Golub and LeVeque (1979): the variance within the parts plus that between their means.
     count = _count(x, axes, where)
-    total = jnp.maximum(lax.psum(count, axis_name), 1)
-    overall = lax.psum(count * mean, axis_name) / total
+    combine = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    total = jnp.maximum(combine(count), 1)
+    overall = combine(count * mean) / total
     spread = variance + jnp.square(mean - overall)
-    return overall, lax.psum(count * spread, axis_name) / total
+    return overall, combine(count * spread) / total
 
 
 def segment_mean(

@@ -1,0 +1,64 @@
+"""Embeddings of a scope."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from weft import functional, struct
+from weft.core.nn.linear import Initializer
+from weft.core.scope import Scope
+from weft.errors import ArgumentValueError
+
+default_embed_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
+class Embedding(struct.PyTreeNode):
+    """A table of vectors.
+
+    Attributes:
+        table: one row for each id, shape `(num_embeddings, features)`.
+    """
+
+    table: Any
+
+    def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
+        """The rows that the ids name.
+
+        Raises:
+            ArgumentValueError: if the ids are no integers.
+        """
+        if not jnp.issubdtype(indices.dtype, jnp.integer):
+            raise ArgumentValueError(
+                f"an Embedding was asked for ids of dtype {indices.dtype}; expected integers: "
+                "convert them with ids.astype(int)."
+            )
+        return functional.lookup(self.table, indices)
+
+    def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
+        """The inner product of each query with every row."""
+        return functional.attend(self.table, query)
+
+
+def embedding(
+    scope: Scope,
+    num_embeddings: int,
+    features: int,
+    init_fn: Initializer = default_embed_init,
+) -> Embedding:
+    """A table of vectors that are learned.
+
+    Args:
+        scope: has `table`, shape `(num_embeddings, features)`.
+        num_embeddings: the number of ids.
+        features: the size of a vector.
+        init_fn: makes the table.
+
+    Example:
+        >>> from weft.core import init
+        >>> table, _ = init(embedding)(jax.random.key(0), 10, 4)
+        >>> table.lookup(jnp.array([3, 5])).shape
+        (2, 4)
+    """
+    return Embedding(scope.param("table", init_fn, (num_embeddings, features)))

@@ -1,0 +1,123 @@
+"""Linear maps of a scope."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Num
+
+from weft import functional
+from weft.core.scope import Scope
+from weft.errors import ArgumentShapeError
+
+Initializer = Callable[..., Any]
+default_kernel_init = jax.nn.initializers.lecun_normal()
+
+
+def dense(
+    scope: Scope,
+    inputs: Num[Array, "*batch input"],
+    features: int,
+    bias: bool = True,
+    dtype: DTypeLike = jnp.float32,
+    precision: lax.PrecisionLike = None,
+    kernel_init: Initializer = default_kernel_init,
+    bias_init: Initializer = jax.nn.initializers.zeros,
+) -> Num[Array, "*batch features"]:
+    """A linear map of the last axis.
+
+    Args:
+        scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
+        inputs: the input.
+        features: the size of the last axis of the result.
+        bias: whether to add a bias.
+        dtype: of the computation.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+        kernel_init: makes the kernel.
+        bias_init: makes the bias.
+
+    Example:
+        >>> from weft.core import init
+        >>> y, variables = init(dense)(jax.random.key(0), jnp.ones((2, 3)), 4)
+        >>> y.shape, variables["params"]["kernel"].shape
+        ((2, 4), (3, 4))
+    """
+    kernel = scope.param("kernel", kernel_init, (inputs.shape[-1], features))
+    added = scope.param("bias", bias_init, (features,)) if bias else None
+    return functional.dense(
+        jnp.asarray(inputs, dtype),
+        jnp.asarray(kernel, dtype),
+        None if added is None else jnp.asarray(added, dtype),
+        precision=precision,
+    )
+
+
+def dense_general(
+    scope: Scope,
+    inputs: Num[Array, "*input"],
+    features: int | Sequence[int],
+    axis: int | Sequence[int] = -1,
+    batch_dims: int | Sequence[int] = (),
+    bias: bool = True,
+    dtype: DTypeLike = jnp.float32,
+    kernel_init: Initializer = default_kernel_init,
+    bias_init: Initializer = jax.nn.initializers.zeros,
+    precision: lax.PrecisionLike = None,
+) -> Num[Array, "*output"]:
+    """A linear map of any axes to any number of axes.
+
+    Args:
+        scope: has `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
+            `(*batch_dims, *features)`.
+        inputs: the input.
+        features: the sizes of the new axes, which come last.
+        axis: the axes that are contracted.
+        batch_dims: the first axes, if each position along them has parameters of its own.
+        bias: whether to add a bias.
+        dtype: of the computation.
+        kernel_init: makes the kernel as one matrix, of the products of its sizes.
+        bias_init: makes the bias, likewise.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+
+    Raises:
+        ArgumentShapeError: if `batch_dims` are not the first axes.
+    """
+    features, axis, batch_dims = map(_as_tuple, (features, axis, batch_dims))
+    batch_dims = tuple(d % inputs.ndim for d in batch_dims)
+    if batch_dims != tuple(range(len(batch_dims))):
+        raise ArgumentShapeError(
+            f"batch_dims is {batch_dims}; expected the first axes of the input, "
+            f"{tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
+        )
+    batch = tuple(inputs.shape[d] for d in batch_dims)
+    contracted = tuple(inputs.shape[a] for a in axis)
+
+    def shaped(init: Initializer, flat: tuple[int, ...], shape: tuple[int, ...]) -> Initializer:
+        # A matrix with the fans of the map, which every position of the batch axes begins with.
+        def make(key: Any) -> Array:
+            return jnp.broadcast_to(jnp.reshape(init(key, flat), shape), (*batch, *shape))
+
+        return make
+
+    n_out = math.prod(features)
+    kernel = scope.param(
+        "kernel",
+        shaped(kernel_init, (math.prod(contracted), n_out), (*contracted, *features)),
+    )
+    added = scope.param("bias", shaped(bias_init, (n_out,), features)) if bias else None
+    return functional.dense_general(
+        jnp.asarray(inputs, dtype),
+        jnp.asarray(kernel, dtype),
+        None if added is None else jnp.asarray(added, dtype),
+        axis=axis,
+        batch_axes=batch_dims,
+        precision=precision,
+    )
+
+
+def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return (x,) if isinstance(x, int) else tuple(x)

@@ -1,0 +1,46 @@
+"""What a scope drops at random."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from weft import functional
+from weft.core.scope import Scope
+
+
+def dropout(
+    scope: Scope,
+    inputs: Float[Array, "*shape"],
+    rate: float,
+    deterministic: bool = False,
+    rng: Any = None,
+) -> Float[Array, "*shape"]:
+    """Zeros elements with probability `rate`, and scales the others up.
+
+    Args:
+        scope: gives a key of the stream `dropout`.
+        inputs: the input.
+        rate: between 0 and 1.
+        deterministic: whether to return the input as it is.
+        rng: a key to use instead.
+    """
+    if rate == 0.0 or deterministic:
+        return inputs
+    if rate == 1.0:
+        return jnp.zeros_like(inputs)
+    key = scope.make_rng("dropout") if rng is None else rng
+    return functional.dropout(inputs, rate=rate, mask=keep_mask(key, rate, inputs.shape))
+
+
+def keep_mask(key: Any, rate: float, shape: Sequence[int]) -> Bool[Array, "*shape"]:
+    """True for what is kept; for one key, what Flax keeps.
+
+    Args:
+        key: draws the mask.
+        rate: the probability of False.
+        shape: of the mask.
+    """
+    return jax.random.bernoulli(key, 1.0 - rate, tuple(shape))
