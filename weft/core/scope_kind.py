@@ -54,7 +54,12 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Root:
-    """What of a scope is no array. Where it is in its tree makes no difference."""
+    """What of a scope is no array. Where it is in its tree makes no difference.
+
+    Attributes:
+        settled: whether the function has run once before, to make what it shares.
+        within_settled: whether a function around it has.
+    """
 
     mutable: Any
     flags: FrozenDict
@@ -62,6 +67,7 @@ class _Root:
     lifts: Any
     before_loop: FrozenCounts | None = None
     settled: bool = False
+    within_settled: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
     debug_path: Path = dataclasses.field(default=(), compare=False)
 
@@ -137,6 +143,7 @@ class ScopeKind(Kind):
                     FrozenDict(scope.flags),
                     counts.freeze(),
                     canonical(_union_of([where.variables for where in wanted])),
+                    within_settled=scope._trunk.settled,
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
@@ -168,6 +175,7 @@ class ScopeKind(Kind):
             )
             scope._trunk.lifted_by = self.transformation
             scope._trunk.lifts = from_canonical(fields.lifts)
+            scope._trunk.settled = fields.settled or fields.within_settled
             scope._counts = Counts(fields.counts)
             scopes.append(scope)
         return None, scopes
@@ -241,8 +249,12 @@ class ScopeKind(Kind):
         )
 
     def creates(self, static) -> bool:
+        # In a function that runs for the second time, what is shared has most likely been made by
+        # the first: so d loops around each other run a body d + 1 times and not 2 ** d.
         return any(
-            isinstance(s, _Root) and s.flags.get("initializing", False) and not s.settled
+            isinstance(s, _Root)
+            and s.flags.get("initializing", False)
+            and not (s.settled or s.within_settled)
             for s in static
         )
 

@@ -24,6 +24,7 @@ class Trunk:
         collections: the variables, nested by collection, scope and name.
         lifted_by: the transformation whose inside the tree is, for errors.
         lifts: which collections that transformation takes inside.
+        settled: whether the function that runs on it has run once before, to make variables.
         trace: the JAX trace in which the tree was made.
         firsts: nested likewise, what variables were made with that were written to again since.
     """
@@ -36,6 +37,7 @@ class Trunk:
         self._path = path
         self.lifted_by = ""
         self.lifts: Filter = True
+        self.settled = False
         self.trace = current_trace()
         self.firsts: dict[str, Any] = {}
         self._created: set[tuple[str, Path, str]] = set()

@@ -41,7 +41,7 @@ def batch_norm(
         axis: the axes that have statistics of their own.
         momentum: what is kept of the average in each step.
         epsilon: added to the variance.
-        dtype: of the result.
+        dtype: of the result, if that of `x` is no wider.
         bias: whether to add a bias.
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
@@ -80,7 +80,7 @@ def batch_norm(
         scope.param("bias", bias_init, squeezed).reshape(shape) if bias else None,
         eps=epsilon,
     )
-    return y.astype(dtype)
+    return y.astype(jnp.promote_types(x.dtype, dtype))
 
 
 def layer_norm(
@@ -99,7 +99,7 @@ def layer_norm(
         scope: has `scale` and `bias`, of the size of the last axis.
         x: the input.
         epsilon: added to the variance.
-        dtype: of the result.
+        dtype: of the result, if that of `x` is no wider.
         bias: whether to add a bias.
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
@@ -112,7 +112,7 @@ def layer_norm(
         scope.param("bias", bias_init, shape) if bias else None,
         eps=epsilon,
     )
-    return y.astype(dtype)
+    return y.astype(jnp.promote_types(x.dtype, dtype))
 
 
 def group_norm(
@@ -135,7 +135,7 @@ def group_norm(
         num_groups: how many groups there are; None if `group_size` is given.
         group_size: how many channels a group has; None if `num_groups` is given.
         epsilon: added to the variance.
-        dtype: of the result.
+        dtype: of the result, if that of `x` is no wider.
         bias: whether to add a bias.
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
@@ -159,4 +159,4 @@ def group_norm(
         num_groups=num_groups or channels // (group_size or 1),
         eps=epsilon,
     )
-    return y.astype(dtype)
+    return y.astype(jnp.promote_types(x.dtype, dtype))
