@@ -72,11 +72,12 @@ def switch(
         units = Units.of_cargo(cargo)
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+            after = static
             for branch in branches:
-                static, values = with_created(
+                after, values = with_created(
                     kind, branch, static, units, values, values, (None,), again=True
                 )
-            return static, values
+            return after, values
 
         def choose(static: Any, values: list[Any]) -> Results:
             return chosen((static, units.flat_roles), units.having(values), index)

@@ -41,7 +41,7 @@ def batch_norm(
         axis: the axes that have statistics of their own.
         momentum: what is kept of the average in each step.
         epsilon: added to the variance.
-        dtype: of the result, if that of `x` is no wider.
+        dtype: of the result.
         bias: whether to add a bias.
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
@@ -80,7 +80,7 @@ def batch_norm(
         scope.param("bias", bias_init, squeezed).reshape(shape) if bias else None,
         eps=epsilon,
     )
-    return y.astype(jnp.promote_types(x.dtype, dtype))
+    return y.astype(dtype)
 
 
 def layer_norm(
@@ -135,7 +135,7 @@ def group_norm(
         num_groups: how many groups there are; None if `group_size` is given.
         group_size: how many channels a group has; None if `num_groups` is given.
         epsilon: added to the variance.
-        dtype: of the result, if that of `x` is no wider.
+        dtype: of the result.
         bias: whether to add a bias.
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
@@ -159,4 +159,4 @@ def group_norm(
         num_groups=num_groups or channels // (group_size or 1),
         eps=epsilon,
     )
-    return y.astype(jnp.promote_types(x.dtype, dtype))
+    return y.astype(dtype)
