@@ -62,6 +62,7 @@ def test_half_precision():
         same(initialized("batch_norm", x, dtype=jnp.bfloat16), 2e-2)
         same(initialized("group_norm", x, num_groups=2, dtype=jnp.bfloat16), 3e-2)
     same(initialized("dot_product_attention", Q, K, V, dtype=jnp.bfloat16), 2e-2)
+    same(initialized("multi_head_dot_product_attention", TEXT, None, 2, dtype=jnp.bfloat16), 3e-2)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def dot_product_attention(
         query: what asks.
         key: what is compared with the queries.
         value: what is averaged.
-        dtype: of the computation.
+        dtype: of the probabilities.
         bias: added to the logits, broadcastable to
             `(batch, *other axes, heads, *axes of query, *axes of key)`.
         axis: the axes that are attended over; by default all between batch and heads.
@@ -70,7 +70,7 @@ def dot_product_attention(
     batch = tuple(query.shape[a] for a in other)
 
     def flat(x: Array) -> Array:
-        x = jnp.transpose(x.astype(dtype), order)
+        x = jnp.transpose(x, order)
         return x.reshape(math.prod(batch), -1, *x.shape[-2:])
 
     targets = tuple(query.shape[a] for a in axes)
