@@ -482,8 +482,9 @@ def bind(
         rngs = {"params": rngs}
     for stream, key in (rngs or {}).items():
         if not is_key(key):
+            given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
             raise InvalidRngError(
-                f"the PRNG stream {stream!r} was given {key!r}; expected a key, such as "
+                f"the PRNG stream {stream!r} was given {given}; expected a key, such as "
                 "jax.random.key(0), or a dict of keys by the name of their stream."
             )
     canonical(mutable)  # refuses what is no filter

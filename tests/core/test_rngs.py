@@ -1,0 +1,170 @@
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.core import apply, bind, init, lift
+from weft.core.rngs import (
+    Count,
+    Counts,
+    FrozenCounts,
+    Stream,
+    advanced,
+    for_loop,
+    is_key,
+    larger,
+)
+
+KEY = jax.random.key(0)
+
+
+def data(key):
+    return jax.random.key_data(key).tolist()
+
+
+def test_a_key_is_the_root_key_with_the_digest_of_its_place_folded_in():
+    digest = hashlib.sha1(b"dense" + (2).to_bytes(1, "big"), usedforsecurity=False).digest()
+    expected = jax.random.fold_in(KEY, jnp.uint32(int.from_bytes(digest[:4], "big")))
+    assert data(Stream(KEY).at("dense").at(2).as_key()) == data(expected)
+    assert data(Stream(KEY).as_key()) == data(KEY)
+
+
+def test_only_the_root_key_of_a_stream_is_an_array():
+    stream = Stream(KEY, ("dense",))
+    leaves, tree = jax.tree.flatten(stream)
+    assert len(leaves) == 1 and leaves[0] is KEY
+    assert tree == jax.tree.structure(Stream(jax.random.key(1), ("dense",)))
+    assert tree != jax.tree.structure(Stream(KEY, ("other",)))
+
+
+@pytest.mark.parametrize(
+    ("x", "expected"),
+    [
+        (jax.random.key(0), True),
+        (jax.random.PRNGKey(0), True),
+        (jax.random.split(jax.random.key(0)), False),
+        (jax.random.split(jax.random.PRNGKey(0)), False),
+        (jnp.ones(2), False),
+        (0, False),
+        (None, False),
+    ],
+)
+def test_what_a_key_is(x, expected):
+    assert is_key(x) is expected
+
+
+def test_a_key_depends_on_path_and_stream_and_not_on_what_else_is_drawn():
+    def few(scope):
+        return scope.push("dense").make_rng("dropout")
+
+    def many(scope):
+        scope.make_rng("dropout")
+        scope.make_rng("params")
+        scope.push("other").make_rng("dropout")
+        dense = scope.push("dense")
+        dense.make_rng("params")
+        return dense.make_rng("dropout")
+
+    rngs = {"params": KEY, "dropout": jax.random.key(1)}
+    assert data(init(few)(rngs)[0]) == data(init(many)(rngs)[0])
+
+
+def test_typed_keys_and_those_of_two_numbers_give_the_same():
+    def draw(scope):
+        return jax.random.normal(scope.push("a").make_rng())
+
+    assert init(draw)(jax.random.key(7))[0] == init(draw)(jax.random.PRNGKey(7))[0]
+
+
+# Counting.
+
+ROOT, BELOW = ((), "params"), (("a",), "params")
+
+
+def test_draws_are_counted_by_scope_and_stream():
+    counts = Counts()
+    assert [counts.draw(ROOT), counts.draw(ROOT), counts.draw(BELOW)] == [1, 2, 1]
+    assert counts.draw(((), "dropout")) == 1
+    assert Counts(counts.freeze()).draw(ROOT) == 3
+
+
+def test_frozen_counts_are_equal_by_value():
+    a, b = Counts(), Counts()
+    for key in (ROOT, BELOW):
+        a.draw(key)
+    for key in (BELOW, ROOT):
+        b.draw(key)
+    assert a.freeze() == b.freeze() and hash(a.freeze()) == hash(b.freeze())
+
+
+def test_a_trip_from_a_scope_below():
+    counts = Counts()
+    counts.draw(ROOT)
+    counts.draw(BELOW)
+    inner = Counts(counts.below(("a",)))
+    assert inner.draw(ROOT) == 2
+    assert inner.draw((("b",), "params")) == 1
+    counts.update_below(("a",), inner.freeze())
+    assert [counts.draw(ROOT), counts.draw(BELOW)] == [2, 3]
+    assert counts.draw((("a", "b"), "params")) == 2
+
+
+def test_a_loop_begins_as_if_its_body_had_run_once():
+    outside = Counts()
+    outside.draw(ROOT)
+    inside = Counts(for_loop(outside.freeze()))
+    assert inside.draw(ROOT) == 3
+    assert not inside.is_wrong()
+    outside.update_from_loop((), inside.freeze())
+    assert outside.draw(ROOT) == 4
+
+
+def test_a_loop_that_draws_more_than_foreseen_begins_again():
+    outside = Counts().freeze()
+    inside = Counts(for_loop(outside))
+    inside.draw(ROOT)
+    inside.draw(ROOT)
+    assert inside.is_wrong()
+    again = Counts(advanced(outside, inside.freeze()))
+    assert [again.draw(ROOT), again.draw(ROOT)] == [3, 4]
+
+
+def test_after_branches_the_larger_count_holds():
+    a, b = Counts(), Counts()
+    a.draw(ROOT)
+    b.draw(ROOT)
+    b.draw(ROOT)
+    a.draw(BELOW)
+    joined = Counts(larger(a.freeze(), b.freeze()))
+    assert [joined.draw(ROOT), joined.draw(BELOW)] == [3, 2]
+    assert larger(a.freeze(), b.freeze()) == larger(b.freeze(), a.freeze())
+
+
+def test_the_value_of_a_count():
+    assert Count(start=2, lead=1, outer_lead=4, draws=3).value == 10
+    assert Count().value == 0
+    assert FrozenCounts() == Counts().freeze()
+
+
+def test_the_iterations_of_a_scan_draw_different_keys_and_counts_go_on_after_it():
+    def body(scope, carry, _):
+        return carry, jax.random.normal(scope.make_rng("noise"))
+
+    def program(scope):
+        before = scope.make_rng("noise")
+        ys = lift.scan(body, split_rngs={"noise": True}, length=4)(scope, 0.0, None)[1]
+        return ys, data(before), data(scope.make_rng("noise"))
+
+    ys, before, after = apply(program)({}, rngs={"noise": KEY})
+    assert len(set(ys.tolist())) == 4
+    assert before != after
+
+
+def test_lifting_a_scope_does_not_change_its_keys():
+    def draw(scope):
+        return jax.random.normal(scope.push("a").make_rng()), jax.random.normal(scope.make_rng())
+
+    scope = bind({}, rngs=KEY)
+    plain, crossed = draw(scope), lift.remat(draw)(bind({}, rngs=KEY))
+    assert plain == crossed

@@ -1,0 +1,39 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.core.tracing import check_trace_level, current_trace
+from weft.errors import JaxTransformError
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, jax.eval_shape])
+def test_each_transformation_is_another_trace(transform):
+    outside, seen = current_trace(), []
+
+    def f(x):
+        seen.append(current_trace() == outside)
+        check_trace_level(current_trace())
+        message = "A scope is used in '/' inside of a JAX transformation that the scope does not"
+        with pytest.raises(JaxTransformError, match=message):
+            check_trace_level(outside)
+        return x * 1.0
+
+    x = jnp.ones(2) if transform is jax.vmap else 1.0
+    transform(f, x) if transform is jax.eval_shape else transform(f)(x)
+    assert seen == [False]
+
+
+def test_afterwards_it_is_the_one_from_before():
+    before = current_trace()
+    jax.jit(lambda x: x)(1.0)
+    with pytest.raises(ZeroDivisionError):
+        jax.jit(lambda x: 1 // 0)(1.0)
+    assert current_trace() == before
+    check_trace_level(before)
+
+
+def test_a_trace_is_not_kept_alive():
+    # checking_leaks is on: a tracer that outlives its trace would be an error here.
+    kept = []
+    jax.jit(lambda x: kept.append(current_trace()) or x)(1.0)
+    assert kept[0] != current_trace()
