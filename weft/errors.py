@@ -166,6 +166,61 @@ class TransformArgumentError(LiftingError, ValueError):
     """A transformation was given an argument that it cannot honour."""
 
 
+class VariableAxisError(LiftingError, ValueError):
+    """A variable came out of a transformation in another way than its collection's axis says."""
+
+
+# Nested dicts, structs and what is saved of them.
+
+
+class StructDefinitionError(WeftError, TypeError):
+    """`struct.dataclass` was given something that is no class."""
+
+
+class AbstractPyTreeNodeError(WeftError, NotImplementedError):
+    """`struct.PyTreeNode` itself was to be instantiated."""
+
+
+class FrozenDictMutationError(WeftError, ValueError, AttributeError):
+    """A FrozenDict was to be changed."""
+
+
+class NestedDictError(WeftError, TypeError):
+    """A function of nested dicts was given something else."""
+
+
+class FlatDictError(WeftError, ValueError):
+    """The paths of a flat dict collide, or cannot be joined or split."""
+
+
+class TraversalError(WeftError, ValueError):
+    """A traversal cannot go into a value, or was given too few or too many values."""
+
+
+class SerializationError(WeftError):
+    """Base of the errors about state dicts and their bytes."""
+
+
+class SerializationHandlerError(SerializationError, ValueError):
+    """A type already has a rule for its state dict."""
+
+
+class StateDictKeyError(SerializationError, ValueError):
+    """Keys of a dict are equal once they are strings."""
+
+
+class StateDictMismatchError(SerializationError, ValueError):
+    """A state dict and the target that it is to be restored to have different structures."""
+
+
+class UnserializableValueError(SerializationError, TypeError):
+    """A value has no form as bytes."""
+
+
+class DamagedBytesError(SerializationError, ValueError):
+    """Bytes are not as `msgpack_serialize` writes them."""
+
+
 class BranchStructureError(LiftingError, TypeError):
     """The branches of a cond or switch return different structures, shapes or dtypes."""
 
@@ -390,61 +445,6 @@ class LazyInitError(ScopeError, ValueError):
             "input of which only shape and dtype were given; give that input as an array, or make "
             "the initializer independent of it."
         )
-
-
-class VariableAxisError(ScopeError, ValueError):
-    """A variable came out of a transformation in another way than its collection's axis says."""
-
-
-# Nested dicts, structs and what is saved of them.
-
-
-class StructDefinitionError(WeftError, TypeError):
-    """`struct.dataclass` was given something that is no class."""
-
-
-class AbstractPyTreeNodeError(WeftError, NotImplementedError):
-    """`struct.PyTreeNode` itself was to be instantiated."""
-
-
-class FrozenDictMutationError(WeftError, ValueError, AttributeError):
-    """A FrozenDict was to be changed."""
-
-
-class NestedDictError(WeftError, TypeError):
-    """A function of nested dicts was given something else."""
-
-
-class FlatDictError(WeftError, ValueError):
-    """The paths of a flat dict collide, or cannot be joined or split."""
-
-
-class TraversalError(WeftError, ValueError):
-    """A traversal cannot go into a value, or was given too few or too many values."""
-
-
-class SerializationError(WeftError):
-    """Base of the errors about state dicts and their bytes."""
-
-
-class SerializationHandlerError(SerializationError, ValueError):
-    """A type already has a rule for its state dict."""
-
-
-class StateDictKeyError(SerializationError, ValueError):
-    """Keys of a dict are equal once they are strings."""
-
-
-class StateDictMismatchError(SerializationError, ValueError):
-    """A state dict and the target that it is to be restored to have different structures."""
-
-
-class UnserializableValueError(SerializationError, TypeError):
-    """A value has no form as bytes."""
-
-
-class DamagedBytesError(SerializationError, ValueError):
-    """Bytes are not as `msgpack_serialize` writes them."""
 
 
 # Input.

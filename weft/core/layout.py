@@ -75,8 +75,8 @@ def constrain(value: Any, spec: PartitionSpec, mesh: AnyMesh | None = None) -> A
     if mesh is None or (here is not None and here.shape_tuple == mesh.shape_tuple):
         # Inside of a shard_map only the mesh of the context knows which axes are taken.
         mesh = here
-    if mesh is None:
-        return value
+    if mesh is None or all(kind is AxisType.Manual for kind in mesh.axis_types):
+        return value  # inside of a shard_map over the whole mesh, there is nothing left to lay out
     return jax.tree.map(lambda x: _place(x, spec, mesh), value)
 
 

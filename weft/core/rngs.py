@@ -91,6 +91,7 @@ class FrozenCounts(NamedTuple):
     table: frozenset[tuple[Key, Count]] = frozenset()
     depth: int = 0
     in_loop: bool = False
+    seen: frozenset[tuple[Key, int]] = frozenset()
 
 
 class Counts:
@@ -101,6 +102,7 @@ class Counts:
     twice. Here it runs once, so n is foreseen: one key for each scope and stream. A loop around
     another loop has twice the draws of that one, so what it skips is foreseen as well. Where the
     foresight was wrong, `is_wrong` says so, and the body is traced again from `advanced` counts.
+    What was seen then is known when loops around it are traced again.
     """
 
     def __init__(self, frozen: FrozenCounts | None = None):
@@ -108,18 +110,20 @@ class Counts:
         self._table: dict[Key, Count] = dict(frozen.table)
         self._depth = frozen.depth
         self._in_loop = frozen.in_loop
+        self._seen: dict[Key, int] = dict(frozen.seen)
 
     def draw(self, key: Key) -> int:
         """Counts one more key; which one it is, from 1."""
         count = self._table.get(key) or Count(depth=self._depth)
         if count.lead is None:
-            lead = 1 if self._in_loop else 0
+            lead = self._seen.get(key, 1) if self._in_loop else 0
             count = count._replace(lead=lead, outer_lead=2 * lead * count.depth)
         self._table[key] = count = count._replace(draws=count.draws + 1)
         return count.value
 
     def freeze(self) -> FrozenCounts:
-        return FrozenCounts(frozenset(self._table.items()), self._depth, self._in_loop)
+        seen = frozenset(self._seen.items())
+        return FrozenCounts(frozenset(self._table.items()), self._depth, self._in_loop, seen)
 
     def below(self, path: Path) -> FrozenCounts:
         """The counts of the scopes from `path` on, by their paths from there."""
@@ -127,14 +131,20 @@ class Counts:
         table = frozenset(
             ((p[n:], stream), count) for (p, stream), count in self._table.items() if p[:n] == path
         )
-        return FrozenCounts(table, self._depth, self._in_loop)
+        seen = frozenset(((p[n:], s), lead) for (p, s), lead in self._seen.items() if p[:n] == path)
+        return FrozenCounts(table, self._depth, self._in_loop, seen)
 
     def update_below(self, path: Path, after: FrozenCounts) -> None:
         """Takes over what was drawn in a transformation; the inverse of `below`."""
         self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
+        self._see_below(path, after)
+
+    def _see_below(self, path: Path, after: FrozenCounts) -> None:
+        self._seen.update({((*path, *p), stream): lead for (p, stream), lead in after.seen})
 
     def update_from_loop(self, path: Path, after: FrozenCounts) -> None:
         """Takes over what a loop that began with `for_loop` has drawn."""
+        self._see_below(path, after)
         for (p, stream), inner in after.table:
             if inner.lead is None:
                 continue
@@ -162,7 +172,7 @@ def for_loop(frozen: FrozenCounts) -> FrozenCounts:
         (key, Count(start=c.value, depth=0 if c.lead is not None else around(c.depth)))
         for key, c in frozen.table
     )
-    return FrozenCounts(table, around(frozen.depth), True)
+    return FrozenCounts(table, around(frozen.depth), True, frozen.seen)
 
 
 def advanced(before: FrozenCounts, once: FrozenCounts) -> FrozenCounts:
@@ -172,7 +182,11 @@ def advanced(before: FrozenCounts, once: FrozenCounts) -> FrozenCounts:
         before: the counts outside.
         once: what `for_loop(before)` became in one run.
     """
-    counts = Counts(before)
+    seen = dict(once.seen)
+    for key, count in once.table:
+        if count.draws and key not in seen:
+            seen[key] = count.draws
+    counts = Counts(before._replace(seen=frozenset(seen.items())))
     for key, count in once.table:
         for _ in range(count.draws):
             counts.draw(key)

@@ -19,6 +19,7 @@ from weft.core.filters import (
     from_canonical,
     group_collections,
     intersect_filters,
+    is_filter_empty,
     union_filters,
 )
 from weft.core.frozen_dict import FrozenDict
@@ -248,13 +249,16 @@ class ScopeKind(Kind):
             firsts=change(group.firsts, axis, metadata),
         )
 
-    def creates(self, static) -> bool:
+    def creates(self, static, where) -> bool:
         # In a function that runs for the second time, what is shared has most likely been made by
         # the first: so d loops around each other run a body d + 1 times and not 2 ** d.
         return any(
             isinstance(s, _Root)
-            and s.flags.get("initializing", False)
             and not (s.settled or s.within_settled)
+            and s.flags.get("initializing", False)
+            and not is_filter_empty(
+                intersect_filters(_as_select(where).variables, from_canonical(s.mutable))
+            )
             for s in static
         )
 

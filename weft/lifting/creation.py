@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, TraceAgain, Units, run
-from weft.lifting.roles import FORK
 
 
 class StateCreated(Exception):
@@ -44,11 +43,11 @@ def traced_with_state(
     Returns:
         What `loop` returns, with the state that was made before.
     """
-    shares = any(
-        group and not isinstance(role, int) and role is not FORK
-        for group, role in zip(units.is_group, units.roles, strict=True)
+    creates = any(
+        is_group and not isinstance(role, int) and kind.creates(static, where)
+        for is_group, role, where in zip(units.is_group, units.roles, units.filters, strict=True)
     )
-    if shares and kind.creates(static):
+    if creates:
         static, values = create(static, values)
     try:
         results = loop(kind.in_loop(static) if in_loop else static, values)

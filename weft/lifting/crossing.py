@@ -89,8 +89,13 @@ class Kind(Protocol):
         """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1)."""
         return group
 
-    def creates(self, static: Any) -> bool:
-        """Whether the call is likely to make new state, as when a model is initialized."""
+    def creates(self, static: Any, where: Any) -> bool:
+        """Whether the call is likely to make new state, as when a model is initialized.
+
+        Args:
+            static: the static half.
+            where: the filter of the group in question.
+        """
         return False
 
     def created(self, before: Any, after: Any) -> Any:
@@ -303,10 +308,12 @@ class Units:
         self.values: list[Any] = []
         self.roles: list[Any] = []
         self.is_group: list[bool] = []
+        self.filters: list[Any] = []
         for leaf, role in zip(leaves, flat_roles, strict=True):
             is_carriers = is_parcel(leaf)
             self.values.extend(leaf.groups if is_carriers else [leaf])
             self.roles.extend(roles_of_carrier(role).roles if is_carriers else [role])
+            self.filters.extend(roles_of_carrier(role).filters if is_carriers else [None])
             self.is_group.extend([is_carriers] * (len(leaf.groups) if is_carriers else 1))
 
     @classmethod

@@ -66,9 +66,11 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
 def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     """A hashable value that is equal for equal functions; `above` are those that lead here."""
     if isinstance(fn, functools.partial):
+        above = (*above, fn)
         held = (fn.args, tuple(sorted(fn.keywords.items())))
         return "partial", _of_function(fn.func, above), _of_value(held, above)
     if isinstance(fn, types.MethodType):
+        above = (*above, fn)
         return "method", _of_function(fn.__func__, above), _of_value(fn.__self__, above)
     if not isinstance(fn, types.FunctionType):
         return _of_value(fn, above)
@@ -103,20 +105,20 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), value
     if isinstance(value, float | complex):
         return type(value), repr(value)  # 0.0 and -0.0 are not the same here
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return type(value), tuple(_of_value(v, above) for v in value)
-    if isinstance(value, dict):
+    if isinstance(value, frozenset):
+        return type(value), frozenset(_of_value(v, above) for v in value)
+    # What a function holds may change before it runs again; what is given beside it does not.
+    if not above and isinstance(value, list | set):
+        return type(value), tuple(_of_value(v, above) for v in value)
+    if not above and isinstance(value, dict):
         items = tuple((_of_value(k, above), _of_value(v, above)) for k, v in value.items())
         return type(value), items
-    if isinstance(value, set | frozenset):
-        return type(value), frozenset(_of_value(v, above) for v in value)
-    if (
-        isinstance(value, types.FunctionType)
-        and value.__closure__ is None
-        and _is_of_library(value)
-    ):
-        return _Same(value)
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+    if isinstance(value, types.FunctionType):
+        fixed = value.__closure__ is None and _is_of_library(value)
+        return _Same(value) if fixed else _of_function(value, above)
+    if isinstance(value, types.MethodType | functools.partial):
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return _Same(value)

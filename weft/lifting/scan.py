@@ -98,8 +98,9 @@ def scan(
         values = axes.enter_axis(kind, units, n, metadata)
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
+            index = n - 1 if reverse or n == 0 else 0
             first = [
-                _first(*of_unit, n - 1 if reverse else 0)
+                _first(*of_unit, index)
                 for of_unit in zip(units.values, values, units.roles, strict=True)
             ]
             return with_created(kind, fn, static, units, first, values, (CARRY, None))
@@ -206,12 +207,17 @@ def check_shared(transformation: str, returned: Units, units: Units) -> None:
         id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
     for value, role in returned.pairs():
-        if role is None and not all(_is_same(leaf, shared) for leaf in jax.tree.leaves(value)):
-            raise RoleError(
-                f"{transformation}: the body returns or changes something with the role None, "
-                "which is the same in every iteration; give it CARRY, or an axis along which to "
-                "stack it."
-            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value) if role is None else ():
+            if not _is_same(leaf, shared):
+                raise RoleError(
+                    f"{transformation}: the body returns or changes something with the role None, "
+                    f"which is the same in every iteration{_at(path)}; give it CARRY, or an axis "
+                    "along which to stack it."
+                )
+
+
+def _at(path: Any) -> str:
+    return f", at {jax.tree_util.keystr(path)}" if path else ""
 
 
 def _is_same(leaf: Any, shared: set[int]) -> bool:

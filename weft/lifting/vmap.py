@@ -1,10 +1,12 @@
 """vmap: the state of a carrier is mapped, shared or forked, group by group."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from weft.errors import VariableAxisError
 from weft.lifting import axes
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
 from weft.lifting.roles import FORK
@@ -36,6 +38,7 @@ def vmap(
     Raises:
         AxisSizeError: if the mapped axes do not agree.
         RoleError: for a role that is neither an axis, None nor FORK.
+        VariableAxisError: if something differs from one index to the next whose axis is None.
     """
     metadata = metadata or {}
 
@@ -48,14 +51,25 @@ def vmap(
         def mapped(packed: Any) -> Results:
             return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
 
-        results = jax.vmap(
+        batched = jax.vmap(
             mapped,
             in_axes=(units.rebuild([0 if role is FORK else role for role in units.roles]),),
             out_axes=axes.results_prefix(cargo, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
             axis_name=axis_name,
             spmd_axis_name=spmd_axis_name,
-        )(units.rebuild(axes.enter_axis(kind, units, n, metadata)))
+        )
+        try:
+            results = batched(units.rebuild(axes.enter_axis(kind, units, n, metadata)))
+        except ValueError as error:
+            # JAX finds it, and says where it is, after the function ran.
+            if found := re.search(r"out_axes\.(\S+), got axis spec None but output", str(error)):
+                raise VariableAxisError(
+                    f"vmap: {found[1]} is declared to be the same for all, with the axis None, but "
+                    "it differs from one index to the next; give it an axis. A variable that is "
+                    "made of random numbers is the same for all if its PRNG stream is not split."
+                ) from None
+            raise
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.core import apply, init, lift
+from weft.errors import BranchStructureError
+
+KEY = jax.random.key(0)
+
+
+def draw(scope, x):
+    return x + jax.random.uniform(scope.make_rng("noise"))
+
+
+def draw_twice(scope, x):
+    return draw(scope, draw(scope, x))
+
+
+def test_every_branch_begins_with_the_same_keys():
+    def f(scope, taken):
+        chosen = lift.cond(taken, draw, draw, scope, 0.0)
+        return chosen, draw(scope, 0.0)
+
+    rngs = {"noise": KEY}
+    assert apply(f)({}, True, rngs=rngs) == apply(f)({}, False, rngs=rngs)
+
+
+def test_afterwards_the_counter_is_the_larger_one():
+    def f(scope, index):
+        lift.switch(index, [draw, draw_twice, lambda scope, x: x], scope, 0.0)
+        return draw(scope, 0.0)
+
+    def third(scope):
+        draw_twice(scope, 0.0)
+        return draw(scope, 0.0)
+
+    rngs = {"noise": KEY}
+    expected = apply(third)({}, rngs=rngs)
+    assert [apply(f)({}, i, rngs=rngs) == expected for i in range(3)] == [True] * 3
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_branches_see_what_is_lifted(index):
+    def branch(scope, x):
+        return x * scope.get_variable("params", "w", 1.0), scope.has_rng("noise")
+
+    def f(scope):
+        return lift.switch(index, [branch, branch], scope, 3.0)
+
+    variables = {"params": {"w": 2.0}}
+    assert apply(f)(variables, rngs={"noise": KEY}) == (6, True)
+
+    def g(scope):
+        return lift.switch(index, [branch, branch], scope, 3.0, variables=False, rngs=False)
+
+    assert apply(g)(variables, rngs={"noise": KEY}) == (3, False)
+
+
+def test_each_branch_has_its_own_parameters():
+    def makes(name):
+        def branch(scope, x):
+            return x * scope.push(name).param("w", lambda key: jax.random.uniform(key))
+
+        return branch
+
+    def f(scope, taken, x):
+        return lift.cond(taken, makes("a"), makes("b"), scope, x)
+
+    y, variables = init(f)(KEY, True, 2.0)
+    assert sorted(variables["params"]) == ["a", "b"]
+    assert y == 2 * variables["params"]["a"]["w"]
+    assert apply(f)(variables, False, 2.0) == 2 * variables["params"]["b"]["w"]
+
+
+def test_branches_leave_alike():
+    def f(scope, taken):
+        def changes(scope):
+            scope.put_variable("state", "n", jnp.zeros(2))
+
+        return lift.cond(taken, changes, lambda scope: None, scope)
+
+    with pytest.raises(
+        BranchStructureError, match=r"\['state'\]\['n'\], true_fun has float32\[2\]"
+    ):
+        apply(f, mutable=["state"])({"state": {"n": jnp.zeros(3)}}, True)

@@ -1,0 +1,198 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.core import apply, broadcast, init, lift, meta, nn
+from weft.errors import AxisSizeError, CarryStructureError, RoleError, ScopeCollectionNotFound
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (4, 3))
+
+
+def layer(scope, x, _=None):
+    return jnp.tanh(nn.dense(scope, x, 3)), x.sum()
+
+
+def test_a_stack_of_layers():
+    stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=5)
+    (y, sums), variables = init(stack)(KEY, X, None)
+    x = X
+    for i in range(5):
+        x, _ = apply(layer)(jax.tree.map(lambda v, i=i: v[i], variables), x)
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+    assert sums.shape == (5,)
+    assert variables["params"]["kernel"].shape == (5, 3, 3)
+
+
+def nested_scans(depth, **kwargs):
+    traces = []
+
+    def body(scope, x):
+        traces.append(1)
+        return layer(scope, x)[0]
+
+    for _ in range(depth):
+        scan = lift.scan(lambda scope, x, _, f=body: (f(scope, x), None), length=2, **kwargs)
+        body = lambda scope, x, scan=scan: scan(scope, x, None)[0]  # noqa: E731
+    return body, traces
+
+
+OWN = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+SHARED = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+
+
+@pytest.mark.parametrize("kwargs", [OWN, SHARED], ids=["own", "shared"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_how_often_a_body_is_traced(depth, kwargs):
+    f, traces = nested_scans(depth, **kwargs)
+    _, variables = init(f)(KEY, X)
+    assert len(traces) <= depth + 1
+    traces.clear()
+    apply(f)(variables, X)
+    assert len(traces) == 1
+
+
+def test_one_layer_again_and_again():
+    loop = lift.scan(layer, variable_broadcast="params", split_rngs={"params": False}, length=3)
+    (y, _), variables = init(loop)(KEY, X, None)
+    assert variables["params"]["kernel"].shape == (3, 3)
+    x = X
+    for _ in range(3):
+        x, _ = apply(layer)(variables, x)
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_axes_of_arguments_and_results(reverse, unroll):
+    def body(scope, carry, x, scale):
+        carry = carry + scale * x
+        return carry, carry
+
+    loop = lift.scan(body, in_axes=(1, broadcast), out_axes=1, reverse=reverse, unroll=unroll)
+    last, sums = apply(loop)({}, jnp.zeros(4), X, 2.0)
+    np.testing.assert_allclose(last, 2 * X.sum(1), rtol=1e-5)
+    ordered = X[:, ::-1] if reverse else X
+    expected = 2 * np.cumsum(ordered, 1)
+    np.testing.assert_allclose(sums, expected[:, ::-1] if reverse else expected, rtol=1e-5)
+
+
+def test_shared_variables_cannot_be_changed():
+    def body(scope, carry):
+        scope.put_variable("state", "n", 2 * scope.get_variable("state", "n"))
+        return carry, None
+
+    loop = lift.scan(body, variable_broadcast="state", length=3)
+    with pytest.raises(RoleError, match="scan: the body returns or changes something with the ro"):
+        apply(loop, mutable=["state"])({"state": {"n": jnp.ones(())}}, 0.0)
+
+
+@pytest.mark.parametrize("wrong", [lambda c: jnp.stack([c, c]), lambda c: c > 0])
+def test_a_carried_variable_keeps_its_shape_and_dtype(wrong):
+    def body(scope, carry):
+        scope.put_variable("state", "n", wrong(scope.get_variable("state", "n")))
+        return carry, None
+
+    loop = lift.scan(body, variable_carry="state", length=3)
+    with pytest.raises(CarryStructureError, match=r"scan: carry.*'state'.*'n'.* is given as"):
+        apply(loop, mutable=["state"])({"state": {"n": jnp.ones(())}}, 0.0)
+
+
+def test_sizes_must_agree():
+    loop = lift.scan(lambda scope, c, x: (c, x), length=3)
+    with pytest.raises(AxisSizeError, match="scan: the mapped axes have different sizes"):
+        apply(loop)({}, 0.0, X)
+
+
+def test_a_loop_of_no_iterations():
+    stack = lift.scan(layer, {"params": 0}, split_rngs={"params": True}, length=0)
+    (y, sums), variables = init(stack)(KEY, X, None)
+    np.testing.assert_array_equal(y, X)
+    assert sums.shape == (0,)
+    assert variables["params"]["kernel"].shape == (0, 3, 3)
+
+
+def test_boxes_gain_and_lose_the_axis():
+    def body(scope, carry, _):
+        kernel_init = meta.with_partitioning(jax.nn.initializers.ones, ("in", "out"))
+        return carry @ scope.param("kernel", kernel_init, (3, 3)), None
+
+    params = {meta.PARTITION_NAME: "layers"}
+    split = {"params": True}
+    loop = lift.scan(body, {"params": -1}, split_rngs=split, length=2, metadata_params=params)
+    _, variables = init(loop)(KEY, X, None)
+    assert variables["params"]["kernel"].names == ("in", "out", "layers")
+    unnamed = lift.scan(body, {"params": 0}, split_rngs=split, length=2)
+    assert init(unnamed)(KEY, X, None)[1]["params"]["kernel"].names == (None, "in", "out")
+
+
+def test_data_is_transformed_on_its_way_in():
+    def double(variable_groups, rng_groups):
+        return jax.tree.map(lambda v: 2 * v, variable_groups), rng_groups
+
+    body = lambda scope, c, _: (c + scope.get_variable("params", "w"), None)  # noqa: E731
+    loop = lift.scan(body, {"params": 0}, data_transform=double)
+    assert apply(loop)({"params": {"w": jnp.ones(3)}}, 0.0, None)[0] == 6
+
+
+def test_remat_scan_has_an_axis_for_each_loop():
+    stack = lift.remat_scan(lambda scope, x: layer(scope, x)[0], (2, 3))
+    y, variables = init(stack)(KEY, X)
+    assert variables["params"]["kernel"].shape == (2, 3, 3, 3)
+    x = X
+    for i in range(2):
+        for j in range(3):
+            x, _ = apply(layer)(jax.tree.map(lambda v, i=i, j=j: v[i, j], variables), x)
+    np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-6)
+    grads = jax.grad(lambda v: apply(stack)(v, X).sum())(variables)
+    assert jnp.isfinite(grads["params"]["kernel"]).all()
+
+
+def test_each_iteration_of_a_while_loop_has_its_own_keys():
+    def draw(scope, state):
+        i, values = state
+        return i + 1, values.at[i].set(jax.random.uniform(scope.make_rng("noise")))
+
+    def f(scope, split):
+        more = lambda scope, state: state[0] < 3  # noqa: E731
+        begin = (0, jnp.zeros(3))
+        return lift.while_loop(more, draw, scope, begin, split_rngs={"noise": split})[1]
+
+    assert len(set(apply(f)({}, True, rngs={"noise": KEY}).tolist())) == 3
+    assert len(set(apply(f)({}, False, rngs={"noise": KEY}).tolist())) == 1
+
+
+def test_a_loop_sees_what_it_lifts():
+    def body(scope, i):
+        return i + scope.get_variable("params", "step", jnp.int32(100))
+
+    def f(scope, **kwargs):
+        return lift.while_loop(lambda scope, i: i < 9, body, scope, jnp.int32(0), **kwargs)
+
+    variables = {"params": {"step": jnp.int32(4)}}
+    assert apply(f)(variables) == 12
+    assert apply(f)(variables, broadcast_variables=False) == 100
+    writes = lambda scope, i: (scope.put_variable("state", "i", i), i + 1)[1]  # noqa: E731
+    g = lambda scope: lift.while_loop(lambda s, i: i < 3, writes, scope, 0)  # noqa: E731
+    with pytest.raises(RoleError, match=r"at \.variables\['state'\]\['i'\]"):
+        apply(g, mutable=["state"])({"state": {"i": 0}})
+
+
+def test_a_stream_that_is_not_lifted_is_not_there():
+    def body(scope, carry, _):
+        return nn.dense(scope, carry, 3), None
+
+    with pytest.raises(Exception, match=r"PRNG stream 'params'.*lift the stream"):
+        init(lift.scan(body, {"params": 0}, length=2))(KEY, X, None)
+    with pytest.raises(ScopeCollectionNotFound, match="scan does not lift the collection 'params'"):
+        init(lift.scan(body, length=2))(KEY, X, None)
+
+
+def test_gradients_through_a_fori_loop():
+    def f(scope, x):
+        step = lambda i, scope, x: x * scope.get_variable("params", "w")  # noqa: E731
+        return lift.fori_loop(0, 3, step, scope, x)
+
+    gradient = jax.grad(lambda w: apply(f)({"params": {"w": w}}, 1.0))(2.0)
+    assert gradient == 12
