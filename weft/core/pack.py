@@ -15,6 +15,7 @@ from weft.core.filters import (
 )
 from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
+from weft.core.trunk import copied
 from weft.errors import TransformArgumentError
 
 
@@ -115,7 +116,7 @@ class _Trip:
         self._mutable = [scopes[i].mutable for i in self._roots]
         n = len(ins)
         self.variable_groups = tuple(
-            tuple(groups[i][k].variables for i in self._roots) for k in range(n)
+            tuple(copied(groups[i][k].variables) for i in self._roots) for k in range(n)
         )
         self.rng_groups = tuple(
             tuple(groups[i][k].streams for i in self._roots) for k in range(n, n + len(rngs))

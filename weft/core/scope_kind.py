@@ -152,20 +152,16 @@ class ScopeKind(Kind):
         return list(carriers), tuple(statics), groups
 
     def merge(self, static: tuple[_Root | _Below, ...], groups: Sequence[tuple[Group, ...]]):
-        scopes: list[Scope] = []
-        for fields, of_scope in zip(static, groups, strict=True):
+        roots: dict[int, Scope] = {}
+        for i, (fields, of_scope) in enumerate(zip(static, groups, strict=True)):
             if isinstance(fields, _Below):
-                scope = scopes[fields.root]
-                for name in fields.path:
-                    scope = scope.push(name, reuse=True)
-                scopes.append(scope)
                 continue
             name = fields.debug_path[-1] if fields.debug_path else ""
             of_vars = tuple(group.variables for group in of_scope)
             of_rngs = tuple(group.streams for group in of_scope)
             if (change := self.data_transform) is not None:
                 of_vars, of_rngs = change(of_vars, of_rngs)
-            scope = Scope(
+            roots[i] = scope = Scope(
                 {col: v for variables in of_vars for col, v in variables.items()},
                 {stream: r for streams in of_rngs for stream, r in streams.items()},
                 name=fields.path[-1] if fields.path else None,
@@ -178,8 +174,17 @@ class ScopeKind(Kind):
             scope._trunk.lifts = from_canonical(fields.lifts)
             scope._trunk.settled = fields.settled or fields.within_settled
             scope._counts = Counts(fields.counts)
-            scopes.append(scope)
-        return None, scopes
+
+        def found(fields: _Below) -> Scope:
+            scope = roots[fields.root]
+            for name in fields.path:
+                scope = scope.push(name, reuse=True)
+            return scope
+
+        return None, [
+            found(fields) if isinstance(fields, _Below) else roots[i]
+            for i, fields in enumerate(static)
+        ]
 
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
