@@ -96,10 +96,11 @@ def _of_call(kind: Kind, args: Any, wrt: Any) -> tuple[Any, list[Any], list[Any]
     units = Units.of_cargo(cargo)
     diff = units.with_roles(DIFF)
     rest = [None if role is DIFF else value for value, role in units.pairs()]
-    empty = units.emptied()
+    # What outlives the call holds no arrays of it.
+    empty, static = units.emptied(), cargo.static
 
     def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> Results:
         packed = empty.having(rest).merged(DIFF, diff)
-        return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed))
+        return run(kind, lambda args: fn(*args), Cargo(static, packed))
 
     return outer, diff, rest, run_with

@@ -188,13 +188,13 @@ def custom_vjp(
     @functools.wraps(fn)
     def call(scope: Any, *args: Any) -> Any:
         nondiff, diff, together = _divided(args, nondiff_argnums)
-        scopes = _structure_of_scopes(scope)
+        scopes, of_args = _structure_of_scopes(scope), jax.tree.structure(diff)
         lifted = lifting.custom_vjp(
             ScopeKind("custom_vjp"),
             lambda scope, diff: fn(scope, *together(diff)),
             lambda scope, diff: forward_fn(scope, *together(diff)),
             lambda needed, cotangent: _as_units(
-                backward_fn(*nondiff, needed, cotangent), scopes, jax.tree.structure(diff)
+                backward_fn(*nondiff, needed, cotangent), scopes, of_args
             ),
             wrt=_wrt(grad_vars, True, True),
         )
@@ -257,10 +257,11 @@ def _divided(
     """The arguments without a derivative, those with one, and how to put them together."""
     at = {i - 1 for i in nondiff_argnums}
     diff = tuple(x for i, x in enumerate(args) if i not in at)
+    kept = [x if i in at else None for i, x in enumerate(args)]
 
     def together(diff: Any) -> list[Any]:
         rest = iter(diff)
-        return [x if i in at else next(rest) for i, x in enumerate(args)]
+        return [x if i in at else next(rest) for i, x in enumerate(kept)]
 
     return tuple(x for i, x in enumerate(args) if i in at), diff, together
 
