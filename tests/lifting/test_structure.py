@@ -39,3 +39,11 @@ def test_a_loop_leaves_no_mark_in_the_trace_around_it():
     loop = scan(BOXES, lambda c, x: (c + x, None), in_axes=(CARRY, 0), out_axes=(CARRY, None))
     jaxpr = jax.make_jaxpr(lambda x: loop(0.0, x))(jnp.ones(3))
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["scan"]
+
+
+def test_equal_values_of_different_types_are_not_confused():
+    def body(carry, mode):
+        return carry + {bool: 1, int: 10, float: 100, set: 1000}[type(mode)], None
+
+    loop = scan(BOXES, body, in_axes=(CARRY, None), out_axes=(CARRY, None), length=1)
+    assert [int(loop(0, mode)[0]) for mode in (True, 1, 1.0, {1})] == [1, 10, 100, 1000]

@@ -164,7 +164,12 @@ class Static:
         return hash(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Static) and self.value == other.value
+        # True, 1 and 1.0 are equal, and yet a function may tell them apart.
+        return (
+            isinstance(other, Static)
+            and type(self.value) is type(other.value)
+            and self.value == other.value
+        )
 
     def __repr__(self) -> str:
         return repr(self.value)

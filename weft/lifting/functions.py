@@ -26,14 +26,14 @@ class _Incomparable(Exception):
     """Something that a function sees cannot be compared by value."""
 
 
-class _Same:
+class Same:
     """An object that is equal to itself alone; kept alive, so that its identity stays its own."""
 
     def __init__(self, value: Any):
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, Same) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -87,7 +87,7 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
     return (
         fn.__code__,
-        _Same(fn.__globals__),
+        Same(fn.__globals__),
         _of_value(closure, above),
         _of_value(defaults, above),
         tuple((name, _of_value(value, above)) for name, value in seen.items()),
@@ -117,17 +117,17 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), items
     if isinstance(value, types.FunctionType):
         fixed = value.__closure__ is None and _is_of_library(value)
-        return _Same(value) if fixed else _of_function(value, above)
+        return Same(value) if fixed else _of_function(value, above)
     if isinstance(value, types.MethodType | functools.partial):
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        return _Same(value)
+        return Same(value)
     if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-        return _Same(value)
+        return Same(value)
     if isinstance(value, np.dtype | jax.sharding.Sharding | jax.sharding.PartitionSpec):
         return type(value), value
     if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
-        return _Same(value)  # jax.numpy.exp and the like
+        return Same(value)  # jax.numpy.exp and the like
     if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
         fields = (getattr(value, field.name) for field in dataclasses.fields(value))
         return type(value), tuple(_of_value(field, above) for field in fields)

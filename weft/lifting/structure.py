@@ -5,14 +5,14 @@ That is a new one at each call here, so the call itself is put under a `jax.jit`
 all that is not an array as structure. Inside of another trace it leaves no mark.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import numpy as np
 
 from weft.lifting.crossing import Results, Static, Units
-from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.functions import Same, shared_by_equal_functions
 
 
 def traced_by_structure(
@@ -48,14 +48,16 @@ jax.tree_util.register_static(_Hidden)
 
 
 def _hidden(x: Any) -> Any:
-    is_array = isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-    return x if is_array else _Hidden(x)
+    if isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return x
+    return _Hidden(x if isinstance(x, Hashable) else Same(x))
 
 
 def shown(packed: Any) -> Any:
     """The packed arguments as they were, inside of `pure`."""
-    return jax.tree.map(
-        lambda x: x.value if isinstance(x, _Hidden) else x,
-        packed,
-        is_leaf=lambda x: isinstance(x, _Hidden),
-    )
+
+    def show(x: Any) -> Any:
+        value = x.value if isinstance(x, _Hidden) else x
+        return value.value if isinstance(value, Same) else value
+
+    return jax.tree.map(show, packed, is_leaf=lambda x: isinstance(x, _Hidden))
