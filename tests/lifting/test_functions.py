@@ -33,7 +33,7 @@ ARRAY = jnp.ones(2)
 @pytest.mark.parametrize(
     "value",
     [1, "a", None, 1.5, (1, "b"), frozenset({1, 2}), Colour.RED, jnp.exp, closure(3), ARRAY],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_functions_made_anew_with_equal_values_are_the_same(value):
     assert made_for(closure(value)) is made_for(closure(value))
@@ -53,7 +53,7 @@ def test_functions_made_anew_with_equal_values_are_the_same(value):
         (closure(3), closure(4)),
         (jnp.ones(2), jnp.ones(2)),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_functions_with_other_values_are_not(a, b):
     assert made_for(closure(a)) is not made_for(closure(b))

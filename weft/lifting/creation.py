@@ -50,13 +50,12 @@ def traced_with_state(
     if creates:
         static, values = create(static, values)
     try:
-        results = loop(kind.in_loop(static) if in_loop else static, values)
-    except TraceAgain as other:
-        again, results = (other.static, values), None
+        try:
+            results = loop(kind.in_loop(static) if in_loop else static, values)
+        except TraceAgain as other:
+            results = loop(other.static, values)
     except StateCreated:
-        again, results = None, None
-    if results is None:
-        static, values = again or create(static, values)
+        static, values = create(static, values)
         results = loop(static, values)
     begun = iter(
         kind.begun(kind.created(outside, inside), after)
