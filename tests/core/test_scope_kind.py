@@ -1,0 +1,337 @@
+"""How scopes cross; each lifted function is tested in tests/core/lift."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from weft.core import apply, bind, init, lift
+from weft.core.scope_kind import Group, ScopeKind, Select
+from weft.errors import (
+    ForkError,
+    InvalidScopeError,
+    JaxTransformError,
+    ModifyScopeVariableError,
+    ReturnedScopeError,
+    RoleError,
+    ScopeCollectionNotFound,
+    ScopeParamNotFoundError,
+)
+
+KEY = jax.random.key(0)
+RNGS = {"params": KEY, "noise": jax.random.key(1)}
+X = jnp.ones((2, 3))
+FORKED = {"params": True, "noise": True}
+
+
+class Body:
+    """A function of a scope that counts how often it runs."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, scope, x):
+        self.calls += 1
+        w = scope.param("w", jax.nn.initializers.normal(), (3,))
+        count = scope.variable("state", "count", lambda: jnp.zeros(()))
+        if scope.is_mutable_collection("state"):
+            count.value += 1
+        return jnp.sum(x * w + jax.random.normal(scope.make_rng("noise")))
+
+
+def scan(f, **options):
+    def body(scope, carry, _):
+        return carry + f(scope, X[0]), None
+
+    lifted = lift.scan(body, length=2, **options)
+    return lambda scope, x: lifted(scope, 0.0, None)[0]
+
+
+def identity_pack(f):
+    def inner(scope_fn, repack_fn, variable_groups, rng_groups, x):
+        scope = scope_fn(variable_groups, rng_groups)
+        return f(scope, x), repack_fn(scope)
+
+    return lift.pack(inner, (True,), (True,), (True,))
+
+
+def sharded(f):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec()
+    return lift.shard_map(f, {True: spec}, {True: False}, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+AXES = {"params": 0, "state": 0}
+LOOP = {"carry_variables": "state", "split_rngs": {True: True}}
+LIFTED = {
+    "vmap": lambda f: lambda s, x: lift.vmap(f, AXES, FORKED)(s, X),
+    "vmap of shared variables": lambda f: (
+        lambda s, x: lift.vmap(
+            f, {"params": None, "state": None}, {"params": False, "noise": False}
+        )(s, X)
+    ),
+    "pmap": lambda f: lambda s, x: lift.pmap(f, AXES, FORKED)(s, X),
+    "shard_map": sharded,
+    "scan": lambda f: scan(f, variable_axes=AXES, split_rngs=FORKED),
+    "scan with a carry": lambda f: scan(
+        f,
+        variable_broadcast="params",
+        variable_carry="state",
+        split_rngs={"noise": True, True: False},
+    ),
+    "while_loop": lambda f: (
+        lambda s, x: lift.while_loop(
+            lambda s, c: c[0] < 2, lambda s, c: (c[0] + 1, f(s, x)), s, (0, 0.0), **LOOP
+        )[1]
+    ),
+    "fori_loop": lambda f: (
+        lambda s, x: lift.fori_loop(0, 2, lambda i, s, c: c + f(s, x), s, 0.0, **LOOP)
+    ),
+    "cond": lambda f: lambda s, x: lift.cond(True, f, lambda s, x: 0.0, s, x),
+    "switch": lambda f: lambda s, x: lift.switch(1, [lambda s, x: 0.0, f], s, x),
+    "grad": lambda f: lambda s, x: lift.grad(f, s, x)[0].sum(),
+    "value_and_grad": lambda f: lambda s, x: lift.value_and_grad(f, s, x)[0],
+    "vjp": lambda f: lambda s, x: lift.vjp(f, s, x)[1](1.0)[1].sum(),
+    "jvp": lambda f: lambda s, x: lift.jvp(f, s, (x,), (x,), {})[0],
+    "custom_vjp": lambda f: lift.custom_vjp(f, None, None),
+    "custom_jvp": lambda f: lift.custom_jvp(f, None),
+    "jit": lift.jit,
+    "remat": lift.remat,
+    "checkpoint": lift.checkpoint,
+    "checkify": lambda f: lambda s, x: lift.checkify(f)(s, x)[1],
+    "named_call": lift.named_call,
+    "map_variables": lambda f: lift.map_variables(
+        f, "params", lambda v: jax.tree.map(jnp.negative, v), mutable=True
+    ),
+    "swap_collection": lambda f: lift.swap_collection(f, "params", "other"),
+    "fold_rngs": lift.fold_rngs,
+    "pack": identity_pack,
+}
+TWICE = {"scan with a carry", "while_loop", "fori_loop", "cond", "switch"}
+
+
+def test_every_lifted_function_is_here():
+    others = {"broadcast", "remat_scan", "eval_shape", "tree_map_rngs"}
+    assert set(lift.__all__) - others <= set(LIFTED)
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_a_body_is_traced_once_in_apply_and_at_most_twice_in_init(name):
+    body = Body()
+    program = LIFTED[name](body)
+    _, shapes = jax.eval_shape(init(program), RNGS, X[0])
+    assert body.calls == (2 if name in TWICE else 1)
+    variables = jax.tree.map(lambda s: jnp.ones(s.shape), shapes)
+    body = Body()
+    apply(LIFTED[name](body), mutable="state")(variables, X[0], rngs=RNGS)
+    assert body.calls == 1
+    body = Body()
+    jax.eval_shape(lambda v: apply(LIFTED[name](body))(v, X[0], rngs=RNGS), variables)
+    assert body.calls == 1
+
+
+def test_shapes_are_evaluated_with_one_trace():
+    body = Body()
+    shape, variables = init(lift.eval_shape(body))(RNGS, X[0])
+    assert body.calls == 1 and shape.shape == ()
+    assert variables["params"]["w"] == jax.ShapeDtypeStruct((3,), "float32")
+
+
+def test_map_variables_runs_a_body_once_more_to_initialize():
+    body = Body()
+    init(lift.map_variables(body, "params", init=True))(RNGS, X[0])
+    assert body.calls == 2
+
+
+def stacked(f, layers):
+    for layer in layers:
+        f = {
+            "remat": lift.remat,
+            "vmap": lambda f: (
+                lambda s, x: lift.vmap(f, AXES, FORKED, in_axes=None, axis_size=2)(s, x).sum()
+            ),
+            "scan": lambda f: scan(
+                f, variable_axes={"params": 0}, variable_carry="state", split_rngs=FORKED
+            ),
+        }[layer](f)
+    return f
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "kinds", [["scan"], ["vmap"], ["remat"], ["scan", "vmap", "remat", "scan"]]
+)
+def test_however_deep_it_is_a_body_is_traced_once_in_apply(kinds, depth):
+    layers = (kinds * 4)[:depth]
+    body = Body()
+    _, shapes = jax.eval_shape(init(stacked(body, layers)), RNGS, X[0])
+    assert body.calls == layers.count("scan") + 1
+    variables = jax.tree.map(lambda s: jnp.ones(s.shape), shapes)
+    body = Body()
+    program = stacked(body, layers)
+
+    def loss(params):
+        collections = {**variables, "params": params}
+        return apply(program, mutable="state")(collections, X[0], rngs=RNGS)[0]
+
+    jax.eval_shape(jax.grad(loss), variables["params"])
+    assert body.calls == 1
+
+
+def test_remat_scan_traces_a_body_once_in_apply():
+    def program(body):
+        loop = lift.remat_scan(
+            lambda s, c: c + body(s, X[0]),
+            (2, 2),
+            variable_axes={"params": 0},
+            variable_carry="state",
+        )
+        return lambda scope: loop(scope, jnp.zeros(()))
+
+    body = Body()
+    _, shapes = jax.eval_shape(init(program(body)), RNGS)
+    assert body.calls == 3 and shapes["params"]["w"].shape == (2, 2, 3)
+    body = Body()
+    jax.eval_shape(lambda v: apply(program(body))(v, rngs=RNGS), shapes)
+    assert body.calls == 1
+
+
+@pytest.mark.parametrize("draws", [0, 1, 3])
+def test_shared_state_is_made_in_loops_also_outside_of_init(draws):
+    def body(scope, carry, _):
+        for i in range(draws):
+            carry += scope.param(f"w{i}", jax.nn.initializers.normal(), ())
+        count = scope.variable("state", "count", lambda: 0)
+        count.value += 1
+        return carry, None
+
+    def program(scope):
+        loop = lift.scan(
+            body,
+            variable_broadcast="params",
+            variable_carry="state",
+            split_rngs={"params": False},
+            length=3,
+        )
+        return loop(scope, jnp.zeros(()), None)[0]
+
+    value, variables = apply(program, mutable=True)({}, rngs=RNGS)
+    expected, initial = init(program)(RNGS)
+    assert value == expected
+    assert variables == initial and variables["state"]["count"] == 3
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("name", sorted(LIFTED.keys() - {"named_call"}))
+def test_a_failure_leaves_the_scope_as_it_was(name):
+    def fail(scope, x):
+        scope.put_variable("state", "count", jnp.ones(()))
+        scope.put_variable("state", "new", jnp.ones(()))
+        scope.make_rng("noise")
+        scope.make_rng("params")
+        raise ZeroDivisionError
+
+    variables = {"params": {"w": X}, "state": {"count": X}, "other": {"w": X}}
+    scope = bind(variables, rngs=RNGS, mutable=True)
+    with pytest.raises(ZeroDivisionError):
+        LIFTED[name](fail)(scope, X[0])
+    untouched = bind(variables, rngs=RNGS, mutable=True)
+    assert scope.variables() == untouched.variables()
+    assert not scope.has_variable("state", "new")
+    for stream in RNGS:
+        assert scope.make_rng(stream) == untouched.make_rng(stream)
+
+
+def test_a_scope_cannot_be_returned():
+    with pytest.raises(
+        ReturnedScopeError, match=r"remat: the function returns the scope '/remat\(\)'"
+    ):
+        lift.remat(lambda scope: scope)(bind({}))
+    with pytest.raises(
+        TypeError, match="a scope ends with the call it was made for, so return arr"
+    ):
+        lift.vmap(lambda scope, x: scope.push("a"), {}, {})(bind({}), X)
+
+
+def test_a_scope_ends_with_the_lifted_call():
+    kept = []
+    lift.remat(lambda scope: kept.append(scope) or 0)(bind({}))
+    with pytest.raises(InvalidScopeError, match=r"the scope '/remat\(\)' is used after its end"):
+        kept[0].push("a")
+
+
+def test_a_scope_is_lifted_where_it_may_be_used():
+    outer = bind({}, rngs=RNGS, mutable=True)
+
+    def body(x):
+        lift.remat(lambda scope: scope.put_variable("state", "x", x))(outer)
+        return x
+
+    message = "what remat has changed is written in '/' inside of a JAX transformation that the"
+    with pytest.raises(JaxTransformError, match=message):
+        jax.jit(body)(1.0)
+
+
+def test_a_collection_that_no_filter_matches():
+    def read(scope, x):
+        return scope.param("w", jax.nn.initializers.ones, (3,))
+
+    dense = {"params": {"dense": {"w": jnp.ones(3)}}}
+    message = (
+        r"'/vmap\(dense\)' was asked for 'w' of the collection 'params', which is empty; vmap does "
+        r"not lift the collection 'params': name it among those it lifts"
+    )
+    with pytest.raises(ScopeCollectionNotFound, match=message):
+        apply(lambda scope: lift.vmap(read, {"state": 0}, {})(scope.push("dense"), X))(dense)
+    message = "'state' is not mutable; remat does not lift the collection 'state': name it among"
+    with pytest.raises(ModifyScopeVariableError, match=message):
+        lift.remat(lambda s: s.put_variable("state", "x", 0), variables="params")(
+            bind({}, mutable=True)
+        )
+
+
+def test_a_missing_parameter_of_a_lifted_scope_that_has_others():
+    def read(scope):
+        return scope.push("dense").param("w", jax.nn.initializers.ones, (3,))
+
+    with pytest.raises(
+        ScopeParamNotFoundError, match=r"'w' in the scope '/remat\(\)/dense'; there"
+    ):
+        apply(lift.remat(read))({"params": {"other": 1.0}})
+    message = "which is empty; give it to `apply`, or make the collection mutable"
+    with pytest.raises(ScopeCollectionNotFound, match=message):
+        apply(lift.remat(read))({})
+
+
+def test_filters_that_overlap_go_by_the_first():
+    def body(scope, x):
+        return scope.get_variable("params", "w") * scope.get_variable("state", "w") * x
+
+    variables = {"params": {"w": jnp.arange(2.0)}, "state": {"w": jnp.arange(3.0)}}
+    lifted = lift.vmap(body, {"params": 0, True: None}, {}, in_axes=None)
+    y = apply(lifted)(variables, 1.0)
+    assert y.tolist() == [[0, 0, 0], [0, 1, 2]]
+
+
+def test_collections_cannot_be_forked():
+    with pytest.raises(ForkError, match=r"probe: the collections \['params'\] are no PRNG streams"):
+        ScopeKind("probe").fork(Group({"params": {"w": X}}, {}, {}), 2)
+
+
+def test_scopes_of_one_tree_are_lifted_alike():
+    root = bind({})
+    with pytest.raises(
+        RoleError, match="probe: the scope '/a' is below '/', which is lifted other"
+    ):
+        ScopeKind("probe").split([root, root.push("a")], [(Select(True),), (Select(False),)])
+
+
+def test_where_a_scope_is_makes_no_difference_to_its_structure():
+    kind = ScopeKind("probe")
+    statics = []
+    for name in ("a", "b"):
+        scope = bind({"params": {"a": {"w": 1.0}, "b": {"w": 2.0}}}).push(name)
+        statics.append(kind.split([scope], [(True,)])[1])
+    assert statics[0] == statics[1] and hash(statics[0]) == hash(statics[1])
