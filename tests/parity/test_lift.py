@@ -344,3 +344,42 @@ def test_nestings(nesting, boxed):
         return around(lib, f)
 
     same(program)
+
+
+FILTERS = {
+    "a name": lambda lib: "params",
+    "names": lambda lib: ("params", "state"),
+    "everything": lambda lib: True,
+    "all but one": lambda lib: lib.DenyList("state"),
+    "all but several": lambda lib: lib.DenyList(("state", "other")),
+    "nothing": lambda lib: False,
+}
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    first=st.sampled_from(sorted(FILTERS)),
+    axis=st.sampled_from([0, 1]),
+    rngs=st.sampled_from(sorted(FILTERS)),
+)
+def test_filters(first, axis, rngs):
+    """A collection is in the first filter that matches, and in no other."""
+
+    def program(lib, lift):
+        mapped = lift.vmap(
+            lambda scope, x: {
+                "params": scope.get_variable("params", "w"),
+                "state": scope.get_variable("state", "v"),
+                "other": scope.get_variable("other", "u"),
+                "key": scope.make_rng("noise") if scope.has_rng("noise") else 0,
+                "x": x,
+            },
+            variable_axes={FILTERS[first](lib): axis, True: None},
+            split_rngs={FILTERS[rngs](lib): True},
+            axis_size=3,
+        )
+        square = jnp.arange(9.0).reshape(3, 3)
+        variables = {"params": {"w": square}, "state": {"v": 2 * square}, "other": {"u": square}}
+        return lib.apply(mapped)(variables, square, rngs={"noise": KEY, "params": KEY})
+
+    same(program)
