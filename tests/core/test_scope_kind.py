@@ -157,12 +157,18 @@ def stacked(f, layers):
     return f
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "kinds", [["scan"], ["vmap"], ["remat"], ["scan", "vmap", "remat", "scan"]]
+    "layers",
+    [
+        *(["scan"] * depth for depth in (1, 2, 3, 4)),
+        ["vmap"] * 4,
+        ["remat"] * 4,
+        ["remat", "scan", "vmap"],
+        ["scan", "vmap", "remat", "scan"],
+    ],
+    ids="-".join,
 )
-def test_however_deep_it_is_a_body_is_traced_once_in_apply(kinds, depth):
-    layers = (kinds * 4)[:depth]
+def test_however_deep_it_is_a_body_is_traced_once_in_apply(layers):
     body = Body()
     _, shapes = jax.eval_shape(init(stacked(body, layers)), RNGS, X[0])
     assert body.calls == layers.count("scan") + 1
