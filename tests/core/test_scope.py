@@ -214,7 +214,9 @@ def test_invalidate_ends_what_is_below_and_not_what_is_above():
 def test_collections_of_a_scope():
     root = bind({**VARIABLES, "empty": {}}, mutable="state")
     dense = root.push("dense")
-    assert root.variables() == VARIABLES and dense.variables() == {"params": {"b": 2.0}}
+    assert root.variables() == {**VARIABLES, "empty": {}} and dense.variables() == {
+        "params": {"b": 2.0}
+    }
     assert root.mutable_variables() == {"state": {"x": 3}} and dense.mutable_variables() == {}
     assert root.is_mutable_collection("state") and not root.is_mutable_collection("params")
     assert root.has_variable("params", "dense") and not root.has_variable("params", "z")

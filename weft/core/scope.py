@@ -271,18 +271,13 @@ class Scope:
     def variables(self) -> dict[str, Any]:
         """The collections of this scope."""
         self._check_valid()
-        cols = self._trunk.collections
-        return {col: dict(entries) for col in cols if (entries := self._collection(col))}
+        found = {col: self._collection(col) for col in self._trunk.collections}
+        return {col: dict(x) for col, x in found.items() if x or self.parent is None}
 
     def mutable_variables(self) -> dict[str, Any]:
         """The collections that can be changed, as new dicts."""
-        self._check_valid()
-        found = {col: self._collection(col) for col in self._trunk.collections}
-        return {
-            col: copied(entries)
-            for col, entries in found.items()
-            if in_filter(self.mutable, col) and (entries or self.parent is None)
-        }
+        found = self.variables().items()
+        return {col: copied(entries) for col, entries in found if in_filter(self.mutable, col)}
 
     def _collection(self, col: str) -> Mapping[str, Any]:
         self._check_valid()
