@@ -156,6 +156,31 @@ def multi_head_dot_product_attention(
         >>> y.shape, variables["params"]["query"]["kernel"].shape
         ((1, 5, 8), (8, 2, 4))
     """
+    project = functools.partial(
+        dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
+        bias_init=bias_init,
+    )  # fmt: skip
+    query, key, value = _projected(scope, project, inputs_q, inputs_kv, num_heads, qkv_features)
+    axes = _attended(query.ndim, attention_axis)
+    key, value, seen = _decode(scope, key, value, axes) if cache else (key, value, None)
+    pairs = (padding_mask, key_padding_mask), (segmentation, key_segmentation)
+    context = scope.child(attention_fn)(
+        query, key, value, dtype=dtype, axis=axes, precision=precision, dropout_rng=dropout_rng,
+        bias=_bias(query, key, axes, seen, causal_mask, pairs), dropout_rate=dropout_rate,
+        broadcast_dropout=broadcast_dropout, deterministic=deterministic,
+    )  # fmt: skip
+    return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
+
+
+def _projected(
+    scope: Scope,
+    project: Callable[..., Array],
+    inputs_q: Array,
+    inputs_kv: Array | None,
+    num_heads: int,
+    qkv_features: int | None,
+) -> list[Array]:
+    """Queries, keys and values of all heads."""
     inputs_kv = inputs_q if inputs_kv is None else inputs_kv
     features = qkv_features or inputs_q.shape[-1]
     if features % num_heads:
@@ -163,46 +188,26 @@ def multi_head_dot_product_attention(
             f"qkv_features={features} cannot be shared out among num_heads={num_heads}; give a "
             "multiple of it."
         )
-    project = functools.partial(
-        dense_general, dtype=dtype, bias=bias, precision=precision, kernel_init=kernel_init,
-        bias_init=bias_init,
-    )  # fmt: skip
     heads = (num_heads, features // num_heads)
-    query = project(scope.push("query"), inputs_q, heads)
-    key = project(scope.push("key"), inputs_kv, heads)
-    value = project(scope.push("value"), inputs_kv, heads)
-    axes = _attended(query.ndim, attention_axis)
-    masks = []
-    if cache:
-        key, value, seen = _decode(scope, key, value, axes)
-        masks += [] if seen is None else [seen]
-    targets = tuple(query.shape[a] for a in axes)
-    sources = tuple(key.shape[a] for a in axes)
-    decoding = cache and bool(masks)
-    if causal_mask and not decoding:
-        order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))
-        masks.append(order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources))
-    outer = functools.partial(_outer, axes=axes, ndim=query.ndim - 1)
-    if padding_mask is not None:
-        masks.append(outer(jnp.logical_and, padding_mask, key_padding_mask))
-    if segmentation is not None:
-        masks.append(outer(jnp.equal, segmentation, key_segmentation))
-    allowed = functools.reduce(jnp.logical_and, masks) if masks else None
-    context = scope.child(attention_fn)(
-        query,
-        key,
-        value,
-        dtype=dtype,
-        axis=axes,
-        bias=None if allowed is None else functional.bool_to_bias(allowed),
-        precision=precision,
-        dropout_rng=dropout_rng,
-        dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-    )
-    out = out_features or inputs_q.shape[-1]
-    return project(scope.push("out"), context, out, axis=(-2, -1))
+    inputs = {"query": inputs_q, "key": inputs_kv, "value": inputs_kv}
+    return [project(scope.push(name), x, heads) for name, x in inputs.items()]
+
+
+def _bias(
+    query: Array,
+    key: Array,
+    axes: tuple[int, ...],
+    seen: Array | None,
+    causal_mask: bool,
+    pairs: Any,
+) -> Array | None:
+    """What is added to the logits, so that each query sees only what it may."""
+    masks = [] if seen is None else [seen]
+    if causal_mask and seen is None:
+        masks.append(_causal(query, key, axes))
+    for combine, of_both in zip((jnp.logical_and, jnp.equal), pairs, strict=True):
+        masks += _outer(combine, *of_both, axes=axes, ndim=query.ndim - 1)
+    return functional.bool_to_bias(functools.reduce(jnp.logical_and, masks)) if masks else None
 
 
 def _attended(ndim: int, axis: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -218,15 +223,27 @@ def _attended(ndim: int, axis: int | Sequence[int] | None) -> tuple[int, ...]:
     return axes
 
 
+def _causal(query: Array, key: Array, axes: tuple[int, ...]) -> Array:
+    """Which positions each one may see, in the order of the flattened axes."""
+    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
+    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))
+    return order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources)
+
+
 def _outer(
     combine: Callable[[Array, Array], Array],
-    of_query: Array,
+    of_query: Array | None,
     of_key: Array | None,
     *,
     axes: tuple[int, ...],
     ndim: int,
-) -> Array:
-    """`combine` of each query with each key: `(batch, *other axes, 1, *targets, *sources)`."""
+) -> list[Array]:
+    """`combine` of each query with each key: `(batch, *other axes, 1, *targets, *sources)`.
+
+    Nothing where there is nothing to combine.
+    """
+    if of_query is None:
+        return []
     of_key = of_query if of_key is None else of_key
 
     def laid_out(x: Array, first: bool) -> Array:
@@ -238,7 +255,7 @@ def _outer(
         around = (*x.shape[n:], *ones) if first else (*ones, *x.shape[n:])
         return x.reshape(*x.shape[:n], 1, *around)
 
-    return combine(laid_out(of_query, True), laid_out(of_key, False))
+    return [combine(laid_out(of_query, True), laid_out(of_key, False))]
 
 
 def _decode(
