@@ -127,6 +127,8 @@ def test_shapes_that_do_not_fit_are_named():
         conv(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)), groups=2)
     with pytest.raises(ArgumentShapeError, match=r"takes 3 input channels for .* x has 4"):
         conv_transpose(jnp.ones((1, 5, 4)), jnp.ones((3, 3, 2)))
+    with pytest.raises(ArgumentShapeError, match=r"5 output channels, which cannot be shared out"):
+        conv(jnp.ones((1, 5, 4)), jnp.ones((3, 2, 5)), groups=2)
     with pytest.raises(ArgumentShapeError, match=r"shapes are \(5, 4\) and \(3, 4, 2\)"):
         conv(jnp.ones((5, 4)), jnp.ones((3, 4, 2)))
 

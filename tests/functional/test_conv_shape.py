@@ -12,6 +12,7 @@ from weft.functional import (
     conv_dilate_window,
     conv_explicit_padding,
     conv_output_shape,
+    conv_padding_of_length,
     conv_transpose_explicit_padding,
     conv_transpose_output_shape,
 )
@@ -86,6 +87,25 @@ def test_padding_by_name():
     assert pad("CAUSAL", window=(1,), strides=(3,)) == ((0, 0),)
     assert pad("CAUSAL", window=(3, 3), strides=(1, 1)) == ((2, 0), (1, 1))
     assert pad([[1, 2]]) == ((1, 2),)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), sizes, sizes, sizes, st.sampled_from(["SAME", "VALID", "SAME_LOWER"]))
+def test_padding_by_the_length_is_that_of_lax(length, window, stride, dilation, padding):
+    span = (window - 1) * dilation + 1
+    (expected,) = lax.padtype_to_pads((length,), (span,), (stride,), padding)
+    arguments = {"window": (window,), "strides": (stride,), "dilation": (dilation,)}
+    for name in (padding, padding.lower()):
+        assert conv_padding_of_length((length,), padding=name, **arguments) == (expected,)
+
+
+def test_padding_by_the_length_is_refused_with_the_names_it_has():
+    with pytest.raises(ArgumentValueError, match="'CAUSAL' is neither one of SAME, VALID, SAME_LO"):
+        conv_padding_of_length((4,), window=(3,), strides=(1,), padding="CAUSAL")
+    with pytest.raises(ArgumentValueError, match=r"padding=1 is not one \(left, right\) pair"):
+        conv_padding_of_length((4,), window=(3,), strides=(1,), padding=1)
+    with pytest.raises(ArgumentShapeError, match=r"in_shape=\(4, 4\), window=\(3,\)"):
+        conv_padding_of_length((4, 4), window=(3,), strides=(1,), padding="SAME")
 
 
 def test_causal_transposed_keeps_the_first_outputs():

@@ -67,7 +67,15 @@ def test_half_precision():
 
 @pytest.mark.parametrize(
     ("features", "axis", "batch_dims"),
-    [((5, 6), (-1, 1), ()), (5, -1, ()), ((5,), (1, 2), ()), ((5, 6), -1, (0,)), (5, -1, (0, 1))],
+    [
+        ((5, 6), (-1, 1), ()),
+        (5, -1, ()),
+        ((5,), (1, 2), ()),
+        ((5, 6), -1, (0,)),
+        (5, -1, (0, 1)),
+        (5, -1, (1, 0)),
+        (5, (1, -1), 0),
+    ],
 )
 def test_dense_general(features, axis, batch_dims):
     same(initialized("dense_general", X, features, axis=axis, batch_dims=batch_dims))
@@ -83,6 +91,7 @@ def test_dense_general(features, axis, batch_dims):
         {"strides": (2, 2), "kernel_dilation": (2, 1)},
         {"input_dilation": (2, 1), "padding": ((1, 1), (1, 1))},
         {"feature_group_count": 3, "bias": False},
+        {"padding": "SAME_LOWER", "strides": (1, 2)},
     ]
 )
 def test_conv(kwargs):
@@ -104,6 +113,12 @@ def test_conv_transpose(kernel_size, kwargs):
     same(initialized("conv_transpose", IMAGE, 4, kernel_size, **kwargs))
 
 
+@pytest.mark.parametrize("name", ["conv", "conv_transpose"])
+def test_convolutions_over_one_and_three_axes(name):
+    same(initialized(name, X, 5, (2,), strides=(2,)))
+    same(initialized(name, draw(11, 2, 3, 4, 3, 2), 3, (2, 1, 3)))
+
+
 def test_embedding():
     def program(core, nn):
         table, variables = core.init(nn.embedding)(KEY, 7, 4)
@@ -119,6 +134,7 @@ def test_embedding():
         {"axis": 1, "epsilon": 1e-2, "bias": False},
         {"momentum": 0.5, "scale": False},
         {"kind": "stats"},
+        {"axis": (-1, 0)},
     ]
 )
 def test_batch_norm(kwargs):
@@ -163,12 +179,28 @@ def test_group_norm(kwargs):
         {"padding": "SAME"},
         {"padding": "SAME", "strides": (2, 2)},
         {"padding": ((1, 0), (0, 1))},
+        {"padding": "SAME_LOWER", "strides": (2, 2)},
     ]
 )
 def test_pooling(kwargs):
     same(lambda core, nn: (nn.max_pool(IMAGE, (3, 3), **kwargs), {}))
     same(lambda core, nn: (nn.avg_pool(IMAGE, (3, 3), **kwargs), {}))
     same(lambda core, nn: (nn.avg_pool(IMAGE, (3, 3), count_include_pad=False, **kwargs), {}))
+
+
+@pytest.mark.parametrize("name", ["max_pool", "avg_pool"])
+def test_pooling_of_any_number_of_batch_axes(name):
+    for x in (IMAGE[0], IMAGE[None]):
+        same(lambda core, nn, x=x: (getattr(nn, name)(x, (3, 3)), {}))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
+def test_dtypes_of_pooling(dtype):
+    x = (4 * X).astype(dtype)
+    same(lambda core, nn: (nn.max_pool(x, (2,), padding="SAME"), {}))
+    for count in (True, False):
+        averaged = {"padding": "SAME", "count_include_pad": count}
+        same(lambda core, nn, kwargs=averaged: (nn.avg_pool(x, (2,), **kwargs), {}), 2e-2)
 
 
 @named([{"rate": 0.3}, {"rate": 1.0}, {"rate": 0.0}, {"rate": 0.5, "deterministic": True},

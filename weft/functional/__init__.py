@@ -40,6 +40,7 @@ from weft.functional.conv_shape import (
     conv_dilate_window,
     conv_explicit_padding,
     conv_output_shape,
+    conv_padding_of_length,
     conv_transpose_explicit_padding,
     conv_transpose_output_shape,
 )
@@ -165,6 +166,7 @@ __all__ = [
     "NAMED_PADDINGS",
     "conv_dilate_window",
     "conv_explicit_padding",
+    "conv_padding_of_length",
     "conv_output_shape",
     "conv_transpose_explicit_padding",
     "conv_transpose_output_shape",

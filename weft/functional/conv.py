@@ -59,6 +59,11 @@ def conv(
             f"weight has shape {weight.shape}: {weight.shape[-2]} input channels for each of "
             f"{groups} group(s), but x has {x.shape[-1]} channels (shape {x.shape})."
         )
+    if weight.shape[-1] % groups:
+        raise ArgumentShapeError(
+            f"weight has shape {weight.shape}: {weight.shape[-1]} output channels, which cannot be "
+            f"shared out among {groups} groups."
+        )
     strides = _per_axis(strides, len(window))
     dilation = _per_axis(dilation, len(window))
     pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)

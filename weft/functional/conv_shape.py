@@ -13,8 +13,7 @@ pieces gives the outputs of the whole:
     CAUSAL  span - 1 in all, span - stride of them on the left: an output sees no position after
             its stride's last. Along the first spatial axis, which is time; SAME along the others.
 
-For the SAME of `jax.lax`, which does depend on the length, pass the pairs that
-`jax.lax.padtype_to_pads(spatial_shape, window, strides, "SAME")` gives.
+The SAME of `jax.lax` does depend on the length: `conv_padding_of_length` gives it as pairs.
 """
 
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from jaxtyping import Array, Num
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
 NAMED_PADDINGS = ("SAME", "VALID", "CAUSAL")
+LENGTH_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 ConvPadding = str | Sequence[Sequence[int]]  # one of the names, or (left, right) per spatial axis
 
 
@@ -76,6 +76,49 @@ def conv_explicit_padding(
         left = max(span[0] - strides[0], 0)
         return ((left, span[0] - 1 - left), *same[1:])
     raise _unknown_padding(padding)
+
+
+def conv_padding_of_length(
+    in_shape: Sequence[int],
+    *,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: ConvPadding,
+    dilation: Sequence[int] | None = None,
+) -> tuple[tuple[int, int], ...]:
+    """Returns the `(left, right)` padding of each spatial axis, by the names of `jax.lax`.
+
+    SAME pads so much that an input of length `n` gives `ceil(n / stride)` outputs, half on each
+    side, the odd one on the right; SAME_LOWER has the odd one on the left.
+
+    Args:
+        in_shape: the input's spatial shape.
+        window, strides, dilation: as in `conv_explicit_padding`.
+        padding: VALID, SAME or SAME_LOWER, in any case, or the answer.
+
+    Raises:
+        ArgumentShapeError: if the arguments speak of different numbers of axes.
+        ArgumentValueError: if the padding is neither a known name nor pairs of sizes.
+
+    >>> conv_padding_of_length((6,), window=(3,), strides=(2,), padding="SAME")
+    ((0, 1),)
+    """
+    _require_same_rank(in_shape=in_shape, window=window, strides=strides)
+    if not isinstance(padding, str):
+        return _as_pairs(padding, len(window))
+    name = padding.upper()
+    if name not in LENGTH_PADDINGS:
+        raise _unknown_padding(padding, LENGTH_PADDINGS)
+    if name == "VALID":
+        return ((0, 0),) * len(window)
+
+    def pads(size: int, span: int, stride: int) -> tuple[int, int]:
+        total = max((-(-size // stride) - 1) * stride + span - size, 0)
+        less, more = total // 2, -(-total // 2)
+        return (less, more) if name == "SAME" else (more, less)
+
+    span = conv_dilate_window(window=window, dilation=dilation)
+    return tuple(map(pads, in_shape, span, strides))
 
 
 def conv_output_shape(
@@ -281,8 +324,8 @@ def _as_pairs(padding: Sequence[Sequence[int]], n: int) -> tuple[tuple[int, int]
     return pairs
 
 
-def _unknown_padding(padding: str) -> ArgumentValueError:
+def _unknown_padding(padding: str, known: Sequence[str] = NAMED_PADDINGS) -> ArgumentValueError:
     return ArgumentValueError(
-        f"padding={padding!r} is neither one of {', '.join(NAMED_PADDINGS)} "
+        f"padding={padding!r} is neither one of {', '.join(known)} "
         "nor a (left, right) pair per spatial axis."
     )

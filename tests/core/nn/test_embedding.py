@@ -18,6 +18,7 @@ def test_rows_are_looked_up_and_compared_with():
 def test_an_id_that_is_not_there_shows():
     table, _ = init(embedding)(jax.random.key(0), 7, 4)
     assert jnp.isnan(table.lookup(jnp.array([100]))).all()
+    assert (table.lookup([1, -1]) == table.table[jnp.array([1, 6])]).all()
 
 
 def test_ids_are_integers():

@@ -35,6 +35,13 @@ def test_positions_of_batch_axes_have_their_own_parameters():
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_batch_axes_come_in_the_order_they_are_named():
+    x = jax.random.normal(KEY, (2, 3, 4))
+    y, variables = init(dense_general)(KEY, x, 5, batch_dims=(1, 0))
+    expected = jnp.einsum("bij,ibjf->ibf", x, variables["params"]["kernel"])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_batch_axes_come_first():
     with pytest.raises(ArgumentShapeError, match=r"batch_dims is \(1,\); expected the first axes"):
         init(dense_general)(KEY, jnp.ones((2, 3, 4)), 5, batch_dims=1)

@@ -65,3 +65,7 @@ def test_bad_groups():
         init(group_norm)(KEY, X, num_groups=2, group_size=3)
     with pytest.raises(ArgumentValueError, match="num_groups=None and group_size=None"):
         init(group_norm)(KEY, jnp.ones((2, 4)), num_groups=None)
+    with pytest.raises(ArgumentShapeError, match=r"6 channels, .* into groups of group_size=4"):
+        init(group_norm)(KEY, X, num_groups=None, group_size=4)
+    with pytest.raises(ArgumentValueError, match=r"num_groups=0 .* expected a positive number"):
+        init(group_norm)(KEY, X, num_groups=0)

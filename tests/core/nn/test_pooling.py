@@ -2,6 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core.nn import avg_pool, max_pool
+from weft.errors import ArgumentShapeError, ArgumentValueError
 
 X = jnp.arange(5.0).reshape(1, 5, 1)
 
@@ -19,3 +20,22 @@ X = jnp.arange(5.0).reshape(1, 5, 1)
 )
 def test_windows(pool, kwargs, expected):
     assert pool(X, (2,), **kwargs).ravel().tolist() == expected
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+def test_any_number_of_batch_axes(pool):
+    x = jnp.arange(2 * 3 * 5 * 2.0).reshape(2, 3, 5, 2)
+    y = pool(x, (2,))
+    assert y.shape == (2, 3, 4, 2)
+    assert (pool(x[1], (2,)) == y[1]).all()
+    assert (pool(x[1, 2], (2,)) == y[1, 2]).all()
+
+
+@pytest.mark.parametrize("pool", [max_pool, avg_pool])
+def test_bad_windows(pool):
+    with pytest.raises(ArgumentShapeError, match=r"for 3 spatial axes, but .* there are 2"):
+        pool(X, (2, 2, 2))
+    with pytest.raises(ArgumentShapeError, match=r"window=\(2,\), strides=\(1, 1\)"):
+        pool(X, (2,), strides=(1, 1))
+    with pytest.raises(ArgumentValueError, match="'FULL' is neither one of SAME, VALID"):
+        pool(X, (2,), padding="FULL")

@@ -4,7 +4,7 @@ import pytest
 
 from weft.core import apply
 from weft.core.nn import dropout
-from weft.errors import InvalidRngError
+from weft.errors import ArgumentValueError, InvalidRngError
 
 X = jnp.ones((1000,))
 RNGS = {"dropout": jax.random.key(0)}
@@ -30,3 +30,9 @@ def test_no_key_is_needed_where_nothing_is_random():
     assert (apply(dropout)({}, X, 1.0) == 0).all()
     with pytest.raises(InvalidRngError, match="needs a key of the PRNG stream 'dropout'"):
         apply(dropout)({}, X, 0.5)
+
+
+def test_a_rate_is_between_0_and_1():
+    for rate in (-0.5, 1.5):
+        with pytest.raises(ArgumentValueError, match=rf"rate={rate} must be in \[0, 1"):
+            apply(dropout)({}, X, rate, rngs=RNGS)

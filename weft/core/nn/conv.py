@@ -13,31 +13,7 @@ from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
-Padding = str | Sequence[tuple[int, int]]
-
-
-def explicit_padding(
-    inputs: Num[Array, "batch *spatial channels"],
-    window: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: Padding,
-    dilation: Sequence[int] | None = None,
-) -> Sequence[tuple[int, int]]:
-    """The padding of each spatial axis; that of "SAME" depends on the input's size.
-
-    Args:
-        inputs: the input.
-        window: its size along each spatial axis.
-        strides: along each axis; 1 by default.
-        padding: "SAME", "VALID", or the answer.
-        dilation: of the window; 1 by default.
-    """
-    if not isinstance(padding, str):
-        return padding
-    dilation = dilation or (1,) * len(window)
-    span = [(w - 1) * d + 1 for w, d in zip(window, dilation, strict=True)]
-    strides = tuple(strides or (1,) * len(window))
-    return lax.padtype_to_pads(inputs.shape[1:-1], span, strides, padding)
+Sizes = int | Sequence[int] | None
 
 
 def conv(
@@ -45,10 +21,10 @@ def conv(
     inputs: Num[Array, "batch *spatial input"],
     features: int,
     kernel_size: int | Sequence[int],
-    strides: Sequence[int] | None = None,
-    padding: Padding = "SAME",
-    input_dilation: Sequence[int] | None = None,
-    kernel_dilation: Sequence[int] | None = None,
+    strides: Sizes = None,
+    padding: functional.ConvPadding = "SAME",
+    input_dilation: Sizes = None,
+    kernel_dilation: Sizes = None,
     feature_group_count: int = 1,
     bias: bool = True,
     dtype: DTypeLike = jnp.float32,
@@ -64,8 +40,9 @@ def conv(
         inputs: the input.
         features: the channels of the result.
         kernel_size: along each spatial axis.
-        strides: the step between two outputs along each axis; 1 by default.
-        padding: "SAME", "VALID", or `(left, right)` for each spatial axis.
+        strides: the step between two outputs along each axis, or along all; 1 by default.
+        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
+            axis.
         input_dilation: the step between two positions of the input along each axis, with zeros
             between them; then the padding must be given in numbers.
         kernel_dilation: the step between two positions of one window along each axis.
@@ -77,8 +54,10 @@ def conv(
         bias_init: makes the bias.
 
     Raises:
-        ArgumentShapeError: if the input has not one spatial axis for each of `kernel_size`.
-        ArgumentValueError: if a named padding is to go around a dilated input.
+        ArgumentShapeError: if the input has not one spatial axis for each of `kernel_size`, or
+            the channels cannot be cut into the groups.
+        ArgumentValueError: if the padding is unknown, or a named one is to go around a dilated
+            input.
 
     Example:
         >>> from weft.core import init
@@ -87,11 +66,21 @@ def conv(
         (1, 4, 4, 16)
     """
     window = _window(inputs, kernel_size)
-    if input_dilation is not None and isinstance(padding, str) and padding != "VALID":
+    named = isinstance(padding, str) and padding.upper() != "VALID"
+    if input_dilation is not None and named:
         raise ArgumentValueError(
             f"padding={padding!r} with input_dilation={input_dilation}: give the padding as "
             "numbers, or use conv_transpose."
         )
+    if inputs.shape[-1] % feature_group_count:
+        raise ArgumentShapeError(
+            f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
+            f"shared out among feature_group_count={feature_group_count} groups."
+        )
+    strides, dilation = (_per_axis(sizes, window) for sizes in (strides, kernel_dilation))
+    pads = functional.conv_padding_of_length(
+        inputs.shape[1:-1], window=window, strides=strides, padding=padding, dilation=dilation
+    )
     shape = (*window, inputs.shape[-1] // feature_group_count, features)
     kernel = scope.param("kernel", kernel_init, shape)
     added = scope.param("bias", bias_init, (features,)) if bias else None
@@ -99,10 +88,10 @@ def conv(
         jnp.asarray(inputs, dtype),
         jnp.asarray(kernel, dtype),
         None if added is None else jnp.asarray(added, dtype),
-        strides=strides or 1,
-        padding=explicit_padding(inputs, window, strides, padding, kernel_dilation),
-        input_dilation=input_dilation or 1,
-        dilation=kernel_dilation or 1,
+        strides=strides,
+        padding=pads,
+        input_dilation=_per_axis(input_dilation, window),
+        dilation=dilation,
         groups=feature_group_count,
         precision=precision,
     )
@@ -113,9 +102,9 @@ def conv_transpose(
     inputs: Num[Array, "batch *spatial input"],
     features: int,
     kernel_size: int | Sequence[int],
-    strides: Sequence[int] | None = None,
-    padding: Padding = "SAME",
-    kernel_dilation: Sequence[int] | None = None,
+    strides: Sizes = None,
+    padding: functional.ConvPadding = "SAME",
+    kernel_dilation: Sizes = None,
     bias: bool = True,
     dtype: DTypeLike = jnp.float32,
     precision: lax.PrecisionLike = None,
@@ -129,8 +118,10 @@ def conv_transpose(
         inputs: the input.
         features: the channels of the result.
         kernel_size: along each spatial axis.
-        strides: how many outputs there are for each position along each axis; 1 by default.
-        padding: "SAME", "VALID", or `(left, right)` for each spatial axis.
+        strides: how many outputs there are for each position along each axis, or along all; 1 by
+            default.
+        padding: a name of `functional.conv_transpose_explicit_padding`, or `(left, right)` for each
+            spatial axis.
         kernel_dilation: see `conv`.
         bias: whether to add a bias.
         dtype: of the computation.
@@ -140,6 +131,13 @@ def conv_transpose(
 
     Raises:
         ArgumentShapeError: if the input has not one spatial axis for each of `kernel_size`.
+        ArgumentValueError: if the padding is unknown.
+
+    Example:
+        >>> from weft.core import init
+        >>> y, _ = init(conv_transpose)(jax.random.key(0), jnp.ones((1, 4, 3)), 8, (3,), (2,))
+        >>> y.shape
+        (1, 8, 8)
     """
     window = _window(inputs, kernel_size)
     kernel = scope.param("kernel", kernel_init, (*window, inputs.shape[-1], features))
@@ -148,9 +146,9 @@ def conv_transpose(
         jnp.asarray(inputs, dtype),
         jnp.asarray(kernel, dtype),
         None if added is None else jnp.asarray(added, dtype),
-        strides=strides or 1,
+        strides=_per_axis(strides, window),
         padding=padding,
-        dilation=kernel_dilation or 1,
+        dilation=_per_axis(kernel_dilation, window),
         precision=precision,
     )
 
@@ -163,3 +161,8 @@ def _window(inputs: Array, kernel_size: int | Sequence[int]) -> tuple[int, ...]:
             f"{len(window) + 2}: batch, space, channels. Its shape is {inputs.shape}."
         )
     return window
+
+
+def _per_axis(sizes: Sizes, window: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = 1 if sizes is None else sizes
+    return (sizes,) * len(window) if isinstance(sizes, int) else tuple(sizes)

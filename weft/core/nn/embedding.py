@@ -19,6 +19,13 @@ class Embedding(struct.PyTreeNode):
 
     Attributes:
         table: one row for each id, shape `(num_embeddings, features)`.
+
+    Example:
+        >>> table = Embedding(jnp.eye(3))
+        >>> table.lookup(jnp.array([2])).tolist()
+        [[0.0, 0.0, 1.0]]
+        >>> table.attend(jnp.array([4.0, 5.0, 6.0])).tolist()
+        [4.0, 5.0, 6.0]
     """
 
     table: Any
@@ -26,9 +33,15 @@ class Embedding(struct.PyTreeNode):
     def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
         """The rows that the ids name.
 
+        An id that is not in the table gives NaN: it shows, where a row of another id would not.
+
+        Args:
+            indices: the ids; negative ones count from the end.
+
         Raises:
             ArgumentValueError: if the ids are no integers.
         """
+        indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ArgumentValueError(
                 f"an Embedding was asked for ids of dtype {indices.dtype}; expected integers: "
@@ -37,7 +50,11 @@ class Embedding(struct.PyTreeNode):
         return functional.lookup(self.table, indices)
 
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
-        """The inner product of each query with every row."""
+        """The inner product of each query with every row: logits, where outputs are tied to inputs.
+
+        Args:
+            query: what is compared with the rows.
+        """
         return functional.attend(self.table, query)
 
 

@@ -76,7 +76,8 @@ def dense_general(
         inputs: the input.
         features: the sizes of the new axes, which come last.
         axis: the axes that are contracted.
-        batch_dims: the first axes, if each position along them has parameters of its own.
+        batch_dims: the first axes, if each position along them has parameters of its own. They
+            come first in the result, in this order.
         bias: whether to add a bias.
         dtype: of the computation.
         kernel_init: makes the kernel as one matrix, of the products of its sizes.
@@ -85,10 +86,17 @@ def dense_general(
 
     Raises:
         ArgumentShapeError: if `batch_dims` are not the first axes.
+
+    Example:
+        >>> from weft.core import init
+        >>> x = jnp.ones((5, 2, 3))
+        >>> y, variables = init(dense_general)(jax.random.key(0), x, (4, 6), axis=(1, 2))
+        >>> y.shape, variables["params"]["kernel"].shape
+        ((5, 4, 6), (2, 3, 4, 6))
     """
     features, axis, batch_dims = map(_as_tuple, (features, axis, batch_dims))
     batch_dims = tuple(d % inputs.ndim for d in batch_dims)
-    if batch_dims != tuple(range(len(batch_dims))):
+    if set(batch_dims) != set(range(len(batch_dims))):
         raise ArgumentShapeError(
             f"batch_dims is {batch_dims}; expected the first axes of the input, "
             f"{tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from weft import functional
 from weft.core.nn.linear import Initializer
 from weft.core.scope import Scope
-from weft.errors import ArgumentValueError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 
 zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
@@ -38,7 +38,7 @@ def batch_norm(
         scope: has `scale` and `bias`, and `mean` and `var` in the collection `kind`.
         x: the input.
         use_running_average: whether to normalise with the average instead.
-        axis: the axes that have statistics of their own.
+        axis: the axes along which each position has statistics of its own.
         momentum: what is kept of the average in each step.
         epsilon: added to the variance.
         dtype: of the result.
@@ -49,8 +49,18 @@ def batch_norm(
         axis_name: mapped axes over which the statistics are combined as well.
         axis_index_groups: of that axis, as in `jax.lax.pmean`.
         kind: the collection of the statistics.
+
+    Example:
+        >>> from weft.core import apply, init
+        >>> x = jnp.array([[1.0], [3.0]])
+        >>> y, variables = init(batch_norm)(jax.random.key(0), x)
+        >>> y.round(2).tolist()
+        [[-1.0], [1.0]]
+        >>> y, changed = apply(batch_norm, mutable=["batch_stats"])(variables, x, momentum=0.5)
+        >>> changed["batch_stats"]["mean"].tolist()
+        [1.0]
     """
-    features = tuple(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
+    features = sorted(a % x.ndim for a in ((axis,) if isinstance(axis, int) else axis))
     reduced = tuple(a for a in range(x.ndim) if a not in features)
     shape = tuple(x.shape[a] if a in features else 1 for a in range(x.ndim))
     squeezed = tuple(x.shape[a] for a in features)
@@ -104,6 +114,11 @@ def layer_norm(
         scale: whether to multiply with a scale.
         bias_init: makes the bias.
         scale_init: makes the scale.
+
+    Example:
+        >>> from weft.core import init
+        >>> init(layer_norm)(jax.random.key(0), jnp.array([1.0, 3.0]))[0].round(2).tolist()
+        [-1.0, 1.0]
     """
     shape = x.shape[-1:]
     y = functional.layer_norm(
@@ -143,7 +158,14 @@ def group_norm(
 
     Raises:
         ArgumentShapeError: if the channels cannot be cut into equal groups.
-        ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given.
+        ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or it is
+            not positive.
+
+    Example:
+        >>> from weft.core import init
+        >>> x = jnp.array([[1.0, 3.0, 5.0, 9.0]])
+        >>> init(group_norm)(jax.random.key(0), x, num_groups=2)[0].round(2).tolist()
+        [[-1.0, 1.0, -1.0, 1.0]]
     """
     if (num_groups is None) == (group_size is None):
         raise ArgumentValueError(
@@ -151,12 +173,30 @@ def group_norm(
             "for the other."
         )
     channels = x.shape[-1]
+    num_groups = _number_of_groups(channels, num_groups, group_size)
     shape = (*[1] * (x.ndim - 1), channels)
     y = functional.group_norm(
         x.astype(jnp.float32),
         scope.param("scale", scale_init, shape) if scale else None,
         scope.param("bias", bias_init, shape) if bias else None,
-        num_groups=num_groups or channels // (group_size or 1),
+        num_groups=num_groups,
         eps=epsilon,
     )
     return y.astype(dtype)
+
+
+def _number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
+    given = num_groups if group_size is None else group_size
+    if given is None or given < 1:
+        raise ArgumentValueError(
+            f"num_groups={num_groups} and group_size={group_size}: expected a positive number of "
+            f"groups, or of the {channels} channels of each."
+        )
+    if group_size is None:
+        return given
+    if channels % group_size:
+        raise ArgumentShapeError(
+            f"the input has {channels} channels, which cannot be cut into groups of "
+            f"group_size={group_size}."
+        )
+    return channels // group_size

@@ -1,48 +1,105 @@
 """Pooling, which needs no scope."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from weft import functional
-from weft.core.nn.conv import explicit_padding
+from weft.errors import ArgumentShapeError
 
 
 def max_pool(
-    inputs: Num[Array, "batch *spatial channels"],
+    inputs: Num[Array, "*batch_spatial channels"],
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: str | Sequence[tuple[int, int]] = "VALID",
-) -> Num[Array, "batch *out_spatial channels"]:
+    padding: functional.ConvPadding = "VALID",
+) -> Num[Array, "*batch_out_spatial channels"]:
     """The largest value of each window.
 
     Args:
-        inputs: the input.
+        inputs: the input, with any number of batch axes.
         window_shape: the window's size along each spatial axis.
         strides: the step between two windows along each axis; 1 by default.
-        padding: "SAME", "VALID", or `(left, right)` for each spatial axis.
+        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
+            axis.
+
+    Raises:
+        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
+        ArgumentValueError: if the padding is unknown.
+
+    Example:
+        >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
+        [1.0, 3.0]
     """
-    pads = explicit_padding(inputs, window_shape, strides, padding)
-    return functional.max_pool(inputs, window_shape, strides=strides, padding=pads)
+    return _pool(functional.max_pool, inputs, window_shape, strides, padding)
 
 
 def avg_pool(
-    inputs: Num[Array, "batch *spatial channels"],
+    inputs: Num[Array, "*batch_spatial channels"],
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: str | Sequence[tuple[int, int]] = "VALID",
+    padding: functional.ConvPadding = "VALID",
     count_include_pad: bool = True,
-) -> Num[Array, "batch *out_spatial channels"]:
+) -> Num[Array, "*batch_out_spatial channels"]:
     """The mean of each window.
 
     Args:
-        inputs: the input.
+        inputs: the input, with any number of batch axes.
         window_shape: the window's size along each spatial axis.
         strides: the step between two windows along each axis; 1 by default.
-        padding: "SAME", "VALID", or `(left, right)` for each spatial axis.
-        count_include_pad: whether padding counts as zeros, or not at all.
+        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
+            axis.
+        count_include_pad: whether padding counts as zeros, or not at all. Without it, the result
+            of an input in half precision is in float32.
+
+    Raises:
+        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
+        ArgumentValueError: if the padding is unknown.
+
+    Example:
+        >>> x = jnp.arange(4.0).reshape(1, 4, 1)
+        >>> avg_pool(x, (2,), strides=(2,)).ravel().tolist()
+        [0.5, 2.5]
     """
-    pads = explicit_padding(inputs, window_shape, strides, padding)
-    return functional.avg_pool(
-        inputs, window_shape, strides=strides, padding=pads, count_include_pad=count_include_pad
+    if not count_include_pad:
+        inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    return _pool(
+        functional.avg_pool,
+        inputs,
+        window_shape,
+        strides,
+        padding,
+        count_include_pad=count_include_pad,
     )
+
+
+def _pool(
+    pool: Callable[..., Array],
+    inputs: Array,
+    window: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: functional.ConvPadding,
+    **kwargs: Any,
+) -> Array:
+    first = inputs.ndim - len(window) - 1
+    if first < 0:
+        raise ArgumentShapeError(
+            f"window_shape={tuple(window)} is for {len(window)} spatial axes, but the input has "
+            f"shape {inputs.shape}: before its channels there are {inputs.ndim - 1}."
+        )
+    batch, spatial = inputs.shape[:first], inputs.shape[first:-1]
+    strides = (1,) * len(window) if strides is None else tuple(strides)
+    pads = functional.conv_padding_of_length(
+        spatial, window=window, strides=strides, padding=padding
+    )
+    y = pool(
+        inputs.reshape(math.prod(batch), *inputs.shape[first:]),
+        window,
+        strides=strides,
+        padding=pads,
+        **kwargs,
+    )
+    return y.reshape(*batch, *y.shape[1:])

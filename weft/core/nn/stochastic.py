@@ -26,6 +26,16 @@ def dropout(
         rate: between 0 and 1.
         deterministic: whether to return the input as it is.
         rng: a key to use instead.
+
+    Raises:
+        ArgumentValueError: if the rate is not between 0 and 1.
+        InvalidRngError: if there is no key.
+
+    Example:
+        >>> from weft.core import apply
+        >>> y = apply(dropout)({}, jnp.ones(100), 0.5, rngs={"dropout": jax.random.key(0)})
+        >>> sorted(set(y.tolist()))
+        [0.0, 2.0]
     """
     if rate == 0.0 or deterministic:
         return inputs
