@@ -12,24 +12,6 @@ X = jax.random.normal(KEY, (2, 6, 8))
 ATTEND = multi_head_dot_product_attention
 
 
-def test_decoding_gives_what_the_whole_sequence_gives():
-    whole, variables = init(ATTEND)(KEY, X, None, 2, causal_mask=True, cache=True)
-    params = {"params": variables["params"]}
-    expected = apply(ATTEND)(params, X, None, 2, causal_mask=True)
-    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-6)
-    assert variables["cache"]["cached_key"].shape == (2, 6, 2, 4)
-    step = jax.jit(
-        lambda v, x: apply(ATTEND, mutable=["cache"])(v, x, None, 2, causal_mask=True, cache=True)
-    )
-    steps = []
-    for i in range(6):
-        y, changed = step(variables, X[:, i : i + 1])
-        variables = {**params, **changed}
-        steps.append(y)
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, rtol=1e-4, atol=1e-5)
-    assert variables["cache"]["cache_index"] == 6
-
-
 def test_padding_is_not_seen():
     valid = jnp.array([[True] * 4 + [False] * 2] * 2)
     y, variables = init(ATTEND)(KEY, X, None, 2, padding_mask=valid)
@@ -45,16 +27,63 @@ def test_segments_do_not_see_each_other():
         np.testing.assert_allclose(y[:, part], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_bad_arguments():
+def test_padding_of_the_keys_alone():
+    keys = jnp.array([[True] * 4 + [False] * 2] * 2)
+    y, variables = init(ATTEND)(KEY, X, None, 2, key_padding_mask=keys)
+    expected = apply(ATTEND)(variables, X, X[:, :4], 2)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_several_axes_are_one_that_is_flattened():
+    grid = X.reshape(2, 2, 3, 8)
+    segments = jnp.array([[0, 1, 0, 1, 1, 0]] * 2)
+    kwargs = {"causal_mask": True}
+    y, variables = init(ATTEND)(
+        KEY, grid, None, 2, segmentation=segments.reshape(2, 2, 3), **kwargs
+    )
+    flat = apply(ATTEND)(variables, X, None, 2, segmentation=segments, **kwargs)
+    np.testing.assert_allclose(y.reshape(2, 6, 8), flat, rtol=1e-5, atol=1e-6)
+
+
+def test_one_of_two_axes_is_attended_over():
+    grid = X.reshape(2, 2, 3, 8)
+    valid = jnp.array([[[1, 1, 0], [1, 0, 1]]] * 2, bool)
+    y, variables = init(ATTEND)(KEY, grid, None, 2, attention_axis=2, padding_mask=valid)
+    for i in range(2):
+        row = apply(ATTEND)(variables, grid[:, i], None, 2, padding_mask=valid[:, i])
+        np.testing.assert_allclose(y[:, i], row, rtol=1e-5, atol=1e-6)
+
+
+def test_the_result_is_as_wide_as_the_probabilities():
+    half = jnp.ones((1, 3, 2, 4), jnp.bfloat16)
+    assert apply(dot_product_attention)({}, half, half, half).dtype == jnp.float32
+    y = apply(dot_product_attention)({}, half, half, half, dtype=jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+
+
+def test_bad_features_and_axes():
     with pytest.raises(ArgumentValueError, match="qkv_features=8 cannot be shared out among num_h"):
         init(ATTEND)(KEY, X, None, 3)
-    with pytest.raises(ArgumentValueError, match="axis=2: attention goes over axes between"):
-        init(ATTEND)(KEY, X, None, 2, attention_axis=2)
-    with pytest.raises(ArgumentValueError, match="cache=True decodes along one axis of time"):
-        init(ATTEND)(KEY, X[:, None], None, 2, cache=True)
-    _, variables = init(ATTEND)(KEY, X, None, 2, cache=True)
-    with pytest.raises(ArgumentShapeError, match="give one position at a time"):
-        apply(ATTEND, mutable=["cache"])(variables, X, None, 2, cache=True)
+    for axis in (0, 2, -2, (1, 1)):
+        with pytest.raises(ArgumentValueError, match=r"attention goes over different axes between"):
+            init(ATTEND)(KEY, X, None, 2, attention_axis=axis)
+
+
+def test_bad_shapes():
     q = jnp.ones((2, 5, 2, 4))
     with pytest.raises(ArgumentShapeError, match="key and value must agree but in the last axis"):
         apply(dot_product_attention)({}, q, q, q[:, :3])
+    with pytest.raises(ArgumentShapeError, match=r"bias has shape \(2, 5, 4\), .* \(2, 2, 5, 5\)"):
+        apply(dot_product_attention)({}, q, q, q, bias=jnp.ones((2, 5, 4)))
+
+
+def test_bad_caches():
+    with pytest.raises(ArgumentValueError, match="cache=True without causal_mask=True"):
+        init(ATTEND)(KEY, X, None, 2, cache=True)
+    grid, kwargs = X.reshape(2, 2, 3, 8), {"causal_mask": True, "cache": True}
+    with pytest.raises(ArgumentValueError, match=r"which are 1 to 2 here, .* is \(1,\)"):
+        init(ATTEND)(KEY, grid, None, 2, attention_axis=1, **kwargs)
+    _, variables = init(ATTEND)(KEY, X, None, 2, **kwargs)
+    step = apply(ATTEND, mutable=["cache"])
+    with pytest.raises(ArgumentValueError, match="a step of decoding without key_segmentation"):
+        step(variables, X[:, :1], None, 2, segmentation=jnp.ones((2, 1)), **kwargs)

@@ -12,7 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from weft import functional
+from weft.core.nn.decoding import decode
 from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
+from weft.core.nn.masks import attended_axes, causal, pairwise
 from weft.core.nn.stochastic import keep_mask
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
@@ -39,7 +41,7 @@ def dot_product_attention(
         query: what asks.
         key: what is compared with the queries.
         value: what is averaged.
-        dtype: of the probabilities.
+        dtype: of the probabilities, and of the result if that of the values is no wider.
         bias: added to the logits, broadcastable to
             `(batch, *other axes, heads, *axes of query, *axes of key)`.
         axis: the axes that are attended over; by default all between batch and heads.
@@ -64,7 +66,7 @@ def dot_product_attention(
             f"query {query.shape}, key {key.shape} and value {value.shape}: key and value must "
             "agree but in the last axis, query and key in the last two."
         )
-    axes = _attended(query.ndim, axis)
+    axes = attended_axes(query.ndim, axis)
     other = tuple(a for a in range(query.ndim - 2) if a not in axes)
     order = (*other, *axes, query.ndim - 2, query.ndim - 1)
     batch = tuple(query.shape[a] for a in other)
@@ -79,6 +81,7 @@ def dot_product_attention(
     logits = logits * query.shape[-1] ** -0.5
     full = (*batch, query.shape[-2], *targets, *sources)
     if bias is not None:
+        _check_bias(bias, full)
         logits = logits + jnp.broadcast_to(bias, full).reshape(logits.shape)
     probs = jax.nn.softmax(logits)
     if dropout_rate > 0.0 and not deterministic:
@@ -86,9 +89,18 @@ def dot_product_attention(
         shape = (*([1] * (len(batch) + 1)), *targets, *sources) if broadcast_dropout else full
         mask = jnp.broadcast_to(keep_mask(rng, dropout_rate, shape), full).reshape(probs.shape)
         probs = functional.dropout(probs, rate=dropout_rate, mask=mask)
-    context = functional.attention_context(probs.astype(dtype), flat(value), precision=precision)
+    value = flat(value).astype(jnp.promote_types(dtype, value.dtype))
+    context = functional.attention_context(probs.astype(dtype), value, precision=precision)
     context = context.reshape(*batch, *targets, *context.shape[-2:])
     return jnp.transpose(context, tuple(order.index(a) for a in range(query.ndim)))
+
+
+def _check_bias(bias: Array, full: tuple[int, ...]) -> None:
+    sizes = zip(reversed(bias.shape), reversed(full), strict=False)
+    if bias.ndim > len(full) or any(n not in (1, m) for n, m in sizes):
+        raise ArgumentShapeError(
+            f"bias has shape {bias.shape}, which does not broadcast to that of the logits, {full}."
+        )
 
 
 def multi_head_dot_product_attention(
@@ -129,16 +141,13 @@ def multi_head_dot_product_attention(
         attention_axis: the axes that are attended over; by default all between batch and features.
         causal_mask: whether a position sees none that come after it.
         padding_mask: False for what is padding; it may have a last axis of size 1.
-        key_padding_mask: the same for `inputs_kv`; by default that of the queries.
+        key_padding_mask: the same for `inputs_kv`, or for all positions of the cache; by default
+            that of the queries.
         segmentation: only positions of the same segment see each other.
-        key_segmentation: the same for `inputs_kv`; by default that of the queries.
-        cache: whether to decode: the first call, with inputs as long as the result will be, makes
-            the collection `cache`; each later call has one position, which sees those before it.
-        broadcast_dropout: see `dot_product_attention`.
-        dropout_rng: see `dot_product_attention`.
-        dropout_rate: see `dot_product_attention`.
-        deterministic: see `dot_product_attention`.
-        precision: see `dot_product_attention`.
+        key_segmentation: see `key_padding_mask`.
+        cache: whether to decode, with one position per call (`weft.core.nn.decoding`).
+        broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision: see
+            `dot_product_attention`.
         kernel_init: makes the kernels.
         bias_init: makes the biases.
         bias: whether the projections have a bias.
@@ -146,8 +155,8 @@ def multi_head_dot_product_attention(
 
     Raises:
         ArgumentShapeError: if the shapes do not fit.
-        ArgumentValueError: if the features cannot be shared out among the heads, or a cache is
-            asked for where there is no one axis of time.
+        ArgumentValueError: if the features cannot be shared out among the heads, or a cache is to
+            see what comes later.
 
     Example:
         >>> from weft.core import init
@@ -161,13 +170,16 @@ def multi_head_dot_product_attention(
         bias_init=bias_init,
     )  # fmt: skip
     query, key, value = _projected(scope, project, inputs_q, inputs_kv, num_heads, qkv_features)
-    axes = _attended(query.ndim, attention_axis)
-    key, value, seen = _decode(scope, key, value, axes) if cache else (key, value, None)
-    pairs = (padding_mask, key_padding_mask), (segmentation, key_segmentation)
+    axes, seen = attended_axes(query.ndim, attention_axis), None
+    if cache:
+        _check_decoding(causal_mask, axes, query.ndim)
+        key, value, seen = decode(scope, query, key, value)
+    segments = {"segmentation": segmentation, "key_segmentation": key_segmentation}
+    padding = {"padding_mask": padding_mask, "key_padding_mask": key_padding_mask}
     context = scope.child(attention_fn)(
         query, key, value, dtype=dtype, axis=axes, precision=precision, dropout_rng=dropout_rng,
-        bias=_bias(query, key, axes, seen, causal_mask, pairs), dropout_rate=dropout_rate,
-        broadcast_dropout=broadcast_dropout, deterministic=deterministic,
+        bias=_bias(query, key, axes, seen, causal_mask, padding, segments),
+        dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout, deterministic=deterministic,
     )  # fmt: skip
     return project(scope.push("out"), context, out_features or inputs_q.shape[-1], axis=(-2, -1))
 
@@ -193,94 +205,39 @@ def _projected(
     return [project(scope.push(name), x, heads) for name, x in inputs.items()]
 
 
+def _check_decoding(causal_mask: bool, axes: tuple[int, ...], ndim: int) -> None:
+    if not causal_mask:
+        raise ArgumentValueError(
+            "cache=True without causal_mask=True: a position that is decoded cannot see later "
+            "ones, so give both."
+        )
+    if axes != tuple(range(1, ndim - 2)):
+        raise ArgumentValueError(
+            f"cache=True decodes over all axes between batch and features, which are 1 to "
+            f"{ndim - 3} here, and attention_axis is {axes}: leave it out."
+        )
+
+
 def _bias(
     query: Array,
     key: Array,
     axes: tuple[int, ...],
     seen: Array | None,
     causal_mask: bool,
-    pairs: Any,
+    padding: dict[str, Array | None],
+    segments: dict[str, Array | None],
 ) -> Array | None:
     """What is added to the logits, so that each query sees only what it may."""
-    masks = [] if seen is None else [seen]
+    if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
+        padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
+    if seen is not None and [x is None for x in segments.values()] == [False, True]:
+        raise ArgumentValueError(
+            "segmentation was given to a step of decoding without key_segmentation: give that of "
+            "all positions of the cache."
+        )
     if causal_mask and seen is None:
-        masks.append(_causal(query, key, axes))
-    for combine, of_both in zip((jnp.logical_and, jnp.equal), pairs, strict=True):
-        masks += _outer(combine, *of_both, axes=axes, ndim=query.ndim - 1)
+        seen = causal(query, key, axes)
+    padding_mask = pairwise(jnp.logical_and, padding, query, key, axes)
+    same_segment = pairwise(jnp.equal, segments, query, key, axes)
+    masks = [mask for mask in (seen, padding_mask, same_segment) if mask is not None]
     return functional.bool_to_bias(functools.reduce(jnp.logical_and, masks)) if masks else None
-
-
-def _attended(ndim: int, axis: int | Sequence[int] | None) -> tuple[int, ...]:
-    """The attended axes of arrays `(batch, *axes, heads, dim)`."""
-    if axis is None:
-        return tuple(range(1, ndim - 2))
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    if not all(1 <= a < ndim - 2 for a in axes):
-        raise ArgumentValueError(
-            f"axis={axis}: attention goes over axes between the batch and the heads, which are "
-            f"1 to {ndim - 3} here."
-        )
-    return axes
-
-
-def _causal(query: Array, key: Array, axes: tuple[int, ...]) -> Array:
-    """Which positions each one may see, in the order of the flattened axes."""
-    targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
-    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))
-    return order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources)
-
-
-def _outer(
-    combine: Callable[[Array, Array], Array],
-    of_query: Array | None,
-    of_key: Array | None,
-    *,
-    axes: tuple[int, ...],
-    ndim: int,
-) -> list[Array]:
-    """`combine` of each query with each key: `(batch, *other axes, 1, *targets, *sources)`.
-
-    Nothing where there is nothing to combine.
-    """
-    if of_query is None:
-        return []
-    of_key = of_query if of_key is None else of_key
-
-    def laid_out(x: Array, first: bool) -> Array:
-        x = x[..., 0] if x.ndim == ndim else x
-        other = tuple(a for a in range(x.ndim) if a not in axes)
-        x = jnp.transpose(x, (*other, *axes))
-        n = len(other)
-        ones = (1,) * len(axes)
-        around = (*x.shape[n:], *ones) if first else (*ones, *x.shape[n:])
-        return x.reshape(*x.shape[:n], 1, *around)
-
-    return [combine(laid_out(of_query, True), laid_out(of_key, False))]
-
-
-def _decode(
-    scope: Scope, key: Array, value: Array, axes: tuple[int, ...]
-) -> tuple[Array, Array, Array | None]:
-    """Keys and values of all positions so far, and which of them there are yet."""
-    if axes != (1,) or key.ndim != 4:
-        raise ArgumentValueError(
-            f"cache=True decodes along one axis of time, axis 1; here it is over the axes {axes} "
-            f"of an array with {key.ndim - 2} before the heads."
-        )
-    begun = scope.has_variable("cache", "cached_key")
-    keys = scope.variable("cache", "cached_key", jnp.zeros_like, key)
-    values = scope.variable("cache", "cached_value", jnp.zeros_like, value)
-    index = scope.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
-    if not begun:
-        return key, value, None
-    batch, length, heads, dim = keys.value.shape
-    if key.shape != (batch, 1, heads, dim):
-        raise ArgumentShapeError(
-            f"a step of decoding has keys of shape {(batch, 1, heads, dim)}, and these have "
-            f"{key.shape}: give one position at a time."
-        )
-    i = index.value
-    keys.value = lax.dynamic_update_slice_in_dim(keys.value, key, i, axis=1)
-    values.value = lax.dynamic_update_slice_in_dim(values.value, value, i, axis=1)
-    index.value = i + 1
-    return keys.value, values.value, (jnp.arange(length) <= i).reshape(1, 1, 1, length)
