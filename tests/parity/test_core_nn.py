@@ -1,53 +1,12 @@
 """Layers as functions of a scope: the same programs on Flax and on Weft."""
 
-import flax.core
-import flax.core.nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import weft.core
-import weft.core.nn
+from tests.parity.layers import KEY, draw, initialized, named, same
 
-KEY = jax.random.PRNGKey(0)
-LIBRARIES = (flax.core, flax.core.nn), (weft.core, weft.core.nn)
-
-
-def draw(i, *shape):
-    return jax.random.normal(jax.random.fold_in(KEY, i), shape)
-
-
-X, IMAGE, TEXT = draw(1, 2, 3, 4), draw(2, 2, 6, 6, 3), draw(3, 2, 5, 8)
-Q, K, V = draw(4, 2, 5, 4, 8), draw(5, 2, 5, 4, 8), draw(6, 2, 5, 4, 8)
-GRID = draw(7, 2, 3, 4, 2, 5)
-SEGMENTS = jnp.array([[1, 1, 2, 2, 3], [1] * 5])
-
-
-def same(program, tolerance=1e-5):
-    """Runs a program on both; it returns results, and variables that must be the same bits."""
-    (of_flax, variables), (of_weft, ours) = (program(*libs) for libs in LIBRARIES)
-    assert jax.tree.structure(variables) == jax.tree.structure(ours)
-    for a, b in zip(jax.tree.leaves(variables), jax.tree.leaves(ours), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-    assert jax.tree.structure(of_flax) == jax.tree.structure(of_weft)
-    for a, b in zip(jax.tree.leaves(of_flax), jax.tree.leaves(of_weft), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_allclose(
-            np.asarray(a, float), np.asarray(b, float), rtol=tolerance, atol=tolerance
-        )
-
-
-def initialized(name, *args, **kwargs):
-    def program(core, nn):
-        return core.init(getattr(nn, name))({"params": KEY, "dropout": KEY}, *args, **kwargs)
-
-    return program
-
-
-def named(cases):
-    return pytest.mark.parametrize("kwargs", cases, ids=lambda k: ",".join(k) or "default")
+X, IMAGE = draw(1, 2, 3, 4), draw(2, 2, 6, 6, 3)
 
 
 @named([{}, {"bias": False}, {"kernel_init": jax.nn.initializers.ones}])
@@ -61,8 +20,6 @@ def test_half_precision():
         same(initialized("layer_norm", x, dtype=jnp.bfloat16), 2e-2)
         same(initialized("batch_norm", x, dtype=jnp.bfloat16), 2e-2)
         same(initialized("group_norm", x, num_groups=2, dtype=jnp.bfloat16), 3e-2)
-    same(initialized("dot_product_attention", Q, K, V, dtype=jnp.bfloat16), 2e-2)
-    same(initialized("multi_head_dot_product_attention", TEXT, None, 2, dtype=jnp.bfloat16), 3e-2)
 
 
 @pytest.mark.parametrize(
@@ -207,59 +164,3 @@ def test_dtypes_of_pooling(dtype):
         {"rate": 0.5, "rng": KEY}])  # fmt: skip
 def test_dropout(kwargs):
     same(initialized("dropout", X, **kwargs))
-
-
-@named(
-    [
-        {},
-        {"dropout_rate": 0.5},
-        {"dropout_rate": 0.5, "broadcast_dropout": False},
-        {"bias": draw(8, 2, 4, 5, 5)},
-    ]
-)
-def test_dot_product_attention(kwargs):
-    same(initialized("dot_product_attention", Q, K, V, **kwargs))
-
-
-@pytest.mark.parametrize("axis", [None, 1, (2,), (1, 2)])
-@named([{}, {"dropout_rate": 0.5}, {"dropout_rate": 0.5, "broadcast_dropout": False}])
-def test_attention_over_several_axes(axis, kwargs):
-    same(initialized("dot_product_attention", GRID, GRID, GRID, axis=axis, **kwargs))
-
-
-@named(
-    [
-        {},
-        {"qkv_features": 16, "out_features": 3},
-        {"causal_mask": True},
-        {"bias": False},
-        {"dropout_rate": 0.5},
-        {"dropout_rate": 0.5, "deterministic": True},
-        {"segmentation": SEGMENTS},
-        {"segmentation": SEGMENTS[..., None], "causal_mask": True},
-    ]
-)
-def test_multi_head_attention(kwargs):
-    same(initialized("multi_head_dot_product_attention", TEXT, TEXT, 4, **kwargs))
-
-
-def test_multi_head_attention_of_something_else():
-    same(initialized("multi_head_dot_product_attention", TEXT, draw(9, 2, 7, 8), 4))
-    same(initialized("multi_head_dot_product_attention", TEXT, None, 2))
-    grid = draw(10, 2, 3, 4, 8)
-    kwargs = {"attention_axis": (1,), "causal_mask": True}
-    same(initialized("multi_head_dot_product_attention", grid, grid, 4, **kwargs))
-
-
-@pytest.mark.parametrize("last_axis", [True, False])
-def test_padding(last_axis):
-    valid = jnp.array([[1, 1, 1, 0, 0], [1] * 5], bool)
-
-    def program(core, nn):
-        mask = valid[..., None] if last_axis else valid
-        attend = core.init(nn.multi_head_dot_product_attention)
-        y, variables = attend(KEY, TEXT, TEXT, 4, padding_mask=mask)
-        # What differs: here a query that is padding gets the mean of all values, there the sum.
-        return y[valid], variables
-
-    same(program)
