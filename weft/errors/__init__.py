@@ -1,0 +1,20 @@
+"""Every error that Weft raises on purpose.
+
+All of them derive from `WeftError`, and from the builtin a caller would expect (`ValueError`,
+`TypeError`, ...). A message names what was wrong, where, what was expected and the smallest change
+that mends it.
+"""
+
+from weft.errors._base import WeftError as WeftError
+from weft.errors._configs import *
+from weft.errors._functional import *
+from weft.errors._hierarchy import *
+from weft.errors._layouts import *
+from weft.errors._lifting import *
+from weft.errors._modules import *
+from weft.errors._scopes import *
+from weft.errors._training import *
+from weft.errors._trees import *
+
+FlaxError = WeftError
+"""The name under which users of Flax catch every error."""

@@ -1,0 +1,183 @@
+"""The errors about scopes."""
+
+from weft.errors._base import WeftError
+
+
+class ScopeError(WeftError):
+    """Base of the errors about scopes and what they hold."""
+
+
+class InvalidFilterError(ScopeError, TypeError):
+    """Something that is no filter was given where collections or PRNG streams are named."""
+
+    def __init__(self, filter_like: object, why: str = ""):
+        super().__init__(
+            f"{filter_like!r} cannot be used as a filter here"
+            + (f": {why}" if why else "")
+            + "; expected True, False, a name, a collection of names or a DenyList."
+        )
+
+
+class InvalidScopeError(ScopeError, RuntimeError):
+    """A scope was used after its end."""
+
+    def __init__(self, scope_name: str):
+        super().__init__(
+            f"the scope {scope_name!r} is used after its end; a scope is for the call it was made "
+            "for: call `init` or `apply` again, and keep variables instead of scopes."
+        )
+
+
+class JaxTransformError(ScopeError, RuntimeError):
+    """A scope was changed inside of a JAX transformation that it does not cross."""
+
+    def __init__(self, what: str = "A scope is used", where: str = "/"):
+        super().__init__(
+            f"{what} in {where!r} inside of a JAX transformation that the scope does not cross, so "
+            "a tracer would leak into it; use the lifted transformation of the same name "
+            "(weft.core.lift) instead of the one of JAX."
+        )
+
+
+class InvalidRngError(ScopeError, ValueError):
+    """A PRNG stream is missing, or a key is no key."""
+
+    def __init__(self, msg: str):
+        super().__init__(msg)
+
+
+class NameInUseError(ScopeError, ValueError):
+    """A name in a scope or a module is given a second time."""
+
+    def __init__(self, key_type: str, value: str, module_name: str):
+        super().__init__(
+            f"the name {value!r} is used twice in {module_name!r}, the second time in "
+            f"{key_type!r}; choose another name, or push the scope with reuse=True to share what "
+            "it holds."
+        )
+
+
+class ScopeCollectionNotFound(ScopeError, LookupError):
+    """A variable is asked for in a collection that has none."""
+
+    def __init__(self, col_name: str, var_name: str, scope_path: str, hint: str = ""):
+        super().__init__(
+            f"the scope {scope_path!r} was asked for {var_name!r} of the collection {col_name!r}, "
+            "which is empty; "
+            + (hint or "give it to `apply`, or make the collection mutable and give an init_fn.")
+        )
+
+
+class ScopeParamNotFoundError(ScopeError, LookupError):
+    """A parameter is missing in a scope that has others."""
+
+    def __init__(self, param_name: str, scope_path: str, hint: str = ""):
+        super().__init__(
+            f"no parameter {param_name!r} in the scope {scope_path!r}{hint}; give it to `apply`, "
+            "or run `init` again if the model has changed."
+        )
+
+
+class ScopeVariableNotFoundError(ScopeError, LookupError):
+    """A variable is missing in a collection that has others."""
+
+    def __init__(self, name: str, col: str, scope_path: str, hint: str = ""):
+        super().__init__(
+            f"no variable {name!r} of the collection {col!r} in the scope {scope_path!r}{hint}; "
+            "give it to `apply`, or make the collection mutable and give an init_fn."
+        )
+
+
+class ScopeFlagNotFoundError(ScopeError, LookupError, ValueError):
+    """A flag is asked for that was not given."""
+
+    def __init__(self, key: str, scope_path: str, flags: object = ()):
+        super().__init__(
+            f"no flag {key!r} in the scope {scope_path!r}; there are {flags}. Give it to `init` or "
+            f"`apply`: flags={{{key!r}: ...}}."
+        )
+
+
+class ScopeNameError(ScopeError, TypeError):
+    """The name of a scope or a variable is no string."""
+
+    def __init__(self, name: object, scope_path: str):
+        super().__init__(
+            f"the name {name!r} in the scope {scope_path!r} is a {type(name).__name__}; expected a "
+            "string."
+        )
+
+
+class ScopeTreeError(ScopeError, TypeError):
+    """Where a scope looks for its variables there is a value, and no dict."""
+
+    def __init__(self, col: str, scope_path: str, value: object):
+        super().__init__(
+            f"the collection {col!r} has a {type(value).__name__} at {scope_path!r}, where a scope "
+            "needs a dict of its variables; the variables are of another model, or a variable and "
+            "a scope have one name."
+        )
+
+
+class ReturnedScopeError(ScopeError, TypeError):
+    """A function that a transformation runs returns its scope."""
+
+    def __init__(self, transformation: str, scope_path: str):
+        super().__init__(
+            f"{transformation}: the function returns the scope {scope_path!r}; a scope ends with "
+            "the call it was made for, so return arrays."
+        )
+
+
+class ScopeParamShapeError(ScopeError, ValueError):
+    """A parameter has another shape than its initializer makes."""
+
+    def __init__(self, param_name: str, scope_path: str, value_shape: object, init_shape: object):
+        super().__init__(
+            f"the parameter {param_name!r} in the scope {scope_path!r} has shape {value_shape}, "
+            f"but its initializer makes {init_shape}; the parameters are of another model, or the "
+            "input has another size than at `init`."
+        )
+
+
+class ModifyScopeVariableError(ScopeError, TypeError):
+    """A variable of a collection that is not mutable was written to."""
+
+    def __init__(self, col: str, variable_name: str, scope_path: str, hint: str = ""):
+        super().__init__(
+            f"{variable_name!r} in the scope {scope_path!r} was written to, but its collection "
+            f"{col!r} is not mutable; " + (hint or f"call apply(..., mutable=[{col!r}]).")
+        )
+
+
+class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
+    """The variables given to `apply` are no mapping of mappings."""
+
+    def __init__(self, variables: object = None, col: str | None = None):
+        what = "the variables are" if col is None else f"the collection {col!r} is"
+        super().__init__(
+            f"{what} a {type(variables).__name__}; expected a dict of collections, such as "
+            '{"params": {...}}.'
+        )
+
+
+class ApplyScopeInvalidVariablesStructureError(ScopeError, ValueError):
+    """The variables given to `apply` have a layer too many."""
+
+    def __init__(self, variables: object):
+        names = sorted(variables) if isinstance(variables, dict) else variables
+        super().__init__(
+            'the variables have "params" inside of "params"; the outer dict is one of collections: '
+            f'give variables["params"] instead of what has the collections {names}.'
+        )
+
+
+class LazyInitError(ScopeError, ValueError):
+    """A variable's initial value depends on an input of which only the shape was given."""
+
+    def __init__(self, partial_val: object):
+        super().__init__(
+            f"lazy_init cannot compute {partial_val}: its initial value depends on the value of an "
+            "input of which only shape and dtype were given; give that input as an array, or make "
+            "the initializer independent of it."
+        )
