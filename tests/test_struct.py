@@ -72,3 +72,19 @@ def test_only_classes_are_made_structs():
 def test_the_base_class_has_no_instances():
     with pytest.raises(AbstractPyTreeNodeError, match="PyTreeNode has no fields to be made from"):
         struct.PyTreeNode()
+
+
+def test_classes_with_equal_fields_are_not_mixed_up_by_jit():
+    def a_class():
+        class Box(struct.PyTreeNode):
+            value: jax.Array
+
+        return Box
+
+    # JAX compares structures by a part of their hash first, so it takes many to see it.
+    for _ in range(100):
+        one, other = a_class(), a_class()
+        assert jax.tree.structure(one(1.0)) != jax.tree.structure(other(1.0))
+        same = jax.jit(lambda tree: tree)
+        same(one(jnp.ones(1)))
+        assert type(same(other(jnp.ones(1)))) is other

@@ -58,16 +58,32 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
         return clz
     kwargs.setdefault("frozen", True)
     made = dataclasses.dataclass(**kwargs)(clz)
-    fields = [f for f in dataclasses.fields(made) if f.init]  # pyright: ignore[reportArgumentType]
     if not hasattr(made, "replace"):
         made.replace = dataclasses.replace  # pyright: ignore[reportAttributeAccessIssue]
     made._weft_struct = True  # pyright: ignore[reportAttributeAccessIssue]
-    jax.tree_util.register_dataclass(
-        made,
-        data_fields=[f.name for f in fields if f.metadata.get("pytree_node", True)],
-        meta_fields=[f.name for f in fields if not f.metadata.get("pytree_node", True)],
-    )
+    _register(made)
     return made
+
+
+def _register(cls: Any) -> None:
+    # Not `jax.tree_util.register_dataclass`: there JAX 0.10.2 takes the structures of two classes
+    # with equal fields for equal, and now and then a function under `jit` returns the wrong class.
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    data = [f.name for f in fields if f.metadata.get("pytree_node", True)]
+    meta = [f.name for f in fields if not f.metadata.get("pytree_node", True)]
+    keys = [jax.tree_util.GetAttrKey(name) for name in data]
+
+    def flatten(x: Any) -> tuple[Any, Any]:
+        return [getattr(x, name) for name in data], tuple([getattr(x, name) for name in meta])
+
+    def flatten_with_keys(x: Any) -> tuple[Any, Any]:
+        children, static = flatten(x)
+        return zip(keys, children, strict=True), static
+
+    def unflatten(static: tuple[Any, ...], children: Any) -> Any:
+        return cls(**dict(zip(data, children, strict=True)), **dict(zip(meta, static, strict=True)))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
