@@ -71,7 +71,7 @@ def test_a_parameter_and_a_variable_of_the_same_collection_collide():
     dense = bind(VARIABLES).push("dense")
     dense.param("b", lambda key: 0.0)
     with raises(
-        errors.NameInUseError, "'b' is used twice in '/dense', the second time in 'params'"
+        errors.NameInUseError, "'b' is used twice in '/dense', the second time for 'params'"
     ):
         dense.variable("params", "b")
 

@@ -178,6 +178,10 @@ class Scope:
             raise NameInUseError(col or "scopes", name, self.path_text)
         self._reserved.setdefault(name, set()).add(col)
 
+    def release(self, name: str, col: str | None = None) -> None:
+        """Gives a name free again; see `reserve`."""
+        self._reserved.get(name, set()).discard(col)
+
     def default_name(self, prefix: str) -> str:
         """The first of `prefix0`, `prefix1` ... that is free."""
         i = 0

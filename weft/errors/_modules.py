@@ -87,12 +87,12 @@ class CompactMethodError(ModuleError, ValueError):
 
 
 class MultipleMethodsCompactError(ModuleError, ValueError):
-    """More than one method of a class is compact."""
+    """Two compact methods give one name to different submodules."""
 
-    def __init__(self, module: str = "the module", methods: object = ()):
+    def __init__(self, module: str = "the module", name: str = "", methods: object = ()):
         super().__init__(
-            f"{module} has more than one compact method: {methods}; they would give equal names. "
-            "Keep one, make submodules in `setup`, or use @compact_name_scope."
+            f"the compact methods {methods} of {module} give the name {name!r} to different "
+            "submodules; make them in `setup`, give them names, or use @compact_name_scope."
         )
 
 

@@ -51,9 +51,9 @@ class NameInUseError(ScopeError, ValueError):
 
     def __init__(self, key_type: str, value: str, module_name: str):
         super().__init__(
-            f"the name {value!r} is used twice in {module_name!r}, the second time in "
-            f"{key_type!r}; choose another name, or push the scope with reuse=True to share what "
-            "it holds."
+            f"the name {value!r} is used twice in {module_name!r}, the second time for "
+            f"{key_type!r}; choose another name, or to share what it names use what you have "
+            "(a module can be called twice, a scope pushed with reuse=True)."
         )
 
 

@@ -1,0 +1,144 @@
+"""Functions about modules: calls without a method, a scope for two, arguments that come twice."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from weft.core.filters import Filter
+from weft.errors import CallShareScopeOnUnboundModuleError, ParameterGivenTwiceError
+from weft.linen.module import BUT_INTERMEDIATES, Module
+
+T = TypeVar("T")
+
+
+def apply(
+    fn: Callable[..., Any],
+    module: Module,
+    mutable: Filter = False,
+    capture_intermediates: Any = False,
+) -> Callable[..., Any]:
+    """A pure function from a function of a module.
+
+    Args:
+        fn: `fn(module, *args, **kwargs)`.
+        module: of which `fn` sees a bound copy.
+        mutable: see `Module.apply`.
+        capture_intermediates: see `Module.apply`.
+
+    Returns:
+        `applied(variables, *args, rngs=None, **kwargs)`.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> twice = nn.apply(lambda dense, x: dense(dense(x)), nn.Dense(1, use_bias=False))
+        >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()
+        [9.0]
+    """
+
+    def applied(variables: Mapping[str, Any], *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
+        options = {"mutable": mutable, "capture_intermediates": capture_intermediates}
+        return module.apply(variables, *args, rngs=rngs, method=fn, **options, **kwargs)
+
+    return applied
+
+
+def init_with_output(
+    fn: Callable[..., Any],
+    module: Module,
+    mutable: Filter = BUT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """A function that makes the variables that a function of a module needs.
+
+    Args:
+        fn: `fn(module, *args, **kwargs)`.
+        module: of which `fn` sees a bound copy.
+        mutable: see `Module.init`.
+        capture_intermediates: see `Module.init`.
+
+    Returns:
+        `initialize(rngs, *args, **kwargs)`, which returns what `fn` returns, and the variables.
+    """
+
+    def initialize(rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        options = {"mutable": mutable, "capture_intermediates": capture_intermediates}
+        return module.init_with_output(rngs, *args, method=fn, **options, **kwargs)
+
+    return initialize
+
+
+def init(
+    fn: Callable[..., Any],
+    module: Module,
+    mutable: Filter = BUT_INTERMEDIATES,
+    capture_intermediates: Any = False,
+) -> Callable[..., dict[str, Any]]:
+    """`init_with_output` that returns the variables alone.
+
+    Args:
+        fn: see `init_with_output`.
+        module: see `init_with_output`.
+        mutable: see `init_with_output`.
+        capture_intermediates: see `init_with_output`.
+    """
+    with_output = init_with_output(fn, module, mutable, capture_intermediates)
+
+    def initialize(rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return with_output(rngs, *args, **kwargs)[1]
+
+    return initialize
+
+
+def share_scope(module: Module, other: Module) -> None:
+    """Two modules have their variables in one scope, that of the one nearer to the root.
+
+    So a module that wraps another one leaves no mark in the tree of variables.
+
+    Args:
+        module: a bound module.
+        other: another one.
+
+    Raises:
+        CallShareScopeOnUnboundModuleError: if one of them is not bound.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> class Logged(nn.Module):
+        ...     inner: nn.Module
+        ...     def setup(self):
+        ...         nn.share_scope(self, self.inner)
+        ...     def __call__(self, x):
+        ...         return self.inner(x)
+        >>> sorted(Logged(nn.Dense(2)).init(jax.random.key(0), jax.numpy.ones(3))["params"])
+        ['bias', 'kernel']
+    """
+    if module.scope is None or other.scope is None:
+        unbound = module if module.scope is None else other
+        raise CallShareScopeOnUnboundModuleError(type(unbound).__name__)
+    outer, inner = (module, other) if len(module.path) <= len(other.path) else (other, module)
+    if isinstance(inner.parent, Module) and inner.parent.scope is not None:
+        inner.parent.scope.release(inner.name or "")
+    inner._rebind(outer.scope)
+
+
+def merge_param(name: str, a: T | None, b: T | None) -> T:
+    """What was given either when a module was made or when it is called.
+
+    Args:
+        name: for the error.
+        a: what was given at one time, or None.
+        b: what was given at the other, or None.
+
+    Raises:
+        ParameterGivenTwiceError: if both are given, or none.
+
+    Example:
+        >>> merge_param("deterministic", None, True)
+        True
+    """
+    if a is None and b is None:
+        raise ParameterGivenTwiceError(name, "never")
+    if a is not None and b is not None:
+        raise ParameterGivenTwiceError(name, f"twice, as {a!r} and as {b!r}")
+    return a if b is None else b  # pyright: ignore[reportReturnType]

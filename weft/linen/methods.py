@@ -1,0 +1,181 @@
+"""The methods of modules: which may make submodules, and what every call of one does.
+
+The methods of a class are wrapped once, when the class is made. A call first runs `setup` where
+that has not been done, notes whose method runs, and names the operations.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+
+from weft.core.filters import in_filter
+from weft.errors import CallCompactUnboundModuleError, CallSetupUnboundModuleError
+from weft.linen.running import RUNNING, intercepted, named_call_is_on
+
+if TYPE_CHECKING:
+    from weft.linen.module import Module
+
+F = TypeVar("F", bound=Callable[..., Any])
+_NOWHERE = contextlib.nullcontext()
+
+
+def compact(fun: F) -> F:
+    """Marks a method in which submodules and variables are made where they are used.
+
+    Args:
+        fun: the method; a class has one of them. Called again, it uses the same variables.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class MLP(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         return nn.Dense(2)(nn.relu(nn.Dense(4)(x)))
+        >>> sorted(MLP().init(jax.random.key(0), jnp.ones((1, 3)))["params"])
+        ['Dense_0', 'Dense_1']
+    """
+    fun.compact = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fun
+
+
+def compact_name_scope(fun: F) -> F:
+    """Marks a compact method whose submodules are below a scope with the method's name.
+
+    A class may have several of them, and one that is `compact` beside.
+
+    Args:
+        fun: the method.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class Codec(nn.Module):
+        ...     @nn.compact_name_scope
+        ...     def encode(self, x):
+        ...         return nn.Dense(2)(x)
+        ...     @nn.compact_name_scope
+        ...     def decode(self, x):
+        ...         return nn.Dense(3)(x)
+        ...     def __call__(self, x):
+        ...         return self.decode(self.encode(x))
+        >>> params = Codec().init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+        >>> {name: sorted(below) for name, below in params.items()}
+        {'encode': ['Dense_0'], 'decode': ['Dense_0']}
+    """
+
+    @functools.wraps(fun)
+    def scoped(self: "Module", *args: Any, **kwargs: Any) -> Any:
+        with self._state.below(self, fun.__name__):
+            return fun(self, *args, **kwargs)
+
+    scoped.name_scope = True  # pyright: ignore[reportAttributeAccessIssue]
+    return scoped  # pyright: ignore[reportReturnType]
+
+
+def nowrap(fun: F) -> F:
+    """Marks a method that is called like any function: it neither needs nor sees variables.
+
+    What is a module in it belongs to the module that runs, not to this one.
+
+    Args:
+        fun: the method.
+    """
+    fun.nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
+    return fun
+
+
+def wrap_methods(cls: type["Module"], fields: Collection[str]) -> None:
+    """Wraps the methods that a module class defines itself; functions in fields are no methods."""
+    for name, value in list(vars(cls).items()):
+        if name in fields or (name.startswith("__") and name != "__call__"):
+            continue
+        if isinstance(value, property):
+            getter = value.fget and _as_its_own(value.fget)
+            setattr(cls, name, property(getter, value.fset, value.fdel, value.__doc__))
+        elif isinstance(value, types.FunctionType):
+            setattr(cls, name, _checked_setup(value) if name == "setup" else wrapped(value))
+
+
+def _checked_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fn)
+    def setup(self: "Module") -> None:
+        if self.scope is None:
+            raise CallSetupUnboundModuleError(type(self).__name__)
+        if RUNNING.interceptors and self._state.in_setup:
+            intercepted(fn, self, (), {})
+        else:
+            fn(self)
+
+    return setup
+
+
+def _as_its_own(getter: Callable[..., Any]) -> Callable[..., Any]:
+    """A property's getter, of which the modules that it makes are the module's own."""
+
+    @functools.wraps(getter)
+    def get(self: "Module") -> Any:
+        RUNNING.modules.append(self)
+        try:
+            return getter(self)
+        finally:
+            RUNNING.modules.pop()
+
+    return get
+
+
+def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A method as it is called on modules."""
+    if getattr(fn, "nowrap", False) or getattr(fn, "is_wrapped", False):
+        return fn
+    is_compact = getattr(fn, "compact", False)
+    name = fn.__name__
+
+    @functools.wraps(fn)
+    def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
+        state = self._state
+        scope = self.scope
+        if scope is None:
+            if is_compact or hasattr(fn, "name_scope"):
+                raise CallCompactUnboundModuleError(f"{type(self).__name__}.{name}", repr(self))
+        elif state.setup_is_due:
+            self._run_setup()
+        begins = is_compact and not state.in_compact
+        if begins:
+            state.begin_compact(self, name)
+        RUNNING.modules.append(self)
+        try:
+            with _named(self, name):
+                if RUNNING.interceptors:
+                    result = intercepted(fn, self, args, kwargs)
+                else:
+                    result = fn(self, *args, **kwargs)
+            if scope is not None and "capture" in scope.flags:
+                _capture(self, name, result)
+            return result
+        finally:
+            RUNNING.modules.pop()
+            if begins:
+                state.in_compact = False
+
+    call.is_wrapped = True  # pyright: ignore[reportAttributeAccessIssue]
+    return call
+
+
+def _named(module: "Module", method: str) -> Any:
+    if module.scope is None or not named_call_is_on():
+        return _NOWHERE
+    shown = module.name or type(module).__name__
+    return jax.named_scope(shown if method == "__call__" else f"{shown}.{method}")
+
+
+def _capture(module: "Module", method: str, result: Any) -> None:
+    """Sows a method's result, if `capture_intermediates` asks for it."""
+    wanted = module.scope.flags["capture"]  # pyright: ignore[reportOptionalMemberAccess]
+    asked = method == "__call__" if wanted is True else wanted(module, method)
+    if asked and in_filter(module.scope.mutable, "intermediates"):  # pyright: ignore[reportOptionalMemberAccess]
+        module.sow("intermediates", method, result)

@@ -1,0 +1,532 @@
+"""Modules: dataclasses whose methods see variables.
+
+A module alone is a description: its fields. `init` and `apply` bind a copy of it to a scope for the
+time of one call, and inside of that call its methods make and use variables. Submodules are made in
+`setup`, which names them by their attributes, or in a compact method, which names them by their
+class. A child's scope is below that of its parent, so the tree of variables is that of the modules.
+"""
+
+import dataclasses
+import difflib
+import enum
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from weft import core
+from weft.core.filters import DenyList, Filter, union_filters
+from weft.core.frozen_dict import FrozenDict
+from weft.core.scope import Scope
+from weft.errors import (
+    ApplyModuleInvalidMethodError,
+    AssignSubModuleError,
+    CallUnbindOnUnboundModuleError,
+    DescriptorAttributeError,
+    IncorrectPostInitOverrideError,
+    InvalidInstanceModuleError,
+    ModuleAttributeError,
+    ModuleError,
+    ReservedModuleAttributeError,
+    SetAttributeFrozenModuleError,
+    SetAttributeInModuleSetupError,
+)
+from weft.linen import summary
+from weft.linen.display import module_repr
+from weft.linen.methods import wrap_methods
+from weft.linen.running import RUNNING, alone, current_module
+from weft.linen.state import Setup, State
+from weft.linen.submodules import map_submodules
+from weft.linen.variables import ModuleVariables
+
+BUT_INTERMEDIATES = DenyList("intermediates")
+M = TypeVar("M", bound="Module")
+
+
+class _Current(enum.Enum):
+    """The default of `parent`: the module whose method runs, None outside of all."""
+
+    MODULE = enum.auto()
+
+    def __repr__(self) -> str:
+        return "<the module that runs>"
+
+
+@dataclass_transform(field_specifiers=(dataclasses.field,))
+@dataclasses.dataclass(repr=False)
+class Module(ModuleVariables):
+    """Base class of all modules; each subclass is a dataclass of its annotated fields.
+
+    Attributes:
+        parent: the module of which this one is a submodule, by default the one whose method runs;
+            None for a module that stands alone.
+        name: its name in the parent, by default made from the attribute or the class.
+
+    Raises:
+        AssignSubModuleError: if it is made in a method that is neither `setup` nor compact.
+        NameInUseError: if its name is taken in the parent.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> class Autoencoder(nn.Module):
+        ...     features: int
+        ...
+        ...     def setup(self):
+        ...         self.encoder = nn.Dense(self.features)
+        ...         self.decoder = nn.Dense(3)
+        ...
+        ...     def __call__(self, x):
+        ...         return self.decoder(nn.relu(self.encoder(x)))
+        >>> model = Autoencoder(features=2)
+        >>> x = jnp.ones((5, 3))
+        >>> variables = model.init(jax.random.key(0), x)
+        >>> jax.tree.map(jnp.shape, variables["params"]["encoder"])
+        {'bias': (2,), 'kernel': (3, 2)}
+        >>> model.apply(variables, x).shape
+        (5, 3)
+    """
+
+    parent: "Module | Scope | _Current | None" = dataclasses.field(
+        default=_Current.MODULE, kw_only=True, repr=False, compare=False
+    )
+    name: str | None = dataclasses.field(default=None, kw_only=True)
+
+    if TYPE_CHECKING:
+        __call__: Callable[..., Any]
+
+    _field_names: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, kw_only: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = inspect.get_annotations(cls)
+        if taken := {name: own[name] for name in ("parent", "name") if name in own}:
+            raise ReservedModuleAttributeError(taken)
+        has_hash = "__hash__" in vars(cls)
+        dataclasses.dataclass(repr=False, kw_only=kw_only)(cls)
+        if not has_hash:
+            cls.__hash__ = _hash
+        fields = dataclasses.fields(cls)
+        wrap_methods(cls, {f.name for f in fields})
+        init = [f.name for f in fields if f.init]
+        cls._field_names = tuple(name for name in init if name not in ("parent", "name"))
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "_state", State())
+        set_(self, "scope", None)
+        parent = self.parent
+        if parent is _Current.MODULE:
+            parent = current_module()
+            set_(self, "parent", parent)
+        if isinstance(parent, Scope):
+            self._bind(parent)
+        elif isinstance(parent, Module):
+            parent._take_in(self)
+        elif parent is not None:
+            raise ModuleError(
+                f"{type(self).__name__} was given parent={parent!r}; expected a module, or None "
+                "for a module that stands alone."
+            )
+
+    # The tree.
+
+    def setup(self) -> None:
+        """Makes submodules and variables, as attributes; it runs before the first method does."""
+
+    def _take_in(self, child: "Module") -> None:
+        """Takes in a submodule that was made in one of this module's methods."""
+        state = self._state
+        if state.in_setup and child.name is None:
+            return  # the attribute that it is assigned to names it
+        if not (state.in_setup or state.in_compact):
+            raise AssignSubModuleError(type(child).__name__, type(self).__name__)
+        self._attach(child, child.name or state.next_name(type(child).__name__))
+
+    def _attach(self, child: "Module", name: str) -> None:
+        scope: Any = self.scope
+        self._state.take(scope, name, self, child)
+        object.__setattr__(child, "name", name)
+        object.__setattr__(child, "parent", self)
+        child._state.adopted = self._state.adopted
+        child._bind(scope.push(name))
+
+    def _bind(self, scope: Scope) -> None:
+        object.__setattr__(self, "scope", scope)
+        for name in self._field_names:
+            value = self.__dict__.get(name)
+            if isinstance(value, Module | list | tuple | dict | FrozenDict):
+                adopted = map_submodules(self._adopt, value, _is_module, name)
+                if adopted is not value:
+                    self._state.given[name] = value
+                    object.__setattr__(self, name, adopted)
+
+    def _rebind(self, scope: Any) -> None:
+        """Binds a module and those below to another scope."""
+        object.__setattr__(self, "scope", scope)
+        for name, child in self._state.children.items():
+            child._rebind(scope.push(name))
+
+    def _adopt(self, name: str, module: "Module") -> "Module":
+        """A module in an attribute, as a submodule of this one if it is nobody's yet."""
+        if module.scope is not None:
+            return module
+        adopted = self._state.adopted
+        if id(module) not in adopted:
+            is_new = isinstance(module.parent, Module)  # made in a `setup` that runs
+            adopted[id(module)] = module, module if is_new else module.clone()
+            self._attach(adopted[id(module)][1], name)
+        return adopted[id(module)][1]
+
+    def _run_setup(self) -> None:
+        state = self._state
+        if type(self).setup is Module.setup:
+            state.setup = Setup.DONE
+            return
+        state.setup = Setup.RUNS
+        RUNNING.modules.append(self)
+        try:
+            self.setup()
+        except BaseException:
+            state.setup = Setup.DUE
+            raise
+        finally:
+            RUNNING.modules.pop()
+        state.setup = Setup.DONE
+
+    # Attributes.
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("scope") is None:
+            object.__setattr__(self, name, value)
+            return
+        if not self._state.in_setup:
+            raise SetAttributeFrozenModuleError(type(self).__name__, name, value)
+        if name in self._field_names or name in ("parent", "name"):
+            raise SetAttributeInModuleSetupError(type(self).__name__, name)
+        object.__setattr__(self, name, map_submodules(self._adopt, value, _is_module, name))
+
+    def __delattr__(self, name: str) -> None:
+        if self.__dict__.get("scope") is not None:
+            raise SetAttributeFrozenModuleError(type(self).__name__, name, "(deleted)")
+        object.__delattr__(self, name)
+
+    def __getattr__(self, name: str) -> Any:
+        cls = type(self)
+        if name.startswith("__") or (name not in ("_state", "scope") and "_state" not in vars(self)):
+            raise AttributeError(f"{cls.__name__} has no attribute {name!r}.")
+        if "_state" not in vars(self):
+            raise IncorrectPostInitOverrideError(cls.__name__)
+        if inspect.isdatadescriptor(inspect.getattr_static(cls, name, None)):
+            raise DescriptorAttributeError(cls.__name__, name)
+        if self.scope is not None and self._state.setup_is_due:
+            self._run_setup()
+            if name in vars(self):
+                return vars(self)[name]
+        near = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
+        raise ModuleAttributeError(
+            cls.__name__, name, f"; did you mean {near[0]!r}?" if near else ""
+        )
+
+    def __repr__(self) -> str:
+        return module_repr(self)
+
+    # Copies.
+
+    def clone(
+        self: M,
+        *,
+        parent: "Module | Scope | None" = None,
+        _deep_clone: bool = False,
+        _reset_names: bool = False,
+        **updates: Any,
+    ) -> M:
+        """A copy that is not bound.
+
+        Args:
+            parent: the copy's parent.
+            _deep_clone: whether submodules in the fields are copied as well.
+            _reset_names: whether the copy has no name.
+            **updates: fields that the copy has other values of.
+
+        Example:
+            >>> from weft import linen as nn
+            >>> nn.Dense(3).clone(features=4).features
+            4
+        """
+        given = self._state.given
+        fields = {name: given.get(name, getattr(self, name)) for name in self._field_names}
+        if _deep_clone:
+            copied = functools.partial(_deep_copy, reset_names=_reset_names)
+            fields = {n: map_submodules(copied, v, _is_module) for n, v in fields.items()}
+        name = None if _reset_names else self.name
+        return type(self)(**{**fields, "parent": parent, "name": name, **updates})
+
+    def copy(
+        self: M,
+        *,
+        parent: "Module | _Current | None" = _Current.MODULE,
+        name: str | None = None,
+        **updates: Any,
+    ) -> M:
+        """A copy with a name of its own, as a submodule of the module whose method runs.
+
+        Args:
+            parent: the copy's parent.
+            name: the copy's name.
+            **updates: fields that the copy has other values of.
+        """
+        return self.clone(parent=parent, name=name, **updates)  # pyright: ignore[reportArgumentType]
+
+    # The ways in and out.
+
+    def bind(
+        self: M,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        mutable: Filter = False,
+    ) -> M:
+        """A copy that has variables, for use outside of `apply`.
+
+        Args:
+            variables: the collections.
+            *args: ignored; the arguments of `apply` can stay.
+            rngs: a key, or keys by the name of their stream.
+            mutable: the collections that can be changed.
+
+        Example:
+            >>> from weft import linen as nn
+            >>> bound = nn.Dense(2).bind({"params": {"kernel": jnp.eye(2), "bias": jnp.ones(2)}})
+            >>> bound(jnp.array([1.0, 2.0])).tolist()
+            [2.0, 3.0]
+        """
+        _check_instance(self, "bind")
+        return self.clone(parent=core.bind(variables, rngs=rngs, mutable=mutable))
+
+    def unbind(self: M) -> tuple[M, dict[str, Any]]:
+        """A copy that is not bound, and the variables; the inverse of `bind`.
+
+        Raises:
+            CallUnbindOnUnboundModuleError: if this module is not bound.
+        """
+        if self.scope is None:
+            raise CallUnbindOnUnboundModuleError(type(self).__name__)
+        return self.clone(_deep_clone=True, _reset_names=True), self.variables
+
+    def apply(
+        self,
+        variables: Mapping[str, Any],
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Filter = False,
+        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls a method on variables.
+
+        Args:
+            variables: the collections, as `init` makes them.
+            *args: of the method.
+            rngs: a key, or keys by the name of their stream.
+            method: a method or its name, or a function that takes the module first; `__call__` by
+                default.
+            mutable: the collections that can be changed, which are returned as well.
+            capture_intermediates: whether to keep the results of all `__call__` in the collection
+                `intermediates`; or a function that says so of a module and a method's name.
+            **kwargs: of the method.
+
+        Returns:
+            What the method returns; a pair of it and the changed collections unless `mutable` is
+            False.
+
+        Raises:
+            ApplyModuleInvalidMethodError: if `method` is no method.
+            ModifyScopeVariableError: if a collection is written to that is not mutable.
+        """
+        run, mutable, flags = self._runner("apply", method, mutable, capture_intermediates)
+        return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
+
+    def init_with_output(
+        self,
+        rngs: Any,
+        *args: Any,
+        method: Any = None,
+        mutable: Filter = BUT_INTERMEDIATES,
+        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        **kwargs: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """Calls a method that makes its variables; see `init`.
+
+        Returns:
+            What the method returns, and the variables.
+        """
+        run, mutable, flags = self._runner("init", method, mutable, capture_intermediates)
+        return core.init(run, mutable, flags)(rngs, *args, **kwargs)
+
+    def init(
+        self,
+        rngs: Any,
+        *args: Any,
+        method: Any = None,
+        mutable: Filter = BUT_INTERMEDIATES,
+        capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The variables that a method makes.
+
+        Args:
+            rngs: a key for the stream `params`, or keys by the name of their stream.
+            *args: of the method.
+            method: see `apply`.
+            mutable: the collections that are made.
+            capture_intermediates: see `apply`.
+            **kwargs: of the method.
+
+        Example:
+            >>> from weft import linen as nn
+            >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
+            >>> jax.tree.map(jnp.shape, variables)
+            {'params': {'bias': (2,), 'kernel': (3, 2)}}
+        """
+        _check_instance(self, "init")
+        return self.init_with_output(
+            rngs,
+            *args,
+            method=method,
+            mutable=mutable,
+            capture_intermediates=capture_intermediates,
+            **kwargs,
+        )[1]
+
+    def lazy_init(
+        self,
+        rngs: Any,
+        *args: Any,
+        method: Any = None,
+        mutable: Filter = BUT_INTERMEDIATES,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """`init` that computes nothing but the variables.
+
+        Args:
+            rngs: see `init`.
+            *args: of the method; `jax.ShapeDtypeStruct` will do.
+            method: see `apply`.
+            mutable: the collections that are made.
+            **kwargs: of the method.
+
+        Raises:
+            LazyInitError: if an initial value depends on an input of which only the shape is given.
+        """
+        run, mutable, flags = self._runner("lazy_init", method, mutable, False)
+        return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)
+
+    def _runner(
+        self, what: str, method: Any, mutable: Filter, capture: Any
+    ) -> tuple[Callable[..., Any], Filter, dict[str, Any]]:
+        """A function of a scope that calls a method."""
+        _check_instance(self, what)
+        self._state  # refuses what was not made whole
+        call = self._method(method)
+        flags = {"capture": capture} if capture else {}
+        if capture:
+            mutable = union_filters(mutable, "intermediates")
+
+        def run(scope: Scope, *args: Any, **kwargs: Any) -> Any:
+            with alone():
+                return call(self.clone(parent=scope), *args, **kwargs)
+
+        return run, mutable, flags
+
+    def _method(self, method: Any) -> Callable[..., Any]:
+        if method is None:
+            method = "__call__"
+        if isinstance(method, str):
+            if method == "__call__" and not callable(self):
+                raise ModuleAttributeError(type(self).__name__, "__call__")
+            return lambda module, *args, **kwargs: getattr(module, method)(*args, **kwargs)
+        if isinstance(method, types.MethodType) and isinstance(method.__self__, Module):
+            return method.__func__
+        if not callable(method):
+            raise ApplyModuleInvalidMethodError(method)
+        return method
+
+    def module_paths(
+        self,
+        rngs: Any,
+        *args: Any,
+        show_repeated: bool = False,
+        mutable: Filter = BUT_INTERMEDIATES,
+        **kwargs: Any,
+    ) -> "dict[str, Module]":
+        """The modules that a call uses, by path, each without variables.
+
+        Args:
+            rngs: see `init`.
+            *args: of `__call__`.
+            show_repeated: whether a module that is called again counts again.
+            mutable: the collections that are made.
+            **kwargs: of `__call__`.
+        """
+        return summary.module_paths(self, rngs, show_repeated, mutable, args, kwargs)
+
+    def tabulate(
+        self,
+        rngs: Any,
+        *args: Any,
+        depth: int | None = None,
+        show_repeated: bool = False,
+        mutable: Filter = BUT_INTERMEDIATES,
+        console_kwargs: Mapping[str, Any] | None = None,
+        table_kwargs: Mapping[str, Any] = {},
+        column_kwargs: Mapping[str, Any] = {},
+        compute_flops: bool = False,
+        compute_vjp_flops: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """A table of the modules that a call uses: inputs, outputs and variables.
+
+        See `weft.linen.tabulate`.
+        """
+        tabulated = summary.tabulate(
+            self,
+            rngs,
+            depth=depth,
+            show_repeated=show_repeated,
+            mutable=mutable,
+            console_kwargs=console_kwargs,
+            table_kwargs=table_kwargs,
+            column_kwargs=column_kwargs,
+            compute_flops=compute_flops,
+            compute_vjp_flops=compute_vjp_flops,
+            **kwargs,
+        )
+        return tabulated(*args)
+
+
+def _check_instance(x: Any, method: str) -> None:
+    if not isinstance(x, Module):
+        raise InvalidInstanceModuleError("Module", method)
+
+
+def _deep_copy(_: str, module: Module, reset_names: bool) -> Module:
+    return module.clone(_deep_clone=True, _reset_names=reset_names)
+
+
+def _is_module(x: Any) -> bool:
+    return isinstance(x, Module)
+
+
+def _hash(self: Module) -> int:
+    try:
+        return hash((type(self), self.name, *(getattr(self, name) for name in self._field_names)))
+    except TypeError as error:
+        raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
+
+
+Module.__hash__ = _hash

@@ -1,0 +1,250 @@
+"""What methods of a module can ask for: variables, PRNG keys, and what `apply` has said."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from weft.core.scope import Scope
+from weft.core.variable import Variable
+from weft.errors import CompactMethodError, UnboundModuleError
+
+if TYPE_CHECKING:
+    from weft.linen.state import State
+
+T = TypeVar("T")
+
+
+def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
+    return (*xs, x)
+
+
+class ModuleVariables:
+    """The part of `Module` that is about variables.
+
+    Attributes:
+        scope: where the module's variables are; None as long as it is not bound.
+    """
+
+    scope: Scope | None
+    _state: "State"
+
+    def _bound(self, what: str) -> Scope:
+        if self.scope is None:
+            raise UnboundModuleError(what, type(self).__name__)
+        return self.scope
+
+    def _owner(self, what: str) -> Scope:
+        """The scope in which a variable can be made."""
+        scope = self._bound(what)
+        if not (self._state.in_compact or self._state.in_setup):
+            raise CompactMethodError(what, f"{type(self).__name__} {scope.path_text}")
+        return scope
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of this module and those below, by collection."""
+        return self._bound("the variables were asked for").variables()
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The names of the modules from the root to this one."""
+        return self._bound("the path was asked for").path
+
+    def param(
+        self,
+        name: str,
+        init_fn: Callable[..., T],
+        *init_args: Any,
+        unbox: bool = True,
+        **init_kwargs: Any,
+    ) -> T:
+        """A parameter; `init` makes it.
+
+        Args:
+            name: its name in the module.
+            init_fn: makes the first value, from a key and `init_args`.
+            *init_args: for `init_fn`, such as the shape.
+            unbox: whether to return the value without its axis metadata.
+            **init_kwargs: for `init_fn`.
+
+        Raises:
+            CompactMethodError: in a method that is neither `setup` nor compact.
+            NameInUseError: if the module has something of that name.
+            ScopeParamShapeError: if the parameter that was given has another shape.
+
+        Example:
+            >>> import jax
+            >>> from weft import linen as nn
+            >>> class Bias(nn.Module):
+            ...     @nn.compact
+            ...     def __call__(self, x):
+            ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])
+            >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
+            {'params': {'bias': Array([1., 1.], dtype=float32)}}
+        """
+        scope = self._owner(f"the parameter {name!r}")
+        value = scope.param(name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        self._state.note(name, "params")
+        return value
+
+    def variable(
+        self,
+        col: str,
+        name: str,
+        init_fn: Callable[..., T] | None = None,
+        *init_args: Any,
+        unbox: bool = True,
+        **init_kwargs: Any,
+    ) -> Variable[T]:
+        """A variable by reference; its `value` can be read, and set where it is mutable.
+
+        Args:
+            col: its collection.
+            name: its name in the module.
+            init_fn: makes the first value, from `init_args`.
+            *init_args: for `init_fn`.
+            unbox: whether the value is shown without its axis metadata.
+            **init_kwargs: for `init_fn`.
+
+        Raises:
+            CompactMethodError: in a method that is neither `setup` nor compact.
+            NameInUseError: if the module has something of that name.
+            ScopeVariableNotFoundError: if there is no such variable, and it cannot be made.
+
+        Example:
+            >>> import jax
+            >>> from weft import linen as nn
+            >>> class Counter(nn.Module):
+            ...     @nn.compact
+            ...     def __call__(self):
+            ...         calls = self.variable("state", "calls", lambda: 0)
+            ...         calls.value += 1
+            ...         return calls.value
+            >>> Counter().apply({"state": {"calls": 4}}, mutable=["state"])
+            (5, {'state': {'calls': 5}})
+        """
+        scope = self._owner(f"the variable {name!r} of {col!r}")
+        ref = scope.variable(col, name, init_fn, *init_args, unbox=unbox, **init_kwargs)
+        self._state.note(name, col)
+        return ref
+
+    def has_variable(self, col: str, name: str) -> bool:
+        """Whether this module has a variable."""
+        return self._bound(f"the variable {name!r} was asked for").has_variable(col, name)
+
+    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
+        """A variable's value, with its axis metadata.
+
+        Args:
+            col: its collection.
+            name: its name in this module; submodules are dicts.
+            default: what to return where there is no such variable.
+        """
+        scope = self._bound(f"the variable {name!r} was asked for")
+        return scope.get_variable(col, name, default)
+
+    def put_variable(self, col: str, name: str, value: Any) -> None:
+        """Sets a variable of this module, which may be new.
+
+        Args:
+            col: its collection, which must be mutable.
+            name: its name.
+            value: a pytree.
+        """
+        self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
+
+    def make_rng(self, name: str = "params") -> jax.Array:
+        """A PRNG key that was not given before.
+
+        Args:
+            name: the stream; `params` stands in for one that was not given.
+
+        Raises:
+            InvalidRngError: if there is no stream.
+        """
+        return self._bound(f"a key of the PRNG stream {name!r} was asked for").make_rng(name)
+
+    def has_rng(self, name: str) -> bool:
+        """Whether `init` or `apply` was given a PRNG stream."""
+        return self._bound(f"the PRNG stream {name!r} was asked for").has_rng(name)
+
+    def is_initializing(self) -> bool:
+        """Whether `init` runs, and not `apply`."""
+        return self._bound("whether `init` runs was asked for").get_flag("initializing", False)
+
+    def is_mutable_collection(self, col: str) -> bool:
+        """Whether the variables of a collection can be changed."""
+        return self._bound(f"the collection {col!r} was asked for").is_mutable_collection(col)
+
+    def sow(
+        self,
+        col: str,
+        name: str,
+        value: Any,
+        reduce_fn: Callable[[Any, Any], Any] = _append,
+        init_fn: Callable[[], Any] = tuple,
+    ) -> bool:
+        """Leaves a value in a collection, for whoever asks for it.
+
+        Args:
+            col: the collection; where it is not mutable, nothing is done.
+            name: the value's name.
+            value: the value.
+            reduce_fn: from what was left before and the value to what is kept.
+            init_fn: makes what was left before the first time.
+
+        Returns:
+            Whether the collection is mutable.
+
+        Example:
+            >>> from weft import linen as nn
+            >>> class Twice(nn.Module):
+            ...     def __call__(self, x):
+            ...         self.sow("intermediates", "input", x)
+            ...         return 2 * x
+            >>> Twice().apply({}, 3, mutable=["intermediates"])
+            (6, {'intermediates': {'input': (3,)}})
+        """
+        scope = self._bound(f"{name!r} was sown")
+        if not scope.is_mutable_collection(col):
+            return False
+        if not scope.has_variable(col, name):
+            if not scope.name_reserved(name, col):
+                scope.reserve(name, col)
+                self._state.note(name, col)
+            before = init_fn()
+        else:
+            before = scope.get_variable(col, name)
+        scope.put_variable(col, name, reduce_fn(before, value))
+        return True
+
+    def perturb(self, name: str, value: T, collection: str = "perturbations") -> T:
+        """A value plus a variable of zeros, so that the gradient of the variable is the value's.
+
+        Args:
+            name: the variable's name.
+            value: an array; what comes out must be used in its place.
+            collection: where the zeros are, which `init` makes. Where it is not given to `apply`,
+                the value comes out as it is.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from weft import linen as nn
+            >>> class Square(nn.Module):
+            ...     def __call__(self, x):
+            ...         return jnp.sum(self.perturb("x", x) ** 2)
+            >>> x = jnp.array([1.0, 3.0])
+            >>> variables = Square().init(jax.random.key(0), x)
+            >>> jax.grad(lambda v: Square().apply(v, x))(variables)
+            {'perturbations': {'x': Array([2., 6.], dtype=float32)}}
+        """
+        scope = self._bound(f"{name!r} was perturbed")
+        if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
+            scope.reserve(name, collection)
+            self._state.note(name, collection)
+            scope.put_variable(collection, name, jax.tree.map(jnp.zeros_like, value))
+        if not scope.has_variable(collection, name):
+            return value
+        return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
