@@ -51,6 +51,7 @@ from weft.functional.dropout import (
     get_stochastic_depth_linear_rate,
     stochastic_depth,
 )
+from weft.functional.dtypes import canonicalize_dtype, promote_dtype
 from weft.functional.embedding import (
     alibi_bias,
     alibi_slopes,
@@ -111,6 +112,9 @@ from weft.functional.statistics import (
 from weft.functional.yarn import yarn_frequencies, yarn_magnitude
 
 __all__ = [
+    # dtypes
+    "canonicalize_dtype",
+    "promote_dtype",
     # linear
     "dense",
     "dense_general",

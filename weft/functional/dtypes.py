@@ -1,0 +1,80 @@
+"""The dtype in which a layer computes: its own, or the one that its arrays promote to.
+
+Layers multiply and normalise, so what they compute in is a floating-point or complex dtype, also
+where all that comes in are integers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from weft.errors import ArgumentValueError
+from weft.typing import DType
+
+
+def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> DType:
+    """Returns the dtype of a computation.
+
+    Args:
+        *args: arrays, or numbers; None counts for nothing.
+        dtype: what to return; by default the dtype that `args` promote to.
+        inexact: whether the dtype must be a floating-point or complex one. Integers alone promote
+            to float32 then.
+
+    Raises:
+        ArgumentValueError: if `dtype` is not inexact but must be, or there is nothing to go by.
+
+    >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), 1)
+    dtype(bfloat16)
+    >>> canonicalize_dtype(jnp.ones(2, jnp.int32)).name
+    'float32'
+    """
+    if dtype is None:
+        common = _promoted([x for x in args if x is not None])
+        fits = not inexact or jnp.issubdtype(common, jnp.inexact)
+        return common if fits else jnp.promote_types(jnp.float32, common)
+    if inexact and not jnp.issubdtype(dtype, jnp.inexact):
+        raise ArgumentValueError(
+            f"dtype={jnp.dtype(dtype).name} cannot hold fractions: this computes in a floating-"
+            "point or complex dtype. Leave dtype out, or give one such as jnp.float32."
+        )
+    return dtype
+
+
+def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> list[Any]:
+    """Returns the arguments as arrays of one dtype.
+
+    Args:
+        *args: arrays, or numbers; None stays None.
+        dtype: of all of them; by default what they promote to.
+        inexact: see `canonicalize_dtype`.
+
+    Raises:
+        ArgumentValueError: see `canonicalize_dtype`.
+
+    >>> x, bias, scale = promote_dtype(jnp.ones(2, jnp.bfloat16), None, 2)
+    >>> x.dtype.name, bias, scale.dtype.name
+    ('bfloat16', None, 'bfloat16')
+    """
+    dtype = canonicalize_dtype(*args, dtype=dtype, inexact=inexact)
+    return [x if x is None or _has(x, dtype) else jnp.asarray(x, dtype) for x in args]
+
+
+def _has(x: Any, dtype: Any) -> bool:
+    return isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type
+
+
+def _promoted(args: Sequence[Any]) -> Any:
+    if not args:
+        raise ArgumentValueError(
+            "There is neither a dtype nor an array to take it from: give at least one of them."
+        )
+    first = args[0]
+    if isinstance(first, jax.Array) and all(
+        isinstance(x, jax.Array) and x.dtype == first.dtype for x in args
+    ):
+        return first.dtype  # the common case, in which promotion is only slow
+    return jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args))
