@@ -63,6 +63,23 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
     return _shared[key]
 
 
+def by_value(value: Any) -> Hashable:
+    """What stands for a value in a comparison: equal for equal values, and hashable.
+
+    Args:
+        value: anything; what cannot be compared by value is equal to itself alone.
+    """
+    try:
+        return _of_value(value, ())
+    except _Incomparable:
+        pass
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return type(value), value
+
+
 def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     """A hashable value that is equal for equal functions; `above` are those that lead here."""
     if isinstance(fn, functools.partial):

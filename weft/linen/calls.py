@@ -138,7 +138,7 @@ def merge_param(name: str, a: T | None, b: T | None) -> T:
         True
     """
     if a is None and b is None:
-        raise ParameterGivenTwiceError(name, "never")
+        raise ParameterGivenTwiceError(name, "not at all")
     if a is not None and b is not None:
         raise ParameterGivenTwiceError(name, f"twice, as {a!r} and as {b!r}")
     return a if b is None else b  # pyright: ignore[reportReturnType]

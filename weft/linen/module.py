@@ -216,7 +216,9 @@ class Module(ModuleVariables):
 
     def __getattr__(self, name: str) -> Any:
         cls = type(self)
-        if name.startswith("__") or (name not in ("_state", "scope") and "_state" not in vars(self)):
+        if name.startswith("__") or (
+            name not in ("_state", "scope") and "_state" not in vars(self)
+        ):
             raise AttributeError(f"{cls.__name__} has no attribute {name!r}.")
         if "_state" not in vars(self):
             raise IncorrectPostInitOverrideError(cls.__name__)

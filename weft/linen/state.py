@@ -29,6 +29,7 @@ class State:
         children: the submodules by name.
         cursor: by class name, how many submodules have been named by themselves.
         given: the fields that hold modules, as they were given.
+        inside: of a transformed class, the transformations inside of which the module is.
         adopted: by identity, the modules that were given to this module or to one above it, and
             their bound copies. The originals are kept, so that no identity is used twice.
     """
@@ -39,6 +40,7 @@ class State:
         self.children: dict[str, Module] = {}
         self.cursor: dict[str, int] = {}
         self.given: dict[str, Any] = {}
+        self.inside: frozenset[Any] = frozenset()
         self.adopted: dict[int, tuple[Module, Module]] = {}
         self._taken: list[tuple[str, str | None]] = []
         self._method = ""

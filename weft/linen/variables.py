@@ -37,7 +37,7 @@ class ModuleVariables:
 
     def _owner(self, what: str) -> Scope:
         """The scope in which a variable can be made."""
-        scope = self._bound(what)
+        scope = self._bound(f"{what} was asked for")
         if not (self._state.in_compact or self._state.in_setup):
             raise CompactMethodError(what, f"{type(self).__name__} {scope.path_text}")
         return scope

@@ -1,0 +1,252 @@
+"""Derivatives of functions of modules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from weft.core import lift
+from weft.core.filters import Filter
+from weft.linen.passengers import Carriage, arrive, board, inside
+
+Fn = Callable[..., Any]
+
+
+def _of_target(carriage: Carriage) -> list[int]:
+    """Which of the scopes that cross are those of the modules that the function is given."""
+    return [seat.index for seat in carriage.target_seats()]
+
+
+def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
+    """The gradients of the target's collections, as the target's tree has its modules."""
+    found = [of_scopes.scopes[i] for i in _of_target(carriage)]
+    return jax.tree.unflatten(carriage.target_structure(), found)
+
+
+def _filled(carriage: Carriage, of_target: Any) -> Carriage:
+    """The inverse of `_gradients`; other modules have none."""
+    given = carriage.target_structure().flatten_up_to(of_target)
+    of_scopes: list[Any] = [{} for _ in carriage.scopes]
+    for i, tangents in zip(_of_target(carriage), given, strict=True):
+        of_scopes[i] = tangents
+    return Carriage(carriage.manifest, of_scopes)
+
+
+def vjp(
+    fn: Fn,
+    mdl: Any,
+    *primals: Any,
+    has_aux: bool = False,
+    reduce_axes: tuple[()] = (),
+    vjp_variables: Filter = "params",
+    variables: Filter = True,
+    rngs: Filter = True,
+    multi_scope: bool = True,
+) -> tuple[Any, ...]:
+    """`jax.vjp` of `fn(module, *primals)`.
+
+    Args:
+        fn: the function; with `has_aux` it returns a pair of its result and anything.
+        mdl: the module, or a tree of modules.
+        *primals: the arguments.
+        has_aux: whether `fn` returns a pair.
+        reduce_axes: (); JAX has no other form any more.
+        vjp_variables: the collections of which gradients are taken.
+        variables: the other collections that `fn` sees.
+        rngs: the PRNG streams that it sees.
+        multi_scope: ignored; several modules can always be given.
+
+    Returns:
+        The result, a function from its cotangent to the gradients of the module's collections and
+        of each argument, and with `has_aux` the rest.
+    """
+    boarding, carriage, primals, _ = board((fn,), mdl, primals)
+    options = {"vjp_variables": vjp_variables, "variables": variables, "rngs": rngs}
+    options |= {"has_aux": has_aux, "reduce_axes": reduce_axes}
+    value, pullback, *aux = lift.vjp(inside(fn), carriage, *primals, **options)
+    arrive((fn,), boarding, carriage)
+
+    def pulled_back(pullback: Fn, cotangent: Any) -> tuple[Any, ...]:
+        of_scopes, *of_primals = pullback(cotangent)
+        return _gradients(carriage, of_scopes), *of_primals
+
+    return value, jax.tree_util.Partial(pulled_back, pullback), *aux
+
+
+def value_and_grad(
+    fn: Fn,
+    mdl: Any,
+    *primals: Any,
+    has_aux: bool = False,
+    reduce_axes: tuple[()] = (),
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> tuple[Any, ...]:
+    """`jax.value_and_grad` of `fn(module, *primals)`, with gradients of each of `primals`.
+
+    Args:
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
+        mdl: the module, or a tree of modules.
+        *primals: the arguments.
+        has_aux: whether `fn` returns a pair.
+        reduce_axes: (); JAX has no other form any more.
+        variables: the collections that `fn` sees.
+        rngs: the PRNG streams that it sees.
+
+    Returns:
+        The result of `fn`, with `has_aux` the rest, and a tuple with the gradient of each argument.
+    """
+    boarding, carriage, primals, _ = board((fn,), mdl, primals)
+    options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
+    result = lift.value_and_grad(inside(fn), carriage, *primals, **options)
+    arrive((fn,), boarding, carriage)
+    return result
+
+
+def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
+    """The gradients of `value_and_grad`; with `has_aux` also the rest.
+
+    Args:
+        fn: see `value_and_grad`.
+        mdl: see `value_and_grad`.
+        *primals: see `value_and_grad`.
+        has_aux: see `value_and_grad`.
+        **kwargs: see `value_and_grad`.
+    """
+    _, *aux, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
+    return (grads, *aux) if has_aux else grads
+
+
+def jvp(
+    fn: Fn,
+    mdl: Any,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    variable_tangents: Any,
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> tuple[Any, Any]:
+    """`jax.jvp` of `fn(module, *primals)`.
+
+    Args:
+        fn: the function.
+        mdl: the module, or a tree of modules.
+        primals: the arguments.
+        tangents: their tangents.
+        variable_tangents: the tangents of the variables of some collections, by collection; of
+            several modules, a tree of those.
+        variables: the other collections that `fn` sees.
+        rngs: the PRNG streams that it sees.
+
+    Returns:
+        The result and its tangent.
+    """
+    boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
+    of_scopes = _filled(carriage, variable_tangents)
+    result = lift.jvp(inside(fn), carriage, primals, tangents, of_scopes, variables, rngs)
+    arrive((fn,), boarding, carriage)
+    return result
+
+
+def custom_vjp(
+    fn: Fn,
+    forward_fn: Fn,
+    backward_fn: Fn,
+    grad_vars: Filter = "params",
+    nondiff_argnums: Sequence[int] = (),
+) -> Fn:
+    """`jax.custom_vjp` of `fn(module, *args)`.
+
+    Args:
+        fn: the function.
+        forward_fn: takes the same arguments; returns the result of `fn` and what `backward_fn`
+            needs, such as the function that `vjp` returns.
+        backward_fn: `backward_fn(*nondiff, needed, cotangent)` returns the gradients of the
+            module's collections `grad_vars`, and that of each argument that is not in
+            `nondiff_argnums`.
+        grad_vars: the collections with gradients.
+        nondiff_argnums: the arguments without; 0 is the module.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class SignOfGradient(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         def forward(dense, x):
+        ...             return nn.vjp(lambda dense, x: dense(x), dense, x)
+        ...         def backward(pullback, cotangent):
+        ...             params, of_x = pullback(cotangent)
+        ...             return jax.tree.map(jnp.sign, params), of_x
+        ...         f = nn.custom_vjp(lambda dense, x: dense(x), forward, backward)
+        ...         return f(nn.Dense(1, use_bias=False), x)
+        >>> model, x = SignOfGradient(), jnp.array([-3.0, 5.0])
+        >>> params = model.init(jax.random.key(0), x)
+        >>> jax.grad(lambda p: model.apply(p, x)[0])(params)["params"]["Dense_0"]["kernel"].tolist()
+        [[-1.0], [1.0]]
+    """
+
+    def run(mdl: Any, *args: Any) -> Any:
+        fns = (fn, forward_fn)
+        boarding, carriage, args, _ = board(fns, mdl, args)
+
+        def backward(*args: Any) -> tuple[Any, ...]:
+            of_target, *of_args = backward_fn(*args)
+            return _filled(carriage, of_target), *of_args
+
+        options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
+        lifted = lift.custom_vjp(inside(fn), inside(forward_fn, 1), backward, **options)
+        result = lifted(carriage, *args)
+        arrive(fns, boarding, carriage)
+        return result
+
+    return run
+
+
+def custom_jvp(
+    fn: Fn,
+    jvp_fn: Fn,
+    grad_vars: Filter = "params",
+    nondiff_argnums: Sequence[int] = (),
+) -> Fn:
+    """`jax.custom_jvp` of `fn(module, *args)`.
+
+    Args:
+        fn: the function.
+        jvp_fn: `jvp_fn(*nondiff, module, primals, tangents, variable_tangents)` returns the result
+            of `fn` and its tangent; see `jvp`.
+        grad_vars: the collections with tangents.
+        nondiff_argnums: the arguments without; 0 is the module.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class Clipped(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         def rule(module, primals, tangents, variable_tangents):
+        ...             return jnp.clip(*primals, 0, 1), tangents[0]
+        ...         return nn.custom_jvp(lambda module, x: jnp.clip(x, 0, 1), rule)(self, x)
+        >>> float(jax.grad(lambda x: Clipped().apply({}, x))(3.0))
+        1.0
+    """
+
+    def run(mdl: Any, *args: Any) -> Any:
+        fns = (fn, jvp_fn)
+        boarding, carriage, args, _ = board(fns, mdl, args)
+
+        def rule(*args: Any) -> tuple[Any, Any]:
+            *nondiff, inner, primals, tangents, of_scopes = args
+
+            def on_modules(mdl: Any) -> tuple[Any, Any]:
+                variable_tangents = _gradients(carriage, of_scopes)
+                return jvp_fn(*nondiff, mdl, primals, tangents, variable_tangents)
+
+            return inside(on_modules, 1)(inner)
+
+        options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
+        result = lift.custom_jvp(inside(fn), rule, **options)(carriage, *args)
+        arrive(fns, boarding, carriage)
+        return result
+
+    return run

@@ -1,0 +1,155 @@
+"""Loops and branches over functions of modules."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weft.core import lift
+from weft.core.filters import Filter
+from weft.linen.passengers import arrive, board, inside
+
+Fn = Callable[..., Any]
+
+
+def while_loop(
+    cond_fn: Fn,
+    body_fn: Fn,
+    mdl: Any,
+    init: Any,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """`jax.lax.while_loop` of functions of a module.
+
+    Args:
+        cond_fn: `cond_fn(module, carry)` returns whether to go on; it changes no variable.
+        body_fn: `body_fn(module, carry)` returns the next carry.
+        mdl: the module, or a tree of modules.
+        init: the first carry.
+        carry_variables: the collections that the body may change.
+        broadcast_variables: the collections that all iterations share.
+        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
+
+    Returns:
+        The last carry.
+    """
+    boarding, carriage, (init,), _ = board((body_fn, cond_fn), mdl, (init,))
+    result = lift.while_loop(
+        inside(cond_fn, 1),
+        inside(body_fn),
+        carriage,
+        init,
+        carry_variables,
+        broadcast_variables,
+        split_rngs,
+    )
+    arrive((body_fn, cond_fn), boarding, carriage)
+    return result
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fn: Fn,
+    mdl: Any,
+    init: Any,
+    carry_variables: Filter = False,
+    broadcast_variables: Filter = True,
+    split_rngs: Mapping[Any, bool] = {},
+) -> Any:
+    """`jax.lax.fori_loop` of a function of a module.
+
+    Args:
+        lower: the first index.
+        upper: the index after the last.
+        body_fn: `body_fn(i, module, carry)` returns the next carry.
+        mdl: the module, or a tree of modules.
+        init: the first carry.
+        carry_variables: see `while_loop`.
+        broadcast_variables: see `while_loop`.
+        split_rngs: see `while_loop`.
+    """
+
+    def body(mdl: Any, i: Any, carry: Any) -> Any:
+        return body_fn(i, mdl, carry)
+
+    boarding, carriage, (init,), _ = board((body_fn,), mdl, (init,))
+    run = inside(body)
+    result = lift.fori_loop(
+        lower,
+        upper,
+        lambda i, carriage, carry: run(carriage, i, carry),
+        carriage,
+        init,
+        carry_variables,
+        broadcast_variables,
+        split_rngs,
+    )
+    arrive((body_fn,), boarding, carriage)
+    return result
+
+
+def cond(
+    pred: Any,
+    true_fun: Fn,
+    false_fun: Fn,
+    mdl: Any,
+    *operands: Any,
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> Any:
+    """`jax.lax.cond` of functions of a module.
+
+    Args:
+        pred: which of the two runs.
+        true_fun: `true_fun(module, *operands)`.
+        false_fun: likewise, with a result of the same structure. A variable that only one of them
+            makes is made for both.
+        mdl: the module, or a tree of modules.
+        *operands: the arguments.
+        variables: the collections that both see.
+        rngs: the PRNG streams that both see; both draw the same keys.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class Routed(nn.Module):
+        ...     def setup(self):
+        ...         self.one, self.other = nn.Dense(2), nn.Dense(2)
+        ...     def __call__(self, x, first):
+        ...         return nn.cond(first, lambda m, x: m.one(x), lambda m, x: m.other(x), self, x)
+        >>> sorted(Routed().init(jax.random.key(0), jnp.ones(3), True)["params"])
+        ['one', 'other']
+    """
+    fns = (true_fun, false_fun)
+    boarding, carriage, operands, _ = board(fns, mdl, operands)
+    lifted = (inside(fn, i) for i, fn in enumerate(fns))
+    result = lift.cond(pred, *lifted, carriage, *operands, variables=variables, rngs=rngs)
+    arrive(fns, boarding, carriage)
+    return result
+
+
+def switch(
+    index: Any,
+    branches: Sequence[Fn],
+    mdl: Any,
+    *operands: Any,
+    variables: Filter = True,
+    rngs: Filter = True,
+) -> Any:
+    """`jax.lax.switch` of functions of a module; see `cond`.
+
+    Args:
+        index: which of the branches runs.
+        branches: functions `branch(module, *operands)`.
+        mdl: the module, or a tree of modules.
+        *operands: the arguments.
+        variables: the collections that all see.
+        rngs: the PRNG streams that all see.
+    """
+    fns = tuple(branches)
+    boarding, carriage, operands, _ = board(fns, mdl, operands)
+    lifted = [inside(fn, i) for i, fn in enumerate(fns)]
+    result = lift.switch(index, lifted, carriage, *operands, variables=variables, rngs=rngs)
+    arrive(fns, boarding, carriage)
+    return result
