@@ -109,3 +109,7 @@ class CheckpointPolicyError(CheckpointError, ValueError):
 
 class CommandLineError(WeftError, ValueError):
     """The arguments of a command name something that is not there, or do not go together."""
+
+
+class TrainStateError(WeftError, ValueError):
+    """Parameters, or their gradients, are not as a train state needs them."""

@@ -1,0 +1,97 @@
+"""Small things that loops over replicated devices need."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+
+
+def shard(xs: Any) -> Any:
+    """Splits the first axis of every array over this process's devices.
+
+    Args:
+        xs: a pytree of arrays `(batch, ...)`.
+
+    Returns:
+        The same with arrays `(devices, batch / devices, ...)`.
+
+    Raises:
+        ArgumentShapeError: if a batch cannot be shared out evenly.
+
+    >>> shard({"x": jnp.ones((4 * jax.local_device_count(), 3))})["x"].shape[1:]
+    (4, 3)
+    """
+    n = jax.local_device_count()
+
+    def split(path: Any, x: Any) -> Any:
+        if not x.ndim or x.shape[0] % n:
+            raise ArgumentShapeError(
+                f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape {x.shape}; its "
+                f"first axis must be a multiple of the {n} local devices: leave the rest out, or "
+                "use weft.jax_utils.pad_shard_unpad."
+            )
+        return x.reshape(n, x.shape[0] // n, *x.shape[1:])
+
+    return jax.tree_util.tree_map_with_path(split, xs)
+
+
+def shard_prng_key(prng_key: Key[Array, ""]) -> Key[Array, " devices"]:
+    """A key for each of this process's devices.
+
+    >>> shard_prng_key(jax.random.key(0)).shape == (jax.local_device_count(),)
+    True
+    """
+    return jax.random.split(prng_key, jax.local_device_count())
+
+
+def stack_forest(forest: Sequence[Any]) -> Any:
+    """One pytree whose arrays are those of several equal ones, stacked.
+
+    Raises:
+        ArgumentValueError: if there are none.
+
+    >>> stack_forest([{"loss": 1.0}, {"loss": 2.0}])["loss"].tolist()
+    [1.0, 2.0]
+    """
+    if not forest:
+        raise ArgumentValueError(
+            f"stack_forest was given {forest!r}; give at least one tree, as the result of none has "
+            "no structure."
+        )
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *forest)
+
+
+def get_metrics(device_metrics: Sequence[Any]) -> Any:
+    """The metrics of several steps, stacked on the host, from those of the first device.
+
+    Args:
+        device_metrics: a pytree for each step, of arrays `(devices, ...)` that are equal along
+            their first axis.
+
+    >>> get_metrics([{"loss": jnp.full(8, 3.0)}, {"loss": jnp.full(8, 2.0)}])["loss"].tolist()
+    [3.0, 2.0]
+    """
+    first = jax.tree.map(lambda x: x[0], device_metrics)
+    return stack_forest(jax.device_get(first))
+
+
+def onehot(
+    labels: Int[Array, "*batch"], num_classes: int, on_value: float = 1.0, off_value: float = 0.0
+) -> Float[Array, "*batch num_classes"]:
+    """`on_value` at each label and `off_value` elsewhere, in float32.
+
+    Args:
+        labels: what is none of the classes has no `on_value` at all.
+        num_classes: the size of the new last axis.
+        on_value: of the label.
+        off_value: of the other classes.
+
+    >>> onehot(jnp.array([0, 2]), 3, 0.75, 0.25).tolist()
+    [[0.75, 0.25, 0.25], [0.25, 0.25, 0.75]]
+    """
+    hot = jnp.asarray(labels)[..., None] == jnp.arange(num_classes)
+    return jnp.where(hot, jnp.float32(on_value), jnp.float32(off_value))

@@ -1,0 +1,115 @@
+"""A factor of the loss that keeps half-precision gradients from vanishing.
+
+The loss is multiplied by a scale, its gradients are divided by it. The scale doubles once gradients
+were finite for `growth_interval` steps, and is halved as soon as they are not; that step is to be
+left out (Micikevicius et al., 2018).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool
+
+from weft import struct
+
+
+class DynamicScaleResult(NamedTuple):
+    """What a function of `DynamicScale.value_and_grad` returns.
+
+    Attributes:
+        dynamic_scale: for the next step.
+        finite: whether all gradients are finite; if not, keep parameters and optimizer as they are.
+        aux: the value of the function, not scaled, with the rest of its result if `has_aux`.
+        grad: the gradients, not scaled, in float32 or wider.
+    """
+
+    dynamic_scale: "DynamicScale"
+    finite: Bool[Array, ""]
+    aux: Any
+    grad: Any
+
+
+class DynamicScale(struct.PyTreeNode):
+    """The scale, and how it changes.
+
+    Attributes:
+        growth_factor: of the scale after `growth_interval` finite steps.
+        backoff_factor: of the scale after a step that was not finite.
+        growth_interval: number of steps.
+        fin_steps: how many finite steps there were since the scale changed.
+        scale: of the loss.
+        minimum_scale: what the scale does not fall below, if anything.
+
+    Example:
+        >>> loss = lambda w: (w**2).sum()
+        >>> scale = DynamicScale()
+        >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.ones(2, jnp.float16))
+        >>> bool(finite), float(scale.scale)
+        (False, 32768.0)
+        >>> scale, finite, value, grad = scale.value_and_grad(loss)(jnp.full(2, 0.5, jnp.float16))
+        >>> bool(finite), float(value), grad.tolist()
+        (True, 0.5, [1.0, 1.0])
+    """
+
+    growth_factor: float = struct.field(pytree_node=False, default=2.0)
+    backoff_factor: float = struct.field(pytree_node=False, default=0.5)
+    growth_interval: int = struct.field(pytree_node=False, default=2000)
+    fin_steps: int | Array = 0
+    scale: float | Array = 65536.0
+    minimum_scale: float | None = struct.field(
+        pytree_node=False, default=float(jnp.finfo(jnp.float32).tiny)
+    )
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: str | None = None,
+    ) -> Callable[..., DynamicScaleResult]:
+        """As `jax.value_and_grad`, with the loss scaled underway.
+
+        Args:
+            fun: returns the loss, or the loss and something else if `has_aux`.
+            argnums: of the arguments to differentiate by.
+            has_aux: whether `fun` returns something else.
+            axis_name: a mapped axis over which gradients are averaged.
+        """
+
+        def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
+            loss, *rest = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
+            product = loss * self.scale
+            # Not the product divided again, which may be infinite where the loss is not.
+            loss = jnp.asarray(loss, product.dtype)
+            return product, (loss, *rest) if has_aux else loss
+
+        grad_fn = jax.grad(scaled, argnums, has_aux=True)
+
+        def value_and_grad(*args: Any, **kwargs: Any) -> DynamicScaleResult:
+            grad, result = grad_fn(*args, **kwargs)
+            grad = jax.tree.map(self._unscaled, grad)
+            if axis_name is not None:
+                grad = lax.pmean(grad, axis_name)
+            finite = jnp.array(True)
+            for g in jax.tree.leaves(grad):
+                finite &= jnp.all(jnp.isfinite(g))
+            return DynamicScaleResult(self._after(finite), finite, result, grad)
+
+        return value_and_grad
+
+    def _unscaled(self, grad: Array) -> Array:
+        return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
+
+    def _after(self, finite: Array) -> "DynamicScale":
+        scale = jnp.asarray(self.scale, jnp.float32)
+        grow = self.fin_steps == self.growth_interval
+        largest = jnp.finfo(jnp.float32).max
+        grown = jnp.where(grow, jnp.minimum(scale * self.growth_factor, largest), scale)
+        shrunk = scale * self.backoff_factor
+        if self.minimum_scale is not None:
+            shrunk = jnp.maximum(shrunk, self.minimum_scale)
+        fin_steps = jnp.where(grow | ~finite, 0, self.fin_steps + 1)
+        return self.replace(fin_steps=fin_steps, scale=jnp.where(finite, grown, shrunk))
