@@ -18,6 +18,7 @@ from weft.linen.running import (
     intercept_methods,
     override_named_call,
 )
+from weft.linen.summary import tabulate
 from weft.linen.transforms import (
     add_metadata_axis,
     checkpoint,

@@ -61,9 +61,16 @@ def vjp(
         of each argument, and with `has_aux` the rest.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
-    options = {"vjp_variables": vjp_variables, "variables": variables, "rngs": rngs}
-    options |= {"has_aux": has_aux, "reduce_axes": reduce_axes}
-    value, pullback, *aux = lift.vjp(inside(fn), carriage, *primals, **options)
+    value, pullback, *aux = lift.vjp(
+        inside(fn),
+        carriage,
+        *primals,
+        has_aux=has_aux,
+        reduce_axes=reduce_axes,
+        vjp_variables=vjp_variables,
+        variables=variables,
+        rngs=rngs,
+    )
     arrive((fn,), boarding, carriage)
 
     def pulled_back(pullback: Fn, cotangent: Any) -> tuple[Any, ...]:

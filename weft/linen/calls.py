@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import jax
-
 from weft.core.filters import Filter
 from weft.errors import CallShareScopeOnUnboundModuleError, ParameterGivenTwiceError
-from weft.linen.module import BUT_INTERMEDIATES, Module
+from weft.linen.module import Module
+from weft.linen.variables import BUT_INTERMEDIATES
 
 T = TypeVar("T")
 

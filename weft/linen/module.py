@@ -15,11 +15,8 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, dataclass_transform
 
-import jax
-import jax.numpy as jnp
-
 from weft import core
-from weft.core.filters import DenyList, Filter, union_filters
+from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Scope
 from weft.errors import (
@@ -41,9 +38,8 @@ from weft.linen.methods import wrap_methods
 from weft.linen.running import RUNNING, alone, current_module
 from weft.linen.state import Setup, State
 from weft.linen.submodules import map_submodules
-from weft.linen.variables import ModuleVariables
+from weft.linen.variables import BUT_INTERMEDIATES, ModuleVariables
 
-BUT_INTERMEDIATES = DenyList("intermediates")
 M = TypeVar("M", bound="Module")
 
 
@@ -433,7 +429,7 @@ class Module(ModuleVariables):
     ) -> tuple[Callable[..., Any], Filter, dict[str, Any]]:
         """A function of a scope that calls a method."""
         _check_instance(self, what)
-        self._state  # refuses what was not made whole
+        _ = self._state  # refuses what was not made whole
         call = self._method(method)
         flags = {"capture": capture} if capture else {}
         if capture:

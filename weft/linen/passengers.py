@@ -10,7 +10,8 @@ inner scopes for the time of the call.
 import contextlib
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -294,8 +295,8 @@ def _become(module: Module, held: dict[str, Any]) -> None:
 def board(
     fns: Sequence[Callable[..., Any]],
     target: Any,
-    args: Any = (),
-    kwargs: Any = {},
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
     token: Token | None = None,
 ) -> tuple[Boarding, Carriage, Any, Any]:
     """Splits what lifted functions are given.
@@ -311,7 +312,7 @@ def board(
         The modules, their carriage, and `args` and `kwargs` as they cross.
     """
     boarding = Boarding(target, token)
-    seats, args, kwargs = boarding.seats((target, args, kwargs))
+    seats, args, kwargs = boarding.seats((target, args, dict(kwargs)))
     captured = [tuple(map(boarding.seat, captured_modules(fn))) for fn in fns]
     options = {name: value for name, value in kwargs.items() if _is_option(value)}
     arrays = {name: value for name, value in kwargs.items() if name not in options}

@@ -1,14 +1,13 @@
 """Transformations of module classes, of their methods, and of functions of modules.
 
-Each transformation here is one of `weft.core.lift`, for what `weft.linen.passengers` makes of
-modules. A class becomes a subclass whose methods are lifted; inside they are the class's own. A function, which may be a method, takes a module or a tree of modules first.
+Each of them is one of `weft.core.lift`, for what `weft.linen.passengers` makes of modules. A class
+becomes a subclass whose methods are lifted; inside they are the class's own. A function, which may
+be a method, takes a module or a tree of modules first.
 """
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
-
-import jax
 
 from weft.core import lift, meta
 from weft.core.filters import Filter
@@ -53,7 +52,7 @@ def _transformed_class(
         methods = ("__call__",)
     elif isinstance(methods, str):
         methods = (methods,)
-    own = methods if isinstance(methods, Mapping) else dict.fromkeys(methods, {})
+    own = methods if isinstance(methods, Mapping) else {name: {} for name in methods}
     chosen = {name: {**options, **changed} for name, changed in own.items()}
     for name in chosen:
         if not callable(getattr(cls, name, None)):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from weft.core.filters import DenyList
 from weft.core.scope import Scope
 from weft.core.variable import Variable
 from weft.errors import CompactMethodError, UnboundModuleError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from weft.linen.state import State
 
 T = TypeVar("T")
+BUT_INTERMEDIATES = DenyList("intermediates")
+"""What `init` makes."""
 
 
 def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
