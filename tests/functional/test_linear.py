@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentShapeError, WeftError
-from weft.functional import dense, dense_general, project
+from weft.errors import ArgumentShapeError, ArgumentValueError, WeftError
+from weft.functional import dense, dense_general, project, project_weight_axes, spread
 
 RNG = np.random.default_rng(0)
 
@@ -76,3 +76,52 @@ def test_gradients_are_those_of_the_matrix_product():
     ours = jax.grad(lambda w: jnp.sum(dense(x, w) ** 2))(w)
     plain = jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
     np.testing.assert_allclose(ours, plain, rtol=1e-5)
+
+
+def test_dense_general_multiplies_by_a_function_of_ones_own():
+    calls = []
+
+    def dot_general(*args, **kwargs):
+        calls.append((args[2], kwargs))
+        return jax.lax.dot_general(*args, **kwargs)
+
+    x, w, b = array(2, 5, 3), array(2, 3, 4), array(2, 4)
+    y = dense_general(
+        jnp.array(x), jnp.array(w), jnp.array(b), batch_axes=0, dot_general=dot_general
+    )
+    np.testing.assert_allclose(y, x @ w + b[:, None], rtol=1e-5, atol=1e-6)
+    assert calls == [((((2,), (1,)), ((0,), (0,))), {"precision": None})]
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "ndims", "expected"),
+    [
+        ("bi,io->bo", (2, 2), ((1,), (1,), 2)),
+        ("abc,cde->abed", (3, 3), ((2, 1), (2, 3), 4)),
+        ("abc,bcd->adb", (3, 3), ((2, 0), (1, 2), 3)),
+        (" ...c, cd -> ...d ", (4, 2), ((1,), (3,), 4)),
+        ("...c,...cd->...d", (2, 4), ((0, 1, 3), (0, 1, 2), 3)),
+        ("...c,...cd->...d", (4, 3), ((0, 2), (2, 3), 4)),
+        ("abc,cd->", (3, 2), ((), (), 0)),
+    ],
+)
+def test_axes_of_a_weight_in_the_result_of_an_einsum(subscripts, ndims, expected):
+    assert project_weight_axes(subscripts, *ndims) == expected
+
+
+@pytest.mark.parametrize("subscripts", ["ab,bc", "ab->a", "a,b,c->abc", ""])
+def test_subscripts_are_of_two_operands_and_a_result(subscripts):
+    with pytest.raises(ArgumentValueError, match=r"an input, a weight and a result, as 'bi,io->bo"):
+        project_weight_axes(subscripts, 2, 2)
+
+
+def test_subscripts_name_each_axis():
+    with pytest.raises(ArgumentShapeError, match=r"'io' of .* names 2 axes, .* that has 3"):
+        project_weight_axes("bi,io->bo", 2, 3)
+
+
+def test_spread():
+    assert spread(jnp.ones((3, 2)), (0, 2), 3).shape == (3, 1, 2)
+    assert spread(jnp.ones(()), (), 2).shape == (1, 1)
+    whole = jnp.ones((3, 1))
+    assert spread(whole, (0, 1), 2) is whole

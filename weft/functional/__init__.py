@@ -64,7 +64,7 @@ from weft.functional.embedding import (
     sinusoidal_positions,
 )
 from weft.functional.initializers import draw, fan_sizes
-from weft.functional.linear import dense, dense_general, project
+from weft.functional.linear import dense, dense_general, project, project_weight_axes, spread
 from weft.functional.loss import (
     absolute_error,
     binary_cross_entropy,
@@ -92,9 +92,10 @@ from weft.functional.norm import (
     l2_normalize,
     layer_norm,
     normalize_sum,
+    number_of_groups,
     rms_norm,
 )
-from weft.functional.pooling import avg_pool, max_pool, min_pool
+from weft.functional.pooling import avg_pool, max_pool, min_pool, pool
 from weft.functional.sampling import (
     LogitsToLogitsFn,
     chain,
@@ -119,6 +120,8 @@ __all__ = [
     "dense",
     "dense_general",
     "project",
+    "project_weight_axes",
+    "spread",
     # activation
     "get_activation_fn",
     "ActivationFn",
@@ -180,6 +183,7 @@ __all__ = [
     "max_pool",
     "min_pool",
     "avg_pool",
+    "pool",
     # normalisation
     "layer_norm",
     "rms_norm",
@@ -187,6 +191,7 @@ __all__ = [
     "batch_norm",
     "l2_normalize",
     "normalize_sum",
+    "number_of_groups",
     # statistics
     "moments",
     "segment_mean",

@@ -5,14 +5,14 @@ weights), `project` whatever an einsum can say. Each gives the operands' promote
 `preferred_element_type` asks for another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 
 
 def dense(
@@ -22,6 +22,7 @@ def dense(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    dot_general: Callable[..., Array] | None = None,
 ) -> Num[Array, "*batch output"]:
     """Returns `x @ weight + bias`.
 
@@ -31,6 +32,7 @@ def dense(
         bias: added to every row; none by default.
         precision: of the multiplication, as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
+        dot_general: multiplies in place of `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if the contracted axes differ in size.
@@ -39,7 +41,12 @@ def dense(
     [[4.0, 4.0, 4.0, 4.0], [4.0, 4.0, 4.0, 4.0]]
     """
     return dense_general(
-        x, weight, bias, precision=precision, preferred_element_type=preferred_element_type
+        x,
+        weight,
+        bias,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        dot_general=dot_general,
     )
 
 
@@ -52,6 +59,7 @@ def dense_general(
     batch_axes: int | Sequence[int] = (),
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    dot_general: Callable[..., Array] | None = None,
 ) -> Num[Array, "*output"]:
     """Contracts `axis` of `x` with as many axes of `weight`, and appends the weight's other axes.
 
@@ -64,6 +72,8 @@ def dense_general(
             in the output.
         precision: of the multiplication, as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
+        dot_general: multiplies in place of `jax.lax.dot_general`. It is called as that one is, and
+            with `preferred_element_type` only where this one is given.
 
     Raises:
         ArgumentShapeError: if the axes that should agree differ in size.
@@ -83,19 +93,23 @@ def dense_general(
         )
     weight_batch = tuple(range(len(batch)))
     weight_axes = tuple(range(len(batch), len(leading)))
-    dtype = jnp.result_type(x, weight)
-    y = lax.dot_general(
-        x.astype(dtype),
-        weight.astype(dtype),
+    if x.dtype != weight.dtype:
+        dtype = jnp.result_type(x, weight)
+        x, weight = x.astype(dtype), weight.astype(dtype)
+    options = (
+        {} if preferred_element_type is None else {"preferred_element_type": preferred_element_type}
+    )
+    y = (dot_general or lax.dot_general)(
+        x,
+        weight,
         ((axes, weight_axes), (batch, weight_batch)),
         precision=precision,
-        preferred_element_type=preferred_element_type,
+        **options,
     )
     if bias is None:
         return y
     free = x.ndim - len(leading)
-    shape = (*bias.shape[: len(batch)], *[1] * free, *bias.shape[len(batch) :])
-    return y + bias.reshape(shape)
+    return y + spread(bias, (*range(len(batch)), *range(len(batch) + free, y.ndim)), y.ndim)
 
 
 def project(
@@ -128,6 +142,69 @@ def project(
         subscripts, x, weight, precision=precision, preferred_element_type=preferred_element_type
     )
     return y if bias is None else y + bias
+
+
+def project_weight_axes(
+    subscripts: str, x_ndim: int, weight_ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Returns which axes of the weight come out of `project`, and where.
+
+    Args:
+        subscripts: of an einsum over an input and a weight, with its result: `"bi,io->bo"`.
+        x_ndim: the number of the input's axes.
+        weight_ndim: the number of the weight's axes.
+
+    Returns:
+        The weight's axes, the same as axes of the result, in whose order they are, and the number
+        of the result's axes.
+
+    Raises:
+        ArgumentValueError: if the subscripts are not those of two operands and a result.
+        ArgumentShapeError: if they name other numbers of axes.
+
+    >>> project_weight_axes("btd,dnh->bnth", 3, 3)
+    ((1, 2), (1, 3), 4)
+    """
+    operands, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms = operands.split(",")
+    if not arrow or len(terms) != 2:
+        raise ArgumentValueError(
+            f"subscripts={subscripts!r} must name the axes of an input, a weight and a result, as "
+            "'bi,io->bo'."
+        )
+    x_ellipsis, _ = _labels(terms[0], x_ndim, subscripts)
+    weight_ellipsis, weight = _labels(terms[1], weight_ndim, subscripts)
+    ndim = len(result.replace("...", ""))
+    ndim += max(x_ellipsis, weight_ellipsis) if "..." in result else 0
+    _, out = _labels(result, ndim, subscripts)
+    kept = tuple(axis for axis, label in enumerate(out) if label in weight)
+    return tuple(weight.index(out[axis]) for axis in kept), kept, ndim
+
+
+def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]]:
+    """How many axes an ellipsis stands for, and a label for each axis, those counted from right."""
+    before, dots, after = term.partition("...")
+    free = ndim - len(before) - len(after)
+    if free < 0 or (free and not dots):
+        raise ArgumentShapeError(
+            f"{term!r} of subscripts={subscripts!r} names {len(before) + len(after)} axes, of an "
+            f"array that has {ndim}."
+        )
+    return free, [*before, *range(free, 0, -1), *after]
+
+
+def spread(bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int) -> Num[Array, "*ones"]:
+    """Returns the bias with `ndim` axes: its own at `axes`, and axes of size 1.
+
+    >>> spread(jnp.ones((3, 2)), (1, 3), 4).shape
+    (1, 3, 1, 2)
+    """
+    if bias.ndim == ndim:
+        return bias
+    shape = [1] * ndim
+    for axis, size in zip(axes, bias.shape, strict=True):
+        shape[axis] = size
+    return bias.reshape(shape)
 
 
 def _canonical_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:

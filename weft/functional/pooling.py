@@ -1,4 +1,4 @@
-"""Pooling: the maximum, the minimum or the average of each window.
+"""Pooling: the maximum, the minimum, the average or another reduction of each window.
 
 Arrays are channels-last, `(batch, *spatial, channels)`; the names of paddings mean what they mean
 for a convolution (see `conv_shape.py`).
@@ -13,6 +13,48 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
 from weft.functional.conv_shape import ConvPadding, conv_explicit_padding
+
+
+def pool(
+    x: Num[Array, "batch *spatial channels"],
+    initial: float | Num[Array, ""],
+    reduce: Callable[[Array, Array], Array],
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: ConvPadding = "VALID",
+) -> Num[Array, "batch *out_spatial channels"]:
+    """Returns what a function of two numbers makes of all the numbers of each window.
+
+    Args:
+        x: the input.
+        initial: what changes no number, as 0 for `jax.lax.add`; padding has this value.
+        reduce: associative, as `jax.lax.add`.
+        window: the window's size along each spatial axis.
+        strides: the step between two windows along each axis; 1 by default.
+        padding: a name, or `(left, right)` per spatial axis.
+
+    Raises:
+        ArgumentShapeError: if the window has not one size per spatial axis.
+
+    >>> pool(jnp.array([[[2.0], [3.0], [4.0]]]), 1.0, lax.mul, (2,)).ravel().tolist()
+    [6.0, 12.0]
+    """
+    if len(window) != x.ndim - 2:
+        raise ArgumentShapeError(
+            f"window={tuple(window)} must have one size for each of the {x.ndim - 2} spatial "
+            f"axes of x, whose shape is {x.shape}: (batch, *spatial, channels)."
+        )
+    strides = (1,) * len(window) if strides is None else tuple(strides)
+    pads = conv_explicit_padding(window=window, strides=strides, padding=padding)
+    return lax.reduce_window(
+        x,
+        np.asarray(initial, x.dtype)[()],
+        reduce,
+        window_dimensions=(1, *window, 1),
+        window_strides=(1, *strides, 1),
+        padding=((0, 0), *pads, (0, 0)),
+    )
 
 
 def max_pool(
@@ -36,7 +78,7 @@ def max_pool(
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
     """
-    return _reduce_windows(x, _lowest(x.dtype), lax.max, window, strides, padding)
+    return pool(x, _lowest(x.dtype), lax.max, window, strides=strides, padding=padding)
 
 
 def min_pool(
@@ -74,39 +116,14 @@ def avg_pool(
     >>> avg_pool(x, (3,), padding="SAME", count_include_pad=False).ravel().tolist()
     [1.0, 1.0, 1.0]
     """
-    total = _reduce_windows(x, 0, lax.add, window, strides, padding)
+    total = pool(x, 0, lax.add, window, strides=strides, padding=padding)
     if count_include_pad:
         count = 1
         for size in window:
             count *= size
         return total / count
     ones = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
-    return total / _reduce_windows(ones, 0, lax.add, window, strides, padding)
-
-
-def _reduce_windows(
-    x: Array,
-    initial: float,
-    reduce: Callable,
-    window: Sequence[int],
-    strides: Sequence[int] | None,
-    padding: ConvPadding,
-) -> Array:
-    if len(window) != x.ndim - 2:
-        raise ArgumentShapeError(
-            f"window={tuple(window)} must have one size for each of the {x.ndim - 2} spatial "
-            f"axes of x, whose shape is {x.shape}: (batch, *spatial, channels)."
-        )
-    strides = (1,) * len(window) if strides is None else tuple(strides)
-    pads = conv_explicit_padding(window=window, strides=strides, padding=padding)
-    return lax.reduce_window(
-        x,
-        np.asarray(initial, x.dtype)[()],
-        reduce,
-        window_dimensions=(1, *window, 1),
-        window_strides=(1, *strides, 1),
-        padding=((0, 0), *pads, (0, 0)),
-    )
+    return total / pool(ones, 0, lax.add, window, strides=strides, padding=padding)
 
 
 def _lowest(dtype: jnp.dtype) -> float:

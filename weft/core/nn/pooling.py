@@ -1,5 +1,6 @@
 """Pooling, which needs no scope."""
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,53 @@ def max_pool(
         [1.0, 3.0]
     """
     return _pool(functional.max_pool, inputs, window_shape, strides, padding)
+
+
+def min_pool(
+    inputs: Num[Array, "*batch_spatial channels"],
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = None,
+    padding: functional.ConvPadding = "VALID",
+) -> Num[Array, "*batch_out_spatial channels"]:
+    """The smallest value of each window.
+
+    Args:
+        inputs, window_shape, strides, padding: as in `max_pool`.
+
+    Example:
+        >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
+        [0.0, 2.0]
+    """
+    return _pool(functional.min_pool, inputs, window_shape, strides, padding)
+
+
+def pool(
+    inputs: Num[Array, "*batch_spatial channels"],
+    init: float | Num[Array, ""],
+    reduce_fn: Callable[[Array, Array], Array],
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None,
+    padding: functional.ConvPadding,
+) -> Num[Array, "*batch_out_spatial channels"]:
+    """What a function of two numbers makes of all the numbers of each window.
+
+    Args:
+        inputs: the input, with any number of batch axes.
+        init: what changes no number, as 0 for `jax.lax.add`; padding has this value.
+        reduce_fn: associative, as `jax.lax.add`.
+        window_shape, strides, padding: as in `max_pool`.
+
+    Raises:
+        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
+        ArgumentValueError: if the padding is unknown.
+
+    Example:
+        >>> from jax import lax
+        >>> pool(jnp.full((1, 4, 1), 3.0), 1.0, lax.mul, (2,), (2,), "VALID").ravel().tolist()
+        [9.0, 9.0]
+    """
+    reduced = functools.partial(_reduced, init, reduce_fn)
+    return _pool(reduced, inputs, window_shape, strides, padding)
 
 
 def avg_pool(
@@ -74,6 +122,12 @@ def avg_pool(
         padding,
         count_include_pad=count_include_pad,
     )
+
+
+def _reduced(
+    init: Any, reduce_fn: Callable[..., Any], x: Array, window: Any, **kwargs: Any
+) -> Array:
+    return functional.pool(x, init, reduce_fn, window, **kwargs)
 
 
 def _pool(

@@ -1,0 +1,85 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentShapeError, ArgumentValueError, ParameterGivenTwiceError
+from weft.linen.linear import Dense, DenseGeneral, Einsum
+from weft.linen.methods import compact
+from weft.linen.module import Module
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 3, 4))
+
+
+def test_fields_may_be_given_by_position():
+    layer = Dense(5, False, jnp.bfloat16)
+    assert (layer.features, layer.use_bias, layer.dtype) == (5, False, jnp.bfloat16)
+    assert DenseGeneral(5, (0, 1), (2,)).batch_dims == (2,)
+    assert Einsum((4, 5), "ab,bc->ac", False).use_bias is False
+
+
+def test_dense_is_a_product_and_a_bias():
+    y, variables = Dense(5, bias_init=jax.nn.initializers.ones).init_with_output(KEY, X)
+    np.testing.assert_allclose(y, X @ variables["params"]["kernel"] + 1, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_values_of_a_general_map_have_the_fans_of_its_matrix():
+    params = DenseGeneral((20, 10), axis=(0, 1)).init(KEY, jnp.ones((30, 20)))["params"]
+    assert params["kernel"].shape == (30, 20, 20, 10)
+    assert params["kernel"].std() == pytest.approx((30 * 20) ** -0.5, rel=0.05)
+
+
+def test_each_position_of_batch_axes_has_parameters():
+    layer = DenseGeneral(5, batch_dims=(0,))
+    y, variables = layer.init_with_output(KEY, X)
+    kernel = variables["params"]["kernel"]
+    np.testing.assert_allclose(y, jnp.einsum("abc,acd->abd", X, kernel), rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(kernel[0], kernel[1])
+
+
+def test_a_map_to_no_axis():
+    y, variables = DenseGeneral((), axis=(1, 2)).init_with_output(KEY, X)
+    assert (y.shape, variables["params"]["kernel"].shape) == ((2,), (3, 4))
+
+
+def test_what_is_not_needed_is_not_traced():
+    params = Dense(5, use_bias=False).init(KEY, X)
+    jaxpr = jax.make_jaxpr(Dense(5, use_bias=False).apply)(params, X)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["dot_general"]
+
+
+def test_dense_of_a_number():
+    with pytest.raises(ArgumentShapeError, match=r"\(the outermost module\).*has none.*shape is"):
+        Dense(3).init(KEY, 1.0)
+
+
+class Model(Module):
+    layer: Module
+
+    @compact
+    def __call__(self, x):
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch_dims": (1,)}, r"layer has batch_dims=\(1,\); expected the first axes, \(0,\)"),
+        ({"axis": 3}, r"layer has axis=3; expected different axes.*shape is \(2, 3, 4\)"),
+        ({"axis": (1, -2)}, r"has axis=\(1, -2\); expected different axes"),
+        ({"axis": 0, "batch_dims": 0}, r"axis=0; expected.*none of batch_dims=0"),
+    ],
+)
+def test_axes_that_do_not_fit_are_named(kwargs, message):
+    with pytest.raises(ArgumentShapeError, match=message):
+        Model(DenseGeneral(3, **kwargs)).init(KEY, X)
+
+
+def test_subscripts_that_do_not_fit_are_named():
+    with pytest.raises(ArgumentValueError, match="an input, a weight and a result"):
+        Einsum((4, 5), "ab,bc").init(KEY, X)
+    with pytest.raises(ArgumentShapeError, match=r"'bc' of .* names 2 axes, .* has 3"):
+        Einsum((4, 5, 6), "abi,bc->ac").init(KEY, X)
+    with pytest.raises(ParameterGivenTwiceError, match="'einsum_str' was given"):
+        Einsum((4, 5)).init(KEY, X)

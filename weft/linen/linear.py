@@ -1,0 +1,290 @@
+"""Linear maps: a matrix over the last axis, over any axes, or whatever an einsum can say."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from weft import functional
+from weft.errors import ArgumentShapeError
+from weft.linen.calls import merge_param
+from weft.linen.dtypes import promote_dtype
+from weft.linen.initializers import lecun_normal, zeros_init
+from weft.linen.methods import compact
+from weft.linen.module import Module
+from weft.typing import DType
+
+__all__ = ["Dense", "DenseGeneral", "Einsum"]
+
+DotGeneral = Callable[..., Array]
+Initializer = Callable[..., Any]
+default_kernel_init = lecun_normal()
+
+
+class PromoteDtype(Protocol):
+    """Gives arrays one dtype, as `weft.linen.dtypes.promote_dtype` does."""
+
+    def __call__(self, *args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]: ...
+
+
+class Dense(Module):
+    """A linear map of the last axis.
+
+    The parameters are `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
+
+    Attributes:
+        features: the size of the last axis of the result.
+        use_bias: whether to add a bias.
+        dtype: of the computation; by default the one to which input and parameters promote.
+        param_dtype: of the parameters.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+        kernel_init: makes the kernel.
+        bias_init: makes the bias.
+        promote_dtype: gives input and parameters the dtype of the computation.
+        dot_general: multiplies in place of `jax.lax.dot_general`.
+        dot_general_cls: makes such a function when the layer is called, and goes before it.
+
+    Example:
+        >>> y, variables = Dense(4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))
+        >>> y.shape, jax.tree.map(jnp.shape, variables)
+        ((2, 4), {'params': {'bias': (4,), 'kernel': (3, 4)}})
+    """
+
+    features: int
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = zeros_init()
+    promote_dtype: PromoteDtype = promote_dtype
+    dot_general: DotGeneral | None = None
+    dot_general_cls: Callable[[], DotGeneral] | None = None
+
+    @compact
+    def __call__(self, inputs: Num[Array, "*batch input"]) -> Num[Array, "*batch features"]:
+        """Applies the map.
+
+        Args:
+            inputs: the input.
+
+        Raises:
+            ArgumentShapeError: if the input has no axis.
+            ScopeParamShapeError: if the parameters that were given are for another size.
+        """
+        shape = jnp.shape(inputs)
+        if not shape:
+            raise ArgumentShapeError(
+                f"Dense {_path(self)} maps the last axis of its input, which has none: its shape "
+                "is ()."
+            )
+        kernel = self.param(
+            "kernel", self.kernel_init, (shape[-1], self.features), self.param_dtype
+        )
+        bias = (
+            self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+            if self.use_bias
+            else None
+        )
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        return functional.dense(
+            inputs,
+            kernel,
+            bias,
+            precision=self.precision,
+            dot_general=_dot_general(self.dot_general, self.dot_general_cls),
+        )
+
+
+class DenseGeneral(Module):
+    """A linear map of any axes to any number of axes.
+
+    The parameters are `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
+    `(*batch_dims, *features)`; `axis` and `batch_dims` in increasing order.
+
+    Attributes:
+        features: the sizes of the new axes, which come last.
+        axis: the axes that are contracted.
+        batch_dims: the first axes, if each position along them has parameters of its own. They
+            come first in the result.
+        use_bias: see `Dense`, as for the other attributes.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        kernel_init: makes the kernel as one matrix, of shape `(batch * input, features)`.
+        bias_init: makes the bias as one vector.
+        precision: of the multiplication.
+        promote_dtype: gives input and parameters the dtype of the computation.
+        dot_general: multiplies.
+        dot_general_cls: makes a function that multiplies.
+
+    Example:
+        >>> layer = DenseGeneral((2, 5), axis=(1, -1))
+        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
+        >>> y.shape, variables["params"]["kernel"].shape
+        ((7, 2, 5), (3, 4, 2, 5))
+    """
+
+    features: int | Sequence[int]
+    axis: int | Sequence[int] = -1
+    batch_dims: int | Sequence[int] = ()
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = zeros_init()
+    precision: lax.PrecisionLike = None
+    promote_dtype: PromoteDtype = promote_dtype
+    dot_general: DotGeneral | None = None
+    dot_general_cls: Callable[[], DotGeneral] | None = None
+
+    @compact
+    def __call__(self, inputs: Num[Array, "*input"]) -> Num[Array, "*output"]:
+        """Applies the map.
+
+        Args:
+            inputs: the input.
+
+        Raises:
+            ArgumentShapeError: if `batch_dims` are not the first axes, or the input lacks an axis.
+            ScopeParamShapeError: if the parameters that were given are for other sizes.
+        """
+        sizes = jnp.shape(inputs)
+        features = _as_tuple(self.features)
+        axis, batch_dims = self._axes(sizes)
+        batch = tuple(sizes[a] for a in batch_dims)
+        contracted = tuple(sizes[a] for a in axis)
+
+        n_out = math.prod(features)
+        flat = (math.prod(batch) * math.prod(contracted), n_out)
+        shape = (*batch, *contracted, *features)
+        kernel = self.param("kernel", _shaped(self.kernel_init, flat), shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            flat = (math.prod(batch) * n_out,)
+            shape = (*batch, *features)
+            bias = self.param("bias", _shaped(self.bias_init, flat), shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        return functional.dense_general(
+            inputs,
+            kernel,
+            bias,
+            axis=axis,
+            batch_axes=batch_dims,
+            precision=self.precision,
+            dot_general=_dot_general(self.dot_general, self.dot_general_cls),
+        )
+
+    def _axes(self, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        ndim = len(sizes)
+        axis = sorted(a + ndim if a < 0 else a for a in _as_tuple(self.axis))
+        batch_dims = sorted(_as_tuple(self.batch_dims))
+        if batch_dims != list(range(len(batch_dims))):
+            raise ArgumentShapeError(
+                f"DenseGeneral {_path(self)} has batch_dims={self.batch_dims}; expected the first "
+                f"axes, {tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
+            )
+        known = range(len(batch_dims), ndim)
+        if len(set(axis)) != len(axis) or not all(a in known for a in axis):
+            raise ArgumentShapeError(
+                f"DenseGeneral {_path(self)} has axis={self.axis}; expected different axes of the "
+                f"input, whose shape is {sizes}, that are none of batch_dims={self.batch_dims}."
+            )
+        return tuple(axis), tuple(batch_dims)
+
+
+class Einsum(Module):
+    """An einsum of the input and a kernel.
+
+    The parameters are `kernel` and `bias`; the bias has those axes of the kernel that the result
+    has, in the result's order.
+
+    Attributes:
+        shape: of the kernel.
+        einsum_str: the subscripts of input, kernel and result, as `"bti,io->bto"`; given here or
+            when called.
+        use_bias: see `Dense`, as for the other attributes.
+        dtype: of the computation.
+        param_dtype: of the parameters.
+        precision: of the multiplication, as in `jax.numpy.einsum`.
+        kernel_init: makes the kernel.
+        bias_init: makes the bias.
+        promote_dtype: gives input and parameters the dtype of the computation.
+        preferred_element_type: the dtype of the sum, as in `jax.numpy.einsum`.
+
+    Example:
+        >>> layer = Einsum((4, 2, 5), "btd,dnh->btnh")
+        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((7, 3, 4)))
+        >>> y.shape, variables["params"]["bias"].shape
+        ((7, 3, 2, 5), (2, 5))
+    """
+
+    shape: Sequence[int]
+    einsum_str: str | None = None
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = zeros_init()
+    promote_dtype: PromoteDtype = promote_dtype
+    preferred_element_type: DType | None = None
+
+    @compact
+    def __call__(
+        self, inputs: Num[Array, "*input"], einsum_str: str | None = None
+    ) -> Num[Array, "*output"]:
+        """Applies the map.
+
+        Args:
+            inputs: the input.
+            einsum_str: see the attribute; exactly one of them must be given.
+
+        Raises:
+            ParameterGivenTwiceError: if the subscripts are given twice, or never.
+            ArgumentValueError: if the subscripts are not those of two operands and a result.
+            ArgumentShapeError: if they name other numbers of axes than there are.
+        """
+        subscripts = merge_param("einsum_str", self.einsum_str, einsum_str)
+        axes, out_axes, ndim = functional.project_weight_axes(
+            subscripts, jnp.ndim(inputs), len(self.shape)
+        )
+        kernel = self.param("kernel", self.kernel_init, self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            shape = tuple(self.shape[axis] for axis in axes)
+            bias = self.param("bias", self.bias_init, shape, self.param_dtype)
+        inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        return functional.project(
+            subscripts,
+            inputs,
+            kernel,
+            None if bias is None else functional.spread(bias, out_axes, ndim),
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+        )
+
+
+def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
+    """Draws in one shape, whose fans are the map's, and returns another."""
+
+    def make(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+        # Inside of its box, if it has one: the axes' names are those of the new shape.
+        return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
+
+    return make
+
+
+def _dot_general(given: DotGeneral | None, make: Callable[[], DotGeneral] | None) -> Any:
+    return given if make is None else make()
+
+
+def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(x) if isinstance(x, Sequence) else (x,)
+
+
+def _path(module: Module) -> str:
+    return "/".join(module.path) or "(the outermost module)"
