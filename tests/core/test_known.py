@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.core.known import known_part
+from weft.core.known import known_or_shape, known_part
 from weft.errors import LazyInitError
 
 SHAPE = jax.ShapeDtypeStruct((2, 3), "float32")
@@ -61,3 +61,9 @@ def test_an_unknown_value_that_is_a_result_itself():
         LazyInitError, match="1: its initial value depends on the value of an input"
     ):
         known_part(lambda x: (jnp.ones(2), x), SHAPE)
+
+
+def test_what_is_not_known_has_a_shape():
+    result = known_or_shape(lambda x, y: {"a": x.sum(), "b": (y + 1, 2), "x": x}, SHAPE, np.ones(3))
+    assert result["b"][0].tolist() == [2, 2, 2] and result["b"][1] == 2
+    assert result["a"] == jax.ShapeDtypeStruct((), "float32") and result["x"] == SHAPE

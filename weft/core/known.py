@@ -1,7 +1,7 @@
 """What of a function's results can be computed from those arguments that are known."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -23,40 +23,80 @@ def known_part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Raises:
         LazyInitError: if a result depends on the value of a `jax.ShapeDtypeStruct`.
     """
+    trace = _trace(fn, args, kwargs)
+    unknown = _unknown(trace)
+    if any(unknown):
+        path = trace.paths[unknown.index(True)]
+        raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
+    return _computed(trace, unknown)
+
+
+def known_or_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As `known_part`, with a `jax.ShapeDtypeStruct` for each result that cannot be computed.
+
+    >>> x = jax.ShapeDtypeStruct((2,), "float32")
+    >>> known_or_shape(lambda x, y: (x + y, y + 1), x, jax.numpy.float32(2))
+    (ShapeDtypeStruct(shape=(2,), dtype=float32), Array(3., dtype=float32))
+    """
+    trace = _trace(fn, args, kwargs)
+    return _computed(trace, _unknown(trace))
+
+
+class _Trace(NamedTuple):
+    """A traced function: its arrays, and its results, some of which are in the trace."""
+
+    closed: Any
+    arrays: list[Any]
+    results: list[Any]
+    paths: list[Any]  # of those in the trace
+    structure: Any
+
+    def needs(self, used: list[bool]) -> tuple[Any, list[bool]]:
+        """What computes these results, and which arrays it needs."""
+        jaxpr, inputs = dce_jaxpr(self.closed.jaxpr, used)
+        return jaxpr, inputs
+
+
+def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> _Trace:
     leaves, tree = jax.tree.flatten((args, kwargs))
     at = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    results: list[tuple[Any, Any]] = []  # the path of each, and its value if that needs no trace
-    structure: list[Any] = []
+    found: list[Any] = []
 
     def of_arrays(*arrays: Any) -> list[Any]:
         all_leaves = list(leaves)
         for i, array in zip(at, arrays, strict=True):
             all_leaves[i] = array
         args, kwargs = tree.unflatten(all_leaves)
-        found, out = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
-        traced = [isinstance(x, jax.core.Tracer) for _, x in found]
-        results[:] = [
-            (path, _TRACED if t else x) for (path, x), t in zip(found, traced, strict=True)
-        ]
-        structure[:] = [out]
-        return [x for (_, x), t in zip(found, traced, strict=True) if t]
+        with_paths, out = jax.tree_util.tree_flatten_with_path(fn(*args, **kwargs))
+        traced = [isinstance(x, jax.core.Tracer) for _, x in with_paths]
+        pairs = list(zip(with_paths, traced, strict=True))
+        results = [_TRACED if is_traced else x for (_, x), is_traced in pairs]
+        found[:] = [results, [path for (path, _), is_traced in pairs if is_traced], out]
+        return [x for (_, x), is_traced in pairs if is_traced]
 
     arrays = [leaves[i] for i in at]
     closed = jax.make_jaxpr(of_arrays)(*arrays)
-    unknown = [isinstance(x, jax.ShapeDtypeStruct) for x in arrays]
-    paths = [path for path, x in results if x is _TRACED]
+    return _Trace(closed, arrays, *found)
 
-    def needs(used: list[bool]) -> tuple[Any, list[bool]]:
-        jaxpr, inputs = dce_jaxpr(closed.jaxpr, used)
-        return jaxpr, inputs
 
-    jaxpr, inputs = needs([True] * len(paths))
-    if any(needed and not_known for needed, not_known in zip(inputs, unknown, strict=True)):
-        for i, path in enumerate(paths):
-            _, inputs = needs([i == j for j in range(len(paths))])
-            if any(n and u for n, u in zip(inputs, unknown, strict=True)):
-                raise LazyInitError(jax.tree_util.keystr(path, simple=True, separator="/"))
-    given = [x for x, needed in zip(arrays, inputs, strict=True) if needed]
-    values = iter(jax.core.eval_jaxpr(jaxpr, closed.consts, *given))
-    return structure[0].unflatten(next(values) if x is _TRACED else x for _, x in results)
+def _unknown(trace: _Trace) -> list[bool]:
+    """Of each result in the trace, whether it needs an array that is not known."""
+    missing = [isinstance(x, jax.ShapeDtypeStruct) for x in trace.arrays]
+
+    def needs_missing(used: list[bool]) -> bool:
+        _, inputs = trace.needs(used)
+        return any(n and m for n, m in zip(inputs, missing, strict=True))
+
+    n = len(trace.paths)
+    if not needs_missing([True] * n):
+        return [False] * n
+    return [needs_missing([i == j for j in range(n)]) for i in range(n)]
+
+
+def _computed(trace: _Trace, unknown: list[bool]) -> Any:
+    jaxpr, inputs = trace.needs([not u for u in unknown])
+    given = [x for x, needed in zip(trace.arrays, inputs, strict=True) if needed]
+    known = iter(jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in trace.closed.out_avals]
+    values = iter(s if u else next(known) for s, u in zip(shapes, unknown, strict=True))
+    return trace.structure.unflatten(next(values) if x is _TRACED else x for x in trace.results)

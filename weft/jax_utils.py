@@ -1,0 +1,290 @@
+"""Helpers for arrays that are replicated over devices, padded batches and scans over any axes."""
+
+import functools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.core.known import known_or_shape
+from weft.errors import ArgumentShapeError, ArgumentValueError
+
+_AXIS = "_device_put_sharded"  # what users of Flax find in the shardings
+
+
+def _over(devices: Sequence[Any], axis_name: str) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), (axis_name,)), PartitionSpec(axis_name))
+
+
+def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> Any:
+    """A copy of each array on each device, as one array with a first axis over them.
+
+    Args:
+        tree: a pytree of arrays and numbers.
+        devices: by default all of this process.
+        axis_name: the name of the mesh axis over the devices.
+
+    >>> replicate({"w": jnp.ones(3)}, jax.devices()[:1])["w"].shape
+    (1, 3)
+    """
+    devices = jax.local_devices() if devices is None else devices
+    sharding = _over(devices, axis_name)
+    n = len(devices)
+
+    def copies(x: Any) -> jax.Array:
+        x = jnp.asarray(x)[None]
+        on_each = [jax.device_put(x, device) for device in devices]
+        return jax.make_array_from_single_device_arrays((n, *x.shape[1:]), sharding, on_each)
+
+    return jax.tree.map(copies, tree)
+
+
+def unreplicate(tree: Any) -> Any:
+    """The copies of the first device, without the axis over devices.
+
+    >>> unreplicate(replicate({"w": jnp.ones(3)}))["w"].shape
+    (3,)
+    """
+
+    def first(x: Any) -> Any:
+        shards = getattr(x, "addressable_shards", None)
+        # Taken from the first device alone, so that no other one holds the result.
+        if shards and shards[0].data.shape[0] == 1 and shards[0].index[0].start in (0, None):
+            return shards[0].data[0]
+        return x[0]
+
+    return jax.tree.map(first, tree)
+
+
+def pmean(xs: Any, axis_name: str) -> Any:
+    """The mean of each array of a pytree over a mapped axis.
+
+    >>> jax.vmap(lambda x: pmean(x, "i"), axis_name="i")(jnp.arange(3.0)).tolist()
+    [1.0, 1.0, 1.0]
+    """
+    return lax.pmean(xs, axis_name)
+
+
+def partial_eval_by_shape(
+    fn: Callable[..., Any], input_spec: Iterable[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The results of a function that do not depend on its inputs, and the shapes of the others.
+
+    Args:
+        fn: called as `fn(*inputs, *args, **kwargs)`.
+        input_spec: for each input its shape, `(shape, dtype)` or `jax.ShapeDtypeStruct`; the dtype
+            is float32 by default.
+        *args: further arguments, whose values are known.
+        **kwargs: likewise.
+
+    Raises:
+        ArgumentValueError: if a spec is something else.
+
+    >>> partial_eval_by_shape(lambda x: (x, jnp.ones(x.shape[1:])), [((4, 2), "int32")])
+    (ShapeDtypeStruct(shape=(4, 2), dtype=int32), Array([1., 1.], dtype=float32))
+    """
+    inputs = [_spec(spec) for spec in input_spec]
+    # The trace closes over the other arguments, which may be anything.
+    return known_or_shape(lambda *inputs: fn(*inputs, *args, **kwargs), *inputs)
+
+
+def _spec(spec: Any) -> jax.ShapeDtypeStruct:
+    if hasattr(spec, "shape") and hasattr(spec, "dtype"):
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    if isinstance(spec, tuple | list):
+        if len(spec) == 2 and isinstance(spec[0], tuple | list):
+            return jax.ShapeDtypeStruct(tuple(spec[0]), spec[1])
+        if all(isinstance(n, int) for n in spec):
+            return jax.ShapeDtypeStruct(tuple(spec), jnp.float32)
+    raise ArgumentValueError(
+        f"input_spec has {spec!r}; expected a shape as (2, 3), or a shape and a dtype as "
+        "((2, 3), jnp.float32)."
+    )
+
+
+def prefetch_to_device(
+    iterator: Iterable[Any],
+    size: int,
+    devices: Sequence[Any] | None = None,
+    axis_name: str = _AXIS,
+) -> Iterator[Any]:
+    """Copies what an iterator gives to the devices before it is asked for.
+
+    Args:
+        iterator: gives pytrees of arrays `(devices, ...)`.
+        size: how many are on their way at a time; 2 lets copying and computing overlap.
+        devices: by default all of this process.
+        axis_name: the name of the mesh axis over the devices.
+
+    Raises:
+        ArgumentValueError: if `size` is less than 1.
+        ArgumentShapeError: if a first axis is not the devices.
+
+    >>> batches = [np.ones((jax.local_device_count(), 4)) for _ in range(3)]
+    >>> len(list(prefetch_to_device(batches, 2)))
+    3
+    """
+    if size < 1:
+        raise ArgumentValueError(f"size={size}: nothing would ever be copied; give 1 or more.")
+    sharding = _over(jax.local_devices() if devices is None else devices, axis_name)
+
+    def copied(path: Any, x: Any) -> jax.Array:
+        if not np.ndim(x) or x.shape[0] % sharding.mesh.size:
+            raise ArgumentShapeError(
+                f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape "
+                f"{np.shape(x)}; its first axis must be that of the {sharding.mesh.size} devices: "
+                "see weft.training.common_utils.shard."
+            )
+        return jax.device_put(x, sharding)
+
+    def ahead() -> Iterator[Any]:
+        waiting = deque()
+        for tree in iterator:
+            waiting.append(jax.tree_util.tree_map_with_path(copied, tree))
+            if len(waiting) == size:
+                yield waiting.popleft()
+        yield from waiting
+
+    return ahead()
+
+
+def scan_in_dim(
+    body_fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    axis: int | Sequence[int] = (0,),
+    unroll: int | Sequence[int] = (1,),
+    keepdims: bool = False,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` over any axes, the last of them fastest.
+
+    Args:
+        body_fn: `(carry, x) -> (carry, y)`.
+        init: the first carry.
+        xs: a pytree of arrays that are scanned over.
+        axis: the axes, which the arrays of `y` get at the same places.
+        unroll: for each axis how many iterations are one; filled up with 1 from the left.
+        keepdims: whether `body_fn` takes and gives arrays with these axes, of size 1.
+
+    Raises:
+        ArgumentValueError: if `unroll` is longer than `axis`.
+        ArgumentShapeError: if an array has no such axis.
+
+    >>> x = jnp.arange(6.0).reshape(2, 3)
+    >>> _, y = scan_in_dim(lambda c, x: (c + x, c + x), jnp.zeros(2), x, axis=1)
+    >>> y.tolist()
+    [[0.0, 1.0, 3.0], [3.0, 7.0, 12.0]]
+    """
+    axis = (axis,) if isinstance(axis, int) else tuple(axis)
+    unroll = (unroll,) if isinstance(unroll, int) else tuple(unroll)
+    front = tuple(range(len(axis)))
+    if len(unroll) > len(axis) and any(n != 1 for n in unroll):
+        raise ArgumentValueError(
+            f"unroll={unroll} is longer than axis={axis}: give one number for each axis."
+        )
+    unroll = (*[1] * (len(axis) - len(unroll)), *unroll)[: len(axis)]
+
+    def to_front(x: Any) -> Any:
+        return jnp.moveaxis(_having(x, axis), axis, front)
+
+    def back(y: Any) -> Any:
+        return jnp.moveaxis(_having(y, axis), front, axis)
+
+    def body(carry: Any, x: Any) -> tuple[Any, Any]:
+        if not keepdims:
+            return body_fn(carry, x)
+        carry, y = body_fn(carry, jax.tree.map(lambda x: jnp.expand_dims(x, axis), x))
+        return carry, jax.tree.map(lambda y: jnp.squeeze(_having(y, axis), axis), y)
+
+    carry, ys = _nested(body, init, jax.tree.map(to_front, xs), unroll)
+    return carry, jax.tree.map(back, ys)
+
+
+def _nested(body: Callable[..., Any], carry: Any, xs: Any, unroll: tuple[int, ...]) -> Any:
+    if not unroll:
+        return body(carry, xs)
+    return lax.scan(lambda c, x: _nested(body, c, x, unroll[1:]), carry, xs, unroll=unroll[0])
+
+
+def _having(x: Any, axis: tuple[int, ...]) -> Any:
+    if not all(-jnp.ndim(x) <= a < jnp.ndim(x) for a in axis):
+        raise ArgumentShapeError(
+            f"axis={axis} of an array of shape {jnp.shape(x)}: expected axes that each array of xs "
+            "has, and each result with them."
+        )
+    return x
+
+
+def pad_shard_unpad(
+    wrapped: Callable[..., Any],
+    static_argnums: Sequence[int] = (0,),
+    static_argnames: Sequence[str] = (),
+    static_return: bool = False,
+) -> Callable[..., Any]:
+    """Lets a function over devices take batches of any size, such as the last one of an epoch.
+
+    Batches are filled up with zeros and laid over the devices as `(devices, batch, ...)`; what the
+    function returns is laid out as before on the host, without what was filled in.
+
+    Args:
+        wrapped: the function, usually a `jax.pmap`.
+        static_argnums: the arguments that are no batches, by default the first: the parameters.
+        static_argnames: those given by name.
+        static_return: whether what it returns is no batch either, as metrics are.
+
+    Returns:
+        The function, which also takes `min_device_batch`: how long the part of a device is at
+        least, so that a short batch need not compile anew.
+
+    Raises:
+        ArgumentShapeError: when called, if the batches have different sizes, or an array none.
+
+    >>> predict = pad_shard_unpad(jax.pmap(lambda w, x: w * x, in_axes=(None, 0)))
+    >>> predict(2.0, np.arange(3.0)).tolist()
+    [0.0, 2.0, 4.0]
+    """
+
+    @functools.wraps(wrapped)
+    def padded(*args: Any, min_device_batch: int | None = None, **kwargs: Any) -> Any:
+        batched = {i: x for i, x in enumerate(args) if i not in static_argnums}
+        named = {name: x for name, x in kwargs.items() if name not in static_argnames}
+        batch = _batch_size((batched, named))
+        devices = jax.local_device_count()
+        per_device = max(math.ceil(batch / devices), min_device_batch or 0)
+
+        def pad(x: Any) -> np.ndarray:
+            x = np.asarray(x)
+            filled = np.zeros((devices * per_device, *x.shape[1:]), x.dtype)
+            filled[:batch] = x
+            return filled.reshape(devices, per_device, *x.shape[1:])
+
+        def unpad(x: Any) -> np.ndarray:
+            x = jax.device_get(x)
+            return x.reshape(-1, *x.shape[2:])[:batch]
+
+        batched, named = jax.tree.map(pad, (batched, named))
+        result = wrapped(*[batched.get(i, x) for i, x in enumerate(args)], **{**kwargs, **named})
+        return result if static_return else jax.tree.map(unpad, result)
+
+    return padded
+
+
+def _batch_size(arguments: Any) -> int:
+    leaves = jax.tree_util.tree_leaves_with_path(arguments)
+    sizes = {
+        # Without the number of the two groups: "[1]['x']" is key x of the second argument.
+        jax.tree_util.keystr(path[1:]): np.shape(x)[:1] for path, x in leaves
+    }  # fmt: skip
+    if len(set(sizes.values())) != 1 or () in sizes.values():
+        shown = {path: size[0] if size else "no axis" for path, size in sizes.items()}
+        raise ArgumentShapeError(
+            f"the sizes of the batches are {shown}; expected at least one and all equal: arguments "
+            "that are no batches belong into static_argnums and static_argnames."
+        )
+    return next(iter(sizes.values()))[0]
