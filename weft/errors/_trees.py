@@ -49,3 +49,65 @@ class UnserializableValueError(SerializationError, TypeError):
 
 class DamagedBytesError(SerializationError, ValueError):
     """Bytes are not as `msgpack_serialize` writes them."""
+
+
+class CursorError(WeftError):
+    """Base of the errors about cursors."""
+
+
+class CursorKeyError(CursorError, KeyError):
+    """A cursor was asked for an entry that is not there."""
+
+    def __str__(self) -> str:
+        # KeyError would show the repr of the message, which hides its line breaks.
+        return self.args[0] if self.args else ""
+
+
+class CursorIndexError(CursorError, IndexError):
+    """A cursor was asked for, or given, an element beyond the end."""
+
+
+class CursorAttributeError(CursorError, AttributeError):
+    """A cursor was asked for, or given, an attribute that is not there."""
+
+
+class CursorTypeError(CursorError, TypeError):
+    """A cursor points to something that cannot be indexed, iterated over or changed."""
+
+
+class CursorFindError(CursorError, LookupError):
+    """`Cursor.find` found nothing, or more than one thing.
+
+    Args:
+        cursor: what was found first, if anything.
+        cursor2: what was found second.
+        among: what was there instead.
+    """
+
+    def __init__(self, cursor: object = None, cursor2: object = None, among: str = ""):
+        if cursor is None:
+            super().__init__(
+                f"`cond_fn` was True of nothing{among}; it is called with each path below the "
+                "cursor, joined by '/', and with the value there."
+            )
+        else:
+            super().__init__(
+                f"`cond_fn` was True of more than one thing, first of {cursor}, then of {cursor2}; "
+                "make it stricter, or use `find_all`."
+            )
+
+
+class TraverseTreeError(CursorError, TypeError):
+    """A cursor needs a function to visit what is below it with.
+
+    Args:
+        update_fn: what was given to change values with.
+        cond_fn: what was given to find values with.
+    """
+
+    def __init__(self, update_fn: object = None, cond_fn: object = None):
+        super().__init__(
+            f"a tree is visited with either an `update_fn` or a `cond_fn`, and these are "
+            f"{update_fn!r} and {cond_fn!r}; give a function of a path and a value to "
+            "`apply_update`, or to `find` and `find_all`."
+        )

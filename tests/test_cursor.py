@@ -1,0 +1,265 @@
+import collections
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from weft import struct
+from weft.core import FrozenDict
+from weft.cursor import AccessType, Cursor, cursor, is_named_tuple
+from weft.errors import (
+    CursorAttributeError,
+    CursorError,
+    CursorFindError,
+    CursorIndexError,
+    CursorKeyError,
+    CursorTypeError,
+    TraverseTreeError,
+)
+from weft.training.train_state import TrainState
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+@dataclasses.dataclass
+class Box:
+    x: object
+    y: object = 2
+    made: int = dataclasses.field(init=False, default=3)
+
+
+class Frozen(struct.PyTreeNode):
+    x: object
+
+
+NESTED = {"list": [1, 2, (3, 4)], "pair": Pair(1, {"z": 9}), "box": Box(Frozen(5))}
+
+
+def test_changes_are_made_in_a_copy():
+    c = cursor(NESTED)
+    c["list"][0] += 100
+    c["list"][2][1] *= 3
+    c["pair"].b["z"] = 7
+    c["pair"].a = -c["pair"].a
+    c["box"].x.x = "new"
+    c["box"].y -= 1
+    c["more"] = 0
+    assert c.build() == {
+        "list": [101, 2, (3, 12)],
+        "pair": Pair(-1, {"z": 7}),
+        "box": Box(Frozen("new"), 1),
+        "more": 0,
+    }
+    assert {"list": [1, 2, (3, 4)], "pair": Pair(1, {"z": 9}), "box": Box(Frozen(5))} == NESTED
+
+
+def test_set_gives_the_whole_with_what_was_changed_before():
+    c = cursor(NESTED)
+    c["list"][0] = 0
+    changed = c["pair"][1]["z"].set(1)
+    assert changed["pair"] == Pair(1, {"z": 1}) and changed["list"][0] == 0
+    assert cursor(3).set(4) == 4
+
+
+def test_what_is_untouched_is_shared_and_the_rest_is_copied():
+    changed = cursor(NESTED)["pair"].a.set(0)
+    assert changed["list"] is NESTED["list"] and changed["box"] is NESTED["box"]
+    assert cursor(NESTED).build() is not NESTED
+
+
+def test_containers_keep_their_class():
+    class Names(dict):
+        pass
+
+    class Triple(tuple):
+        pass
+
+    for made in (
+        Names(a=1),
+        FrozenDict(a=1),
+        collections.OrderedDict(a=1),
+        collections.defaultdict(int, a=1),
+    ):
+        changed = cursor(made)["a"].set(2)
+        assert type(changed) is type(made) and changed == {"a": 2}
+    assert type(cursor(Triple((1, 2)))[0].set(5)) is Triple
+
+
+def test_a_state_of_training():
+    state = TrainState.create(
+        apply_fn=None, params={"dense": {"w": jnp.ones(2)}}, tx=optax.adam(0.1)
+    )
+    c = cursor(state)
+    c.params["dense"]["w"] *= 2
+    c.opt_state[0].mu["dense"]["w"] = jnp.full(2, 7.0)
+    c.step = 5
+    new = c.build()
+    assert type(new) is TrainState and new.step == 5
+    assert new.params["dense"]["w"].tolist() == [2, 2]
+    assert new.opt_state[0].mu["dense"]["w"].tolist() == [7, 7]
+    assert state.params["dense"]["w"].tolist() == [1, 1]
+
+
+def test_negative_indices_are_of_the_same_element():
+    c = cursor([1, 2, 3])
+    c[-1] = 5
+    c[2] += 1
+    assert c.build() == [1, 2, 6]
+
+
+def test_a_cursor_can_be_assigned():
+    c = cursor({"a": {"b": 1}, "c": 2})
+    c["a"]["b"] = 5
+    c["c"] = c["a"]
+    c["a"]["b"] = 6
+    assert c.build() == {"a": {"b": 6}, "c": {"b": 5}}
+    assert cursor({"a": 1})["a"].set(cursor(3)) == {"a": 3}
+
+
+def test_what_replaced_something_can_be_changed_further():
+    c = cursor({"a": {"b": 1}})
+    c["a"] = {"c": 5}
+    c["a"]["c"] += 1
+    assert c["a"].build() == {"c": 6} and c.build() == {"a": {"c": 6}}
+
+
+def test_calculates_as_its_value():
+    c = cursor({"n": 7, "x": jnp.ones((2, 2))})
+    n = c["n"]
+    assert (n + 1, 1 + n, n - 1, 1 - n, n * 2, n / 2, 2 / n, n // 2, 15 // n) == (
+        *(8, 8, 6, -6, 14, 3.5, 2 / 7, 3, 2),
+    )
+    assert (n % 4, 10 % n, n**2, 2**n, divmod(n, 2), divmod(15, n)) == (
+        *(3, 3, 49, 128, (3, 1), (2, 1)),
+    )
+    assert (n << 1, 1 << n, n >> 1, 128 >> n, n & 3, 3 & n, n | 8, 8 | n, n ^ 1, 1 ^ n) == (
+        *(14, 128, 3, 1, 3, 3, 15, 15, 6, 6),
+    )
+    assert (-n, +n, ~n, abs(-n), round(cursor(1.6)), str(n)) == (-7, 7, -8, 7, 2, "7")
+    assert n == 7 and n != 8 and n < 8 and n <= 7 and n > 6 and n >= 7 and n == cursor(7)
+    assert (c["x"] @ jnp.ones(2)).tolist() == [2, 2] and not cursor(0)
+    with pytest.raises(TypeError):
+        hash(n)
+
+
+def test_is_iterated_over_as_its_value():
+    c = cursor([1, 2, 3])
+    c[0] = 5
+    assert [x + 1 for x in c] == [6, 3, 4] and list(reversed(c)) == [3, 2, 5]
+    assert len(c) == 3 and 5 in c and 1 not in c
+    d = cursor({"a": 1})
+    d["b"] = 2
+    assert list(d) == ["a", "b"] and "b" in d
+    with pytest.raises(CursorTypeError, match="cursor is 1, and only lists, tuples and mappings"):
+        iter(cursor(1))
+
+
+def test_repr_shows_value_and_changes():
+    c = cursor({"a": [1, 2]})
+    assert repr(c["a"]) == "Cursor([1, 2])"
+    c["a"][0] = 5
+    assert repr(c) == "Cursor({'a': [1, 2]}, changes={'a': Cursor([1, 2], changes={0: Cursor(5)})})"
+
+
+def test_where_a_cursor_comes_from():
+    c = Cursor({"a": Box(1)}, None)
+    above = c["a"].x._parent_key
+    assert above.parent is c["a"] and (above.key, above.access_type) == ("x", AccessType.ATTR)
+    assert is_named_tuple(Pair(1, 2)) and not is_named_tuple(Pair)
+
+
+def test_update_by_path_and_value():
+    seen = []
+
+    def update(path, value):
+        seen.append(path)
+        return 10 * value if isinstance(value, int) else value
+
+    c = cursor(NESTED)
+    assert c.apply_update(update) is c
+    assert seen == [
+        *("list", "list/0", "list/1", "list/2", "list/2/0", "list/2/1"),
+        *("pair", "pair/a", "pair/b", "pair/b/z", "box", "box/x", "box/x/x", "box/y"),
+    ]
+    assert c.build() == {
+        "list": [10, 20, (30, 40)],
+        "pair": Pair(10, {"z": 90}),
+        "box": Box(Frozen(50), 20),
+    }
+
+
+def test_updates_see_earlier_changes_and_nothing_below_their_own():
+    c = cursor({"a": {"b": 1}, "c": {"d": 2}})
+    c["a"]["b"] = 5
+    c.apply_update(lambda path, value: value + 1 if path == "a/b" else value)
+    c.apply_update(lambda path, value: "gone" if path == "c" else value)
+    c["a"].apply_update(lambda path, value: 2 * value if path == "b" else value)
+    assert c.build() == {"a": {"b": 12}, "c": "gone"}
+
+
+def test_find():
+    c = cursor(NESTED)
+    found = c.find(lambda path, value: path.endswith("z"))
+    found += 0
+    assert found == 9
+    changed = c.find(lambda path, value: isinstance(value, Frozen)).x.set(0)
+    assert changed["box"].x == Frozen(0)
+    all_ints = cursor([1, [2, "x"], {"a": 3}]).find_all(lambda path, value: isinstance(value, int))
+    assert [x + 0 for x in all_ints] == [1, 2, 3]
+
+
+def test_errors_of_finding():
+    c = cursor({"a": {"b": 1}, "c": {"b": 2}})
+    with pytest.raises(CursorFindError, match=r"first of cursor\['a'\]\['b'\], then of cursor\['c"):
+        c.find(lambda path, value: path.endswith("b"))
+    with pytest.raises(CursorFindError, match=r"True of nothing below cursor, which has \['a', 'c"):
+        c.find(lambda path, value: False)
+    for method in (c.find, c.find_all, c.apply_update):
+        with pytest.raises(TraverseTreeError, match=r"either an `update_fn` or a `cond_fn`"):
+            method(None)
+
+
+def test_what_is_not_there():
+    c = cursor(NESTED)
+    with pytest.raises(CursorKeyError, match=r"^cursor has no entry 'b', it has \['list', 'pair'"):
+        c["b"]
+    with pytest.raises(CursorIndexError, match=r"cursor\['list'\] has 3 elements and none at 3"):
+        c["list"][3]
+    with pytest.raises(CursorIndexError, match="none at -4"):
+        c["list"][-4] = 1
+    with pytest.raises(CursorAttributeError, match=r"cursor\['box'\] has no attribute 'z'"):
+        c["box"].z  # noqa: B018
+    with pytest.raises(CursorAttributeError, match=r"cursor\['box'\].z cannot be set: a Box has"):
+        c["box"].z = 1
+    with pytest.raises(CursorAttributeError, match=r"a Box has the fields \['x', 'y'\]"):
+        c["box"].made = 1
+    with pytest.raises(CursorTypeError, match="cursor is 1, which has no elements"):
+        cursor(1)[0]
+    with pytest.raises(CursorTypeError, match="points to one element; loop over the indices"):
+        c["list"][:2]
+    assert issubclass(CursorKeyError, CursorError | KeyError)
+
+
+@pytest.mark.parametrize("kind", [np, jnp])
+def test_arrays_are_changed_as_a_whole(kind):
+    c = cursor({"w": kind.ones(2)})
+    assert c["w"][0] == 1 and c["w"].shape == (2,)
+    with pytest.raises(CursorTypeError, match=r"cursor\['w'\]\[0\] cannot be set: a .* as a whole"):
+        c["w"][0] = 5
+    with pytest.raises(CursorTypeError, match="as a whole"):
+        c["w"][0].set(5)
+    with pytest.raises(CursorTypeError, match="as a whole"):
+        c["w"].shape[0] = 3
+
+
+def test_brackets_and_dots_are_not_mixed():
+    with pytest.raises(CursorTypeError, match=r"cursor.a cannot be set: write \['a'\] for an elem"):
+        cursor({"a": 1}).a = 2
+    with pytest.raises(CursorAttributeError, match=r"\['x'\] cannot be set: a Box has the fields"):
+        cursor(Box(1))["x"] = 2

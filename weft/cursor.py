@@ -1,0 +1,415 @@
+"""Changes deep inside of nested containers, written as assignments.
+
+A cursor points to a container and remembers what is assigned below it; the containers themselves
+stay as they are. `build` makes a copy with the changes: `c.params["dense"]["bias"] = b` and then
+`c.build()` stand for a `replace` of the struct, a copy of the dict and a copy of the dict in it.
+Containers are mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
+"""
+
+import copy
+import dataclasses
+import enum
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+from weft.core.frozen_dict import FrozenDict
+from weft.errors import (
+    CursorAttributeError,
+    CursorFindError,
+    CursorIndexError,
+    CursorKeyError,
+    CursorTypeError,
+    TraverseTreeError,
+)
+
+__all__ = [
+    "AccessType",
+    "Cursor",
+    "CursorFindError",
+    "FrozenDict",
+    "Indexable",
+    "ParentKey",
+    "TraverseTreeError",
+    "cursor",
+    "is_named_tuple",
+]
+
+A = TypeVar("A")
+
+
+@runtime_checkable
+class Indexable(Protocol):
+    """Whatever has elements."""
+
+    def __getitem__(self, key: Any) -> Any: ...
+
+
+class AccessType(enum.Enum):
+    """How a cursor was reached from the one above it."""
+
+    ITEM = enum.auto()
+    ATTR = enum.auto()
+
+
+@dataclasses.dataclass
+class ParentKey(Generic[A]):
+    """Where a cursor comes from.
+
+    Attributes:
+        parent: the cursor above it.
+        key: its key, index or name there.
+        access_type: whether it is an element or an attribute.
+    """
+
+    parent: "Cursor[A]"
+    key: Any
+    access_type: AccessType
+
+
+class _Entry(NamedTuple):
+    """Something that a container holds."""
+
+    key: Any
+    access: AccessType
+    name: str
+    value: Any
+
+
+def is_named_tuple(obj: Any) -> bool:
+    """Whether something is an instance of a named tuple's class.
+
+    >>> is_named_tuple((1, 2))
+    False
+    """
+    return isinstance(obj, tuple) and hasattr(obj, "_fields")
+
+
+def _entries(obj: Any) -> Iterator[_Entry]:
+    if isinstance(obj, Mapping):
+        for key in obj:
+            yield _Entry(key, AccessType.ITEM, str(key), obj[key])
+    elif isinstance(obj, list | tuple):
+        names = getattr(obj, "_fields", None) or map(str, range(len(obj)))
+        for i, (name, value) in enumerate(zip(names, obj, strict=True)):
+            yield _Entry(i, AccessType.ITEM, name, value)
+    else:
+        for name in _fields(obj):
+            yield _Entry(name, AccessType.ATTR, name, getattr(obj, name))
+
+
+def _fields(obj: Any) -> list[str]:
+    """The fields that a dataclass can be given; none of anything else."""
+    if isinstance(obj, type) or not dataclasses.is_dataclass(obj):
+        return []
+    return [f.name for f in dataclasses.fields(obj) if f.init]
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(self.build(), *args)
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    def of_values(self: Any, other: Any) -> Any:
+        return function(self.build(), other.build() if isinstance(other, Cursor) else other)
+
+    return of_values
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda self, other: function(other, self.build())
+
+
+def cursor(obj: A) -> "Cursor[A]":
+    """A cursor that points to a container.
+
+    Example:
+        >>> params = {"dense": {"kernel": 1, "bias": [2, 3]}, "scale": 4}
+        >>> c = cursor(params)
+        >>> c["dense"]["bias"][0] = 20
+        >>> c["scale"] += 1
+        >>> c.build()
+        {'dense': {'kernel': 1, 'bias': [20, 3]}, 'scale': 5}
+        >>> cursor(params)["dense"]["kernel"].set(10)["dense"]["kernel"], params["scale"]
+        (10, 4)
+    """
+    return Cursor(obj, None)
+
+
+class Cursor(Generic[A]):
+    """A place in nested containers, and what is to change below it.
+
+    Compared and calculated with, it is the value at that place, changes included.
+
+    Args:
+        obj: the value.
+        parent_key: where the cursor comes from; None for one that comes from nowhere.
+    """
+
+    __slots__ = ("_assigned", "_children", "_obj", "_parent_key")
+    _obj: Any
+    _parent_key: ParentKey[Any] | None
+    _children: dict[Any, "Cursor[Any]"]
+    _assigned: set[Any]
+
+    def __init__(self, obj: A, parent_key: ParentKey[Any] | None):
+        for name, value in zip(Cursor.__slots__, (set(), {}, obj, parent_key), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __getitem__(self, key: Any) -> "Cursor[Any]":
+        obj = self._obj
+        if not isinstance(obj, Indexable):
+            raise CursorTypeError(f"{self._path} is {obj!r}, which has no elements.")
+        if isinstance(obj, Mapping):
+            if key not in obj and key not in self._children:
+                raise CursorKeyError(
+                    f"{self._path} has no entry {key!r}, it has {list(obj)}; assign to it to add "
+                    "one."
+                )
+        elif isinstance(obj, list | tuple):
+            key = self._index(key)
+        return self._child(key, AccessType.ITEM, lambda: obj[key])
+
+    def __getattr__(self, name: str) -> "Cursor[Any]":
+        # Whoever asks for special methods, or copies half an object, must not be led on.
+        if name in Cursor.__slots__ or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        if is_named_tuple(self._obj) and name in self._obj._fields:
+            return self[self._obj._fields.index(name)]
+        if not hasattr(self._obj, name):
+            raise CursorAttributeError(
+                f"{self._path} has no attribute {name!r}, it is {self._obj!r}; an entry of a "
+                f"mapping is written [{name!r}]."
+            )
+        return self._child(name, AccessType.ATTR, lambda: getattr(self._obj, name))
+
+    def _child(self, key: Any, access: AccessType, get: Callable[[], Any]) -> "Cursor[Any]":
+        if not self._holds(key, access):  # a method, an element of an array, ...
+            return Cursor(get(), ParentKey(self, key, access))
+        if key not in self._children:
+            self._children[key] = Cursor(get(), ParentKey(self, key, access))
+        return self._children[key]
+
+    def _holds(self, key: Any, access: AccessType) -> bool:
+        """Whether a copy of the value could be made with something else there."""
+        if isinstance(self._obj, Mapping | list | tuple):
+            return access is AccessType.ITEM
+        return access is AccessType.ATTR and key in _fields(self._obj)
+
+    def _index(self, key: Any) -> int:
+        """Each element of a sequence has one index, from the left."""
+        if isinstance(key, slice):
+            raise CursorTypeError(
+                f"{self._path} was indexed with {key}, and a cursor points to one element; loop "
+                "over the indices."
+            )
+        n, index = len(self._obj), operator.index(key)
+        if not -n <= index < n:
+            raise CursorIndexError(f"{self._path} has {n} elements and none at {index}.")
+        return index % n
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._check_holds(key, AccessType.ITEM)
+        key = key if isinstance(self._obj, Mapping) else self._index(key)
+        self._assign(key, AccessType.ITEM, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_named_tuple(self._obj) and name in self._obj._fields:
+            self[self._obj._fields.index(name)] = value
+            return
+        self._check_holds(name, AccessType.ATTR)
+        self._assign(name, AccessType.ATTR, value)
+
+    def _check_holds(self, key: Any, access: AccessType) -> None:
+        """Changes below this place must find their way into the copy."""
+        if not self._holds(key, access):
+            wanted = f"{self._path}{_written(key, access)} cannot be set"
+            kind = type(self._obj).__name__
+            if fields := _fields(self._obj):
+                raise CursorAttributeError(f"{wanted}: a {kind} has the fields {fields}.")
+            if isinstance(self._obj, Mapping | list | tuple):
+                raise CursorTypeError(f"{wanted}: write [{key!r}] for an element of a {kind}.")
+            raise CursorTypeError(
+                f"{wanted}: a {kind} is changed as a whole, an array as in "
+                "c['w'] = array.at[i].set(x)."
+            )
+        if self._parent_key is not None:
+            above = self._parent_key
+            above.parent._check_holds(above.key, above.access_type)
+
+    def _assign(self, key: Any, access: AccessType, value: Any) -> None:
+        value = value.build() if isinstance(value, Cursor) else value
+        self._children[key] = Cursor(value, ParentKey(self, key, access))
+        self._assigned.add(key)
+
+    def set(self, value: Any) -> Any:
+        """A copy of the whole, from the first cursor on, with another value here.
+
+        >>> cursor({"a": (1, 2)})["a"][1].set(5)
+        {'a': (1, 5)}
+        """
+        above = self._parent_key
+        if above is None:
+            return value.build() if isinstance(value, Cursor) else value
+        above.parent._check_holds(above.key, above.access_type)
+        above.parent._assign(above.key, above.access_type, value)
+        while above.parent._parent_key is not None:
+            above = above.parent._parent_key
+        return above.parent.build()
+
+    def build(self) -> A:
+        """A copy of the container with all changes below this cursor."""
+        return self._built()
+
+    def _built(self) -> Any:
+        obj = self._obj
+        new = {key: child.build() for key, child in self._children.items() if self._differs(key)}
+        if isinstance(obj, dict | list):
+            changed: Any = copy.copy(obj)
+            for key, value in new.items():
+                changed[key] = value
+            return changed
+        if isinstance(obj, Mapping):
+            make: Any = type(obj)
+            return make({**obj, **new})
+        if isinstance(obj, tuple):
+            make = getattr(obj, "_make", type(obj))
+            return make([new.get(i, x) for i, x in enumerate(obj)])
+        return dataclasses.replace(obj, **new) if new else obj
+
+    def _differs(self, key: Any) -> bool:
+        child = self._children[key]
+        return key in self._assigned or any(child._differs(below) for below in child._children)
+
+    def apply_update(self, update_fn: Callable[[str, Any], Any]) -> "Cursor[A]":
+        """Notes a change wherever a function returns something else than it was given.
+
+        Args:
+            update_fn: of the path below this cursor, joined by `/`, and the value there, changes
+                included. It is not called below something that it replaced.
+
+        Returns:
+            This cursor.
+
+        Raises:
+            TraverseTreeError: if it is no function.
+
+        >>> double = lambda path, value: 2 * value if path.endswith("b") else value
+        >>> cursor({"a": {"b": 1, "c": 2}}).apply_update(double).build()
+        {'a': {'b': 2, 'c': 2}}
+        """
+        if not callable(update_fn):
+            raise TraverseTreeError(update_fn, None)
+
+        def update(place: Cursor[Any], value: Any, above: str) -> None:
+            for key, access, name, child in _entries(value):
+                new = update_fn(above + name, child)
+                if new is not child:
+                    place._assign(key, access, new)
+                else:
+                    update(place._child(key, access, lambda: child), child, f"{above}{name}/")  # noqa: B023
+
+        update(self, self.build(), "")
+        return self
+
+    def find(self, cond_fn: Callable[[str, Any], Any]) -> "Cursor[Any]":
+        """The one place below where a condition is true.
+
+        Args:
+            cond_fn: of the path below this cursor, joined by `/`, and the value there, changes
+                included. It is not called below a place where it was true.
+
+        Raises:
+            CursorFindError: if there is no such place, or more than one.
+            TraverseTreeError: if it is no function.
+
+        >>> cursor({"a": {"bias": 1}, "b": 2}).find(lambda path, _: "bias" in path).set(0)
+        {'a': {'bias': 0}, 'b': 2}
+        """
+        found = None
+        for place in self.find_all(cond_fn):
+            if found is not None:
+                raise CursorFindError(found._path, place._path)
+            found = place
+        if found is None:
+            names = [entry.name for entry in _entries(self.build())]
+            raise CursorFindError(among=f" below {self._path}, which has {names}")
+        return found
+
+    def find_all(self, cond_fn: Callable[[str, Any], Any]) -> Iterator["Cursor[Any]"]:
+        """All places below where a condition is true, see `find`.
+
+        Raises:
+            TraverseTreeError: if it is no function.
+
+        >>> c = cursor({"a": {"bias": 1, "scale": 2}, "b": {"bias": 3}})
+        >>> for layer in c.find_all(lambda path, value: "bias" in value):
+        ...     layer["bias"] *= 10
+        >>> c.build()
+        {'a': {'bias': 10, 'scale': 2}, 'b': {'bias': 30}}
+        """
+        if not callable(cond_fn):
+            raise TraverseTreeError(None, cond_fn)
+
+        def search(place: Cursor[Any], value: Any, above: str) -> Iterator[Cursor[Any]]:
+            for key, access, name, child in _entries(value):
+                below = place._child(key, access, lambda: child)  # noqa: B023
+                if cond_fn(above + name, child):
+                    yield below
+                else:
+                    yield from search(below, child, f"{above}{name}/")
+
+        return search(self, self.build(), "")
+
+    @property
+    def _path(self) -> str:
+        """How this place is written."""
+        above = self._parent_key
+        return above.parent._path + _written(above.key, above.access_type) if above else "cursor"
+
+    def __repr__(self) -> str:
+        changes = {key: self._children[key] for key in self._children if self._differs(key)}
+        return f"Cursor({self._obj!r}{f', changes={changes}' if changes else ''})"
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._obj, list | tuple):
+            return (self[i] for i in range(len(self._obj)))
+        if isinstance(self._obj, Mapping):
+            return iter({**self._obj, **self._children})
+        raise CursorTypeError(
+            f"{self._path} is {self._obj!r}, and only lists, tuples and mappings are iterated over."
+        )
+
+    def __reversed__(self) -> Iterator[Any]:
+        return reversed(list(self))
+
+    def __contains__(self, value: Any) -> bool:
+        built: Any = self.build()
+        return value in built
+
+    __str__, __len__, __bool__ = _unary(str), _unary(len), _unary(bool)
+    __neg__, __pos__, __invert__ = map(_unary, (operator.neg, operator.pos, operator.invert))
+    __abs__, __round__ = _unary(abs), _unary(round)
+    __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
+    __hash__: None = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    __lt__, __le__, __gt__, __ge__ = map(
+        _binary, (operator.lt, operator.le, operator.gt, operator.ge)
+    )
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _reflected(operator.matmul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __pow__, __rpow__ = _binary(pow), _reflected(pow)
+    __divmod__, __rdivmod__ = _binary(divmod), _reflected(divmod)
+
+
+def _written(key: Any, access: AccessType) -> str:
+    return f"[{key!r}]" if access is AccessType.ITEM else f".{key}"
