@@ -22,7 +22,7 @@ def _dense(params, x):
     return x @ params["kernel"] + params["bias"]
 
 
-def _attend(q, k, v):
+def attend(q, k, v):
     q, k, v = (t.reshape(*t.shape[:-1], HEADS, -1) for t in (q, k, v))
     logits = jnp.einsum("bqhd,bkhd->bhqk", q, k)
     causal = jnp.tril(jnp.ones(logits.shape[-2:], bool))
@@ -34,7 +34,7 @@ def raw_block(params, x):
     """A decoder block on nested dicts."""
     h = _norm(params["norm1"], x)
     q, k, v = (_dense(params[name], h) for name in "qkv")
-    x = x + _dense(params["out"], _attend(q, k, v))
+    x = x + _dense(params["out"], attend(q, k, v))
     h = jax.nn.gelu(_dense(params["up"], _norm(params["norm2"], x)))
     return x + _dense(params["down"], h)
 
@@ -56,7 +56,7 @@ def block(scope: Scope, x):
     """The same of a scope."""
     h = _norm_of(scope.push("norm1"), x)
     q, k, v = (_dense_of(scope.push(name), h, DIM) for name in "qkv")
-    x = x + _dense_of(scope.push("out"), _attend(q, k, v), DIM)
+    x = x + _dense_of(scope.push("out"), attend(q, k, v), DIM)
     h = jax.nn.gelu(_dense_of(scope.push("up"), _norm_of(scope.push("norm2"), x), 4 * DIM))
     return x + _dense_of(scope.push("down"), h, DIM)
 
@@ -70,7 +70,7 @@ def _unrolled(n, block):
     return model
 
 
-def _raw_unrolled(n, block):
+def raw_unrolled(n, block):
     def model(params, x):
         for i in range(n):
             x = block(params[f"layer{i}"], x)
@@ -89,7 +89,7 @@ def _scanned(block):
     return lambda scope, x: scan(scope, x, None)[0]
 
 
-def _raw_scanned(block):
+def raw_scanned(block):
     def model(params, x):
         return jax.lax.scan(lambda x, params: (block(params, x), None), x, params)[0]
 
@@ -100,14 +100,19 @@ def _over_batches(model):
     return lift.vmap(model, variable_axes={"params": None}, split_rngs={"params": False})
 
 
-def _raw_over_batches(model):
+def raw_over_batches(model):
     return jax.vmap(model, in_axes=(None, 0))
 
 
 def _compared(question, models, raw, x, at_most, cold=False) -> Row:
     """Traces `models()` against `raw()`, each made anew; with `cold` from empty caches."""
     variables = init(models())(KEY, x)[1]
-    results = apply(models())(variables, x), raw()(variables["params"], x)
+    return compared(question, lambda: apply(models()), raw, variables, x, at_most, cold)
+
+
+def compared(question, make, raw, variables, x, at_most, cold=False) -> Row:
+    """Traces `make()`, a function of variables and x, against `raw()`, one of parameters and x."""
+    results = make()(variables, x), raw()(variables["params"], x)
     assert jnp.allclose(*results, rtol=1e-4, atol=1e-5), question
 
     def trace(make):
@@ -116,7 +121,7 @@ def _compared(question, models, raw, x, at_most, cold=False) -> Row:
         jax.make_jaxpr(make())(variables, x)
 
     measured = ratios(
-        lambda: trace(lambda: apply(models())),
+        lambda: trace(make),
         lambda: trace(lambda: lambda variables, x: raw()(variables["params"], x)),
         clock=time.thread_time,
     )
@@ -147,7 +152,7 @@ def run() -> list[Row]:
     batches = jnp.ones((3, 2, 8, DIM))
     rows = []
     for n, in_jit in ((12, 0.35), (24, 0.20), (48, 0.13)):
-        raw = lambda n=n: _raw_unrolled(n, raw_block)  # noqa: E731
+        raw = lambda n=n: raw_unrolled(n, raw_block)  # noqa: E731
         models = lambda n=n: _unrolled(n, block)  # noqa: E731
         jitted = lambda n=n: _unrolled(n, lift.jit(block))  # noqa: E731
         rows += [
@@ -158,7 +163,7 @@ def run() -> list[Row]:
         _compared(
             "trace a scan of 12 scopes / raw",
             lambda: _scanned(block),
-            lambda: _raw_scanned(raw_block),
+            lambda: raw_scanned(raw_block),
             x,
             1.2,
             cold=True,
@@ -168,7 +173,7 @@ def run() -> list[Row]:
         _compared(
             "trace vmap(scan(remat)) / raw",
             lambda: _over_batches(_scanned(lift.remat(block))),
-            lambda: _raw_over_batches(_raw_scanned(jax.checkpoint(raw_block))),
+            lambda: raw_over_batches(raw_scanned(jax.checkpoint(raw_block))),
             batches,
             2.0,
             cold=True,

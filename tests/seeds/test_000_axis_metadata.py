@@ -1,4 +1,4 @@
-"""The programs that axis metadata is proposed with, as far as they are about scopes."""
+"""The programs that axis metadata is proposed with, on scopes and on modules."""
 
 from typing import Any, Dict, Optional, Tuple, TypeVar  # noqa: UP035 - as it is written there
 
@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 import weft as flax
 import weft.struct
+from weft import linen as nn
 from weft.core import apply, init, lift, meta
 from weft.core.meta import AxisMetadata
 
@@ -137,3 +138,55 @@ def test_a_lifted_transformation_is_told_the_name_of_its_axis(kinds):
     (y, _), again = apply(stack, mutable=["params"])(variables, jnp.ones((8,)), None)
     assert y.shape == (8,)
     assert again["params"]["kernel"].names == ("layers", None, "data")
+
+
+def test_a_layer_of_others_is_given_metadata_by_its_initializer(kinds):
+    kind, with_partitioning_ = kinds
+    if kind is meta.Partitioned:
+        # As it is written there: the initializer's factory, without the call.
+        kernel_init = with_partitioning_(nn.initializers.lecun_normal, (None, "data"))
+    else:
+        kernel_init = with_partitioning_(nn.initializers.lecun_normal(), (None, "data"))
+    features, rng = 8, jax.random.key(0)
+    partitioned_dense = nn.Dense(features, kernel_init=kernel_init)
+    variables = partitioned_dense.init(rng, jnp.ones((4,)))
+    shapes = jax.tree.map(np.shape, variables)
+    assert shapes == {"params": {"kernel": kind(value=(4, 8), names=(None, "data")), "bias": (8,)}}
+    assert partitioned_dense.apply(variables, jnp.ones((4,))).shape == (8,)
+
+
+def test_a_module_sees_values_without_their_boxes(kinds):
+    kind, with_partitioning = kinds
+
+    class Kernel(nn.Module):
+        kernel_init: Any
+
+        @nn.compact
+        def __call__(self, shape):
+            kernel = self.param("kernel", self.kernel_init, shape)  # No AxisMetadata instances
+            # AxisMetadata boxes are preserved
+            kernel_box = self.get_variable("params", "kernel", unbox=False)
+            return kernel, kernel_box
+
+    module = Kernel(with_partitioning(jax.nn.initializers.ones, (None, "data")))
+    (kernel, kernel_box), _ = module.init_with_output(jax.random.key(0), (2, 3))
+    assert isinstance(kernel, jax.Array)
+    assert isinstance(kernel_box, kind)
+
+
+def test_a_scan_of_modules_is_told_the_name_of_its_axis():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            kernel_init = nn.with_partitioning(nn.initializers.ones, (None, "data"))
+            return nn.Dense(8, kernel_init=kernel_init)(x), None
+
+    stack = nn.scan(
+        Layer,
+        length=3,
+        split_rngs={"params": True},
+        variable_axes={"params": 0},
+        metadata_params={nn.Partitioned.AXIS_NAME: "layers"},
+    )
+    variables = stack().init(jax.random.key(0), jnp.ones((8,)), None)
+    assert variables["params"]["Dense_0"]["kernel"].names == ("layers", None, "data")

@@ -1,10 +1,12 @@
-"""The programs that lifted transformations are explained with, as far as they are about scopes."""
+"""The programs that lifted transformations are explained with, on scopes and on modules."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import random
 
+from weft import linen as nn
 from weft.core import Scope, apply, init, lift
 from weft.core import nn as core_nn
 
@@ -103,3 +105,84 @@ def test_inner_state_is_vectorized_like_parameters():
     _, changed = apply(f, mutable=["batch_stats"])(variables, xs, train=True)
     means = changed["batch_stats"]["mlp"]["norm"]["mean"]
     np.testing.assert_allclose(means, np.broadcast_to(means[0], means.shape), rtol=1e-6)
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+        h = nn.Dense(4, name="hidden")(xs)
+        h = nn.relu(h)
+        return nn.Dense(1, name="out")(h)
+
+
+class NaiveVmapMLP(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+        mlp = MLP()
+        return jax.vmap(lambda mlp, x: mlp(x))(mlp, xs)  # fails
+
+
+class ManualVmapMLP(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+        mlp = MLP(parent=None)
+        init_fn = lambda rng, xs: jax.vmap(mlp.init, in_axes=0)(  # noqa: E731
+            random.split(rng, xs.shape[0]), xs
+        )["params"]
+        apply_fn = jax.vmap(mlp.apply, in_axes=0)
+        mlp_params = self.param("mlp", init_fn, xs)
+        return apply_fn({"params": mlp_params}, xs)
+
+
+class LinenVmapMLP(nn.Module):
+    @nn.compact
+    def __call__(self, xs):
+        VmapMLP = nn.vmap(MLP, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0)
+        return VmapMLP(name="mlp")(xs)
+
+
+def test_jax_does_not_know_modules():
+    with pytest.raises(TypeError):
+        NaiveVmapMLP().init(random.PRNGKey(0), jnp.ones((3, 4)))
+
+
+@pytest.mark.parametrize("model", [ManualVmapMLP(), LinenVmapMLP()], ids=["by hand", "lifted"])
+def test_modules_are_vectorized_by_hand_and_lifted(model):
+    xs = jnp.ones((3, 4))
+    variables = model.init(random.PRNGKey(0), xs)
+    assert jax.tree_util.tree_map(jnp.shape, variables["params"]) == {
+        "mlp": {
+            "hidden": {"bias": (3, 4), "kernel": (3, 4, 4)},
+            "out": {"bias": (3, 1), "kernel": (3, 4, 1)},
+        }
+    }
+    assert model.apply(variables, xs).shape == (3, 1)
+
+
+class StatefulMLP(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        h = nn.Dense(4, name="hidden")(x)
+        h = nn.BatchNorm(axis_name="batch")(h, use_running_average=not train)
+        h = nn.relu(h)
+        return nn.Dense(1, name="out")(h)
+
+
+class LinenStatefulVmapMLP(nn.Module):
+    @nn.compact
+    def __call__(self, xs, *, train):
+        VmapMLP = nn.vmap(
+            StatefulMLP,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True},
+            in_axes=0,
+        )
+        return VmapMLP(name="mlp")(xs, train=train)
+
+
+def test_batch_norm_in_a_vectorized_module_keeps_its_averages_along_the_axis():
+    xs = jnp.ones((3, 4))
+    variables = LinenStatefulVmapMLP().init(random.PRNGKey(0), xs, train=True)
+    of_norm = variables["batch_stats"]["mlp"]["BatchNorm_0"]
+    assert jax.tree_util.tree_map(jnp.shape, of_norm) == {"mean": (3, 4), "var": (3, 4)}
+    assert LinenStatefulVmapMLP().apply(variables, xs, train=False).shape == (3, 1)

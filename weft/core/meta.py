@@ -350,7 +350,8 @@ def with_partitioning(
     """An initializer whose value comes in a `Partitioned`.
 
     Args:
-        fn: the initializer, or any function that returns a value.
+        fn: the initializer, or any function that returns a value; a function that makes an
+            initializer will do if it needs no arguments, such as `jax.nn.initializers.he_normal`.
         names: for each axis of its value a mesh axis, a tuple of them, or None.
         mesh: the mesh, if it is not that of `jax.set_mesh`.
 
@@ -362,7 +363,10 @@ def with_partitioning(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Partitioned:
-        return Partitioned(fn(*args, **kwargs), names, mesh)  # pyright: ignore[reportArgumentType]
+        value = fn(*args, **kwargs)
+        if callable(value):
+            value = fn()(*args, **kwargs)
+        return Partitioned(value, names, mesh)  # pyright: ignore[reportArgumentType]
 
     return wrapper
 

@@ -5,19 +5,65 @@ module classes, methods and functions of modules; layers declare parameters and 
 mathematics to `weft.functional`.
 """
 
+from weft.core.filters import DenyList
+from weft.core.frozen_dict import FrozenDict
 from weft.core.lift import broadcast
-from weft.core.meta import PARTITION_NAME, Partitioned, with_partitioning
+from weft.core.meta import (
+    PARTITION_NAME,
+    Partitioned,
+    get_partition_spec,
+    get_sharding,
+    unbox,
+    with_partitioning,
+)
+from weft.core.variable import Variable
+from weft.linen import dtypes, initializers
+from weft.linen.activation import (
+    PReLU,
+    celu,
+    elu,
+    gelu,
+    glu,
+    hard_sigmoid,
+    hard_silu,
+    hard_swish,
+    hard_tanh,
+    leaky_relu,
+    log_sigmoid,
+    log_softmax,
+    logsumexp,
+    normalize,
+    one_hot,
+    relu,
+    relu6,
+    selu,
+    sigmoid,
+    silu,
+    soft_sign,
+    softmax,
+    softplus,
+    standardize,
+    swish,
+    tanh,
+)
 from weft.linen.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
+from weft.linen.batch_norm import BatchNorm
 from weft.linen.calls import apply, init, init_with_output, merge_param, share_scope
+from weft.linen.containers import BatchApply, Sequential
 from weft.linen.control_flow import cond, fori_loop, switch, while_loop
+from weft.linen.initializers import ones, ones_init, zeros, zeros_init
+from weft.linen.linear import Dense, DenseGeneral, Einsum
 from weft.linen.methods import compact, compact_name_scope, nowrap
 from weft.linen.module import Module
+from weft.linen.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
+from weft.linen.pooling import avg_pool, max_pool, min_pool, pool
 from weft.linen.running import (
     disable_named_call,
     enable_named_call,
     intercept_methods,
     override_named_call,
 )
+from weft.linen.stochastic import Dropout
 from weft.linen.summary import tabulate
 from weft.linen.transforms import (
     add_metadata_axis,
@@ -33,3 +79,112 @@ from weft.linen.transforms import (
     shard_map,
     vmap,
 )
+
+__all__ = [
+    # modules
+    "Module",
+    "compact",
+    "compact_name_scope",
+    "nowrap",
+    "apply",
+    "init",
+    "init_with_output",
+    "share_scope",
+    "merge_param",
+    "intercept_methods",
+    "enable_named_call",
+    "disable_named_call",
+    "override_named_call",
+    "tabulate",
+    # transformations of classes, methods and functions
+    "vmap",
+    "pmap",
+    "shard_map",
+    "scan",
+    "remat_scan",
+    "remat",
+    "checkpoint",
+    "jit",
+    "fold_rngs",
+    "map_variables",
+    "add_metadata_axis",
+    "named_call",
+    # transformations that are called with a module
+    "cond",
+    "switch",
+    "while_loop",
+    "fori_loop",
+    "grad",
+    "value_and_grad",
+    "vjp",
+    "jvp",
+    "custom_vjp",
+    "custom_jvp",
+    # linear maps and embeddings
+    "Dense",
+    "DenseGeneral",
+    "Einsum",
+    # convolutions and pooling
+    "avg_pool",
+    "max_pool",
+    "min_pool",
+    "pool",
+    # norms
+    "BatchNorm",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "RMSNorm",
+    # randomness
+    "Dropout",
+    # containers
+    "BatchApply",
+    "Sequential",
+    # activations
+    "PReLU",
+    "celu",
+    "elu",
+    "gelu",
+    "glu",
+    "hard_sigmoid",
+    "hard_silu",
+    "hard_swish",
+    "hard_tanh",
+    "leaky_relu",
+    "log_sigmoid",
+    "log_softmax",
+    "logsumexp",
+    "normalize",
+    "one_hot",
+    "relu",
+    "relu6",
+    "selu",
+    "sigmoid",
+    "silu",
+    "soft_sign",
+    "softmax",
+    "softplus",
+    "standardize",
+    "swish",
+    "tanh",
+    # scopes, variables and filters
+    "DenyList",
+    "FrozenDict",
+    "broadcast",
+    "Variable",
+    # metadata
+    "PARTITION_NAME",
+    "Partitioned",
+    "get_partition_spec",
+    "get_sharding",
+    "unbox",
+    "with_partitioning",
+    # initializers
+    "initializers",
+    "ones",
+    "ones_init",
+    "zeros",
+    "zeros_init",
+    # modules of functions
+    "dtypes",
+]

@@ -137,16 +137,17 @@ class ModuleVariables:
         """Whether this module has a variable."""
         return self._bound(f"the variable {name!r} was asked for").has_variable(col, name)
 
-    def get_variable(self, col: str, name: str, default: Any = None) -> Any:
-        """A variable's value, with its axis metadata.
+    def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
+        """A variable's value.
 
         Args:
             col: its collection.
             name: its name in this module; submodules are dicts.
             default: what to return where there is no such variable.
+            unbox: whether to leave out its axis metadata.
         """
         scope = self._bound(f"the variable {name!r} was asked for")
-        return scope.get_variable(col, name, default)
+        return scope.get_variable(col, name, default, unbox=unbox)
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
         """Sets a variable of this module, which may be new.

@@ -1,0 +1,134 @@
+"""The norm that keeps a running average of the statistics of batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from weft import functional
+from weft.functional.initializers import ones, zeros
+from weft.functional.statistics import canonical_axes, cast
+from weft.linen.calls import merge_param
+from weft.linen.initializers import Initializer
+from weft.linen.methods import compact
+from weft.linen.module import Module
+from weft.linen.normalization import result_dtype, scale_and_bias, statistics_dtype
+
+__all__ = ["BatchNorm"]
+
+
+class BatchNorm(Module):
+    """Normalises with the statistics of the batch, or with averages (Ioffe and Szegedy, 2015).
+
+    The averages `mean` and `var` are in the collection `batch_stats`; `apply` updates them where
+    `mutable=["batch_stats"]`.
+
+    Attributes:
+        use_running_average: whether to normalise with the averages, as in evaluation, and leave
+            them as they are; given here or when called.
+        axis: the axes along which each position has statistics of its own.
+        momentum: what is kept of the averages in each step.
+        epsilon: added to the variance.
+        dtype: of the result; by default promoted from the input and the parameters.
+        param_dtype: of the parameters.
+        use_bias: whether to add a bias.
+        use_scale: whether to multiply with a scale.
+        bias_init: makes the bias.
+        scale_init: makes the scale.
+        axis_name: a mapped axis, or an axis of devices, over which the batch is spread: all parts
+            are normalised with the statistics of the whole. A part weighs as many values as its
+            mask lets count. `init` does not need the axis.
+        axis_index_groups: the groups of indices of that axis that share statistics, as in
+            `jax.lax.psum`.
+        use_fast_variance: whether mean and variance come out of one reduction.
+        force_float32_reductions: whether statistics have at least the dtype float32; otherwise
+            the averages have `param_dtype`.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> x = jnp.array([[1.0], [3.0]])
+        >>> layer = nn.BatchNorm(momentum=0.5)
+        >>> variables = layer.init(jax.random.key(0), x, use_running_average=False)
+        >>> y, updates = layer.apply(
+        ...     variables, x, use_running_average=False, mutable=["batch_stats"]
+        ... )
+        >>> y.round(2).tolist(), updates["batch_stats"]["mean"].tolist()
+        ([[-1.0], [1.0]], [1.0])
+    """
+
+    use_running_average: bool | None = None
+    axis: int | Sequence[int] = -1
+    momentum: float = 0.99
+    epsilon: float = 1e-5
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self,
+        x: Float[Array, "*shape"],
+        use_running_average: bool | None = None,
+        *,
+        mask: Bool[Array, "*#shape"] | None = None,
+    ) -> Float[Array, "*shape"]:
+        """Normalises a batch.
+
+        Args:
+            x: the input.
+            use_running_average: see the attribute; exactly one of them must be given.
+            mask: which values count in the statistics; all by default.
+
+        Raises:
+            ParameterGivenTwiceError: if `use_running_average` is given twice, or never.
+        """
+        use_average = merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        features = canonical_axes(self.axis, x.ndim)
+        shape = [size if a in features else 1 for a, size in enumerate(x.shape)]
+        squeezed = tuple(size for a, size in enumerate(x.shape) if a in features)
+        kept = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        averages = [
+            self.variable("batch_stats", "mean", lambda: jnp.zeros(squeezed, kept)),
+            self.variable("batch_stats", "var", lambda: jnp.ones(squeezed, kept)),
+        ]
+        if use_average:
+            mean, var = (average.value.reshape(shape) for average in averages)
+        else:
+            initializing = self.is_initializing()
+            mean, var = functional.moments(
+                x,
+                axis=[a for a in range(x.ndim) if a not in features],
+                where=mask,
+                axis_name=None if initializing else self.axis_name,
+                axis_index_groups=self.axis_index_groups,
+                fast=self.use_fast_variance,
+                dtype=statistics_dtype(x, self.force_float32_reductions),
+            )
+            if not initializing:
+                for average, value in zip(averages, (mean, var), strict=True):
+                    average.value = functional.update_running_average(
+                        average.value, value.reshape(squeezed), decay=self.momentum
+                    )
+        scale, bias = scale_and_bias(self, squeezed)
+        y = functional.batch_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            mean,
+            var,
+            None if scale is None else scale.reshape(shape),
+            None if bias is None else bias.reshape(shape),
+            eps=self.epsilon,
+            dtype=None,
+        )
+        return cast(y, result_dtype(self.dtype, x, scale, bias))

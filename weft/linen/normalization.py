@@ -1,0 +1,333 @@
+"""Norms that normalise an input with statistics of its own.
+
+Which axes share statistics (`reduction_axes`) and which have a scale and bias for each position
+(`feature_axes`) are two questions, and the layers differ in the answers. Statistics are computed
+in float32 unless `force_float32_reductions=False`; the result has the dtype `dtype`, by default
+that to which the input, scale and bias are promoted.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from weft import functional
+from weft.errors import ArgumentValueError
+from weft.functional.initializers import ones, zeros
+from weft.functional.statistics import Axes, canonical_axes, cast
+from weft.linen.initializers import Initializer
+from weft.linen.methods import compact
+from weft.linen.module import Module
+
+__all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(Module):
+    """Normalises each position of a batch by itself, `functional.layer_norm` (Ba et al., 2016).
+
+    Attributes:
+        epsilon: added to the variance.
+        dtype: of the result; by default promoted from the input and the parameters.
+        param_dtype: of the parameters.
+        use_bias: whether to add a bias.
+        use_scale: whether to multiply with a scale.
+        bias_init: makes the bias.
+        scale_init: makes the scale.
+        reduction_axes: the axes that share statistics.
+        feature_axes: the axes of scale and bias.
+        axis_name: a mapped axis, or an axis of devices, over which the statistics are taken as
+            well.
+        axis_index_groups: the groups of indices of that axis that share statistics, as in
+            `jax.lax.psum`.
+        use_fast_variance: whether mean and variance come out of one reduction.
+        force_float32_reductions: whether statistics have at least the dtype float32.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> y, variables = nn.LayerNorm().init_with_output(jax.random.key(0), jnp.array([1.0, 3.0]))
+        >>> y.round(2).tolist(), jax.tree.map(jnp.shape, variables)
+        ([-1.0, 1.0], {'params': {'bias': (2,), 'scale': (2,)}})
+    """
+
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+    reduction_axes: Axes = -1
+    feature_axes: Axes = -1
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
+    ) -> Float[Array, "*shape"]:
+        """Normalises an input.
+
+        Args:
+            x: the input.
+            mask: which values count in the statistics; all by default.
+        """
+        features = sorted(canonical_axes(self.feature_axes, x.ndim))
+        scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
+        y = functional.layer_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            along(features, scale, x),
+            along(features, bias, x),
+            axis=self.reduction_axes,
+            eps=self.epsilon,
+            where=mask,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            fast_variance=self.use_fast_variance,
+            dtype=None,
+        )
+        return cast(y, result_dtype(self.dtype, x, scale, bias))
+
+
+class RMSNorm(Module):
+    """Divides by the root mean square, `functional.rms_norm` (Zhang and Sennrich, 2019).
+
+    Attributes:
+        epsilon: added to the mean square.
+        dtype: see `LayerNorm`.
+        param_dtype: see `LayerNorm`.
+        use_scale: see `LayerNorm`.
+        scale_init: see `LayerNorm`.
+        reduction_axes: see `LayerNorm`.
+        feature_axes: see `LayerNorm`.
+        axis_name: see `LayerNorm`.
+        axis_index_groups: see `LayerNorm`.
+        use_fast_variance: without effect: there is one statistic.
+        force_float32_reductions: see `LayerNorm`.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> nn.RMSNorm(use_scale=False).apply({}, jnp.array([-3.0, 3.0])).round(2).tolist()
+        [-1.0, 1.0]
+    """
+
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_scale: bool = True
+    scale_init: Initializer = ones
+    reduction_axes: Axes = -1
+    feature_axes: Axes = -1
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
+    ) -> Float[Array, "*shape"]:
+        """Normalises an input; arguments as of `LayerNorm`."""
+        features = sorted(canonical_axes(self.feature_axes, x.ndim))
+        scale = None
+        if self.use_scale:
+            shape = tuple(x.shape[a] for a in features)
+            scale = self.param("scale", self.scale_init, shape, self.param_dtype)
+        y = functional.rms_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            along(features, scale, x),
+            axis=self.reduction_axes,
+            eps=self.epsilon,
+            where=mask,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            dtype=None,
+        )
+        return cast(y, result_dtype(self.dtype, x, scale))
+
+
+class GroupNorm(Module):
+    """Normalises groups of channels, each example by itself (Wu and He, 2018).
+
+    Attributes:
+        num_groups: how many groups there are; None if `group_size` is given.
+        group_size: how many channels a group has; then `num_groups` must be None.
+        epsilon: see `LayerNorm`.
+        dtype: see `LayerNorm`.
+        param_dtype: see `LayerNorm`.
+        use_bias: see `LayerNorm`.
+        use_scale: see `LayerNorm`.
+        bias_init: see `LayerNorm`.
+        scale_init: see `LayerNorm`.
+        reduction_axes: the axes that share statistics, the last one among them; all but the first
+            by default.
+        axis_name: see `LayerNorm`.
+        axis_index_groups: see `LayerNorm`.
+        use_fast_variance: see `LayerNorm`.
+        force_float32_reductions: see `LayerNorm`.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> layer = nn.GroupNorm(num_groups=2, use_bias=False, use_scale=False)
+        >>> layer.apply({}, jnp.array([[1.0, 3.0, 5.0, 9.0]])).round(2).tolist()
+        [[-1.0, 1.0, -1.0, 1.0]]
+    """
+
+    num_groups: int | None = 32
+    group_size: int | None = None
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+    reduction_axes: Axes | None = None
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self,
+        x: Float[Array, "batch *spatial channels"],
+        *,
+        mask: Bool[Array, "*#batch"] | None = None,
+    ) -> Float[Array, "batch *spatial channels"]:
+        """Normalises an input; arguments as of `LayerNorm`.
+
+        Raises:
+            ArgumentShapeError: if the channels cannot be cut into equal groups.
+            ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or
+                the last axis is not among the `reduction_axes`.
+        """
+        channels = x.shape[-1]
+        num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
+        axes = self.reduction_axes
+        if axes is not None and x.ndim - 1 not in canonical_axes(axes, x.ndim):
+            raise ArgumentValueError(
+                f"reduction_axes={axes} of an input of shape {x.shape} leave out the last axis, "
+                "whose channels the groups are made of; add -1."
+            )
+        scale, bias = scale_and_bias(self, (channels,))
+        y = functional.group_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            scale,
+            bias,
+            num_groups=num_groups,
+            axis=axes,
+            eps=self.epsilon,
+            where=None if mask is None else jnp.broadcast_to(mask, x.shape),
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            fast_variance=self.use_fast_variance,
+            dtype=None,
+        )
+        return cast(y, result_dtype(self.dtype, x, scale, bias))
+
+
+class InstanceNorm(Module):
+    """Normalises each channel of each example by itself (Ulyanov et al., 2016).
+
+    Attributes:
+        epsilon: see `LayerNorm`.
+        dtype: see `LayerNorm`.
+        param_dtype: see `LayerNorm`.
+        use_bias: see `LayerNorm`.
+        use_scale: see `LayerNorm`.
+        bias_init: see `LayerNorm`.
+        scale_init: see `LayerNorm`.
+        feature_axes: the axes of the channels. All others but the first share statistics.
+        axis_name: see `LayerNorm`.
+        axis_index_groups: see `LayerNorm`.
+        use_fast_variance: see `LayerNorm`.
+        force_float32_reductions: see `LayerNorm`.
+
+    Example:
+        >>> import jax
+        >>> from weft import linen as nn
+        >>> layer = nn.InstanceNorm(use_bias=False, use_scale=False)
+        >>> layer.apply({}, jnp.array([[[1.0, 5.0], [3.0, 9.0]]])).round(2).tolist()
+        [[[-1.0, -1.0], [1.0, 1.0]]]
+    """
+
+    epsilon: float = 1e-6
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    use_bias: bool = True
+    use_scale: bool = True
+    bias_init: Initializer = zeros
+    scale_init: Initializer = ones
+    feature_axes: Axes = -1
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+    use_fast_variance: bool = True
+    force_float32_reductions: bool = True
+
+    @compact
+    def __call__(
+        self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
+    ) -> Float[Array, " batch *shape"]:
+        """Normalises an input; arguments as of `LayerNorm`.
+
+        Raises:
+            ArgumentValueError: if the first axis is among the `feature_axes`.
+        """
+        features = sorted(canonical_axes(self.feature_axes, x.ndim))
+        if 0 in features:
+            raise ArgumentValueError(
+                f"feature_axes={self.feature_axes} of an input of shape {x.shape} include the "
+                "first axis, which is that of the examples; leave it out."
+            )
+        scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
+        y = functional.layer_norm(
+            cast(x, statistics_dtype(x, self.force_float32_reductions)),
+            along(features, scale, x),
+            along(features, bias, x),
+            axis=[a for a in range(1, x.ndim) if a not in features],
+            eps=self.epsilon,
+            where=mask,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            fast_variance=self.use_fast_variance,
+            dtype=None,
+        )
+        return cast(y, result_dtype(self.dtype, x, scale, bias))
+
+
+def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
+    """The parameters `scale` and `bias` of a norm, None where it has none."""
+    given = tuple(shape), module.param_dtype
+    scale = module.param("scale", module.scale_init, *given) if module.use_scale else None
+    bias = module.param("bias", module.bias_init, *given) if module.use_bias else None
+    return scale, bias
+
+
+def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
+    """Values for each position of some axes of `x`, broadcastable to it."""
+    if values is None or list(axes) == list(range(x.ndim - len(axes), x.ndim)):
+        return values
+    return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
+
+
+def statistics_dtype(x: Array, force_float32: bool) -> DTypeLike:
+    """The dtype in which statistics are computed."""
+    if force_float32 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.promote_types(x.dtype, jnp.float32)
+    return x.dtype
+
+
+def result_dtype(dtype: DTypeLike | None, *operands: Array | None) -> DTypeLike:
+    """The dtype of a norm's result: the one that is asked for, or that of its operands."""
+    if dtype is not None:
+        return dtype
+    promoted = jnp.result_type(*(x.dtype for x in operands if x is not None))
+    inexact = jnp.issubdtype(promoted, jnp.inexact)
+    return promoted if inexact else jnp.promote_types(promoted, jnp.float32)
