@@ -1,9 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
     batch_norm,
     group_norm,
@@ -11,6 +13,7 @@ from weft.functional import (
     layer_norm,
     moments,
     normalize_sum,
+    number_of_groups,
     rms_norm,
 )
 
@@ -145,3 +148,50 @@ def test_layer_norm_gradients_are_those_of_the_definition():
 
     ours = jax.jit(jax.grad(lambda x: jnp.sum(g * layer_norm(x))))(x)
     close(ours, jax.jit(jax.grad(plain))(x), rtol=1e-3)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_statistics_over_a_mapped_axis(fast):
+    x = jnp.array(RNG.normal(size=(4, 2, 6)).astype(np.float32))
+    over_all = {"axis": (0, 2)}
+    parts = {"axis": -1, "axis_name": "parts"}
+    norms = [
+        functools.partial(layer_norm, fast_variance=fast),
+        rms_norm,
+    ]
+    for norm in norms:
+        mapped = jax.vmap(functools.partial(norm, **parts), axis_name="parts")(x)
+        close(mapped, norm(x, **over_all))
+    grouped = functools.partial(group_norm, num_groups=2, fast_variance=fast)
+    mapped = jax.vmap(functools.partial(grouped, axis_name="parts"), axis_name="parts")(x)
+    close(mapped, grouped(x, axis=0).reshape(x.shape))
+
+
+def test_two_passes_do_without_a_first_element_near_the_mean():
+    x = np.array([1e6, *RNG.normal(size=255)], np.float32)
+    y = layer_norm(jnp.array(x), fast_variance=False)
+    exact = (x.astype(np.float64) - x.astype(np.float64).mean()) / x.astype(np.float64).std()
+    close(y, exact)
+
+
+def test_complex_values_are_divided_by_a_real_deviation():
+    x = RNG.normal(size=(3, 8)) + 1j * RNG.normal(size=(3, 8))
+    x = jnp.array(x.astype(np.complex64))
+    for fast in (True, False):
+        y = layer_norm(x, eps=0.0, dtype=None, fast_variance=fast)
+        close(y.mean(-1), np.zeros(3))
+        close((np.abs(y) ** 2).mean(-1), np.ones(3))
+    close((np.abs(rms_norm(x, eps=0.0, dtype=None)) ** 2).mean(-1), np.ones(3))
+
+
+def test_groups_have_a_number_or_a_size():
+    assert number_of_groups(12, 3, None) == 3
+    assert number_of_groups(12, None, 3) == 4
+    with pytest.raises(ArgumentShapeError, match=r"12 channels, .* into 5 equal groups"):
+        number_of_groups(12, 5, None)
+    with pytest.raises(ArgumentShapeError, match=r"12 channels, .* into groups of group_size=5"):
+        number_of_groups(12, None, 5)
+    with pytest.raises(ArgumentValueError, match="num_groups=2 and group_size=3: give one"):
+        number_of_groups(12, 2, 3)
+    with pytest.raises(ArgumentValueError, match="num_groups=None and group_size=0: expected a"):
+        number_of_groups(12, None, 0)

@@ -31,7 +31,9 @@ from weft.functional.attention_variants import (
     sigmoid_attention_probs,
     xl_attention_logits,
 )
-from weft.functional.conv import conv, conv_transpose
+from weft.functional.batch_axes import over_batch_axes
+from weft.functional.conv import conv, conv_local, conv_transpose
+from weft.functional.conv_padding import Padding, pad_conv, pad_conv_transpose
 from weft.functional.conv_shape import (
     NAMED_PADDINGS,
     ConvPadding,
@@ -113,6 +115,8 @@ from weft.functional.statistics import (
 from weft.functional.yarn import yarn_frequencies, yarn_magnitude
 
 __all__ = [
+    # batch axes
+    "over_batch_axes",
     # dtypes
     "canonicalize_dtype",
     "promote_dtype",
@@ -168,7 +172,11 @@ __all__ = [
     "alibi_bias",
     # convolution
     "conv",
+    "conv_local",
     "conv_transpose",
+    "Padding",
+    "pad_conv",
+    "pad_conv_transpose",
     "ConvPadding",
     "NAMED_PADDINGS",
     "conv_dilate_window",

@@ -4,18 +4,24 @@ Statistics are computed in float32 (`dtype`) as `statistics.py` says, and so are
 applied; the result has the dtype of the input.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.statistics import (
     Axes,
     canonical_axes,
     cast,
+    constant,
     deviations,
+    mean_of_parts,
     mean_square,
+    moments,
     segment_mean,
 )
 
@@ -28,6 +34,9 @@ def layer_norm(
     axis: Axes = -1,
     eps: float = 1e-6,
     where: Bool[Array, "*shape"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    fast_variance: bool = True,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "*shape"]:
     """Returns `(x - mean) / sqrt(variance + eps) * scale + bias` (Ba et al., 2016).
@@ -39,12 +48,18 @@ def layer_norm(
         axis: the axis or axes of the statistics.
         eps: added to the variance.
         where: which values count in the statistics; all by default.
+        axis_name: mapped axes over which the statistics are combined as well.
+        axis_index_groups: of that axis, as in `moments`.
+        fast_variance: `fast` of `moments`.
         dtype: of the computation; None is the dtype of `x`.
 
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
     """
-    y = _standardize(cast(x, dtype), canonical_axes(axis, x.ndim), eps, where)
+    parts = axis_name, axis_index_groups
+    y = _standardize(
+        cast(x, dtype), canonical_axes(axis, x.ndim), eps, where, *parts, fast=fast_variance
+    )
     return _affine(y, scale, bias, x.dtype)
 
 
@@ -56,6 +71,8 @@ def rms_norm(
     eps: float = 1e-6,
     zero_centered: bool = False,
     where: Bool[Array, "*shape"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "*shape"]:
     """Returns `x / sqrt(mean(x²) + eps) * scale` (Zhang and Sennrich, 2019).
@@ -68,12 +85,15 @@ def rms_norm(
         zero_centered: whether `scale` is a difference from 1, so that weight decay pulls the
             factor towards 1.
         where: which values count in the mean; all by default.
+        axis_name: mapped axes over which the mean is taken as well.
+        axis_index_groups: of that axis, as in `moments`.
         dtype: of the computation; None is the dtype of `x`.
 
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([0.0, 1.0]), eps=0.0, zero_centered=True).tolist()
     [1.0, 2.0]
     """
-    y = _divide_by_rms(cast(x, dtype), canonical_axes(axis, x.ndim), eps, where)
+    parts = axis_name, axis_index_groups
+    y = _divide_by_rms(cast(x, dtype), canonical_axes(axis, x.ndim), eps, where, *parts)
     if scale is not None and zero_centered:
         scale = cast(scale, dtype) + 1
     return _affine(y, scale, None, x.dtype)
@@ -88,8 +108,11 @@ def group_norm(
     axis: Axes | None = None,
     eps: float = 1e-6,
     subtract_mean: bool = True,
-    where: Bool[Array, " batch *spatial"] | None = None,
+    where: Bool[Array, " batch *spatial"] | Bool[Array, " batch *spatial channels"] | None = None,
     segment_ids: Int[Array, "batch time"] | None = None,
+    axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    fast_variance: bool = True,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "batch *spatial channels"]:
     """Normalises groups of channels (Wu and He, 2018).
@@ -103,8 +126,12 @@ def group_norm(
             the first and the last.
         eps: added to the variance.
         subtract_mean: without it, groups are divided by their root mean square instead.
-        where: which positions count in the statistics; all by default.
+        where: which positions, or which of their channels, count in the statistics; all by
+            default.
         segment_ids: gives each segment of axis 1 statistics of its own; ids in `[0, time]`.
+        axis_name: mapped axes over which the statistics are combined as well, without segments.
+        axis_index_groups: of that axis, as in `moments`.
+        fast_variance: `fast` of `moments`.
         dtype: of the computation; None is the dtype of `x`.
 
     Raises:
@@ -121,15 +148,54 @@ def group_norm(
     axes = canonical_axes(range(1, x.ndim - 1) if axis is None else axis, x.ndim)
     axes = (*(a for a in axes if a < x.ndim - 1), x.ndim)
     y = cast(x, dtype).reshape(*x.shape[:-1], num_groups, -1)
-    where = None if where is None else where[..., None, None]
+    if where is not None:
+        where = where[..., None] if where.ndim < x.ndim else where
+        groups = (num_groups, -1) if where.shape[-1] > 1 else (1, 1)
+        where = where.reshape(*where.shape[:-1], *groups)
     if segment_ids is not None and 1 in axes:
         if subtract_mean:
             y = y - segment_mean(y, segment_ids=segment_ids, axis=axes, where=where)
         square = segment_mean(y * y, segment_ids=segment_ids, axis=axes, where=where)
         y = y * lax.rsqrt(square + eps)
     else:
-        y = (_standardize if subtract_mean else _divide_by_rms)(y, axes, eps, where)
+        standardize = functools.partial(_standardize, fast=fast_variance)
+        normalize = standardize if subtract_mean else _divide_by_rms
+        y = normalize(y, axes, eps, where, axis_name, axis_index_groups)
     return _affine(y.reshape(x.shape), scale, bias, x.dtype)
+
+
+def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
+    """Returns into how many groups channels are cut.
+
+    Args:
+        channels: how many there are.
+        num_groups: how many groups; None if `group_size` is given.
+        group_size: how many channels a group has; None if `num_groups` is given.
+
+    Raises:
+        ArgumentShapeError: if the channels cannot be cut into equal groups.
+        ArgumentValueError: if not exactly one of the two is given, or it is not positive.
+
+    >>> number_of_groups(12, None, 4)
+    3
+    """
+    if (num_groups is None) == (group_size is None):
+        raise ArgumentValueError(
+            f"num_groups={num_groups} and group_size={group_size}: give one of the two, and None "
+            "for the other."
+        )
+    given = num_groups if group_size is None else group_size
+    if given is None or given < 1:
+        raise ArgumentValueError(
+            f"num_groups={num_groups} and group_size={group_size}: expected a positive number of "
+            f"groups, or of the {channels} channels of each."
+        )
+    if channels % given:
+        raise ArgumentShapeError(
+            f"the input has {channels} channels, which cannot be cut into "
+            + (f"{given} equal groups." if group_size is None else f"groups of {group_size=}.")
+        )
+    return given if group_size is None else channels // given
 
 
 def batch_norm(
@@ -179,18 +245,60 @@ def normalize_sum(x: Num[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -
     return x / (jnp.sum(x, axis, keepdims=True) + eps)
 
 
-def _standardize(x: Array, axes: tuple[int, ...], eps: float, where: Array | None) -> Array:
-    deviation, _, variance = deviations(x, axes, where)
-    return deviation * lax.rsqrt(variance + eps)
+def _standardize(
+    x: Array,
+    axes: tuple[int, ...],
+    eps: float,
+    where: Array | None,
+    axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+    *,
+    fast: bool = True,
+) -> Array:
+    if axis_name is None:
+        deviation, _, variance = deviations(x, axes, where, fast=fast)
+    else:
+        mean, variance = moments(
+            x,
+            axis=axes,
+            where=where,
+            axis_name=axis_name,
+            axis_index_groups=axis_index_groups,
+            fast=fast,
+            dtype=None,
+        )
+        deviation = x - mean
+    return _divide_by_root(deviation, variance, eps)
 
 
-def _divide_by_rms(x: Array, axes: tuple[int, ...], eps: float, where: Array | None) -> Array:
-    return x * lax.rsqrt(mean_square(x, axes, where) + eps)
+def _divide_by_rms(
+    x: Array,
+    axes: tuple[int, ...],
+    eps: float,
+    where: Array | None,
+    axis_name: str | Sequence[str] | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
+) -> Array:
+    square = mean_square(x, axes, where)
+    if axis_name is not None:
+        square = mean_of_parts(x, axes, where, axis_name, axis_index_groups)(square)
+    return _divide_by_root(x, square, eps)
+
+
+def _divide_by_root(x: Array, square: Array, eps: float) -> Array:
+    factor = lax.rsqrt(lax.add(square, constant(eps, square)))
+    return lax.mul(x, factor) if factor.dtype == x.dtype else x * factor
 
 
 def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike) -> Array:
     if scale is not None:
-        y = y * scale.astype(y.dtype)
+        y = lax.mul(y, _beside(scale, y))
     if bias is not None:
-        y = y + bias.astype(y.dtype)
-    return y.astype(dtype)
+        y = lax.add(y, _beside(bias, y))
+    return cast(y, dtype)
+
+
+def _beside(x: Array, y: Array) -> Array:
+    """A scale or bias with the dtype and as many axes as what it is applied to."""
+    x = cast(x, y.dtype)
+    return x if x.ndim == y.ndim else lax.expand_dims(x, range(y.ndim - x.ndim))

@@ -8,15 +8,21 @@ with mean and mean square apart.
 
 The difference of mean square and squared mean loses its digits where the mean is large beside the
 deviations, so the first element is subtracted beforehand. It counts as a constant, which changes
-neither the variance nor its gradient.
+neither the variance nor its gradient. Where even that is not enough, as when the first element is
+far from all others, `fast=False` has the deviations squared and averaged in a second pass.
+
+The operations of `deviations` are those of `lax`, whose tracing costs half of what `jnp`'s does:
+norms are much of what is traced of a model.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -31,6 +37,7 @@ def moments(
     where: Bool[Array, "*shape"] | None = None,
     axis_name: str | Sequence[str] | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    fast: bool = True,
     dtype: DTypeLike | None = jnp.float32,
 ) -> tuple[Float[Array, "*reduced"], Float[Array, "*reduced"]]:
     """Returns mean and variance along `axis`, which stays with size 1.
@@ -43,6 +50,7 @@ def moments(
         axis_name: mapped axes over which the statistics are combined as well.
         axis_index_groups: the groups of indices of that axis which are combined, as in
             `jax.lax.psum`; all by default.
+        fast: whether mean and variance come out of one reduction.
         dtype: of the computation and the result; None is the dtype of `x`.
 
     >>> mean, variance = moments(jnp.array([[1.0, 3.0]]))
@@ -51,16 +59,13 @@ def moments(
     """
     x = cast(x, dtype)
     axes = canonical_axes(axis, x.ndim)
-    _, mean, variance = deviations(x, axes, where)
+    _, mean, variance = deviations(x, axes, where, fast=fast)
     if axis_name is None:
         return mean, variance
     # Chan, Golub and LeVeque (1979): the variance within the parts plus that between their means.
-    count = _count(x, axes, where)
-    combine = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
-    total = jnp.maximum(combine(count), 1)
-    overall = combine(count * mean) / total
-    spread = variance + jnp.square(mean - overall)
-    return overall, combine(count * spread) / total
+    combine = mean_of_parts(x, axes, where, axis_name, axis_index_groups)
+    overall = combine(mean)
+    return overall, combine(variance + abs_square(mean - overall))
 
 
 def segment_mean(
@@ -113,58 +118,119 @@ def update_running_average(
     *,
     decay: float | Float[Array, ""],
 ) -> Float[Array, "*shape"]:
-    """Returns `decay * average + (1 - decay) * value`, in the dtype of the average.
+    """Returns `decay * average + (1 - decay) * value`.
+
+    It has the dtype of the average, unless only the value is complex.
 
     >>> update_running_average(jnp.array(1.0), jnp.array(2.0), decay=0.75).item()
     1.25
     """
-    return (decay * average + (1 - decay) * value).astype(average.dtype)
+    updated = decay * average + (1 - decay) * value
+    return updated if jnp.iscomplexobj(value) else updated.astype(average.dtype)
 
 
 def deviations(
-    x: Array, axes: tuple[int, ...], where: Array | None = None
+    x: Array, axes: tuple[int, ...], where: Array | None = None, *, fast: bool = True
 ) -> tuple[Array, Array, Array]:
-    """Returns `x - mean`, the mean and the variance, from one reduction.
+    """Returns `x - mean`, the mean and the variance.
 
     Args:
         x: the values, in the dtype of the computation.
         axes: the axes to reduce, not negative. They stay with size 1.
         where: which values count, broadcastable to `x`; all by default.
+        fast: whether mean and variance come out of one reduction.
 
     >>> deviation, mean, variance = deviations(jnp.array([1.0, 3.0]), (0,))
     >>> deviation.tolist(), mean.tolist(), variance.tolist()
     ([-1.0, 1.0], [2.0], [1.0])
     """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.result_type(x, float))
     counted = x if where is None else jnp.where(where, x, 0)
-    first = counted
-    for a in axes:
-        first = lax.slice_in_dim(first, 0, 1, axis=a)
-    first = lax.stop_gradient(first)
-    shifted = counted - first
-    if where is not None:
-        shifted = jnp.where(where, shifted, 0)
-    pair = jnp.stack([shifted, shifted * shifted])
-    sums = jnp.sum(pair, tuple(a + 1 for a in axes), keepdims=True)
-    mean, square = sums / _at_least_one(_count(x, axes, where))
-    variance = jnp.maximum(square - mean * mean, 0)
-    deviation = (shifted if where is None else x - first) - mean
-    return deviation, mean + first, variance
+    ends = [1 if a in axes else size for a, size in enumerate(x.shape)]
+    first = lax.stop_gradient(lax.slice(counted, [0] * x.ndim, ends))
+    deviation = lax.sub(x, first)
+    shifted = deviation if where is None else jnp.where(where, deviation, 0)
+    count = _at_least_one(_count(x, axes, where))
+    if not fast:
+        mean = _sum(shifted, axes) / count
+        deviation = deviation - mean
+        square = abs_square(deviation)
+        if where is not None:
+            square = jnp.where(where, square, 0)
+        return deviation, mean + first, _sum(square, axes) / count
+    pair = jnp.stack([shifted, abs_square(shifted)])
+    sums = _sum(pair, tuple(a + 1 for a in axes))
+    both = lax.div(sums, constant(count, sums)) if where is None else sums / count
+    mean = lax.index_in_dim(both, 0, keepdims=False)
+    square = lax.index_in_dim(both, 1, keepdims=False)
+    variance = lax.max(lax.sub(real(square), abs_square(mean)), constant(0, real(square)))
+    return lax.sub(deviation, mean), lax.add(mean, first), variance
 
 
 def mean_square(x: Array, axes: tuple[int, ...], where: Array | None = None) -> Array:
-    """Returns the mean of `x²`; arguments as in `deviations`.
+    """Returns the mean of `|x|²`; arguments as in `deviations`.
 
     >>> mean_square(jnp.array([1.0, 3.0]), (0,)).tolist()
     [5.0]
     """
-    square = x * x if where is None else jnp.where(where, x * x, 0)
-    return jnp.sum(square, axes, keepdims=True) / _at_least_one(_count(x, axes, where))
+    square = abs_square(x)
+    if where is not None:
+        square = jnp.where(where, square, 0)
+    return _sum(square, axes) / _at_least_one(_count(square, axes, where))
+
+
+def abs_square(x: Array) -> Array:
+    """Returns `|x|²`, which is real.
+
+    >>> abs_square(jnp.array(3 + 4j)).item()
+    25.0
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.square(lax.real(x)) + lax.square(lax.imag(x))
+    return lax.mul(x, x)
+
+
+def constant(value: Any, like: Array) -> np.ndarray:
+    """Returns a number as an operand for `lax` beside `like`.
+
+    >>> lax.add(jnp.ones(1, jnp.bfloat16), constant(2, jnp.ones(1, jnp.bfloat16))).tolist()
+    [3.0]
+    """
+    return np.asarray(value, like.dtype)
+
+
+def real(x: Array) -> Array:
+    """Returns the real part, which of a real array is the array."""
+    return lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+
+
+def mean_of_parts(
+    x: Array,
+    axes: tuple[int, ...],
+    where: Array | None,
+    axis_name: str | Sequence[str],
+    axis_index_groups: Sequence[Sequence[int]] | None,
+) -> Callable[[Array], Array]:
+    """Returns a function from a mean of each part along mapped axes to the mean of all parts.
+
+    A part weighs as many values as count in it; arguments as in `moments`.
+    """
+    count = _count(x, axes, where)
+    psum = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
+    total = _at_least_one(psum(count))
+    return lambda mean: psum(count * mean) / total
 
 
 def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | float:
     if where is None:
         return float(math.prod(x.shape[a] for a in axes))
-    return jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True).astype(x.dtype)
+    count = jnp.sum(jnp.broadcast_to(where, x.shape), axes, keepdims=True)
+    return count.astype(real(jnp.zeros((), x.dtype)).dtype)
+
+
+def _sum(x: Array, axes: tuple[int, ...]) -> Array:
+    return jnp.sum(x, axes, keepdims=True)
 
 
 def _at_least_one(count: Array | float) -> Array | float:
@@ -174,7 +240,7 @@ def _at_least_one(count: Array | float) -> Array | float:
 
 def cast(x: Array, dtype: DTypeLike | None) -> Array:
     """Returns `x` in that dtype, or as it is for None."""
-    return x if dtype is None else x.astype(dtype)
+    return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 
 def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:

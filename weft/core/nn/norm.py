@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 from weft import functional
 from weft.core.nn.linear import Initializer
 from weft.core.scope import Scope
-from weft.errors import ArgumentShapeError, ArgumentValueError
 
 zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
@@ -167,13 +166,8 @@ def group_norm(
         >>> init(group_norm)(jax.random.key(0), x, num_groups=2)[0].round(2).tolist()
         [[-1.0, 1.0, -1.0, 1.0]]
     """
-    if (num_groups is None) == (group_size is None):
-        raise ArgumentValueError(
-            f"num_groups={num_groups} and group_size={group_size}: give one of the two, and None "
-            "for the other."
-        )
     channels = x.shape[-1]
-    num_groups = _number_of_groups(channels, num_groups, group_size)
+    num_groups = functional.number_of_groups(channels, num_groups, group_size)
     shape = (*[1] * (x.ndim - 1), channels)
     y = functional.group_norm(
         x.astype(jnp.float32),
@@ -183,20 +177,3 @@ def group_norm(
         eps=epsilon,
     )
     return y.astype(dtype)
-
-
-def _number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
-    given = num_groups if group_size is None else group_size
-    if given is None or given < 1:
-        raise ArgumentValueError(
-            f"num_groups={num_groups} and group_size={group_size}: expected a positive number of "
-            f"groups, or of the {channels} channels of each."
-        )
-    if group_size is None:
-        return given
-    if channels % group_size:
-        raise ArgumentShapeError(
-            f"the input has {channels} channels, which cannot be cut into groups of "
-            f"group_size={group_size}."
-        )
-    return channels // group_size
