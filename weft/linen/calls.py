@@ -90,7 +90,7 @@ def init(
 
 
 def share_scope(module: Module, other: Module) -> None:
-    """Two modules have their variables in one scope, that of the one nearer to the root.
+    """Two modules have their variables in one scope: that of `other`, unless `other` is in `module`.
 
     So a module that wraps another one leaves no mark in the tree of variables.
 
@@ -115,7 +115,8 @@ def share_scope(module: Module, other: Module) -> None:
     if module.scope is None or other.scope is None:
         unbound = module if module.scope is None else other
         raise CallShareScopeOnUnboundModuleError(type(unbound).__name__)
-    outer, inner = (module, other) if len(module.path) <= len(other.path) else (other, module)
+    is_below = other.path[: len(module.path)] == module.path
+    outer, inner = (module, other) if is_below else (other, module)
     if isinstance(inner.parent, Module) and inner.parent.scope is not None:
         inner.parent.scope.release(inner.name or "")
     inner._rebind(outer.scope)

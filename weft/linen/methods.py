@@ -46,7 +46,8 @@ def compact(fun: F) -> F:
 def compact_name_scope(fun: F) -> F:
     """Marks a compact method whose submodules are below a scope with the method's name.
 
-    A class may have several of them, and one that is `compact` beside.
+    A class may have several of them, and one that is `compact` beside, in which alone parameters
+    and variables are made.
 
     Args:
         fun: the method.
@@ -70,7 +71,8 @@ def compact_name_scope(fun: F) -> F:
 
     @functools.wraps(fun)
     def scoped(self: "Module", *args: Any, **kwargs: Any) -> Any:
-        with self._state.below(self, fun.__name__):
+        scope: Any = self.scope
+        with self._state.at(scope.push(fun.__name__, reuse=True)):
             return fun(self, *args, **kwargs)
 
     scoped.name_scope = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -149,7 +151,7 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
             state.begin_compact(self, name)
         RUNNING.modules.append(self)
         try:
-            with _named(self, name):
+            with _named(self, name), state.at() if is_compact and state.place else _NOWHERE:
                 if RUNNING.interceptors:
                     result = intercepted(fn, self, args, kwargs)
                 else:

@@ -138,12 +138,12 @@ class Module(ModuleVariables):
         state = self._state
         if state.in_setup and child.name is None:
             return  # the attribute that it is assigned to names it
-        if not (state.in_setup or state.in_compact):
+        if not (state.in_setup or state.names_submodules):
             raise AssignSubModuleError(type(child).__name__, type(self).__name__)
         self._attach(child, child.name or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
-        scope: Any = self.scope
+        scope: Any = self._state.place or self.scope
         self._state.take(scope, name, self, child)
         object.__setattr__(child, "name", name)
         object.__setattr__(child, "parent", self)

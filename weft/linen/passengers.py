@@ -9,9 +9,9 @@ inner scopes for the time of the call.
 
 import contextlib
 import dataclasses
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any, NamedTuple
 
 import jax
@@ -19,13 +19,15 @@ import jax
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Scope
 from weft.core.variable import Variable
-from weft.errors import TransformedMethodReturnValueError, UnboundModuleError
-from weft.lifting.functions import by_value, shared_by_equal_functions
+from weft.errors import (
+    TransformArgumentError,
+    TransformedMethodReturnValueError,
+    UnboundModuleError,
+)
+from weft.lifting.functions import Same, by_value
 from weft.linen.module import Module
 from weft.linen.running import RUNNING
 from weft.linen.submodules import map_submodules
-
-_MAX_KNOWN = 64
 
 
 @jax.tree_util.register_static
@@ -47,6 +49,7 @@ class _Passenger(NamedTuple):
     fields: dict[str, Any]
     name: str | None
     in_compact: bool
+    place: str | None
     cursor: dict[str, int]
     inside: frozenset[Token]
 
@@ -76,6 +79,7 @@ class Manifest:
                     p.cls,
                     tuple((name, _key(value)) for name, value in p.fields.items()),
                     p.in_compact,
+                    p.place,
                     tuple(sorted(p.cursor.items())),
                     p.inside,
                 )
@@ -84,6 +88,7 @@ class Manifest:
             jax.tree.structure(target),
             captured,
             tuple((name, by_value(value)) for name, value in options.items()),
+            tuple(map(Same, RUNNING.interceptors)),
         )
         self._hash = hash(self._key)
 
@@ -100,6 +105,53 @@ class Manifest:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+class _Log:
+    """A manifest that makes no difference: any two are equal."""
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Log)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _NoKey:
+    """What is added to the path of a value that is logged."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Logged:
+    """A result with the manifest of the call that was traced.
+
+    JAX runs a trace again without the functions. Then the structure of what comes back, which is
+    that of the trace, says how many submodules they have named.
+    """
+
+    def __init__(self, value: Any, carriage: "Carriage"):
+        self.value = value
+        self.manifest = carriage.manifest
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[_NoKey, Any]], _Log]:
+        return ((_NoKey(), self.value),), _Log(self.manifest)
+
+    @classmethod
+    def tree_unflatten(cls, log: _Log, values: tuple[Any]) -> "Logged":
+        logged = object.__new__(cls)
+        (logged.value,), logged.manifest = values, log.manifest
+        return logged
+
+    def read(self, carriage: "Carriage") -> Any:
+        """The value, after the log was copied to the manifest of a call that was not traced."""
+        carriage.manifest.cursors = self.manifest.cursors
+        return self.value
 
 
 def _key(value: Any) -> Hashable:
@@ -145,9 +197,7 @@ class Carriage:
                 p = self.manifest.passengers[i]
                 fields = {name: _replaced(value, module) for name, value in p.fields.items()}
                 made[i] = p.cls(**fields, parent=self.scopes[i], name=p.name)
-                made[i]._state.in_compact = p.in_compact
-                made[i]._state.cursor = dict(p.cursor)
-                made[i]._state.inside = p.inside
+                made[i]._state.resume(made[i], p.in_compact, p.place, p.cursor, p.inside)
             return made[i]
 
         return [module(i) for i in range(len(self.scopes))]
@@ -193,6 +243,7 @@ class Boarding:
                 fields,
                 module.name,
                 state.in_compact,
+                state.place.name if state.place else None,
                 dict(state.cursor),
                 state.inside | {self._token}
                 if self._token is not None and module is self._target
@@ -251,23 +302,41 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
 
 
 def captured_modules(fn: Any) -> list[Module]:
-    """The bound modules that a function sees in its closure."""
-    cells = getattr(fn, "__closure__", None) or ()
-    found = []
-    for cell in cells:
+    """The bound modules that a function sees, by itself or through functions that it sees."""
+    found: dict[int, Module] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, Module):
+            if value.scope is not None:
+                found[id(value)] = value
+        elif isinstance(value, list | tuple):
+            for x in value:
+                look(x)
+        elif isinstance(value, dict):
+            look(tuple(value.values()))
+        elif isinstance(value, FunctionType | MethodType | functools.partial):
+            if id(value) not in seen:
+                seen.add(id(value))
+                look(_held(value))
+
+    look(_held(fn))
+    return list(found.values())
+
+
+def _held(fn: Any) -> tuple[Any, ...]:
+    """What a function holds."""
+    if isinstance(fn, functools.partial):
+        return fn.func, fn.args, fn.keywords
+    if isinstance(fn, MethodType):
+        return fn.__func__, fn.__self__
+    if not isinstance(fn, FunctionType):
+        return ()
+    held = []
+    for cell in fn.__closure__ or ():
         with contextlib.suppress(ValueError):  # a name that has no value yet
-            found += [x for x in _modules_in(cell.cell_contents) if x.scope is not None]
-    return found
-
-
-def _modules_in(value: Any) -> list[Module]:
-    if isinstance(value, Module):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [module for x in value for module in _modules_in(x)]
-    if isinstance(value, dict):
-        return [module for x in value.values() for module in _modules_in(x)]
-    return []
+            held.append(cell.cell_contents)
+    return *held, fn.__defaults__, fn.__kwdefaults__
 
 
 @contextlib.contextmanager
@@ -311,6 +380,7 @@ def board(
     Returns:
         The modules, their carriage, and `args` and `kwargs` as they cross.
     """
+    _check_target(fns[0], target)
     boarding = Boarding(target, token)
     seats, args, kwargs = boarding.seats((target, args, dict(kwargs)))
     captured = [tuple(map(boarding.seat, captured_modules(fn))) for fn in fns]
@@ -324,17 +394,20 @@ def _is_option(value: Any) -> bool:
     return value is None or isinstance(value, bool | str) or callable(value)
 
 
-def arrive(fns: Sequence[Callable[..., Any]], boarding: Boarding, carriage: Carriage) -> None:
-    """Goes on naming submodules where the functions have stopped, also if none was run again."""
-    if not any(module._state.in_compact for module in boarding.modules):
-        return
-    known = shared_by_equal_functions(("cursors", *fns), lambda: OrderedDict[Manifest, Any]())
-    manifest = carriage.manifest
-    if manifest.cursors is None:  # JAX has run what it had traced for an equal call
-        manifest.cursors = known.get(manifest, [])
-    known[manifest] = manifest.cursors
-    if len(known) > _MAX_KNOWN:
-        known.popitem(last=False)
-    for module, cursor in zip(boarding.modules, manifest.cursors or (), strict=False):
-        if module._state.in_compact:
+def _check_target(fn: Any, target: Any) -> None:
+    leaves = jax.tree.leaves(target, is_leaf=_is_module)
+    wrong = next((x for x in leaves if not _is_module(x)), target if not leaves else None)
+    if wrong is not None:
+        name = getattr(fn, "__name__", "the function")
+        raise TransformArgumentError(
+            f"{name} is transformed, and its first argument is {wrong!r} of type "
+            f"{type(wrong).__name__}; expected a module or a tree of modules. Give the module "
+            f"first, as {name}(self, ...)."
+        )
+
+
+def arrive(boarding: Boarding, carriage: Carriage) -> None:
+    """Goes on naming submodules where the functions have stopped."""
+    for module, cursor in zip(boarding.modules, carriage.manifest.cursors or (), strict=False):
+        if module._state.names_submodules:
             module._state.cursor.update(cursor)

@@ -73,7 +73,7 @@ def intercept_methods(interceptor: Interceptor) -> Iterator[None]:
 
     Args:
         interceptor: `interceptor(next_fun, args, kwargs, context)`; what it returns is the result
-            of the call. Of several, the innermost context's is called first.
+            of the call. Of several, the outermost context's is called first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -101,13 +101,12 @@ def intercepted(fn: Callable[..., Any], module: "Module", args: Any, kwargs: Any
     context = InterceptorContext(module, fn.__name__, fn.__get__(module))
 
     def call(depth: int, *args: Any, **kwargs: Any) -> Any:
-        if depth == 0:
+        if depth == len(interceptors):
             return fn(module, *args, **kwargs)
-        interceptor = interceptors[depth - 1]
-        return interceptor(lambda *a, **k: call(depth - 1, *a, **k), args, kwargs, context)
+        return interceptors[depth](lambda *a, **k: call(depth + 1, *a, **k), args, kwargs, context)
 
     interceptors = RUNNING.interceptors
-    return call(len(interceptors), *args, **kwargs)
+    return call(0, *args, **kwargs)
 
 
 def named_call_is_on() -> bool:

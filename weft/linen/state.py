@@ -27,7 +27,6 @@ class State:
         setup: how far `setup` is.
         in_compact: whether a compact method runs.
         children: the submodules by name.
-        cursor: by class name, how many submodules have been named by themselves.
         given: the fields that hold modules, as they were given.
         inside: of a transformed class, the transformations inside of which the module is.
         adopted: by identity, the modules that were given to this module or to one above it, and
@@ -38,13 +37,13 @@ class State:
         self.setup = Setup.DUE
         self.in_compact = False
         self.children: dict[str, Module] = {}
-        self.cursor: dict[str, int] = {}
         self.given: dict[str, Any] = {}
         self.inside: frozenset[Any] = frozenset()
         self.adopted: dict[int, tuple[Module, Module]] = {}
         self._taken: list[tuple[str, str | None]] = []
         self._method = ""
         self._named_by: dict[str, tuple[str, Module]] = {}
+        self._places: list[tuple[Scope | None, dict[str, int]]] = [(None, {})]
 
     @property
     def setup_is_due(self) -> bool:
@@ -54,6 +53,21 @@ class State:
     def in_setup(self) -> bool:
         return self.setup is Setup.RUNS
 
+    @property
+    def place(self) -> "Scope | None":
+        """Where submodules are made, if that is below a scope with the name of a method."""
+        return self._places[-1][0]
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """By class name, how many submodules of this place have been named by themselves."""
+        return self._places[-1][1]
+
+    @property
+    def names_submodules(self) -> bool:
+        """Whether a method runs in which submodules can be made without an attribute."""
+        return self.in_compact or self.place is not None
+
     def begin_compact(self, module: "Module", method: str) -> None:
         """A compact method gives the names again that it gave when it was called before."""
         scope: Any = module.scope
@@ -62,7 +76,7 @@ class State:
             if col is None and (child := self.children.pop(name, None)):
                 self._named_by[name] = self._method, child
         self._taken.clear()
-        self.cursor.clear()
+        self._places[0][1].clear()
         self.in_compact = True
         self._method = method
 
@@ -76,6 +90,8 @@ class State:
         if scope.name_reserved(name):
             where = f"{type(module).__name__} {scope.path_text}"
             raise NameInUseError(f"submodule {type(child).__name__}", name, where)
+        if self.place is not None:
+            return  # it is made anew in each call of the method
         if self.in_compact and name in self._named_by:
             method, before = self._named_by[name]
             if method != self._method and before != child.clone(name=name):
@@ -97,14 +113,26 @@ class State:
         return f"{prefix}_{n}"
 
     @contextlib.contextmanager
-    def below(self, module: "Module", name: str) -> Iterator[None]:
-        """A context in which the module's submodules are below a scope of that name."""
-        scope: Any = module.scope
-        before = self.in_compact, self.cursor, self._taken, self.children
-        self.in_compact, self.cursor, self._taken, self.children = True, {}, [], {}
-        object.__setattr__(module, "scope", scope.push(name, reuse=True))
+    def at(self, place: "Scope | None" = None) -> Iterator[None]:
+        """A context in which submodules are made at a place, by default the module's own scope."""
+        self._places.append(self._places[0] if place is None else (place, {}))
         try:
             yield
         finally:
-            object.__setattr__(module, "scope", scope)
-            self.in_compact, self.cursor, self._taken, self.children = before
+            self._places.pop()
+
+    def resume(
+        self,
+        module: "Module",
+        in_compact: bool,
+        place: str | None,
+        cursor: dict[str, int],
+        inside: frozenset[Any],
+    ) -> None:
+        """Goes on where another copy of the module is."""
+        scope: Any = module.scope
+        self.in_compact, self.inside = in_compact, inside
+        if place is None:
+            self._places = [(None, dict(cursor))]
+        else:
+            self._places.append((scope.push(place, reuse=True), dict(cursor)))

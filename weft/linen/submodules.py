@@ -28,7 +28,11 @@ def map_submodules(
     if is_module(value):
         return fn(at, value)
     if isinstance(value, tuple | list):
-        items = [map_submodules(fn, v, is_module, f"{at}_{i}") for i, v in enumerate(value)]
+        names = getattr(value, "_fields", range(len(value)))
+        items = [
+            map_submodules(fn, v, is_module, f"{at}_{name}")
+            for name, v in zip(names, value, strict=True)
+        ]
         if isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
