@@ -71,7 +71,7 @@ def vjp(
         variables=variables,
         rngs=rngs,
     )
-    arrive((fn,), boarding, carriage)
+    arrive(boarding, carriage)
 
     def pulled_back(pullback: Fn, cotangent: Any) -> tuple[Any, ...]:
         of_scopes, *of_primals = pullback(cotangent)
@@ -106,7 +106,7 @@ def value_and_grad(
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
     result = lift.value_and_grad(inside(fn), carriage, *primals, **options)
-    arrive((fn,), boarding, carriage)
+    arrive(boarding, carriage)
     return result
 
 
@@ -151,7 +151,7 @@ def jvp(
     boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
     of_scopes = _filled(carriage, variable_tangents)
     result = lift.jvp(inside(fn), carriage, primals, tangents, of_scopes, variables, rngs)
-    arrive((fn,), boarding, carriage)
+    arrive(boarding, carriage)
     return result
 
 
@@ -204,7 +204,7 @@ def custom_vjp(
         options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
         lifted = lift.custom_vjp(inside(fn), inside(forward_fn, 1), backward, **options)
         result = lifted(carriage, *args)
-        arrive(fns, boarding, carriage)
+        arrive(boarding, carriage)
         return result
 
     return run
@@ -253,7 +253,7 @@ def custom_jvp(
 
         options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
         result = lift.custom_jvp(inside(fn), rule, **options)(carriage, *args)
-        arrive(fns, boarding, carriage)
+        arrive(boarding, carriage)
         return result
 
     return run

@@ -1,11 +1,12 @@
 """Loops and branches over functions of modules."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weft.core import lift
 from weft.core.filters import Filter
-from weft.linen.passengers import arrive, board, inside
+from weft.linen.passengers import Carriage, Logged, arrive, board, inside
 
 Fn = Callable[..., Any]
 
@@ -34,16 +35,17 @@ def while_loop(
         The last carry.
     """
     boarding, carriage, (init,), _ = board((body_fn, cond_fn), mdl, (init,))
+    is_on, run = inside(cond_fn, 1), inside(body_fn)
     result = lift.while_loop(
-        inside(cond_fn, 1),
-        inside(body_fn),
+        lambda carriage, carry: is_on(carriage, carry.value),
+        lambda carriage, carry: Logged(run(carriage, carry.value), carriage),
         carriage,
-        init,
+        Logged(init, carriage),
         carry_variables,
         broadcast_variables,
         split_rngs,
-    )
-    arrive((body_fn, cond_fn), boarding, carriage)
+    ).read(carriage)
+    arrive(boarding, carriage)
     return result
 
 
@@ -78,14 +80,14 @@ def fori_loop(
     result = lift.fori_loop(
         lower,
         upper,
-        lambda i, carriage, carry: run(carriage, i, carry),
+        lambda i, carriage, carry: Logged(run(carriage, i, carry.value), carriage),
         carriage,
-        init,
+        Logged(init, carriage),
         carry_variables,
         broadcast_variables,
         split_rngs,
-    )
-    arrive((body_fn,), boarding, carriage)
+    ).read(carriage)
+    arrive(boarding, carriage)
     return result
 
 
@@ -123,10 +125,21 @@ def cond(
     """
     fns = (true_fun, false_fun)
     boarding, carriage, operands, _ = board(fns, mdl, operands)
-    lifted = (inside(fn, i) for i, fn in enumerate(fns))
+    lifted = (_branch(fn, i) for i, fn in enumerate(fns))
     result = lift.cond(pred, *lifted, carriage, *operands, variables=variables, rngs=rngs)
-    arrive(fns, boarding, carriage)
+    result = result.read(carriage)
+    arrive(boarding, carriage)
     return result
+
+
+def _branch(fn: Fn, index: int) -> Fn:
+    run = inside(fn, index)
+
+    @functools.wraps(fn)
+    def branch(carriage: Carriage, *operands: Any) -> Logged:
+        return Logged(run(carriage, *operands), carriage)
+
+    return branch
 
 
 def switch(
@@ -149,7 +162,8 @@ def switch(
     """
     fns = tuple(branches)
     boarding, carriage, operands, _ = board(fns, mdl, operands)
-    lifted = [inside(fn, i) for i, fn in enumerate(fns)]
+    lifted = [_branch(fn, i) for i, fn in enumerate(fns)]
     result = lift.switch(index, lifted, carriage, *operands, variables=variables, rngs=rngs)
-    arrive(fns, boarding, carriage)
+    result = result.read(carriage)
+    arrive(boarding, carriage)
     return result

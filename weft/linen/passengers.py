@@ -301,6 +301,9 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
     return run
 
 
+_HOLDERS = (FunctionType, MethodType, functools.partial)
+
+
 def captured_modules(fn: Any) -> list[Module]:
     """The bound modules that a function sees, by itself or through functions that it sees."""
     found: dict[int, Module] = {}
@@ -315,10 +318,9 @@ def captured_modules(fn: Any) -> list[Module]:
                 look(x)
         elif isinstance(value, dict):
             look(tuple(value.values()))
-        elif isinstance(value, FunctionType | MethodType | functools.partial):
-            if id(value) not in seen:
-                seen.add(id(value))
-                look(_held(value))
+        elif isinstance(value, _HOLDERS) and id(value) not in seen:
+            seen.add(id(value))
+            look(_held(value))
 
     look(_held(fn))
     return list(found.values())

@@ -9,12 +9,14 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 from weft.core import lift, meta
 from weft.core.filters import Filter
 from weft.errors import TransformTargetError
 from weft.lifting.functions import shared_by_equal_functions
 from weft.linen.module import Module
-from weft.linen.passengers import Token, arrive, board, inside
+from weft.linen.passengers import Carriage, Logged, Token, arrive, board, inside
 from weft.linen.running import named_call_is_on
 
 Target = TypeVar("Target")
@@ -83,13 +85,65 @@ def _transformed_function(
             return fn(target, *args, **kwargs)
         boarding, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
         result = lifted(carriage, *args, **kwargs)
-        arrive((fn,), boarding, carriage)
+        arrive(boarding, carriage)
         return result
 
-    for name in ("explain_recompile", "lower"):
-        if hasattr(lifted, name):
-            setattr(run, name, getattr(lifted, name))
+    if hasattr(lifted, "lower"):
+
+        def lower(target: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+            _, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
+            return lifted.lower(carriage, *args, **kwargs)
+
+        run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
+        run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
     return run
+
+
+# JAX may run again what it has traced; then the log says which names were given.
+
+
+def _with_logged_result(build: Build) -> Build:
+    def build_logged(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Logged:
+            return Logged(fn(carriage, *args, **kwargs), carriage)
+
+        lifted = build(run, **options)
+
+        @functools.wraps(lifted)
+        def call(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
+            return lifted(carriage, *args, **kwargs).read(carriage)
+
+        return call
+
+    return build_logged
+
+
+def _scan(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def body(carriage: Carriage, carry: Logged, *xs: Any) -> Any:
+        result = fn(carriage, carry.value, *xs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            return result
+        return Logged(result[0], carriage), result[1]
+
+    loop = lift.scan(body, **options)
+
+    def call(carriage: Carriage, carry: Any, *xs: Any) -> Any:
+        carry, y = loop(carriage, Logged(carry, carriage), *xs)
+        return carry.read(carriage), y
+
+    return call
+
+
+def _remat_scan(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def body(carriage: Carriage, carry: Logged) -> Logged:
+        return Logged(fn(carriage, carry.value), carriage)
+
+    loop = lift.remat_scan(body, **options)
+    return lambda carriage, carry: loop(carriage, Logged(carry, carriage)).read(carriage)
+
+
+_jit = _with_logged_result(lift.jit)
+_remat = _with_logged_result(lift.remat)
 
 
 # Several runs of one function.
@@ -277,7 +331,7 @@ def scan(
     """
     return transformed(
         "Scan",
-        lift.scan,
+        _scan,
         target,
         methods,
         variable_axes=variable_axes,
@@ -318,7 +372,7 @@ def remat_scan(
     """
     return transformed(
         "Remat_scan",
-        lift.remat_scan,
+        _remat_scan,
         target,
         lengths=tuple(lengths or ()),
         policy=policy,
@@ -362,7 +416,7 @@ def remat(
     """
     return transformed(
         "Checkpoint",
-        lift.remat,
+        _remat,
         target,
         methods,
         variables=variables,
@@ -407,7 +461,7 @@ def jit(
     """
     return transformed(
         "Jit",
-        lift.jit,
+        _jit,
         target,
         methods,
         variables=variables,
