@@ -413,7 +413,7 @@ def a_default_factory(nn):
 @program
 def a_module_as_default(nn):
     class Model(nn.Module):
-        layer: nn.Module = affine(nn)()  # noqa: RUF009
+        layer: nn.Module = affine(nn)()
 
         def __call__(self, x):
             return self.layer(x)

@@ -348,7 +348,7 @@ def arguments_of_both_times(nn):
 
 @program
 def under_jit_and_grad(nn):
-    y, variables = initialized(counter(nn)())
+    _, variables = initialized(counter(nn)())
 
     @jax.jit
     def step(variables):

@@ -1,5 +1,7 @@
 """The errors about Linen modules."""
 
+import reprlib
+
 from weft.errors._base import WeftError
 
 
@@ -70,9 +72,19 @@ class AssignSubModuleError(ModuleError, ValueError):
 
     def __init__(self, cls: str, parent: str = "the module"):
         super().__init__(
-            f"a {cls} was made in a method of {parent} that is neither `setup` nor compact, so it "
-            "would have no name; make it in `setup`, put @compact on the method, or give it "
+            f"the submodule {cls} was made in a method of {parent} that is neither `setup` nor "
+            "compact, so it would have no name; make it in `setup`, put @compact on the method, or give it "
             "parent=None."
+        )
+
+
+class InvalidParentModuleError(ModuleError, ValueError):
+    """What was given as a module's parent can have no submodules."""
+
+    def __init__(self, cls: str, parent: object):
+        super().__init__(
+            f"{cls} was given parent={parent!r}; expected a module, or None for a module that "
+            "stands alone."
         )
 
 
@@ -111,8 +123,8 @@ class SetAttributeFrozenModuleError(ModuleError, AttributeError):
 
     def __init__(self, module_cls: str, attr_name: str, attr_val: object):
         super().__init__(
-            f"{attr_name} = {attr_val!r} was set on a bound {module_cls} outside of `setup`, where "
-            "it would be lost after the call; set it in `setup`, or keep it in a variable: "
+            f"{attr_name} = {reprlib.repr(attr_val)} was set on a bound {module_cls} outside of "
+            "`setup`, where it would be lost after the call; set it in `setup`, or keep it in a variable: "
             f"self.variable('state', {attr_name!r}, init_fn)."
         )
 

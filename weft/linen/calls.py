@@ -90,9 +90,10 @@ def init(
 
 
 def share_scope(module: Module, other: Module) -> None:
-    """Two modules have their variables in one scope: that of `other`, unless `other` is in `module`.
+    """Two modules have their variables in one scope.
 
-    So a module that wraps another one leaves no mark in the tree of variables.
+    It is that of `other`, unless `other` is below `module`. So a module that wraps another one
+    leaves no mark in the tree of variables.
 
     Args:
         module: a bound module.

@@ -71,8 +71,7 @@ def compact_name_scope(fun: F) -> F:
 
     @functools.wraps(fun)
     def scoped(self: "Module", *args: Any, **kwargs: Any) -> Any:
-        scope: Any = self.scope
-        with self._state.at(scope.push(fun.__name__, reuse=True)):
+        with self._state.name_scope(self, fun.__name__):
             return fun(self, *args, **kwargs)
 
     scoped.name_scope = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -143,7 +142,8 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
         scope = self.scope
         if scope is None:
             if is_compact or hasattr(fn, "name_scope"):
-                raise CallCompactUnboundModuleError(f"{type(self).__name__}.{name}", repr(self))
+                cls = type(self).__name__
+                raise CallCompactUnboundModuleError(f"the compact method {name}", cls)
         elif state.setup_is_due:
             self._run_setup()
         begins = is_compact and not state.in_compact

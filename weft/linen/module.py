@@ -26,8 +26,8 @@ from weft.errors import (
     DescriptorAttributeError,
     IncorrectPostInitOverrideError,
     InvalidInstanceModuleError,
+    InvalidParentModuleError,
     ModuleAttributeError,
-    ModuleError,
     ReservedModuleAttributeError,
     SetAttributeFrozenModuleError,
     SetAttributeInModuleSetupError,
@@ -123,10 +123,7 @@ class Module(ModuleVariables):
         elif isinstance(parent, Module):
             parent._take_in(self)
         elif parent is not None:
-            raise ModuleError(
-                f"{type(self).__name__} was given parent={parent!r}; expected a module, or None "
-                "for a module that stands alone."
-            )
+            raise InvalidParentModuleError(type(self).__name__, parent)
 
     # The tree.
 
@@ -139,7 +136,7 @@ class Module(ModuleVariables):
         if state.in_setup and child.name is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
-            raise AssignSubModuleError(type(child).__name__, type(self).__name__)
+            raise AssignSubModuleError(type(child).__name__, self._shown)
         self._attach(child, child.name or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
@@ -200,14 +197,14 @@ class Module(ModuleVariables):
             object.__setattr__(self, name, value)
             return
         if not self._state.in_setup:
-            raise SetAttributeFrozenModuleError(type(self).__name__, name, value)
+            raise SetAttributeFrozenModuleError(self._shown, name, value)
         if name in self._field_names or name in ("parent", "name"):
-            raise SetAttributeInModuleSetupError(type(self).__name__, name)
+            raise SetAttributeInModuleSetupError(self._shown, name)
         object.__setattr__(self, name, map_submodules(self._adopt, value, _is_module, name))
 
     def __delattr__(self, name: str) -> None:
         if self.__dict__.get("scope") is not None:
-            raise SetAttributeFrozenModuleError(type(self).__name__, name, "(deleted)")
+            raise SetAttributeFrozenModuleError(self._shown, name, "(deleted)")
         object.__delattr__(self, name)
 
     def __getattr__(self, name: str) -> Any:
@@ -219,14 +216,14 @@ class Module(ModuleVariables):
         if "_state" not in vars(self):
             raise IncorrectPostInitOverrideError(cls.__name__)
         if inspect.isdatadescriptor(inspect.getattr_static(cls, name, None)):
-            raise DescriptorAttributeError(cls.__name__, name)
+            raise DescriptorAttributeError(self._shown, name)
         if self.scope is not None and self._state.setup_is_due:
             self._run_setup()
             if name in vars(self):
                 return vars(self)[name]
         near = difflib.get_close_matches(name, [*vars(self), *dir(cls)], n=1, cutoff=0.75)
         raise ModuleAttributeError(
-            cls.__name__, name, f"; did you mean {near[0]!r}?" if near else ""
+            self._shown, name, f"; did you mean {near[0]!r}?" if near else ""
         )
 
     def __repr__(self) -> str:
@@ -346,7 +343,7 @@ class Module(ModuleVariables):
             ApplyModuleInvalidMethodError: if `method` is no method.
             ModifyScopeVariableError: if a collection is written to that is not mutable.
         """
-        run, mutable, flags = self._runner("apply", method, mutable, capture_intermediates)
+        run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
         return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
 
     def init_with_output(
@@ -363,7 +360,7 @@ class Module(ModuleVariables):
         Returns:
             What the method returns, and the variables.
         """
-        run, mutable, flags = self._runner("init", method, mutable, capture_intermediates)
+        run, mutable, flags = Module._runner(self, "init", method, mutable, capture_intermediates)
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)
 
     def init(
@@ -421,7 +418,7 @@ class Module(ModuleVariables):
         Raises:
             LazyInitError: if an initial value depends on an input of which only the shape is given.
         """
-        run, mutable, flags = self._runner("lazy_init", method, mutable, False)
+        run, mutable, flags = Module._runner(self, "lazy_init", method, mutable, False)
         return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)
 
     def _runner(
@@ -446,11 +443,15 @@ class Module(ModuleVariables):
             method = "__call__"
         if isinstance(method, str):
             if method == "__call__" and not callable(self):
-                raise ModuleAttributeError(type(self).__name__, "__call__")
+                raise ModuleAttributeError(type(self).__name__, "__call__", ": define it")
+            if not callable(vars(self).get(method, callable)):
+                raise ApplyModuleInvalidMethodError(method)
             return lambda module, *args, **kwargs: getattr(module, method)(*args, **kwargs)
         if isinstance(method, types.MethodType) and isinstance(method.__self__, Module):
             return method.__func__
-        if not callable(method):
+        code = getattr(method, "__code__", None)
+        takes_nothing = code and not (code.co_argcount or code.co_flags & inspect.CO_VARARGS)
+        if not callable(method) or takes_nothing:
             raise ApplyModuleInvalidMethodError(method)
         return method
 

@@ -43,6 +43,7 @@ class State:
         self._taken: list[tuple[str, str | None]] = []
         self._method = ""
         self._named_by: dict[str, tuple[str, Module]] = {}
+        self._name_scopes: set[str] = set()
         self._places: list[tuple[Scope | None, dict[str, int]]] = [(None, {})]
 
     @property
@@ -88,8 +89,7 @@ class State:
             MultipleMethodsCompactError: if another compact method gave it to another module.
         """
         if scope.name_reserved(name):
-            where = f"{type(module).__name__} {scope.path_text}"
-            raise NameInUseError(f"submodule {type(child).__name__}", name, where)
+            raise NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
         if self.place is not None:
             return  # it is made anew in each call of the method
         if self.in_compact and name in self._named_by:
@@ -121,6 +121,18 @@ class State:
         finally:
             self._places.pop()
 
+    def name_scope(self, module: "Module", name: str) -> contextlib.AbstractContextManager[None]:
+        """A context in which submodules are made below a scope with the name of a method.
+
+        Raises:
+            NameInUseError: if a submodule or a variable has the name.
+        """
+        scope: Any = module.scope
+        if scope.name_reserved(name) and name not in self._name_scopes:
+            raise NameInUseError("compact_name_scope", name, module._shown)
+        self._name_scopes.add(name)
+        return self.at(scope.push(name, reuse=True))
+
     def resume(
         self,
         module: "Module",
@@ -135,4 +147,5 @@ class State:
         if place is None:
             self._places = [(None, dict(cursor))]
         else:
+            self._name_scopes.add(place)
             self._places.append((scope.push(place, reuse=True), dict(cursor)))

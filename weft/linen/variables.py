@@ -33,6 +33,13 @@ class ModuleVariables:
     scope: Scope | None
     _state: "State"
 
+    @property
+    def _shown(self) -> str:
+        """The module in messages: its class and its path."""
+        if self.scope is None:
+            return type(self).__name__
+        return f"{type(self).__name__} {'/'.join(self.scope.path) or '(the outermost module)'}"
+
     def _bound(self, what: str) -> Scope:
         if self.scope is None:
             raise UnboundModuleError(what, type(self).__name__)
@@ -42,7 +49,7 @@ class ModuleVariables:
         """The scope in which a variable can be made."""
         scope = self._bound(f"{what} was asked for")
         if not (self._state.in_compact or self._state.in_setup):
-            raise CompactMethodError(what, f"{type(self).__name__} {scope.path_text}")
+            raise CompactMethodError(what, self._shown)
         return scope
 
     @property
