@@ -7,7 +7,13 @@ import pytest
 from jax import lax
 
 from weft.errors import ArgumentShapeError
-from weft.functional import conv, conv_explicit_padding, conv_output_shape, conv_transpose
+from weft.functional import (
+    conv,
+    conv_explicit_padding,
+    conv_local,
+    conv_output_shape,
+    conv_transpose,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -138,3 +144,43 @@ def test_dtype_follows_the_input():
     assert conv(x, w).dtype == jnp.bfloat16
     assert conv_transpose(x, w).dtype == jnp.bfloat16
     assert conv(x, w.astype(jnp.float32)).dtype == jnp.float32
+
+
+def test_a_convolution_by_a_function_of_ones_own():
+    calls = []
+
+    def mine(*args, **kwargs):
+        calls.append((args[2:], sorted(kwargs)))
+        return 2 * jax.lax.conv_general_dilated(*args, **kwargs)
+
+    x, w = array(1, 6, 3), array(2, 3, 4)
+    y = conv(x, w, strides=2, conv_general_dilated=mine)
+    np.testing.assert_allclose(y, 2 * conv(x, w, strides=2), rtol=1e-5, atol=1e-6)
+    names = ["dimension_numbers", "feature_group_count", "lhs_dilation", "precision"]
+    assert calls == [(((2,), ((0, 0),)), [*names, "rhs_dilation"])]
+
+
+def test_a_weight_for_each_position():
+    x, w, b = array(2, 6, 3), array(4, 9, 5), array(4, 5)
+    y = conv_local(x, w, b, window=(3,), padding=((0, 0),))
+    windows = np.stack([x[:, i : i + 3] for i in range(4)], axis=1)  # batch, out, window, input
+    expected = np.einsum("bowi,oiwf->bof", windows, w.reshape(4, 3, 3, 5)) + b
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_weights_at_each_position_are_a_convolution():
+    x, w = array(2, 5, 6, 3), array(3, 2, 3, 4)
+    local = jnp.broadcast_to(jnp.moveaxis(w, 2, 0).reshape(-1, 4), (3, 3, 18, 4))
+    pads = ((1, 1), (0, 1))
+    y = conv_local(x, local, window=(3, 2), strides=2, padding=pads)
+    np.testing.assert_allclose(y, conv(x, w, strides=2, padding=pads), rtol=1e-4, atol=1e-5)
+
+
+def test_a_local_weight_has_a_number_for_each_of_the_window():
+    with pytest.raises(ArgumentShapeError, match=r"must be \(\*out_spatial, 9, output\)"):
+        conv_local(array(2, 6, 3), array(4, 8, 5), window=(3,), padding=((0, 0),))
+
+
+def test_a_convolution_without_spatial_axes_is_a_product():
+    x, w = array(2, 3), array(3, 4)
+    np.testing.assert_allclose(conv(x, w, padding=()), x @ w, rtol=1e-5, atol=1e-6)

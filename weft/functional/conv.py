@@ -1,10 +1,11 @@
-"""Convolutions over one to three spatial axes.
+"""Convolutions over any number of spatial axes.
 
 Arrays are channels-last, `(batch, *spatial, channels)`, and weights `(*window, input / groups,
 output)`. What the names of paddings mean, and the shapes that come out, is in `conv_shape.py`.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +18,7 @@ from weft.functional.conv_shape import (
     conv_explicit_padding,
     conv_transpose_explicit_padding,
 )
+from weft.functional.linear import spread
 
 
 def conv(
@@ -31,6 +33,7 @@ def conv(
     groups: int = 1,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    conv_general_dilated: Callable[..., Array] = lax.conv_general_dilated,
 ) -> Num[Array, "batch *out_spatial output"]:
     """Convolves the spatial axes of `x`, without flipping the window.
 
@@ -45,6 +48,8 @@ def conv(
         groups: the channels are cut into so many groups, each convolved by itself.
         precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
         preferred_element_type: the dtype of the sum, likewise.
+        conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`. It is called as
+            that one is, and with `preferred_element_type` only where this one is given.
 
     Raises:
         ArgumentShapeError: if the ranks or the channels do not fit.
@@ -77,8 +82,63 @@ def conv(
         feature_group_count=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        conv_general_dilated=conv_general_dilated,
     )
-    return y if bias is None else y + bias
+    return y if bias is None else y + spread(bias, (y.ndim - 1,), y.ndim)
+
+
+def conv_local(
+    x: Num[Array, "batch *spatial input"],
+    weight: Num[Array, "*out_spatial window_input output"],
+    bias: Num[Array, "*out_spatial output"] | None = None,
+    *,
+    window: Sequence[int],
+    strides: int | Sequence[int] = 1,
+    padding: Sequence[tuple[int, int]],
+    dilation: int | Sequence[int] = 1,
+    input_dilation: int | Sequence[int] = 1,
+    precision: lax.PrecisionLike = None,
+) -> Num[Array, "batch *out_spatial output"]:
+    """Convolves the spatial axes of `x` with a weight of its own for each output's position.
+
+    Args:
+        x: the input.
+        weight: for each position, of each input channel each position of the window.
+        bias: added to the output; none by default.
+        window: the window's size along each spatial axis.
+        strides: the step between two outputs, one number or one per spatial axis.
+        padding: `(left, right)` per spatial axis.
+        dilation: the step between two positions of one window.
+        input_dilation: the step between two positions of the input, with zeros between them.
+        precision: of the multiplication, as in `jax.lax.conv_general_dilated_local`.
+
+    Raises:
+        ArgumentShapeError: if there is not a weight for each of the window's numbers.
+
+    >>> x, weight = jnp.ones((1, 5, 2)), jnp.ones((3, 3 * 2, 4))
+    >>> conv_local(x, weight, window=(3,), padding=((0, 0),)).shape
+    (1, 3, 4)
+    """
+    n = len(window)
+    expected = math.prod(window) * x.shape[-1]
+    if x.ndim != n + 2 or weight.ndim != n + 2 or weight.shape[-2] != expected:
+        raise ArgumentShapeError(
+            f"weight has shape {weight.shape}; for the window {tuple(window)} over x, whose shape "
+            f"is {x.shape}, it must be (*out_spatial, {expected}, output)."
+        )
+    x, weight = _of_one_dtype(x, weight)
+    y = lax.conv_general_dilated_local(
+        x,
+        weight,
+        window_strides=_per_axis(strides, n),
+        padding=padding,
+        filter_shape=tuple(window),
+        lhs_dilation=_per_axis(input_dilation, n),
+        rhs_dilation=_per_axis(dilation, n),
+        dimension_numbers=_channels_last(n),
+        precision=precision,
+    )
+    return y if bias is None else y + spread(bias, range(1, y.ndim), y.ndim)
 
 
 def conv_transpose(
@@ -141,7 +201,7 @@ def conv_transpose(
         precision=precision,
         preferred_element_type=preferred_element_type,
     )
-    return y if bias is None else y + bias
+    return y if bias is None else y + spread(bias, (y.ndim - 1,), y.ndim)
 
 
 def _transposed(weight: Array, groups: int) -> Array:
@@ -152,20 +212,43 @@ def _transposed(weight: Array, groups: int) -> Array:
     return jnp.swapaxes(weight, -1, -3).reshape(*window, inputs // groups, outputs * groups)
 
 
-def _conv_general(x, weight, **kwargs):
-    spatial = "DHW"[-(x.ndim - 2) :]
-    layout = (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
-    dtype = jnp.result_type(x, weight)
-    return lax.conv_general_dilated(
-        x.astype(dtype), weight.astype(dtype), dimension_numbers=layout, **kwargs
+def _conv_general(
+    x,
+    weight,
+    *,
+    window_strides,
+    padding,
+    preferred_element_type,
+    conv_general_dilated=lax.conv_general_dilated,
+    **kwargs,
+):
+    x, weight = _of_one_dtype(x, weight)
+    if preferred_element_type is not None:
+        kwargs["preferred_element_type"] = preferred_element_type
+    layout = _channels_last(x.ndim - 2)
+    return conv_general_dilated(
+        x, weight, window_strides, padding, dimension_numbers=layout, **kwargs
     )
 
 
+def _of_one_dtype(x: Array, weight: Array) -> tuple[Array, Array]:
+    if x.dtype == weight.dtype:
+        return x, weight
+    dtype = jnp.result_type(x, weight)
+    return x.astype(dtype), weight.astype(dtype)
+
+
+def _channels_last(n: int) -> lax.ConvDimensionNumbers:
+    spatial = tuple(range(1, n + 1))
+    array = (0, n + 1, *spatial)
+    return lax.ConvDimensionNumbers(array, (n + 1, n, *range(n)), array)
+
+
 def _window_of(x, weight) -> tuple[int, ...]:
-    if x.ndim != weight.ndim or not 3 <= x.ndim <= 5:
+    if x.ndim != weight.ndim or x.ndim < 2:
         raise ArgumentShapeError(
             "x must be (batch, *spatial, channels) and weight (*window, input, output) with the "
-            f"same one to three spatial axes, but their shapes are {x.shape} and {weight.shape}."
+            f"same spatial axes, but their shapes are {x.shape} and {weight.shape}."
         )
     return weight.shape[:-2]
 

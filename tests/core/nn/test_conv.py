@@ -60,7 +60,7 @@ def test_bad_arguments():
         init(conv)(KEY, X, 4, (3,), feature_group_count=2)
     with pytest.raises(ArgumentShapeError, match="4 output channels, which cannot be shared out"):
         init(conv)(KEY, X, 4, (3,), feature_group_count=3)
-    with pytest.raises(ArgumentValueError, match="'FULL' is neither one of SAME, VALID"):
+    with pytest.raises(ArgumentValueError, match="'FULL' is neither one of VALID, SAME"):
         init(conv)(KEY, X, 4, (3,), padding="FULL")
     with pytest.raises(ArgumentValueError, match=r"padding=\(1,\) is not one \(left, right\) pair"):
         init(conv_transpose)(KEY, X, 4, (3,), padding=(1,))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Num
 from weft import functional
 from weft.core.nn.linear import Initializer, default_kernel_init
 from weft.core.scope import Scope
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.errors import ArgumentShapeError
 
 Sizes = int | Sequence[int] | None
 
@@ -22,7 +22,7 @@ def conv(
     features: int,
     kernel_size: int | Sequence[int],
     strides: Sizes = None,
-    padding: functional.ConvPadding = "SAME",
+    padding: functional.Padding = "SAME",
     input_dilation: Sizes = None,
     kernel_dilation: Sizes = None,
     feature_group_count: int = 1,
@@ -41,8 +41,7 @@ def conv(
         features: the channels of the result.
         kernel_size: along each spatial axis.
         strides: the step between two outputs along each axis, or along all; 1 by default.
-        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
-            axis.
+        padding: see `functional.pad_conv`.
         input_dilation: the step between two positions of the input along each axis, with zeros
             between them; then the padding must be given in numbers.
         kernel_dilation: the step between two positions of one window along each axis.
@@ -66,31 +65,32 @@ def conv(
         (1, 4, 4, 16)
     """
     window = _window(inputs, kernel_size)
-    named = isinstance(padding, str) and padding.upper() != "VALID"
-    if input_dilation is not None and named:
-        raise ArgumentValueError(
-            f"padding={padding!r} with input_dilation={input_dilation}: give the padding as "
-            "numbers, or use conv_transpose."
-        )
     if inputs.shape[-1] % feature_group_count:
         raise ArgumentShapeError(
             f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
             f"shared out among feature_group_count={feature_group_count} groups."
         )
-    strides, dilation = (_per_axis(sizes, window) for sizes in (strides, kernel_dilation))
-    pads = functional.conv_padding_of_length(
-        inputs.shape[1:-1], window=window, strides=strides, padding=padding, dilation=dilation
+    strides, dilation, input_dilation = (
+        _per_axis(sizes, window) for sizes in (strides, kernel_dilation, input_dilation)
+    )
+    padded, pads = functional.pad_conv(
+        inputs,
+        window=window,
+        strides=strides,
+        padding=padding,
+        dilation=dilation,
+        input_dilation=input_dilation,
     )
     shape = (*window, inputs.shape[-1] // feature_group_count, features)
     kernel = scope.param("kernel", kernel_init, shape)
     added = scope.param("bias", bias_init, (features,)) if bias else None
     return functional.conv(
-        jnp.asarray(inputs, dtype),
+        jnp.asarray(padded, dtype),
         jnp.asarray(kernel, dtype),
         None if added is None else jnp.asarray(added, dtype),
         strides=strides,
         padding=pads,
-        input_dilation=_per_axis(input_dilation, window),
+        input_dilation=input_dilation,
         dilation=dilation,
         groups=feature_group_count,
         precision=precision,

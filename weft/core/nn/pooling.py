@@ -1,7 +1,6 @@
 """Pooling, which needs no scope."""
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -144,16 +143,11 @@ def _pool(
             f"window_shape={tuple(window)} is for {len(window)} spatial axes, but the input has "
             f"shape {inputs.shape}: before its channels there are {inputs.ndim - 1}."
         )
-    batch, spatial = inputs.shape[:first], inputs.shape[first:-1]
+    spatial = inputs.shape[first:-1]
     strides = (1,) * len(window) if strides is None else tuple(strides)
     pads = functional.conv_padding_of_length(
         spatial, window=window, strides=strides, padding=padding
     )
-    y = pool(
-        inputs.reshape(math.prod(batch), *inputs.shape[first:]),
-        window,
-        strides=strides,
-        padding=pads,
-        **kwargs,
+    return functional.over_batch_axes(
+        lambda x: pool(x, window, strides=strides, padding=pads, **kwargs), inputs, len(window) + 1
     )
-    return y.reshape(*batch, *y.shape[1:])

@@ -1,0 +1,89 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.linen.containers import Sequential
+from weft.linen.conv import Conv, ConvLocal
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 6, 3))
+
+
+def test_fields_may_be_given_by_position():
+    layer = Conv(5, (3, 3), 2, "VALID", 1, 2, 4, False)
+    assert (layer.strides, layer.kernel_dilation, layer.feature_group_count) == (2, 2, 4)
+    assert ConvLocal(5, 3, 2).strides == 2
+
+
+def test_one_number_is_for_one_axis():
+    y, variables = Conv(5, 3).init_with_output(KEY, X)
+    assert y.shape == (2, 6, 5)
+    assert jax.tree.map(jnp.shape, variables["params"]) == {"kernel": (3, 3, 5), "bias": (5,)}
+
+
+def test_a_circular_convolution_moves_with_its_input():
+    layer = Conv(5, 4, padding="CIRCULAR")
+    y, variables = layer.init_with_output(KEY, X)
+    moved = layer.apply(variables, jnp.roll(X, 2, axis=1))
+    np.testing.assert_allclose(moved, jnp.roll(y, 2, axis=1), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_masked_has_no_influence():
+    mask = jnp.ones((3, 3, 5)).at[0].set(0)  # the position before
+    layer = Conv(5, 3, mask=mask)
+    y, variables = layer.init_with_output(KEY, X)
+    changed = layer.apply(variables, X.at[:, 0].set(9.0))
+    np.testing.assert_array_equal(y[:, 1:], changed[:, 1:])
+    assert variables["params"]["kernel"][0].any()
+
+
+def test_a_local_convolution_has_weights_for_each_position():
+    layer = ConvLocal(5, 3, strides=2, padding="VALID")
+    y, variables = layer.init_with_output(KEY, X)
+    kernel = variables["params"]["kernel"]
+    assert (y.shape, kernel.shape) == ((2, 2, 5), (2, 9, 5))
+    window = X[:, 2:5].swapaxes(1, 2).reshape(2, 9)
+    np.testing.assert_allclose(y[:, 1], window @ kernel[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_needed_is_not_traced():
+    layer = Conv(5, 3, use_bias=False)
+    jaxpr = jax.make_jaxpr(layer.apply)(layer.init(KEY, X), X)
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["conv_general_dilated"]
+
+
+@pytest.mark.parametrize("cls", [Conv, ConvLocal])
+def test_errors_name_the_module(cls):
+    model = Sequential([jnp.tanh, cls(3, (3, 3, 3))])
+    with pytest.raises(
+        ArgumentShapeError, match=r"layers_1 has kernel_size=\(3, 3, 3\), for 3 spa"
+    ):
+        model.init(KEY, X)
+    model = Sequential([jnp.tanh, cls(3, 3, mask=jnp.ones(2))])
+    with pytest.raises(ArgumentShapeError, match=r"layers_1 has a mask of shape \(2,\); expected"):
+        model.init(KEY, X)
+
+
+@pytest.mark.parametrize(("features", "groups"), [(4, 2), (4, 3)])
+def test_channels_that_cannot_be_cut_into_groups(features, groups):
+    layer = Conv(features, 3, feature_group_count=groups)
+    with pytest.raises(ArgumentShapeError, match=rf"feature_group_count={groups}; .* 3 channels"):
+        layer.init(KEY, X)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"feature_group_count": 3}, {"conv_general_dilated": print},
+     {"conv_general_dilated_cls": print}],
+)  # fmt: skip
+def test_what_a_local_convolution_cannot_do(kwargs):
+    (name,) = kwargs
+    with pytest.raises(ArgumentValueError, match=rf"has {name}=.*; expected .*: only Conv can"):
+        ConvLocal(3, 3, **kwargs).init(KEY, X)
+
+
+def test_a_dilated_input_is_padded_in_numbers():
+    with pytest.raises(ArgumentValueError, match=r"input_dilation=\(2,\): give the padding as num"):
+        Conv(3, 3, input_dilation=2).init(KEY, X)

@@ -1,0 +1,244 @@
+"""Convolutions: with the same weights at each position, or with weights of each position's own."""
+
+import abc
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+from weft import functional
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.linen.dtypes import promote_dtype
+from weft.linen.initializers import zeros_init
+from weft.linen.linear import Initializer, PromoteDtype, default_kernel_init
+from weft.linen.methods import compact, nowrap
+from weft.linen.module import Module
+from weft.typing import DType
+
+__all__ = ["Conv", "ConvLocal"]
+
+Sizes = int | Sequence[int] | None
+Shape = tuple[int, ...]
+
+
+class _Conv(Module):
+    features: int
+    kernel_size: int | Sequence[int]
+    strides: Sizes = 1
+    padding: functional.Padding = "SAME"
+    input_dilation: Sizes = 1
+    kernel_dilation: Sizes = 1
+    feature_group_count: int = 1
+    use_bias: bool = True
+    mask: Num[Array, "*kernel"] | None = None
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    precision: lax.PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = zeros_init()
+    promote_dtype: PromoteDtype = promote_dtype
+    conv_general_dilated: Callable[..., Array] | None = None
+    conv_general_dilated_cls: Callable[[], Callable[..., Array]] | None = None
+
+    @compact
+    def __call__(
+        self, inputs: Num[Array, "*batch_spatial input"]
+    ) -> Num[Array, "*batch_out_spatial features"]:
+        """Applies the convolution.
+
+        Args:
+            inputs: the input, with any number of batch axes.
+
+        Raises:
+            ArgumentShapeError: if the input has too few axes, the channels cannot be cut into the
+                groups, or the mask has another shape than the kernel.
+            ArgumentValueError: if the padding is unknown, or has no meaning here.
+            ScopeParamShapeError: if the parameters that were given are for other sizes.
+        """
+        window = window_of(self, inputs)
+        n = len(window)
+        sizes = (self.strides, self.kernel_dilation, self.input_dilation)
+        strides, dilation, input_dilation = (per_axis(size, n) for size in sizes)
+        padded, zeros = functional.pad_conv(
+            inputs,
+            window=window,
+            strides=strides,
+            padding=self.padding,
+            dilation=dilation,
+            input_dilation=input_dilation,
+        )
+        options = {"strides": strides, "padding": zeros, "dilation": dilation}
+        spatial = padded.shape[padded.ndim - n - 1 : -1]
+        spatial = tuple((s - 1) * d + 1 for s, d in zip(spatial, input_dilation, strict=True))
+        shapes = self._shapes(window, inputs.shape[-1], spatial, options)
+        x, kernel, bias = parameters(self, padded, *shapes)
+        options |= {"input_dilation": input_dilation, "precision": self.precision}
+        return functional.over_batch_axes(
+            lambda x: self._convolve(x, kernel, bias, window, options), x, n + 1
+        )
+
+    @nowrap
+    @abc.abstractmethod
+    def _shapes(
+        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+    ) -> tuple[Shape, Shape]:
+        """The shapes of kernel and bias, for an input of this spatial shape, its zeros included."""
+
+    @nowrap
+    @abc.abstractmethod
+    def _convolve(
+        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
+    ) -> Array:
+        """The convolution of an input with one batch axis."""
+
+
+class Conv(_Conv):
+    """A convolution.
+
+    The parameters are `kernel`, shape `(*kernel_size, input / groups, features)`, and `bias`, shape
+    `(features,)`.
+
+    Attributes:
+        features: the channels of the result.
+        kernel_size: along each spatial axis; one number is for one axis.
+        strides: the step between two outputs along each axis, or along all.
+        padding: VALID, SAME, SAME_LOWER, CIRCULAR, REFLECT or CAUSAL, a number, or for each axis a
+            number or `(left, right)`; see `functional.pad_conv`.
+        input_dilation: the step between two positions of the input, with zeros between them.
+        kernel_dilation: the step between two positions of one window.
+        feature_group_count: the channels are cut into so many groups, each convolved by itself.
+        use_bias: whether to add a bias.
+        mask: of the kernel's shape, which it is multiplied by.
+        dtype: of the computation; by default the one to which input and parameters promote.
+        param_dtype: of the parameters.
+        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
+        kernel_init: makes the kernel.
+        bias_init: makes the bias.
+        promote_dtype: gives input and parameters the dtype of the computation.
+        conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`.
+        conv_general_dilated_cls: makes such a function when the layer is called, and goes before
+            it.
+
+    Example:
+        >>> import jax
+        >>> layer = Conv(16, (3, 3), strides=2)
+        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 8, 3)))
+        >>> y.shape, variables["params"]["kernel"].shape
+        ((1, 4, 4, 16), (3, 3, 3, 16))
+    """
+
+    @nowrap
+    def _shapes(
+        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+    ) -> tuple[Shape, Shape]:
+        groups = self.feature_group_count
+        if channels % groups or self.features % groups:
+            raise ArgumentShapeError(
+                f"Conv {path_of(self)} has feature_group_count={groups}; expected a number by "
+                f"which the input's {channels} channels and the result's {self.features} can both "
+                "be divided."
+            )
+        return (*window, channels // groups, self.features), (self.features,)
+
+    @nowrap
+    def _convolve(
+        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
+    ) -> Array:
+        given, make = self.conv_general_dilated, self.conv_general_dilated_cls
+        if make is not None:
+            given = make()
+        if given is not None:
+            options = {**options, "conv_general_dilated": given}
+        return functional.conv(x, kernel, bias, groups=self.feature_group_count, **options)
+
+
+class ConvLocal(_Conv):
+    """A convolution with weights of its own for each position of the result.
+
+    The parameters are `kernel`, shape `(*out_spatial, input * window, features)`, and `bias`, shape
+    `(*out_spatial, features)`, where the window's size is the product of `kernel_size`.
+
+    Attributes:
+        features: the channels of the result.
+        kernel_size: along each spatial axis; one number is for one axis.
+        strides: see `Conv`, as for all others, but for the following.
+        feature_group_count: must be 1.
+        conv_general_dilated: must be None, since this is no `jax.lax.conv_general_dilated`.
+        conv_general_dilated_cls: likewise.
+
+    Example:
+        >>> import jax
+        >>> layer = ConvLocal(4, 3, padding="VALID")
+        >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((1, 8, 2)))
+        >>> y.shape, jax.tree.map(jnp.shape, variables["params"])
+        ((1, 6, 4), {'bias': (6, 4), 'kernel': (6, 6, 4)})
+    """
+
+    @nowrap
+    def _shapes(
+        self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
+    ) -> tuple[Shape, Shape]:
+        needed = {
+            "feature_group_count": 1,
+            "conv_general_dilated": None,
+            "conv_general_dilated_cls": None,
+        }
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ArgumentValueError(
+                    f"ConvLocal {path_of(self)} has {name}={getattr(self, name)!r}; expected "
+                    f"{value}: only Conv can do otherwise."
+                )
+        out = functional.conv_output_shape(spatial, window=window, **options)
+        shape = (*out, channels * math.prod(window), self.features)
+        return shape, (*out, self.features)  # pyright: ignore[reportReturnType] - no size is None
+
+    @nowrap
+    def _convolve(
+        self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
+    ) -> Array:
+        return functional.conv_local(x, kernel, bias, window=window, **options)
+
+
+def window_of(module: Any, inputs: Array) -> Shape:
+    """The window's size along each axis, for an input that has such axes."""
+    window = per_axis(module.kernel_size, 1)
+    if inputs.ndim < len(window) + 1:
+        raise ArgumentShapeError(
+            f"{type(module).__name__} {path_of(module)} has kernel_size={module.kernel_size}, for "
+            f"{len(window)} spatial axes; expected an input with so many axes before its channels, "
+            f"but its shape is {inputs.shape}."
+        )
+    return window
+
+
+def per_axis(sizes: Sizes, n: int) -> Shape:
+    """A number for each axis."""
+    if sizes is None:
+        return (1,) * n
+    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * n
+
+
+def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) -> list[Any]:
+    """The input, the kernel with its mask, and the bias or None, in the computation's dtype."""
+    mask = module.mask
+    if mask is not None and mask.shape != kernel_shape:
+        raise ArgumentShapeError(
+            f"{type(module).__name__} {path_of(module)} has a mask of shape {mask.shape}; expected "
+            f"the kernel's, {kernel_shape}."
+        )
+    kernel = module.param("kernel", module.kernel_init, kernel_shape, module.param_dtype)
+    if mask is not None:
+        kernel = kernel * mask
+    bias = None
+    if module.use_bias:
+        bias = module.param("bias", module.bias_init, bias_shape, module.param_dtype)
+    return module.promote_dtype(x, kernel, bias, dtype=module.dtype)
+
+
+def path_of(module: Module) -> str:
+    """Where a module is, for errors."""
+    return "/".join(module.path) or "(the outermost module)"
