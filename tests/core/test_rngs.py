@@ -5,16 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import apply, bind, init, lift
-from weft.core.rngs import (
-    Count,
-    Counts,
-    FrozenCounts,
-    Stream,
-    advanced,
-    for_loop,
-    is_key,
-    larger,
-)
+from weft.core.rngs import Counts, FrozenCounts, Later, Loop, Stream, for_loop, is_key, larger
+from weft.errors import InvalidRngError
 
 KEY = jax.random.key(0)
 
@@ -110,24 +102,63 @@ def test_a_trip_from_a_scope_below():
     assert counts.draw((("a", "b"), "params")) == 2
 
 
-def test_a_loop_begins_as_if_its_body_had_run_once():
+def numbers(draws):
+    return [draw.number() if isinstance(draw, Later) else draw for draw in draws]
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5])
+def test_a_loop_draws_as_if_its_body_had_run_once(n):
     outside = Counts()
     outside.draw(ROOT)
     inside = Counts(for_loop(outside.freeze()))
-    assert inside.draw(ROOT) == 3
-    assert not inside.is_wrong()
-    outside.update_from_loop((), inside.freeze())
-    assert outside.draw(ROOT) == 4
+    draws = [inside.draw(ROOT) for _ in range(n)]
+    after = inside.end()
+    assert numbers(draws) == list(range(2 + n, 2 + 2 * n))
+    outside.update_below((), after)
+    assert outside.draw(ROOT) == 2 + 2 * n
 
 
-def test_a_loop_that_draws_more_than_foreseen_begins_again():
-    outside = Counts().freeze()
-    inside = Counts(for_loop(outside))
-    inside.draw(ROOT)
-    inside.draw(ROOT)
-    assert inside.is_wrong()
-    again = Counts(advanced(outside, inside.freeze()))
-    assert [again.draw(ROOT), again.draw(ROOT)] == [3, 4]
+def test_a_loop_in_a_loop_skips_what_both_skip():
+    outside = Counts()
+    outer = Counts(for_loop(outside.freeze()))
+    draws = [outer.draw(BELOW)]
+    inner = Counts(for_loop(outer.below(("a",))))
+    draws += [inner.draw(ROOT), inner.draw(ROOT), inner.draw(BELOW)]
+    outer.update_below(("a",), inner.end())
+    draws.append(outer.draw(BELOW))
+    outside.update_below((), outer.end())
+    # A run of the outer body draws 1 + 2 * 2 + 1 keys of `a`, and 2 of the scope below it.
+    assert numbers(draws) == [7, 6 + 1 + 2 + 1, 6 + 1 + 2 + 2, 2 + 1 + 1, 12]
+    assert outside.draw(BELOW) == 13
+
+
+def test_a_loop_whose_draws_are_known_gives_numbers_at_once():
+    outside = Counts()
+    outside.draw(ROOT)
+    before = outside.freeze()
+    first = Counts(for_loop(before))
+    first.draw(ROOT)
+    first.draw(ROOT)
+    again = Counts(for_loop(before, first.end()))
+    assert numbers([again.draw(ROOT)]) == [4]
+
+
+def test_the_number_of_a_key_is_not_known_before_its_loop_ends():
+    inside = Counts(for_loop(FrozenCounts()))
+    stream = Stream(KEY).at("a", inside.draw(ROOT))
+    message = "is drawn in jax.ensure_compile_time_eval.. in the body of a scan.*draw it outside"
+    with pytest.raises(InvalidRngError, match=message):
+        stream.as_key()
+    assert repr(stream.suffix) == "('a', 1+)"
+    inside.end()
+    assert data(stream.as_key()) == data(Stream(KEY).at("a", 2).as_key())
+
+
+def test_a_key_can_be_traced_before_its_number_is_known():
+    inside = Counts(for_loop(FrozenCounts()))
+    traced = jax.jit(lambda key: Stream(key).at(inside.draw(ROOT)).as_key()).trace(KEY)
+    inside.end()
+    assert data(traced.lower().compile()(KEY)) == data(Stream(KEY).at(2).as_key())
 
 
 def test_after_branches_the_larger_count_holds():
@@ -141,10 +172,11 @@ def test_after_branches_the_larger_count_holds():
     assert larger(a.freeze(), b.freeze()) == larger(b.freeze(), a.freeze())
 
 
-def test_the_value_of_a_count():
-    assert Count(start=2, lead=1, outer_lead=4, draws=3).value == 10
-    assert Count().value == 0
+def test_counts_in_different_loops_are_different():
     assert FrozenCounts() == Counts().freeze()
+    a, b = (Counts(for_loop(FrozenCounts())).freeze() for _ in range(2))
+    assert a == a and a != b
+    assert Later(1, ((Loop({ROOT: 2}), ROOT),)).number() == 3
 
 
 def test_the_iterations_of_a_scan_draw_different_keys_and_counts_go_on_after_it():

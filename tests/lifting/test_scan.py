@@ -88,6 +88,20 @@ def test_zero_iterations_leave_the_carry():
     assert box.arrays["count"] == 4
 
 
+def test_without_jit_the_body_runs_as_python():
+    seen = []
+
+    def body(carry, x):
+        seen.append(isinstance(x, jax.core.Tracer))
+        return carry + x, carry
+
+    lifted = scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, 0))
+    with jax.disable_jit():
+        total, ys = lifted(0.0, jnp.arange(3.0))
+    assert total == 3 and ys.tolist() == [0, 0, 1]
+    assert seen == [False, False, False]
+
+
 def test_the_body_is_traced_once_for_any_length():
     traces = []
 

@@ -4,27 +4,94 @@ The n-th key that a scope draws from a stream is the stream's root key with one 
 the first four bytes of the SHA-1 digest of the scope's path and n. So a key depends on the path and
 the stream, not on what else the program draws. The root key alone is an array; the path is a part
 of the structure, and so is the count of what each scope has drawn.
+
+A scan's body draws as if it had been run once before, as those who know Flax's numbers expect:
+where one run draws n keys, the loop's keys begin after the next n. While the body is traced n is
+not known yet, and it is traced once. So the number that is folded in there is the result of an
+operation without operands, `digest`, which becomes a constant when the program is compiled or
+evaluated. By then the loop's trace has ended.
 """
 
+import dataclasses
 import functools
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from weft import struct
+from weft.errors import InvalidRngError
 
-Token = str | int
+Path = tuple[str, ...]
+Key = tuple[Path, str]
+
+
+class Loop:
+    """A loop whose body is being traced, or was.
+
+    Attributes:
+        draws: how many keys one run of the body draws, by scope and stream; None as long as it is
+            being traced.
+    """
+
+    def __init__(self, draws: dict[Key, int] | None = None):
+        self.draws = draws
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """The number of a key that is drawn in a loop.
+
+    Attributes:
+        counted: without what the loops skip.
+        loops: the loops around, and what counts the same keys there.
+    """
+
+    counted: int
+    loops: tuple[tuple[Loop, Key], ...]
+
+    def number(self) -> int:
+        """The number, which is known after the outermost loop was traced."""
+        skipped = 0
+        for loop, key in self.loops:
+            if loop.draws is None:
+                raise InvalidRngError(
+                    "a PRNG key is drawn in jax.ensure_compile_time_eval() in the body of a scan, "
+                    "whose keys are known only after it was traced; draw it outside of that."
+                )
+            skipped += loop.draws.get(key, 0)
+        return self.counted + skipped
+
+    def __repr__(self) -> str:
+        return f"{self.counted}+"
+
+
+Token = str | int | Later
 
 
 @functools.lru_cache(maxsize=4096)
-def _digest(suffix: tuple[Token, ...]) -> int:
+def _digest(suffix: tuple[str | int, ...]) -> int:
     data = b"".join(
         token.encode() if isinstance(token, str) else token.to_bytes((token.bit_length() + 7) // 8)
         for token in suffix
     )
     return int.from_bytes(hashlib.sha1(data, usedforsecurity=False).digest()[:4])
+
+
+def _known_digest(suffix: tuple[Token, ...]) -> np.uint32:
+    known = (token.number() if isinstance(token, Later) else token for token in suffix)
+    return np.uint32(_digest(tuple(known)))
+
+
+_digest_p = Primitive("digest")
+_digest_p.def_impl(lambda *, suffix: jnp.asarray(_known_digest(suffix)))
+_digest_p.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
+mlir.register_lowering(_digest_p, lambda ctx, *, suffix: [mlir.ir_constant(_known_digest(suffix))])
 
 
 class Stream(struct.PyTreeNode):
@@ -46,7 +113,9 @@ class Stream(struct.PyTreeNode):
         """The key that the stream stands for."""
         if not self.suffix:
             return self.key
-        return jax.random.fold_in(self.key, jnp.uint32(_digest(self.suffix)))
+        if any(isinstance(token, Later) for token in self.suffix):
+            return jax.random.fold_in(self.key, _digest_p.bind(suffix=self.suffix))
+        return jax.random.fold_in(self.key, jnp.uint32(_known_digest(self.suffix)))
 
 
 def is_key(x: Any) -> bool:
@@ -58,72 +127,44 @@ def is_key(x: Any) -> bool:
     return len(x.shape) == 1 and x.dtype == jnp.uint32
 
 
-Path = tuple[str, ...]
-Key = tuple[Path, str]
-
-
-class Count(NamedTuple):
-    """How many keys one scope has drawn from one stream; the last was the `value`-th.
+@dataclasses.dataclass(frozen=True)
+class FrozenCounts:
+    """The hashable form of `Counts`, for a trip through a transformation.
 
     Attributes:
-        start: the count before the loops that are being traced.
-        lead: what a loop skips; None as long as nothing was drawn in it. See `Counts`.
-        outer_lead: what the loops around that loop skip.
-        draws: drawn since.
-        depth: how many loops there are around this one in which nothing was drawn yet, as
-            2 ** loops - 1.
+        table: see `Counts`.
+        loops: those around, each with the path from its scope to this one.
+        begins: whether a loop begins here.
+        draws: what one run of that loop's body draws, where it is known already.
     """
 
-    start: int = 0
-    lead: int | None = None
-    outer_lead: int = 0
-    draws: int = 0
-    depth: int = 0
-
-    @property
-    def value(self) -> int:
-        return self.start + (self.lead or 0) + self.outer_lead + self.draws
-
-
-class FrozenCounts(NamedTuple):
-    """The hashable form of `Counts`, for a trip through a transformation."""
-
-    table: frozenset[tuple[Key, Count]] = frozenset()
-    depth: int = 0
-    in_loop: bool = False
-    seen: frozenset[tuple[Key, int]] = frozenset()
+    table: frozenset[tuple[Key, int]] = frozenset()
+    loops: tuple[tuple[Loop, Path], ...] = ()
+    begins: bool = False
+    draws: frozenset[tuple[Key, int]] | None = None
 
 
 class Counts:
-    """The keys drawn by all scopes below one root.
-
-    A scan's body draws as if it had been run once before: where one run draws n keys, the loop's
-    keys begin after the next n. That is what those who know Flax's numbers expect, which runs it
-    twice. Here it runs once, so n is foreseen: one key for each scope and stream. A loop around
-    another loop has twice the draws of that one, so what it skips is foreseen as well. Where the
-    foresight was wrong, `is_wrong` says so, and the body is traced again from `advanced` counts.
-    What was seen then is known when loops around it are traced again.
-    """
+    """The keys drawn by all scopes below one root, without what the loops around skip."""
 
     def __init__(self, frozen: FrozenCounts | None = None):
-        frozen = frozen or FrozenCounts()
-        self._table: dict[Key, Count] = dict(frozen.table)
-        self._depth = frozen.depth
-        self._in_loop = frozen.in_loop
-        self._seen: dict[Key, int] = dict(frozen.seen)
+        self._begun = frozen = frozen or FrozenCounts()
+        self._table = dict(frozen.table)
+        self._loops = frozen.loops
+        if frozen.begins:
+            loop = Loop(None if frozen.draws is None else dict(frozen.draws))
+            self._loops = (*frozen.loops, (loop, ()))
 
-    def draw(self, key: Key) -> int:
+    def draw(self, key: Key) -> int | Later:
         """Counts one more key; which one it is, from 1."""
-        count = self._table.get(key) or Count(depth=self._depth)
-        if count.lead is None:
-            lead = self._seen.get(key, 1) if self._in_loop else 0
-            count = count._replace(lead=lead, outer_lead=2 * lead * count.depth)
-        self._table[key] = count = count._replace(draws=count.draws + 1)
-        return count.value
+        self._table[key] = n = self._table.get(key, 0) + 1
+        if not self._loops:
+            return n
+        path, stream = key
+        return Later(n, tuple((loop, ((*base, *path), stream)) for loop, base in self._loops))
 
     def freeze(self) -> FrozenCounts:
-        seen = frozenset(self._seen.items())
-        return FrozenCounts(frozenset(self._table.items()), self._depth, self._in_loop, seen)
+        return FrozenCounts(frozenset(self._table.items()), self._loops)
 
     def below(self, path: Path) -> FrozenCounts:
         """The counts of the scopes from `path` on, by their paths from there."""
@@ -131,72 +172,40 @@ class Counts:
         table = frozenset(
             ((p[n:], stream), count) for (p, stream), count in self._table.items() if p[:n] == path
         )
-        seen = frozenset(((p[n:], s), lead) for (p, s), lead in self._seen.items() if p[:n] == path)
-        return FrozenCounts(table, self._depth, self._in_loop, seen)
+        return FrozenCounts(table, tuple((loop, (*base, *path)) for loop, base in self._loops))
 
     def update_below(self, path: Path, after: FrozenCounts) -> None:
         """Takes over what was drawn in a transformation; the inverse of `below`."""
         self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
-        self._see_below(path, after)
 
-    def _see_below(self, path: Path, after: FrozenCounts) -> None:
-        self._seen.update({((*path, *p), stream): lead for (p, stream), lead in after.seen})
-
-    def update_from_loop(self, path: Path, after: FrozenCounts) -> None:
-        """Takes over what a loop that began with `for_loop` has drawn."""
-        self._see_below(path, after)
-        for (p, stream), inner in after.table:
-            if inner.lead is None:
-                continue
-            key = ((*path, *p), stream)
-            count = self._table.get(key) or Count(depth=self._depth)
-            if count.lead is None:
-                lead = 2 * inner.draws if self._in_loop else 0
-                count = count._replace(lead=lead, outer_lead=inner.outer_lead - lead)
-            self._table[key] = count._replace(draws=count.draws + 2 * inner.draws)
-
-    def is_wrong(self) -> bool:
-        """Whether a loop's body drew another number of keys than was foreseen."""
-        return self._in_loop and any(
-            count.lead is not None and count.lead != count.draws for count in self._table.values()
-        )
+    def end(self) -> FrozenCounts:
+        """What the counts are after the transformation: a loop that began here ends."""
+        if not self._begun.begins:
+            return self.freeze()
+        before = dict(self._begun.table)
+        draws = {key: count - before.get(key, 0) for key, count in self._table.items()}
+        self._loops[-1][0].draws = draws
+        table = frozenset((key, before.get(key, 0) + 2 * n) for key, n in draws.items())
+        return FrozenCounts(table, self._begun.loops)
 
 
-def for_loop(frozen: FrozenCounts) -> FrozenCounts:
-    """The counts with which a loop's body begins, from those outside."""
-
-    def around(depth: int) -> int:
-        return 2 * depth + 1 if frozen.in_loop else 0
-
-    table = frozenset(
-        (key, Count(start=c.value, depth=0 if c.lead is not None else around(c.depth)))
-        for key, c in frozen.table
-    )
-    return FrozenCounts(table, around(frozen.depth), True, frozen.seen)
-
-
-def advanced(before: FrozenCounts, once: FrozenCounts) -> FrozenCounts:
-    """The counts outside of a loop, as if its body had run once.
+def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
+    """The counts with which a loop's body begins.
 
     Args:
-        before: the counts outside.
-        once: what `for_loop(before)` became in one run.
+        before: those outside.
+        after: those outside after the same loop, where they are known already.
     """
-    seen = dict(once.seen)
-    for key, count in once.table:
-        if count.draws and key not in seen:
-            seen[key] = count.draws
-    counts = Counts(before._replace(seen=frozenset(seen.items())))
-    for key, count in once.table:
-        for _ in range(count.draws):
-            counts.draw(key)
-    return counts.freeze()
+    draws = None
+    if after is not None:
+        known = dict(before.table)
+        draws = frozenset((key, (n - known.get(key, 0)) // 2) for key, n in after.table)
+    return dataclasses.replace(before, begins=True, draws=draws)
 
 
 def larger(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:
     """For each scope the larger count of two branches."""
     table = dict(a.table)
     for key, count in b.table:
-        if key not in table or table[key].value < count.value:
-            table[key] = count
-    return a._replace(table=frozenset(table.items()))
+        table[key] = max(count, table.get(key, 0))
+    return dataclasses.replace(a, table=frozenset(table.items()))

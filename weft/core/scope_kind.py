@@ -23,11 +23,10 @@ from weft.core.filters import (
     union_filters,
 )
 from weft.core.frozen_dict import FrozenDict
-from weft.core.rngs import Counts, FrozenCounts, Path, Stream, advanced, for_loop, larger
+from weft.core.rngs import Counts, FrozenCounts, Path, Stream, for_loop, larger
 from weft.core.scope import Scope
 from weft.errors import ForkError, ReturnedScopeError, RoleError
 from weft.lifting import Kind
-from weft.lifting.crossing import TraceAgain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +65,6 @@ class _Root:
     flags: FrozenDict
     counts: FrozenCounts
     lifts: Any
-    before_loop: FrozenCounts | None = None
     settled: bool = False
     within_settled: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
@@ -80,13 +78,6 @@ class _Below(NamedTuple):
     path: Path
 
 
-class _Drawn(NamedTuple):
-    """The PRNG counters of a root afterwards."""
-
-    counts: FrozenCounts
-    is_loop: bool
-
-
 @dataclasses.dataclass(frozen=True)
 class ScopeKind(Kind):
     """The kind of `Scope`; see `weft.lifting.crossing.Kind`.
@@ -95,7 +86,7 @@ class ScopeKind(Kind):
         transformation: its name, for errors.
         folds: whether PRNG streams begin anew inside, from keys drawn outside. Then it makes no
             difference where the scope is.
-        foresees: whether a loop counts keys as `weft.core.rngs.Counts` says.
+        foresees: whether a loop counts keys as if its body had run once before.
         data_transform: from the groups of variables and of streams to those that are merged.
     """
 
@@ -110,6 +101,12 @@ class ScopeKind(Kind):
 
     def is_carrier(self, x: Any) -> bool:
         return isinstance(x, Scope)
+
+    def is_to_make(self, scope: Scope, where: Filter) -> bool:
+        """Whether variables of some collections can be made, and no run before has made them."""
+        made = group_collections(scope.variables(), [where])[0]
+        is_made = scope._trunk.settled and any(made.values())
+        return not is_made and not is_filter_empty(intersect_filters(where, scope.mutable))
 
     def split(self, carriers: Sequence[Scope], filters: Sequence[tuple[Any, ...]]):
         statics: list[_Root | _Below] = []
@@ -135,6 +132,10 @@ class ScopeKind(Kind):
             of_rngs = group_collections(scope.rngs, [where.rngs for where in wanted])
             if self.folds:
                 of_rngs = tuple(_folded(streams, counts) for streams in of_rngs)
+            inside = counts.freeze()
+            if self.folds or not any(of_rngs):
+                # No key inside depends on the loops around, so they all share a trace.
+                inside = dataclasses.replace(inside, loops=())
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
             changeable = [intersect_filters(where.variables, where.out) for where in wanted]
             mutable = intersect_filters(scope.mutable, _union_of(changeable))
@@ -142,7 +143,7 @@ class ScopeKind(Kind):
                 _Root(
                     canonical(mutable),
                     FrozenDict(scope.flags),
-                    counts.freeze(),
+                    inside,
                     canonical(_union_of([where.variables for where in wanted])),
                     within_settled=scope._trunk.settled,
                     path=scope.path,
@@ -189,22 +190,14 @@ class ScopeKind(Kind):
     def collect(self, inner, static, carriers, filters, new, new_filters):
         if new:
             raise ReturnedScopeError(self.transformation, new[0].path_text)
-        again = list(static)
-        drawn: list[_Drawn | None] = []
+        drawn: list[FrozenCounts | None] = []
         groups = []
-        for i, (scope, fields, wanted) in enumerate(zip(carriers, static, filters, strict=True)):
+        for scope, fields, wanted in zip(carriers, static, filters, strict=True):
             if isinstance(fields, _Below):
                 drawn.append(None)
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
                 continue
-            counts: Counts = scope._counts
-            after = counts.freeze()
-            is_loop = fields.before_loop is not None
-            if fields.before_loop is not None and counts.is_wrong():
-                again[i] = dataclasses.replace(
-                    fields, counts=advanced(fields.before_loop, after), before_loop=None
-                )
-            drawn.append(_Drawn(after, is_loop))
+            drawn.append(scope._counts.end())
             where = [_as_select(w).variables for w in wanted]
             of_vars = group_collections(scope._trunk.changes(), where)
             of_firsts = group_collections(scope._trunk.firsts, where)
@@ -212,8 +205,6 @@ class ScopeKind(Kind):
                 tuple(Group(v, {}, firsts) for v, firsts in zip(of_vars, of_firsts, strict=True))
             )
             scope.invalidate()
-        if again != list(static):
-            raise TraceAgain(tuple(again))
         return tuple(drawn), groups, []
 
     def commit(self, outer: Sequence[Scope], static, groups, new_groups):
@@ -223,8 +214,7 @@ class ScopeKind(Kind):
         for scope, drawn, of_scope in zip(outer, static, groups, strict=True):
             if drawn is None:
                 continue
-            update = scope._counts.update_from_loop if drawn.is_loop else scope._counts.update_below
-            update(scope._below, drawn.counts)
+            scope._counts.update_below(scope._below, drawn)
             for group in of_scope:
                 if group is not None:
                     _write(scope, group.firsts, only_new=True)
@@ -278,31 +268,27 @@ class ScopeKind(Kind):
         firsts = made.variables if made is not None else {}
         return Group(result.variables if result is not None else firsts, {}, firsts)
 
-    def in_loop(self, static):
+    def in_loop(self, static, after=None):
         return tuple(
-            dataclasses.replace(s, counts=for_loop(s.counts), before_loop=s.counts)
+            dataclasses.replace(s, counts=for_loop(s.counts, counts))
             if self.foresees and isinstance(s, _Root) and not s.settled
             else s
-            for s in static
+            for s, counts in zip(static, after or (None,) * len(static), strict=True)
         )
 
     def follow(self, static, before):
         drawn = before or (None,) * len(static)
         return tuple(
-            dataclasses.replace(s, counts=d.counts if d else s.counts, settled=True)
+            dataclasses.replace(s, counts=d or s.counts, settled=True)
             if isinstance(s, _Root)
             else s
             for s, d in zip(static, drawn, strict=True)
         )
 
     def join(self, statics):
-        def joined(drawn: Sequence[Any]) -> Any:
-            result = drawn[0]
-            for other in drawn[1:]:
-                result = result and result._replace(counts=larger(result.counts, other.counts))
-            return result
-
-        return tuple(map(joined, zip(*statics, strict=True)))
+        return tuple(
+            drawn[0] and functools.reduce(larger, drawn) for drawn in zip(*statics, strict=True)
+        )
 
 
 def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:

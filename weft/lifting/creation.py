@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, TraceAgain, Units, run
+from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, Units, run
 
 
 class StateCreated(Exception):
@@ -50,10 +50,7 @@ def traced_with_state(
     if creates:
         static, values = create(static, values)
     try:
-        try:
-            results = loop(kind.in_loop(static) if in_loop else static, values)
-        except TraceAgain as other:
-            results = loop(other.static, values)
+        results = loop(_in_loop(kind, loop, static, values) if in_loop else static, values)
     except StateCreated:
         static, values = create(static, values)
         results = loop(static, values)
@@ -68,6 +65,18 @@ def traced_with_state(
     )
     parcels = [Parcel(tuple(next(begun) for _ in parcel.groups)) for parcel in results.parcels]
     return results._replace(parcels=parcels)
+
+
+def _in_loop(kind: Kind, loop: Callable[..., Results], static: Any, values: list[Any]) -> Any:
+    """The static half for a scan's body."""
+    inside = kind.in_loop(static)
+    untraced = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    if untraced and inside is not static:
+        # The body is not traced, but run as it is: what a trace would tell has to be known before.
+        with jax.disable_jit(False):
+            after = jax.eval_shape(lambda: loop(inside, values)).static.value
+        inside = kind.in_loop(static, after)
+    return inside
 
 
 def _group_values(values: Sequence[Any], units: Units) -> list[Any]:

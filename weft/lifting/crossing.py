@@ -118,8 +118,13 @@ class Kind(Protocol):
         """
         return result
 
-    def in_loop(self, static: Any) -> Any:
-        """The static half for the body of a scan, from that of the call."""
+    def in_loop(self, static: Any, after: Any = None) -> Any:
+        """The static half for the body of a scan.
+
+        Args:
+            static: that of the call.
+            after: what the same scan collects, where that is known before.
+        """
         return static
 
     def follow(self, static: Any, before: Any) -> Any:
@@ -173,18 +178,6 @@ class Static:
 
     def __repr__(self) -> str:
         return repr(self.value)
-
-
-class TraceAgain(Exception):
-    """Raised by `collect` in a loop's body: it has to be traced once more.
-
-    Args:
-        static: the static half from which to begin.
-    """
-
-    def __init__(self, static: Any):
-        super().__init__(static)
-        self.static = static
 
 
 def is_parcel(x: Any) -> bool:

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from weft.core import apply, broadcast, init, lift, meta, nn
-from weft.errors import AxisSizeError, CarryStructureError, RoleError, ScopeCollectionNotFound
+from weft.errors import (
+    AxisSizeError,
+    CarryStructureError,
+    InvalidRngError,
+    RoleError,
+    ScopeCollectionNotFound,
+)
 
 KEY = jax.random.key(0)
+RNGS = {"params": KEY, "noise": jax.random.key(1)}
 X = jax.random.normal(KEY, (4, 3))
 
 
@@ -51,6 +58,161 @@ def test_how_often_a_body_is_traced(depth, kwargs):
     traces.clear()
     apply(f)(variables, X)
     assert len(traces) == 1
+
+
+def drawing(*draws):
+    """A body that draws, for each of `draws`, so many keys of a stream in a scope."""
+    traces = []
+
+    def body(scope, carry, _=None):
+        traces.append(1)
+        for path, stream, n in draws:
+            for name in path:
+                scope = scope.push(name, reuse=True)
+            for _ in range(n):
+                carry += jax.random.uniform(scope.make_rng(stream))
+        return carry, carry
+
+    return body, traces
+
+
+def scanned(body, **options):
+    options = {"split_rngs": {"params": True, "noise": True}, "length": 2} | options
+    return lift.scan(body, **options)
+
+
+DRAWS = {
+    **{f"{n} keys": [((), "noise", n)] for n in (0, 1, 2, 5)},
+    "two scopes": [((), "noise", 1), (("a",), "noise", 3), (("b", "c"), "noise", 2)],
+    "two streams": [((), "noise", 3), ((), "params", 2), ((), "noise", 1)],
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("draws", DRAWS.values(), ids=DRAWS)
+def test_a_body_that_draws_keys_is_traced_once(draws, depth):
+    body, traces = drawing(*draws)
+    program = body
+    for _ in range(depth):
+        program = scanned(program)
+    jax.eval_shape(lambda rngs: apply(program)({}, jnp.float32(0), None, rngs=rngs), RNGS)
+    assert len(traces) == 1
+    traces.clear()
+    jax.eval_shape(lambda rngs: init(program)(rngs, jnp.float32(0), None), RNGS)
+    assert len(traces) == 1
+
+
+AROUND = {
+    "jit": lambda loop: lift.jit(loop),
+    "remat": lambda loop: lift.remat(loop),
+    "vmap": lambda loop: lift.vmap(loop, {}, {True: False}, in_axes=(None, None), axis_size=2),
+    "fori_loop": lambda loop: (
+        lambda s, c, _: lift.fori_loop(
+            0, 3, lambda i, s, c: loop(s, c, None)[0], s, c, split_rngs={True: True}
+        )
+    ),
+    "while_loop": lambda loop: (
+        lambda s, c, _: lift.while_loop(
+            lambda s, c: c < 9,
+            lambda s, c: loop(s, c + 1, None)[0],
+            s,
+            c,
+            split_rngs={True: True},
+        )
+    ),
+    "jit inside": lambda loop: scanned(lift.jit(loop)),
+    "cond inside": lambda loop: scanned(
+        lambda s, c, _: lift.cond(c > 0, loop, lambda s, c, _: (c, jnp.zeros(2)), s, c, None)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_a_body_that_draws_keys_is_traced_once_whatever_is_around_it(around):
+    body, traces = drawing(*DRAWS["two scopes"])
+    program = around(scanned(body))
+    jax.eval_shape(lambda rngs: apply(program)({}, jnp.float32(0), None, rngs=rngs), RNGS)
+    assert len(traces) == 1
+    traces.clear()
+    jax.eval_shape(lambda rngs: init(program)(rngs, jnp.float32(0), None), RNGS)
+    assert len(traces) <= 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"unroll": 2}, {"reverse": True}, {"split_rngs": {True: False}}]
+)
+def test_a_body_that_draws_keys_is_traced_once_however_the_loop_runs(options):
+    body, traces = drawing(((), "noise", 3))
+    apply(scanned(body, **options))({}, jnp.float32(0), None, rngs=RNGS)
+    assert len(traces) == 1
+
+
+def test_a_body_that_makes_its_carry_and_draws_is_traced_twice_in_init():
+    draws, traces = drawing(((), "noise", 3))
+
+    def body(scope, carry, _):
+        total = scope.variable("state", "total", lambda: jax.random.normal(scope.make_rng()))
+        total.value += draws(scope, carry)[0]
+        return total.value, None
+
+    loop = scanned(body, variable_carry="state")
+    init(loop)(RNGS, jnp.float32(0), None)
+    assert len(traces) == 2
+    traces.clear()
+    apply(loop, mutable=["state"])({"state": {"total": 0.0}}, jnp.float32(0), None, rngs=RNGS)
+    assert len(traces) == 1
+
+
+def test_layers_under_jit_that_draw_keys_share_one_trace_also_in_a_loop():
+    draws, traces = drawing(((), "noise", 2))
+    layer = lift.jit(lambda scope, x: draws(scope, x)[0])
+
+    def body(scope, carry, _):
+        ys = [layer(scope.push(f"layer{i}"), carry) for i in range(3)]
+        return carry, jnp.stack(ys)
+
+    _, ys = apply(scanned(body))({}, jnp.float32(0), None, rngs=RNGS)
+    assert len(traces) == 1
+    assert len(set(ys.ravel().tolist())) == 6
+
+
+def test_keys_of_a_loop_are_the_same_without_jit():
+    def body(scope, carry, _):
+        keys = [scope.make_rng("noise"), scope.push("a").make_rng("noise"), scope.make_rng("noise")]
+        return carry, [jax.random.key_data(key) for key in keys]
+
+    loop = scanned(body, split_rngs={"noise": False})
+    expected = apply(loop)({}, 0.0, None, rngs=RNGS)
+    with jax.disable_jit():
+        result = apply(loop)({}, 0.0, None, rngs=RNGS)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
+
+
+def test_gradients_through_a_loop_that_draws_several_keys():
+    def body(scope, carry, _):
+        keep = jax.random.bernoulli(scope.make_rng("noise"), 0.5)
+        scale = jax.random.normal(scope.push("a").make_rng("noise"))
+        more = jax.random.normal(scope.make_rng("noise"))
+        return jnp.where(keep, jnp.sin(carry * scale), carry + more), None
+
+    def loss(x, wrap):
+        return apply(scanned(wrap(body)))({}, x, None, rngs=RNGS)[0]
+
+    plain, saved = (
+        jax.jit(jax.grad(loss), static_argnums=1)(0.3, wrap) for wrap in (lambda f: f, lift.remat)
+    )
+    np.testing.assert_allclose(plain, saved, rtol=1e-6)
+    low, high = (loss(0.3 + step, lambda f: f) for step in (-0.01, 0.01))
+    np.testing.assert_allclose(plain, (high - low) / 0.02, rtol=1e-2)
+
+
+def test_a_key_of_a_loop_that_is_wanted_at_once_is_refused():
+    def body(scope, carry, _):
+        with jax.ensure_compile_time_eval():
+            return carry, scope.make_rng("noise")
+
+    with pytest.raises(InvalidRngError, match="in the body of a scan, whose keys are known only"):
+        apply(scanned(body))({}, 0.0, None, rngs=RNGS)
 
 
 def test_one_layer_again_and_again():
