@@ -151,6 +151,45 @@ def test_scan_without_the_check_of_constants():
     same(program)
 
 
+NUMBERS_OF_DRAWS = st.lists(
+    st.tuples(*[st.integers(0, 3)] * 3, st.sampled_from(["scan", "remat", "vmap"])),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(deadline=None, max_examples=8)
+@given(loops=NUMBERS_OF_DRAWS, split=st.booleans())
+def test_scans_that_draw_any_number_of_keys(loops, split):
+    """In nested scans: keys before the inner loop, below it, and after it."""
+
+    def program(lib, lift):
+        rngs = {"params": split, "noise": split}
+
+        def drawing(before, below, after, inner):
+            def f(scope, x):
+                keys = [scope.make_rng("noise") for _ in range(before)]
+                result = inner(scope, x)
+                a = scope.push("a", reuse=True)
+                keys += [a.make_rng("noise") for _ in range(below)]
+                return result, keys, [scope.make_rng("params") for _ in range(after)]
+
+            return f
+
+        f = lambda scope, x: draws(scope)  # noqa: E731
+        for before, below, after, layer in loops:
+            f = drawing(before, below, after, f)
+            if layer == "remat":
+                f = lift.remat(f)
+            if layer == "vmap":
+                f = lift.vmap(f, {}, {True: False}, in_axes=None, axis_size=2)
+            loop = lift.scan(lambda s, c, _, f=f: (c, f(s, c)), split_rngs=rngs, length=2)
+            f = lambda scope, x, loop=loop: loop(scope, x, None)[1]  # noqa: E731
+        return around(lib, f)
+
+    same(program)
+
+
 @pytest.mark.parametrize("lengths", [(2,), (2, 2)])
 def test_remat_scan(lengths):
     def program(lib, lift):
@@ -274,7 +313,8 @@ def test_map_variables(options):
         rngs = {"params": KEY, "noise": KEY}
         y, variables = lib.init(mapped)(rngs, X)
         kept = lift.map_variables(body, "params", double)
-        return y, variables, lib.apply(kept)(variables, X, rngs=rngs)
+        again = lib.apply(mapped)(variables, X, rngs=rngs)
+        return y, variables, again, lib.apply(kept)(variables, X, rngs=rngs)
 
     same(program)
 

@@ -48,6 +48,46 @@ def test_a_mask_on_the_parameters():
     np.testing.assert_allclose(y, X @ jnp.triu(variables["params"]["kernel"]), rtol=1e-5, atol=1e-6)
 
 
+def halves(options):
+    """A layer whose weights are kept as halves, and how often it ran."""
+    runs = []
+
+    def layer(scope, x):
+        runs.append(1)
+        return dense(scope, x, 3)
+
+    double, half = (lambda v, f=f: jax.tree.map(lambda x: f * x, v) for f in (2.0, 0.5))
+    return lambda f: lift.map_variables(f, "params", double, half, **options), layer, runs
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("loop", [False, True])
+def test_variables_are_initialized_once_through_nested_maps(depth, loop):
+    mapped, layer, runs = halves({"init": True})
+    f = layer
+    for _ in range(depth):
+        f = mapped(f)
+    if loop:
+        shared = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+        body = lift.scan(lambda scope, x, _, f=f: (f(scope, x), None), length=1, **shared)
+        f = lambda scope, x: body(scope, x, None)[0]  # noqa: E731
+    y, variables = init(f)(KEY, X)
+    assert len(runs) == depth + 1 + loop
+    plain = init(layer)(KEY, X)[1]["params"]["kernel"]
+    np.testing.assert_array_equal(variables["params"]["kernel"], plain / 2**depth)
+    runs.clear()
+    np.testing.assert_array_equal(apply(f)(variables, X), y)
+    assert len(runs) == 1
+    np.testing.assert_allclose(y, X @ plain, rtol=1e-5)
+
+
+def test_what_can_be_changed_is_initialized_through_the_map_also_outside_of_init():
+    mapped, layer, runs = halves({"init": True})
+    y, variables = apply(mapped(layer), mutable="params")({}, X, rngs=KEY)
+    assert len(runs) == 2
+    np.testing.assert_allclose(y, X @ (2 * variables["params"]["kernel"]), rtol=1e-5)
+
+
 def test_collections_in_each_others_place():
     def f(scope):
         scope.put_variable("a", "x", scope.get_variable("a", "x") + 1)

@@ -1,5 +1,6 @@
 """Functions that see other variables and PRNG streams than their scope has."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +38,7 @@ def map_variables(
         map_in_fn: from the dict of those collections to the one that `fn` sees.
         map_out_fn: from the dict that `fn` leaves to the one that the scope gets.
         init: whether `fn` first runs once on the collections as they are, to make what is missing.
+            It does so where they can be changed.
         mutable: whether `fn` may change the mapped collections.
         rngs: the PRNG streams that it sees.
         variables: the other collections that it sees.
@@ -52,29 +54,37 @@ def map_variables(
         >>> init(tied)(jax.random.key(0), jax.numpy.ones(3))[0].shape
         (3,)
     """
-    changes = mutable or init
     kind = ScopeKind("map_variables")
 
     def map_in(groups: tuple[Group, ...]) -> tuple[Group, ...]:
         return _changed(map_in_fn, groups[0]), *groups[1:]
 
+    def map_all_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
+        return _changed(map_out_fn, kind.union(found[0], left[0])), *left[1:]
+
     def map_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
-        whole = kind.union(found[0], left[0])
-        return _changed(map_out_fn, whole) if changes else left[0], *left[1:]
+        return map_all_out(found, left) if left[0].variables else left
 
     def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
         return _changed(map_out_fn, kind.union(before[0], after[0])), *before[1:]
 
-    mapped = Select(mapped_collections, out=changes)
+    mapped = Select(mapped_collections, out=mutable or init)
     rest = Select(subtract_filters(variables, mapped_collections), rngs)
-    lifted = lifting.transform(
+    lift = functools.partial(
+        lifting.transform,
         kind,
         spread(fn),
         in_axes=(Roles(((mapped, None), (rest, None))), None, None),
         map_in=map_in,
-        map_out=map_out,
-        initialize=initialize if init else None,
     )
+    plain = lift(map_out=map_all_out if mutable else map_out)
+    initializing = lift(map_out=map_all_out, initialize=initialize)
+
+    def lifted(scope: Any, args: Any, kwargs: Any) -> Any:
+        scopes = jax.tree.leaves(scope, is_leaf=kind.is_carrier)
+        makes = init and any(kind.is_to_make(s, mapped_collections) for s in scopes)
+        return (initializing if makes else plain)(scope, args, kwargs)
+
     return taking_all(fn, lifted)
 
 
