@@ -18,6 +18,7 @@ from weft.functional.conv_shape import (
     conv_explicit_padding,
     conv_transpose_explicit_padding,
 )
+from weft.functional.dtypes import promote_dtype
 from weft.functional.linear import spread
 
 
@@ -126,7 +127,7 @@ def conv_local(
             f"weight has shape {weight.shape}; for the window {tuple(window)} over x, whose shape "
             f"is {x.shape}, it must be (*out_spatial, {expected}, output)."
         )
-    x, weight = _of_one_dtype(x, weight)
+    x, weight = promote_dtype(x, weight, inexact=False)
     y = lax.conv_general_dilated_local(
         x,
         weight,
@@ -222,20 +223,13 @@ def _conv_general(
     conv_general_dilated=lax.conv_general_dilated,
     **kwargs,
 ):
-    x, weight = _of_one_dtype(x, weight)
+    x, weight = promote_dtype(x, weight, inexact=False)
     if preferred_element_type is not None:
         kwargs["preferred_element_type"] = preferred_element_type
     layout = _channels_last(x.ndim - 2)
     return conv_general_dilated(
         x, weight, window_strides, padding, dimension_numbers=layout, **kwargs
     )
-
-
-def _of_one_dtype(x: Array, weight: Array) -> tuple[Array, Array]:
-    if x.dtype == weight.dtype:
-        return x, weight
-    dtype = jnp.result_type(x, weight)
-    return x.astype(dtype), weight.astype(dtype)
 
 
 def _channels_last(n: int) -> lax.ConvDimensionNumbers:

@@ -4,13 +4,12 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.linear import project
+from weft.functional.dtypes import promote_dtype
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -20,12 +19,13 @@ def lookup(
 ) -> Float[Array, "*shape dim"]:
     """Returns the rows of the table that the ids name.
 
-    An id that is not in the table gives NaN: it shows, where a row of another id would not.
+    An id that is not in the table gives NaN: it shows, where a row of another id would not. In a
+    table of integers it gives the smallest one.
 
     >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
     """
-    return jnp.take(table, ids, axis=0, mode="fill", fill_value=np.nan)
+    return jnp.take(table, ids, axis=0, mode="fill")
 
 
 def attend(
@@ -40,10 +40,11 @@ def attend(
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
     """
-    return project(
-        "...d,vd->...v",
+    x, table = promote_dtype(x, table, inexact=False)
+    return lax.dot_general(
         x,
         table,
+        (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=preferred_element_type,
     )

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.dtypes import promote_dtype
 
 
 def dense(
@@ -93,9 +94,7 @@ def dense_general(
         )
     weight_batch = tuple(range(len(batch)))
     weight_axes = tuple(range(len(batch), len(leading)))
-    if x.dtype != weight.dtype:
-        dtype = jnp.result_type(x, weight)
-        x, weight = x.astype(dtype), weight.astype(dtype)
+    x, weight = promote_dtype(x, weight, inexact=False)
     options = (
         {} if preferred_element_type is None else {"preferred_element_type": preferred_element_type}
     )

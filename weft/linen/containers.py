@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.linen.linear import path_of
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
@@ -54,8 +55,7 @@ class Sequential(Module):
         """
         if not self.layers:
             raise ArgumentValueError(
-                f"Sequential {'/'.join(self.path) or '(the outermost module)'} has no layers; "
-                "expected at least one."
+                f"Sequential {path_of(self)} has no layers; expected at least one."
             )
         first, *others = self.layers
         y = first(*args, **kwargs)

@@ -13,7 +13,7 @@ from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen.dtypes import promote_dtype
 from weft.linen.initializers import zeros_init
-from weft.linen.linear import Initializer, PromoteDtype, default_kernel_init
+from weft.linen.linear import Initializer, PromoteDtype, default_kernel_init, path_of
 from weft.linen.methods import compact, nowrap
 from weft.linen.module import Module
 from weft.typing import DType
@@ -237,8 +237,3 @@ def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) ->
     if module.use_bias:
         bias = module.param("bias", module.bias_init, bias_shape, module.param_dtype)
     return module.promote_dtype(x, kernel, bias, dtype=module.dtype)
-
-
-def path_of(module: Module) -> str:
-    """Where a module is, for errors."""
-    return "/".join(module.path) or "(the outermost module)"

@@ -79,7 +79,7 @@ class Dense(Module):
         shape = jnp.shape(inputs)
         if not shape:
             raise ArgumentShapeError(
-                f"Dense {_path(self)} maps the last axis of its input, which has none: its shape "
+                f"Dense {path_of(self)} maps the last axis of its input, which has none: its shape "
                 "is ()."
             )
         kernel = self.param(
@@ -184,14 +184,14 @@ class DenseGeneral(Module):
         batch_dims = sorted(_as_tuple(self.batch_dims))
         if batch_dims != list(range(len(batch_dims))):
             raise ArgumentShapeError(
-                f"DenseGeneral {_path(self)} has batch_dims={self.batch_dims}; expected the first "
-                f"axes, {tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
+                f"DenseGeneral {path_of(self)} has batch_dims={self.batch_dims}; expected the "
+                f"first axes, {tuple(range(len(batch_dims)))}: move the others with jnp.moveaxis."
             )
         known = range(len(batch_dims), ndim)
         if len(set(axis)) != len(axis) or not all(a in known for a in axis):
             raise ArgumentShapeError(
-                f"DenseGeneral {_path(self)} has axis={self.axis}; expected different axes of the "
-                f"input, whose shape is {sizes}, that are none of batch_dims={self.batch_dims}."
+                f"DenseGeneral {path_of(self)} has axis={self.axis}; expected different axes of "
+                f"the input, whose shape is {sizes}, that are none of batch_dims={self.batch_dims}."
             )
         return tuple(axis), tuple(batch_dims)
 
@@ -286,5 +286,6 @@ def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
     return tuple(x) if isinstance(x, Sequence) else (x,)
 
 
-def _path(module: Module) -> str:
+def path_of(module: Module) -> str:
+    """Where a module is, for errors."""
     return "/".join(module.path) or "(the outermost module)"
