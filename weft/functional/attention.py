@@ -6,9 +6,12 @@ there are fewer heads of keys than of queries, `heads / kv_heads` consecutive qu
 computed in float32. A step of decoding is the same with one query, and with the cache as keys.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Key
 
 from weft.errors import ArgumentShapeError
@@ -69,36 +72,49 @@ def dot_product_attention(
 
 
 def attention_logits(
-    query: Float[Array, "batch target heads dim"],
-    key: Float[Array, "batch source kv_heads dim"],
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*#batch source kv_heads dim"],
     *,
     precision: lax.PrecisionLike = None,
-) -> Float[Array, "batch heads target source"]:
-    """Returns the inner products of all queries and keys, in float32.
+    preferred_element_type: DTypeLike | None = jnp.float32,
+    dot_general: Callable[..., Array] | None = None,
+) -> Float[Array, "*batch heads target source"]:
+    """Returns the inner products of all queries and keys.
 
     Args:
         query: what asks.
         key: what is compared with the queries.
         precision: of the multiplication, as in `jax.lax.dot_general`.
+        preferred_element_type: the dtype of the products; None for that of query and key.
+        dot_general: multiplies in place of `jax.lax.dot_general`, where batch axes and heads of
+            queries and keys are the same.
 
     Raises:
         ArgumentShapeError: if query heads cannot be shared out evenly among those of the keys.
+
+    >>> attention_logits(jnp.ones((7, 3, 4, 2)), jnp.ones((7, 5, 2, 2))).shape
+    (7, 4, 3, 5)
     """
-    batch, target, heads, dim = query.shape
-    source, kv_heads = key.shape[1:3]
+    *batch, target, heads, dim = query.shape
+    source, kv_heads = key.shape[-3:-1]
+    options = {"precision": precision, "preferred_element_type": preferred_element_type}
+    if dot_general or (heads == kv_heads and _multiplies(query, key)):
+        n, both = len(batch), tuple(range(len(batch)))
+        axes = ((n + 2,), (n + 2,)), ((*both, n + 1), (*both, n + 1))
+        return (dot_general or lax.dot_general)(query, key, axes, **options)
     if heads % kv_heads:
         raise ArgumentShapeError(
             f"{heads} heads of queries (shape {query.shape}) cannot share {kv_heads} heads of keys "
             f"(shape {key.shape}): the first must be a multiple of the second."
         )
-    logits = jnp.einsum(
-        "btkgd,bskd->bkgts",
-        query.reshape(batch, target, kv_heads, heads // kv_heads, dim),
-        key,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return logits.reshape(batch, heads, target, source)
+    query = query.reshape(*batch, target, kv_heads, heads // kv_heads, dim)
+    logits = jnp.einsum("...tkgd,...skd->...kgts", query, key, **options)
+    return logits.reshape(*batch, heads, target, source)
+
+
+def _multiplies(x: Array, y: Array) -> bool:
+    """Whether a single `dot_general`, which is faster to trace than an einsum, can do it."""
+    return x.dtype == y.dtype and x.shape[:-3] == y.shape[:-3]
 
 
 def cap_logits(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -139,24 +155,31 @@ def attention_probs(
 
 
 def attention_context(
-    probs: Float[Array, "batch heads target source"],
-    value: Float[Array, "batch source kv_heads dim"],
+    probs: Float[Array, "*batch heads target source"],
+    value: Float[Array, "*#batch source kv_heads dim"],
     *,
     precision: lax.PrecisionLike = None,
-) -> Float[Array, "batch target heads dim"]:
+    dot_general: Callable[..., Array] | None = None,
+) -> Float[Array, "*batch target heads dim"]:
     """Returns the average of the values by the probabilities, in the dtype of the values.
 
     Args:
         probs: of each query and key.
         value: what is averaged.
         precision: of the multiplication, as in `jax.lax.dot_general`.
+        dot_general: see `attention_logits`.
+
+    >>> attention_context(jnp.ones((7, 4, 3, 5)), jnp.ones((7, 5, 2, 6))).shape
+    (7, 3, 4, 6)
     """
-    batch, heads, target, source = probs.shape
-    kv_heads, dim = value.shape[2:]
-    context = jnp.einsum(
-        "bkgts,bskd->btkgd",
-        probs.astype(value.dtype).reshape(batch, kv_heads, heads // kv_heads, target, source),
-        value,
-        precision=precision,
-    )
-    return context.reshape(batch, target, heads, dim)
+    *batch, heads, target, source = probs.shape
+    kv_heads, dim = value.shape[-2:]
+    probs = probs if probs.dtype == value.dtype else probs.astype(value.dtype)
+    if dot_general or (heads == kv_heads and _multiplies(probs, value)):
+        n, both = len(batch), tuple(range(len(batch)))
+        axes = ((n + 2,), (n,)), ((*both, n), (*both, n + 1))
+        context = (dot_general or lax.dot_general)(probs, value, axes, precision=precision)
+        return lax.transpose(context, (*both, n + 1, n, n + 2))
+    probs = probs.reshape(*batch, kv_heads, heads // kv_heads, target, source)
+    context = jnp.einsum("...kgts,...skd->...tkgd", probs, value, precision=precision)
+    return context.reshape(*batch, target, heads, dim)

@@ -1,0 +1,177 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import (
+    ArgumentShapeError,
+    ArgumentValueError,
+    InvalidRngError,
+    ModifyScopeVariableError,
+    WeftError,
+)
+from weft.linen.attention import (
+    MultiHeadAttention,
+    MultiHeadDotProductAttention,
+    SelfAttention,
+    dot_product_attention,
+    make_causal_mask,
+)
+from weft.linen.methods import compact
+from weft.linen.module import Module
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+OTHER = jax.random.normal(jax.random.key(2), (2, 7, 6))
+
+
+def by_hand(params, x, other, mask=None):
+    def project(name, x):
+        return jnp.einsum("bld,dhf->blhf", x, params[name]["kernel"]) + params[name]["bias"]
+
+    query, key, value = project("query", x), project("key", other), project("value", other)
+    logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
+    logits = logits if mask is None else jnp.where(mask, logits, -1e30)
+    found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
+    return jnp.einsum("bqhf,hfo->bqo", found, params["out"]["kernel"]) + params["out"]["bias"]
+
+
+def test_by_hand():
+    layer = MultiHeadDotProductAttention(2, qkv_features=6, out_features=3)
+    y, variables = layer.init_with_output(KEY, X, OTHER)
+    np.testing.assert_allclose(y, by_hand(variables["params"], X, OTHER), rtol=1e-5, atol=1e-5)
+    y, variables = SelfAttention(4).init_with_output(KEY, X, make_causal_mask(X[..., 0]))
+    mask = jnp.tril(jnp.ones((5, 5), bool))
+    np.testing.assert_allclose(y, by_hand(variables["params"], X, X, mask), rtol=1e-5, atol=1e-5)
+
+
+def test_the_ways_to_give_inputs():
+    layer = MultiHeadAttention(2)
+    variables = layer.init(KEY, X)
+    itself = layer.apply(variables, X)
+    np.testing.assert_array_equal(itself, layer.apply(variables, X, X, X))
+    np.testing.assert_array_equal(itself, SelfAttention(2).apply(variables, X))
+    variables = layer.init(KEY, X, OTHER)
+    other = layer.apply(variables, X, OTHER)
+    np.testing.assert_array_equal(other, layer.apply(variables, X, inputs_kv=OTHER))
+    np.testing.assert_array_equal(other, layer.apply(variables, X, OTHER, OTHER))
+
+
+def test_weights_are_kept():
+    layer = MultiHeadAttention(2, dropout_rate=0.5, deterministic=False)
+    y, kept = layer.apply(
+        layer.init(KEY, X), X, sow_weights=True, rngs={"dropout": KEY}, mutable="intermediates"
+    )
+    (weights,) = kept["intermediates"]["attention_weights"]
+    assert weights.shape == (2, 2, 5, 5) and y.shape == X.shape
+    np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
+
+
+def test_dropout_needs_a_key_and_to_know_whether():
+    layer = MultiHeadAttention(2, dropout_rate=0.5)
+    variables = layer.init(KEY, X, deterministic=True)
+    plain = MultiHeadAttention(2).apply(variables, X)
+    np.testing.assert_array_equal(layer.apply(variables, X, deterministic=True), plain)
+    dropped = layer.apply(variables, X, deterministic=False, rngs={"dropout": KEY})
+    assert not jnp.allclose(dropped, plain)
+    with pytest.raises(InvalidRngError, match="dropout"):
+        layer.apply(variables, X, deterministic=False)
+    with pytest.raises(WeftError, match="deterministic"):
+        layer.apply(variables, X)
+    given = [layer.apply(variables, X, deterministic=False, dropout_rng=KEY) for _ in range(2)]
+    np.testing.assert_array_equal(*given)
+
+
+def test_decoding_gives_what_causal_attention_gives():
+    layer = SelfAttention(2, decode=True)
+    variables = layer.init(KEY, X)
+    assert variables["cache"]["cached_key"].shape == (2, 5, 2, 4)
+    whole = SelfAttention(2).apply(variables, X, make_causal_mask(X[..., 0]))
+    step = jax.jit(lambda v, x: layer.apply(v, x, mutable="cache"))
+    for i in range(5):
+        y, changed = step(variables, X[:, i : i + 1])
+        variables = {**variables, **changed}
+        np.testing.assert_allclose(y, whole[:, i : i + 1], rtol=1e-5, atol=1e-5)
+    assert variables["cache"]["cache_index"] == 5
+
+
+def test_decoding_with_a_mask_of_the_cache():
+    layer = SelfAttention(2, decode=True)
+    variables = layer.init(KEY, X)
+    first_only = jnp.arange(5)[None, None, None] == 0
+    for i in range(2):
+        y, changed = layer.apply(variables, X[:, i : i + 1], first_only, mutable="cache")
+        variables = {**variables, **changed}
+    first = SelfAttention(2).apply(variables, X[:, :1])
+    np.testing.assert_allclose(y, first, rtol=1e-5, atol=1e-5)
+
+
+def test_errors_of_decoding():
+    layer = SelfAttention(2, decode=True)
+    variables = layer.init(KEY, X)
+    with pytest.raises(ArgumentShapeError, match=r"expects \(2, 1, 2, 4\): give one position at a"):
+        layer.apply(variables, X[:, :2], mutable="cache")
+    with pytest.raises(ArgumentShapeError, match="batch that the cache was made with"):
+        layer.apply(variables, X[:1, :1], mutable="cache")
+    with pytest.raises(ModifyScopeVariableError, match="cached_key"):
+        layer.apply(variables, X[:, :1])
+
+
+def test_attention_may_be_computed_by_another_function():
+    seen = {}
+
+    def some(query, key, value, mask=None, dtype=None):
+        seen["some"] = mask.shape, dtype
+        return value
+
+    def anything(*args, **kwargs):
+        seen["anything"] = len(args), kwargs
+        return args[2]
+
+    mask = jnp.ones((2, 1, 5, 5))
+    SelfAttention(2, attention_fn=some, dtype=jnp.float16).init(KEY, X, mask)
+    SelfAttention(2, attention_fn=anything).init(KEY, X)
+    assert seen == {"some": ((2, 1, 5, 5), jnp.float16), "anything": (3, {})}
+
+
+def test_modules_may_multiply():
+    class Scaled(Module):
+        @compact
+        def __call__(self, *args):
+            return self.param("scale", jax.nn.initializers.ones, ()) * jnp.einsum(*args)
+
+    layer = SelfAttention(
+        2, qk_attn_weights_einsum_cls=Scaled, attn_weights_value_einsum_cls=Scaled
+    )
+    y, variables = layer.init_with_output(KEY, X)
+    assert sorted(variables["params"]) == ["Scaled_0", "Scaled_1", "key", "out", "query", "value"]
+    np.testing.assert_allclose(y, SelfAttention(2).apply(variables, X), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ArgumentValueError, match="give both, or none"):
+        SelfAttention(2, qk_attn_weights_einsum_cls=Scaled).init(KEY, X)
+
+
+def test_queries_and_keys_are_normalised():
+    layer = SelfAttention(2, normalize_qk=True)
+    variables = layer.init(KEY, X)
+    assert variables["params"]["query_ln"]["scale"].shape == (4,)
+    shifted = jax.tree.map(jnp.copy, variables)
+    shifted["params"]["query"]["kernel"] *= 7
+    np.testing.assert_allclose(
+        layer.apply(variables, X), layer.apply(shifted, X), rtol=1e-3, atol=1e-3
+    )
+
+
+def test_errors_of_arguments():
+    layer = MultiHeadAttention(2)
+    with pytest.raises(ArgumentValueError, match="was given inputs_v without inputs_k"):
+        layer.init(KEY, X, None, OTHER)
+    with pytest.raises(ArgumentValueError, match="was given inputs_kv beside inputs_k or inputs_v"):
+        layer.init(KEY, X, OTHER, inputs_kv=OTHER)
+    with pytest.raises(ArgumentValueError, match=r"\(the outermost module\) has 8 features .*=3"):
+        MultiHeadAttention(3).init(KEY, X)
+    with pytest.raises(ArgumentShapeError, match=r"mask has shape \(2, 1, 5, 9\), which does not"):
+        layer.init(KEY, X, mask=jnp.ones((2, 1, 5, 9)))
+
+
+def test_the_default_function_is_that_of_this_module():
+    assert MultiHeadAttention(2).attention_fn is dot_product_attention

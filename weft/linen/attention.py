@@ -1,0 +1,320 @@
+"""Attention with several heads, to the input itself or to another one.
+
+Queries, keys and values are linear maps `query`, `key`, `value` of the inputs, with an axis for the
+heads; `out` maps what the heads found back. With `decode=True` the layer keeps keys and values in
+the collection `cache`: a first call with inputs of the full length makes an empty cache, and each
+later one has a single position, which is added to it and attends to all that are there.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.linen.attention_functions import dot_product_attention, dot_product_attention_weights
+from weft.linen.attention_masks import combine_masks, make_attention_mask, make_causal_mask
+from weft.linen.calls import merge_param
+from weft.linen.initializers import zeros_init
+from weft.linen.linear import DenseGeneral, DotGeneral, Initializer, default_kernel_init
+from weft.linen.methods import compact, nowrap
+from weft.linen.module import Module
+from weft.linen.normalization import LayerNorm
+from weft.typing import DType
+
+__all__ = [
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "SelfAttention",
+    "combine_masks",
+    "dot_product_attention",
+    "dot_product_attention_weights",
+    "make_attention_mask",
+    "make_causal_mask",
+]
+
+
+class MultiHeadDotProductAttention(Module):
+    """Attention with several heads (Vaswani et al., 2017).
+
+    Attributes:
+        num_heads: how many heads share the features.
+        dtype: of the computation; by default the one to which inputs and parameters promote.
+        param_dtype: of the parameters.
+        qkv_features: of all heads together; by default those of the queries' input.
+        out_features: of the result; by default those of the queries' input.
+        broadcast_dropout: whether all examples and heads drop the same.
+        dropout_rate: of the weights of attention.
+        deterministic: whether nothing is dropped; given here or when called.
+        precision: of the multiplications, as in `jax.lax.dot_general`.
+        kernel_init: makes the kernels.
+        out_kernel_init: makes that of `out`; by default `kernel_init`.
+        bias_init: makes the biases.
+        out_bias_init: makes that of `out`; by default `bias_init`.
+        use_bias: whether the maps have biases.
+        attention_fn: computes the attention; is given those options of `dot_product_attention`
+            whose names are among its parameters.
+        decode: whether to keep keys and values in a cache, see above.
+        normalize_qk: whether queries and keys pass a layer norm (Dehghani et al., 2023).
+        force_fp32_for_softmax: whether the softmax is computed in float32.
+        qkv_dot_general: multiplies in `query`, `key` and `value`.
+        out_dot_general: multiplies in `out`.
+        qkv_dot_general_cls: makes such a function, and goes before it.
+        out_dot_general_cls: likewise.
+        qk_attn_weights_einsum_cls: makes what multiplies queries and keys.
+        attn_weights_value_einsum_cls: makes what multiplies weights and values.
+
+    Example:
+        >>> import jax
+        >>> layer = MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
+        >>> text, image = jnp.ones((1, 5, 8)), jnp.ones((1, 7, 3))
+        >>> y, variables = layer.init_with_output(jax.random.key(0), text, image)
+        >>> y.shape, variables["params"]["key"]["kernel"].shape
+        ((1, 5, 8), (3, 2, 3))
+    """
+
+    num_heads: int
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    qkv_features: int | None = None
+    out_features: int | None = None
+    broadcast_dropout: bool = True
+    dropout_rate: float = 0.0
+    deterministic: bool | None = None
+    precision: lax.PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    out_kernel_init: Initializer | None = None
+    bias_init: Initializer = zeros_init()
+    out_bias_init: Initializer | None = None
+    use_bias: bool = True
+    attention_fn: Callable[..., Array] = dot_product_attention
+    decode: bool = False
+    normalize_qk: bool = False
+    force_fp32_for_softmax: bool = False
+    qkv_dot_general: DotGeneral | None = None
+    out_dot_general: DotGeneral | None = None
+    qkv_dot_general_cls: Callable[[], DotGeneral] | None = None
+    out_dot_general_cls: Callable[[], DotGeneral] | None = None
+    qk_attn_weights_einsum_cls: Callable[[], Callable[..., Array]] | None = None
+    attn_weights_value_einsum_cls: Callable[[], Callable[..., Array]] | None = None
+
+    @compact
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*batch queries features"],
+        inputs_k: Float[Array, "*batch keys key_features"] | None = None,
+        inputs_v: Float[Array, "*batch keys value_features"] | None = None,
+        *,
+        inputs_kv: Float[Array, "*batch keys key_features"] | None = None,
+        mask: Bool[Array, "#*batch #heads #queries #keys"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+    ) -> Float[Array, "*batch queries out_features"]:
+        """Applies attention.
+
+        Args:
+            inputs_q: what asks.
+            inputs_k: what is compared with it; by default `inputs_q`.
+            inputs_v: what is averaged; by default `inputs_k`.
+            inputs_kv: both of them, another way to give `inputs_k` alone.
+            mask: not 0 where a query may attend to a key.
+            deterministic: see the attribute; with dropout exactly one of them must be given.
+            dropout_rng: a key to use instead of one of the stream `dropout`.
+            sow_weights: whether to keep the weights of attention, before anything is dropped, in
+                the collection `intermediates` as `attention_weights`.
+
+        Raises:
+            ArgumentValueError: if the inputs are given in two ways, the features cannot be shared
+                out among the heads, or only one of the two einsums is given.
+            ArgumentShapeError: if the shapes do not fit each other, or the cache.
+            ParameterGivenTwiceError: if `deterministic` is given twice, or never.
+            InvalidRngError: if there is no stream to draw from.
+        """
+        inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
+        heads = (self.num_heads, self._head_features(inputs_q))
+        query = self._projection("query", heads)(inputs_q)
+        key = self._projection("key", heads)(inputs_k)
+        value = self._projection("value", heads)(inputs_v)
+        if self.normalize_qk:
+            query, key = (
+                LayerNorm(
+                    use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype, name=name
+                )(x)
+                for name, x in (("query_ln", query), ("key_ln", key))
+            )
+        if self.decode:
+            key, value, mask = self._decode(query, key, value, mask)
+        deterministic, dropout_rng = self._dropout(deterministic, dropout_rng)
+        options = {
+            "mask": mask,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "force_fp32_for_softmax": self.force_fp32_for_softmax,
+        }
+        x = self.attention_fn(query, key, value, **self._accepted(options, sow_weights))
+        return DenseGeneral(
+            self.out_features or inputs_q.shape[-1],
+            axis=(-2, -1),
+            kernel_init=self.out_kernel_init or self.kernel_init,
+            bias_init=self.out_bias_init or self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            name="out",
+        )(x)
+
+    @nowrap
+    def _inputs(
+        self, inputs_q: Array, inputs_k: Array | None, inputs_v: Array | None, both: Array | None
+    ) -> tuple[Array, Array]:
+        if both is not None:
+            if inputs_k is not None or inputs_v is not None:
+                raise ArgumentValueError(
+                    f"{_shown(self)} was given inputs_kv beside inputs_k or inputs_v; give "
+                    "inputs_k, and inputs_v if it is another."
+                )
+            inputs_k = both
+        elif inputs_k is None:
+            if inputs_v is not None:
+                raise ArgumentValueError(
+                    f"{_shown(self)} was given inputs_v without inputs_k; give inputs_k, which is "
+                    "used for both where inputs_v is left out."
+                )
+            inputs_k = inputs_q
+        return inputs_k, inputs_k if inputs_v is None else inputs_v
+
+    @nowrap
+    def _head_features(self, inputs_q: Array) -> int:
+        features = self.qkv_features or inputs_q.shape[-1]
+        if features % self.num_heads:
+            raise ArgumentValueError(
+                f"{_shown(self)} has {features} features for queries, keys and values, which "
+                f"cannot be shared out among num_heads={self.num_heads}; give qkv_features, a "
+                "multiple of it."
+            )
+        return features // self.num_heads
+
+    @nowrap
+    def _projection(self, name: str, heads: tuple[int, int]) -> DenseGeneral:
+        return DenseGeneral(
+            heads,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            precision=self.precision,
+            dot_general=self.qkv_dot_general,
+            dot_general_cls=self.qkv_dot_general_cls,
+            name=name,
+        )
+
+    @nowrap
+    def _decode(
+        self, query: Array, key: Array, value: Array, mask: Array | None
+    ) -> tuple[Array, Array, Array | None]:
+        """Keys and values of all positions so far, and the mask that hides the others."""
+        begun = self.has_variable("cache", "cached_key")
+        cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
+        cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
+        index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
+        if not begun:
+            return key, value, mask
+        *batch, length, heads, features = cached_key.value.shape
+        expected = (*batch, 1, heads, features)
+        if query.shape != expected or key.shape != expected:
+            raise ArgumentShapeError(
+                f"{_shown(self)} decodes with queries of shape {query.shape} and keys of shape "
+                f"{key.shape}, and its cache expects {expected}: give one position at a time, and "
+                "the batch that the cache was made with."
+            )
+        at = index.value
+        start = (*[0] * len(batch), at, 0, 0)
+        for cached, new in ((cached_key, key), (cached_value, value)):
+            new = new.astype(cached.value.dtype)
+            cached.value = lax.dynamic_update_slice(cached.value, new, start)
+        index.value = at + 1
+        seen = jnp.broadcast_to(jnp.arange(length) <= at, (*batch, 1, 1, length))
+        return cached_key.value, cached_value.value, combine_masks(mask, seen)
+
+    @nowrap
+    def _dropout(self, deterministic: bool | None, rng: Any) -> tuple[bool, Any]:
+        """Whether nothing is dropped, and the key that draws what is."""
+        if self.dropout_rate == 0.0:
+            return True, None
+        deterministic = merge_param("deterministic", self.deterministic, deterministic)
+        if rng is None and not deterministic:
+            rng = self.make_rng("dropout")
+        return deterministic, rng
+
+    @nowrap
+    def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
+        """The options that `attention_fn` knows."""
+        einsums = {
+            "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
+            "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
+        }
+        if self.attention_fn is not dot_product_attention:
+            known = inspect.signature(self.attention_fn).parameters
+            options = {name: x for name, x in options.items() if name in known}
+            einsums = {name: make for name, make in einsums.items() if name in known}
+        options |= {name: make() for name, make in einsums.items() if make is not None}
+        if sow_weights:
+            options["module"] = self
+        return options
+
+
+class MultiHeadAttention(MultiHeadDotProductAttention):
+    """Attention with several heads; another name of `MultiHeadDotProductAttention`.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 5, 8))
+        >>> MultiHeadAttention(num_heads=2).init_with_output(jax.random.key(0), x)[0].shape
+        (1, 5, 8)
+    """
+
+
+class SelfAttention(MultiHeadDotProductAttention):
+    """Attention of an input to itself; its attributes are those of `MultiHeadDotProductAttention`.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 5, 8))
+        >>> layer = SelfAttention(num_heads=2)
+        >>> layer.init_with_output(jax.random.key(0), x, make_causal_mask(x[..., 0]))[0].shape
+        (1, 5, 8)
+    """
+
+    @compact
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs_q: Float[Array, "*batch length features"],
+        mask: Bool[Array, "#*batch #heads #length #length"] | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Any = None,
+        sow_weights: bool = False,
+    ) -> Float[Array, "*batch length out_features"]:
+        """Applies attention; the arguments are those of `MultiHeadDotProductAttention`."""
+        return super().__call__(
+            inputs_q,
+            mask=mask,
+            deterministic=deterministic,
+            dropout_rng=dropout_rng,
+            sow_weights=sow_weights,
+        )
+
+
+def _shown(module: Module) -> str:
+    return f"{type(module).__name__} {'/'.join(module.path) or '(the outermost module)'}"

@@ -1,0 +1,184 @@
+"""Attention as a function of queries, keys and values, with the options of the layers.
+
+A function with the parameters of `dot_product_attention`, or some of them, can take its place as
+the `attention_fn` of a layer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from weft import functional
+from weft.core.nn.stochastic import keep_mask
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.attention_weights import attention_weights
+from weft.linen.dtypes import promote_dtype
+from weft.linen.module import Module
+from weft.typing import DType
+
+__all__ = ["dot_product_attention", "dot_product_attention_weights"]
+
+Einsum = Callable[..., Array]
+
+
+def dot_product_attention_weights(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source heads dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    einsum: Einsum | None = None,
+) -> Float[Array, "*batch heads target source"]:
+    """How much each query attends to each key: `softmax(query · key / sqrt(dim) + bias)`.
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries.
+        bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
+        mask: True where a query may attend, likewise.
+        broadcast_dropout: whether all examples and heads drop the same.
+        dropout_rng: the key that draws what is dropped.
+        dropout_rate: of the weights.
+        deterministic: whether nothing is dropped.
+        dtype: of the computation; by default the one to which query and key promote.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+        module: keeps the weights, before anything is dropped, as `attention_weights` in the
+            collection `intermediates`.
+        force_fp32_for_softmax: whether to compute the softmax in float32, and return that.
+        einsum_dot_general: multiplies in place of `jax.lax.dot_general`.
+        einsum: multiplies in place of both, called with subscripts, queries and keys.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not fit.
+        ArgumentValueError: if there is no key to drop with.
+
+    Example:
+        >>> x = jnp.ones((1, 2, 1, 4))
+        >>> dot_product_attention_weights(x, x).tolist()
+        [[[[0.5, 0.5], [0.5, 0.5]]]]
+    """
+    query, key = promote_dtype(query, key, dtype=dtype)
+    shapes = {"query": query.shape, "key": key.shape}
+    _check(shapes, query.shape[:-3] == key.shape[:-3], "agree in the axes before the last three")
+    _check(shapes, query.shape[-2:] == key.shape[-2:], "agree in heads and features, the last two")
+    weights = attention_weights(
+        query,
+        key,
+        bias=bias,
+        mask=mask,
+        float32_softmax=force_fp32_for_softmax,
+        precision=precision,
+        dot_general=einsum_dot_general,
+        einsum=einsum,
+    )
+    if module is not None:
+        module.sow("intermediates", "attention_weights", weights)
+    if deterministic or dropout_rate == 0.0:
+        return weights
+    if dropout_rng is None:
+        raise ArgumentValueError(
+            f"dropout_rate={dropout_rate} without dropout_rng: give a key, or deterministic=True."
+        )
+    if dropout_rate == 1.0:
+        return jnp.zeros_like(weights)
+    shape = weights.shape
+    if broadcast_dropout:
+        shape = (*[1] * (len(shape) - 2), *shape[-2:])
+    keep = keep_mask(dropout_rng, dropout_rate, shape)
+    return functional.dropout(weights, rate=dropout_rate, mask=keep)
+
+
+def dot_product_attention(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source heads dim"],
+    value: Float[Array, "*batch source heads value_dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Callable[..., Array] | None = None,
+    qk_attn_weights_einsum: Einsum | None = None,
+    attn_weights_value_einsum: Einsum | None = None,
+) -> Float[Array, "*batch target heads value_dim"]:
+    """The values, averaged with the weights of attention (Vaswani et al., 2017).
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries.
+        value: what is averaged.
+        bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic: see
+            `dot_product_attention_weights`.
+        dtype: of the computation; by default the one to which query, key and value promote.
+        precision, module, force_fp32_for_softmax, einsum_dot_general: see
+            `dot_product_attention_weights`.
+        qk_attn_weights_einsum: multiplies queries and keys.
+        attn_weights_value_einsum: multiplies weights and values.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not fit.
+        ArgumentValueError: if only one of the two einsums is given, or there is no key to drop
+            with.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> dot_product_attention(x, x, x).shape
+        (1, 3, 2, 4)
+    """
+    if (qk_attn_weights_einsum is None) != (attn_weights_value_einsum is None):
+        raise ArgumentValueError(
+            "one of qk_attn_weights_einsum and attn_weights_value_einsum was given; give both, or "
+            "none."
+        )
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
+    fits = key.shape[:-1] == value.shape[:-1]
+    _check(shapes, fits, "agree between key and value in all axes but the last")
+    weights = dot_product_attention_weights(
+        query,
+        key,
+        bias,
+        mask,
+        broadcast_dropout,
+        dropout_rng,
+        dropout_rate,
+        deterministic,
+        query.dtype,
+        precision,
+        module,
+        force_fp32_for_softmax,
+        einsum_dot_general,
+        qk_attn_weights_einsum,
+    )
+    if attn_weights_value_einsum is not None:
+        return attn_weights_value_einsum("...hqk,...khd->...qhd", weights, value)
+    return functional.attention_context(
+        weights,
+        value if value.dtype == weights.dtype else value.astype(weights.dtype),
+        precision=precision,
+        dot_general=einsum_dot_general,
+    )
+
+
+def _check(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) -> None:
+    if not fits or any(len(shape) < 3 for shape in shapes.values()):
+        raise ArgumentShapeError(
+            f"the shapes are {shapes}; expected (*batch, length, heads, features), and that they "
+            f"{expected}."
+        )
