@@ -46,11 +46,24 @@ from weft.linen.activation import (
     swish,
     tanh,
 )
+from weft.linen.attention import (
+    MultiHeadAttention,
+    MultiHeadDotProductAttention,
+    SelfAttention,
+    combine_masks,
+    dot_product_attention,
+    dot_product_attention_weights,
+    make_attention_mask,
+    make_causal_mask,
+)
 from weft.linen.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
 from weft.linen.batch_norm import BatchNorm
 from weft.linen.calls import apply, init, init_with_output, merge_param, share_scope
 from weft.linen.containers import BatchApply, Sequential
 from weft.linen.control_flow import cond, fori_loop, switch, while_loop
+from weft.linen.conv import Conv, ConvLocal
+from weft.linen.conv_transpose import ConvTranspose
+from weft.linen.embed import Embed
 from weft.linen.initializers import ones, ones_init, zeros, zeros_init
 from weft.linen.linear import Dense, DenseGeneral, Einsum
 from weft.linen.methods import compact, compact_name_scope, nowrap
@@ -124,7 +137,11 @@ __all__ = [
     "Dense",
     "DenseGeneral",
     "Einsum",
+    "Embed",
     # convolutions and pooling
+    "Conv",
+    "ConvLocal",
+    "ConvTranspose",
     "avg_pool",
     "max_pool",
     "min_pool",
@@ -135,6 +152,15 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "RMSNorm",
+    # attention
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "SelfAttention",
+    "combine_masks",
+    "dot_product_attention",
+    "dot_product_attention_weights",
+    "make_attention_mask",
+    "make_causal_mask",
     # randomness
     "Dropout",
     # containers
