@@ -127,7 +127,8 @@ def conv_local(
             f"weight has shape {weight.shape}; for the window {tuple(window)} over x, whose shape "
             f"is {x.shape}, it must be (*out_spatial, {expected}, output)."
         )
-    x, weight = promote_dtype(x, weight, inexact=False)
+    if x.dtype != weight.dtype:
+        x, weight = promote_dtype(x, weight, inexact=False)
     y = lax.conv_general_dilated_local(
         x,
         weight,
@@ -223,7 +224,8 @@ def _conv_general(
     conv_general_dilated=lax.conv_general_dilated,
     **kwargs,
 ):
-    x, weight = promote_dtype(x, weight, inexact=False)
+    if x.dtype != weight.dtype:
+        x, weight = promote_dtype(x, weight, inexact=False)
     if preferred_element_type is not None:
         kwargs["preferred_element_type"] = preferred_element_type
     layout = _channels_last(x.ndim - 2)

@@ -7,7 +7,6 @@ where all that comes in are integers.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -64,7 +63,8 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
 
 
 def _has(x: Any, dtype: Any) -> bool:
-    return isinstance(x, jax.Array) and x.dtype == dtype and not x.weak_type
+    """Whether it is an array of JAX that has the dtype, and not only for want of a better one."""
+    return getattr(x, "weak_type", True) is False and x.dtype == dtype
 
 
 def _promoted(args: Sequence[Any]) -> Any:
@@ -72,9 +72,7 @@ def _promoted(args: Sequence[Any]) -> Any:
         raise ArgumentValueError(
             "There is neither a dtype nor an array to take it from: give at least one of them."
         )
-    first = args[0]
-    if isinstance(first, jax.Array) and all(
-        isinstance(x, jax.Array) and x.dtype == first.dtype for x in args
-    ):
-        return first.dtype  # the common case, in which promotion is only slow
+    common = getattr(args[0], "dtype", None)
+    if all(_has(x, common) for x in args):
+        return common  # promotion is slow, and most often there is nothing to promote
     return jnp.result_type(*(x if hasattr(x, "dtype") else jnp.asarray(x) for x in args))

@@ -40,7 +40,8 @@ def attend(
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
     """
-    x, table = promote_dtype(x, table, inexact=False)
+    if x.dtype != table.dtype:
+        x, table = promote_dtype(x, table, inexact=False)
     return lax.dot_general(
         x,
         table,
