@@ -1,0 +1,103 @@
+"""Transformations of Linen modules inside of each other: the same on Flax and on Weft."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parity.linen import KEY, draw, same
+
+XS = draw(2, 2, 2, 2)
+RNGS = {"params": KEY, "noise": jax.random.PRNGKey(6)}
+
+
+def step(nn):
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            self.sow("intermediates", "seen", carry)
+            calls = self.variable("counts", "calls", lambda: jnp.zeros((), int))
+            if self.is_mutable_collection("counts") and not self.is_initializing():
+                calls.value += 1
+            carry = jnp.tanh(carry) @ self.param("w", cheap, carry.shape[-1:] * 2)
+            carry += cheap(self.make_rng("noise"), carry.shape)
+            return carry if x is None else carry + x, carry.sum()
+
+    return Step
+
+
+def cheap(key, shape):
+    """Random numbers that are compiled fast."""
+    return jax.random.bits(key, shape) / 2.0**32
+
+
+def lifted(nn, cls, how, params=0, split=True, noise=True):
+    split_rngs = {"params": params is not None and split, "noise": noise}
+    axes = {"intermediates": 0, "counts": 0}
+    if how == "scan":
+        shared = "params" if params is None else False
+        axes = axes if params is None else {**axes, "params": params}
+        return nn.scan(cls, axes, variable_broadcast=shared, split_rngs=split_rngs, length=2)
+    if how == "vmap":
+        return nn.vmap(cls, {**axes, "params": params}, split_rngs, in_axes=(0, None))
+    if how == "remat":
+        return nn.remat(cls, prevent_cse=False)
+    return nn.jit(cls)
+
+
+def nested(transformations):
+    """A program; `transformations` are the options of `lifted`, from the inner one."""
+
+    def run(nn):
+        cls = step(nn)
+        x = XS[0]
+        for how, *options in transformations:
+            cls = lifted(nn, cls, how, *options)
+            x = jnp.stack([x, 2 * x]) if how == "vmap" else x
+
+        class Model(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return cls()(x, None), cls()(x, None)
+
+        @jax.jit
+        def both(rngs, x):
+            variables = Model().init(rngs, x)
+            kept = {name: v for name, v in variables.items() if name != "intermediates"}
+            mutable = ["counts", "intermediates"]
+            return Model().apply(kept, x, rngs=rngs, mutable=mutable), variables
+
+        return both(RNGS, x)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "nesting",
+    [
+        ("remat", "scan", "jit"),
+        ("remat", "scan", "vmap"),
+        ("vmap", "scan"),
+        ("scan", "scan", "vmap"),
+        ("jit", "remat", "vmap"),
+        ("vmap", "vmap", "remat"),
+    ],
+    ids="-".join,
+)
+def test_nestings_are_the_same(nesting):
+    same(nested([(how,) for how in nesting]))
+
+
+options = st.tuples(
+    st.sampled_from(["vmap", "scan", "remat", "jit"]),
+    st.sampled_from([0, 1, -1, None]),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(options, min_size=1, max_size=3))
+def test_any_nestings_are_the_same(transformations):
+    same(nested(transformations))
