@@ -73,8 +73,8 @@ class AssignSubModuleError(ModuleError, ValueError):
     def __init__(self, cls: str, parent: str = "the module"):
         super().__init__(
             f"the submodule {cls} was made in a method of {parent} that is neither `setup` nor "
-            "compact, so it would have no name; make it in `setup`, put @compact on the method, or give it "
-            "parent=None."
+            "compact, so it would have no name; make it in `setup`, put @compact on the method, or "
+            "give it parent=None."
         )
 
 
@@ -124,8 +124,8 @@ class SetAttributeFrozenModuleError(ModuleError, AttributeError):
     def __init__(self, module_cls: str, attr_name: str, attr_val: object):
         super().__init__(
             f"{attr_name} = {reprlib.repr(attr_val)} was set on a bound {module_cls} outside of "
-            "`setup`, where it would be lost after the call; set it in `setup`, or keep it in a variable: "
-            f"self.variable('state', {attr_name!r}, init_fn)."
+            "`setup`, where it would be lost after the call; set it in `setup`, or keep it in a "
+            f"variable: self.variable('state', {attr_name!r}, init_fn)."
         )
 
 

@@ -1,0 +1,236 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.linen.modules import KEY, Affine, X
+from weft.errors import (
+    AssignSubModuleError,
+    CallCompactUnboundModuleError,
+    CallSetupUnboundModuleError,
+    CompactMethodError,
+    MultipleMethodsCompactError,
+    NameInUseError,
+)
+from weft.linen.methods import compact, compact_name_scope, nowrap
+from weft.linen.module import Module
+
+
+def test_a_compact_method_names_by_class_and_shares_when_called_again():
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            return Affine()(Affine()(x))
+
+    class Twice(Module):
+        @compact
+        def __call__(self, x):
+            model = Model()
+            return model(model(x))
+
+    params = Twice().init(KEY, X)["params"]
+    assert sorted(params["Model_0"]) == ["Affine_0", "Affine_1"] and list(params) == ["Model_0"]
+
+
+def test_a_compact_method_needs_variables():
+    with pytest.raises(
+        CallCompactUnboundModuleError, match=r"the compact method __call__.*Affine is not bound.*i"
+    ):
+        Affine()(X)
+
+
+def test_setup_is_not_called_by_hand():
+    class Model(Module):
+        def setup(self):
+            self.layer = Affine()
+
+    with pytest.raises(CallSetupUnboundModuleError, match=r"`setup` was called by hand, but Model"):
+        Model().setup()
+
+
+def test_a_plain_method_makes_nothing():
+    class Model(Module):
+        def layer(self, x):
+            return Affine()(x)
+
+        def bias(self, x):
+            return self.param("bias", jax.nn.initializers.zeros, (2,))
+
+        @compact
+        def __call__(self, x):
+            return self.layer(x) + self.bias(x)
+
+    class Outer(Module):
+        @compact
+        def __call__(self, x):
+            return Model(name="inner").layer(x)
+
+    with pytest.raises(
+        AssignSubModuleError, match=r"submodule Affine was made in a method of Model inner that.*@c"
+    ):
+        Outer().init(KEY, X)
+    with pytest.raises(CompactMethodError, match=r"'bias' was asked for.*outermost.*@compact"):
+        Model().init(KEY, X, method="bias")
+    assert sorted(Model().init(KEY, X)["params"]) == ["Affine_0", "bias"]
+
+
+def test_two_compact_methods_that_make_different_submodules():
+    class Model(Module):
+        features: int = 2
+
+        @compact
+        def one(self, x):
+            return Affine(3)(x)
+
+        @compact
+        def two(self, x):
+            return Affine(self.features)(x)
+
+        def __call__(self, x):
+            return self.one(x).sum() + self.two(x).sum()
+
+    with pytest.raises(MultipleMethodsCompactError, match=r"one.*two.*Model.*Affine_0.*_scope"):
+        Model().init(KEY, X)
+    assert list(Model(features=3).init(KEY, X)["params"]) == ["Affine_0"]
+    # One of them in each call is no question.
+    assert Model().init(KEY, X, method="two")["params"]["Affine_0"]["kernel"].shape == (2, 2)
+
+
+def test_methods_with_name_scopes():
+    class Model(Module):
+        @compact_name_scope
+        def encode(self, x):
+            return Affine()(Affine(3)(x))
+
+        @compact_name_scope
+        def wrong(self, x):
+            return self.param("bias", jax.nn.initializers.zeros, (2,))
+
+        @compact
+        def __call__(self, x):
+            return Affine()(self.encode(self.encode(x)))
+
+    params = Model().init(KEY, X)["params"]
+    assert sorted(params) == ["Affine_0", "encode"]
+    assert sorted(params["encode"]) == ["Affine_0", "Affine_1"]
+    only = Model().init(KEY, X, method="encode")
+    np.testing.assert_array_equal(
+        only["params"]["encode"]["Affine_0"]["kernel"], params["encode"]["Affine_0"]["kernel"]
+    )
+    with pytest.raises(CompactMethodError, match="neither `setup` nor compact"):
+        Model().init(KEY, X, method="wrong")
+    with pytest.raises(CallCompactUnboundModuleError, match="the compact method encode"):
+        Model().encode(X)
+
+
+def test_a_name_scope_whose_name_is_taken():
+    class Model(Module):
+        @compact_name_scope
+        def part(self, x):
+            return Affine()(x)
+
+        @compact
+        def __call__(self, x):
+            return self.part(Affine(name="part")(x))
+
+    with pytest.raises(NameInUseError, match=r"'part' is used twice.*compact_name_scope"):
+        Model().init(KEY, X)
+
+
+def test_a_method_that_is_not_wrapped_makes_modules_for_who_calls_it():
+    class Factory(Module):
+        features: int
+
+        @nowrap
+        def make(self):
+            return Affine(self.features)
+
+        def made(self):
+            return Affine(self.features)
+
+    class Model(Module):
+        factory: Factory
+
+        @compact
+        def __call__(self, x):
+            return self.factory.make()(x)
+
+    assert Factory(3).make().features == 3
+    assert list(Model(Factory(3)).init(KEY, X)["params"]) == ["Affine_0"]
+    with pytest.raises(AssignSubModuleError, match="method of Factory that"):
+        Factory(3).made()
+
+
+def test_a_property_belongs_to_its_module():
+    class Model(Module):
+        features: int = 2
+
+        @property
+        def layer(self):
+            """The layer."""
+            return Affine(self.features)
+
+        @compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    assert list(Model().init(KEY, X)["params"]) == ["Affine_0"]
+    assert Model.layer.__doc__ == "The layer."
+
+
+def test_methods_keep_their_names_and_texts():
+    class Model(Module):
+        @compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            """Calls."""
+            return x
+
+        @staticmethod
+        def static(x):
+            return x + 1
+
+        @classmethod
+        def small(cls):
+            return cls()
+
+    assert (Model.__call__.__doc__, Model.__call__.__name__) == ("Calls.", "__call__")
+    assert (Model.static(1), type(Model.small())) == (2, Model)
+
+
+def test_an_exception_leaves_nothing_behind():
+    fails = [True]
+
+    class Inner(Module):
+        def setup(self):
+            self.layer = Affine()
+            if fails[0]:
+                raise KeyError("setup")
+
+        @compact
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            x = Affine()(Inner()(x))
+            if len(fails) > 1:
+                raise KeyError("compact")
+            return x
+
+    for reason in ("setup", "compact"):
+        with pytest.raises(KeyError, match=reason):
+            Model().init(KEY, X)
+        Affine()  # it is nobody's
+        fails[0] = False
+        fails.append(True)
+    del fails[1:]
+    variables = Model().init(KEY, X)
+    assert sorted(variables["params"]) == ["Affine_0", "Inner_0"]
+
+    bound = Model().bind(variables)
+    fails.append(True)
+    with pytest.raises(KeyError, match="compact"):
+        bound(X)
+    fails.pop()
+    assert jnp.isfinite(bound(X)).all()
