@@ -7,6 +7,7 @@ applied; the result has the dtype of the input.
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -56,11 +57,30 @@ def layer_norm(
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
     """
+    axes = canonical_axes(axis, x.ndim)
+    if axis_name is None and isinstance(eps, float):
+        return _layer_norm_at_once(x, scale, bias, where, axes, eps, fast_variance, dtype)
     parts = axis_name, axis_index_groups
-    y = _standardize(
-        cast(x, dtype), canonical_axes(axis, x.ndim), eps, where, *parts, fast=fast_variance
-    )
+    y = _standardize(cast(x, dtype), axes, eps, where, *parts, fast=fast_variance)
     return _affine(y, scale, bias, x.dtype)
+
+
+def _layer_norm(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    where: Array | None,
+    axes: tuple[int, ...],
+    eps: float,
+    fast: bool,
+    dtype: DTypeLike | None,
+) -> Array:
+    return _affine(_standardize(cast(x, dtype), axes, eps, where, fast=fast), scale, bias, x.dtype)
+
+
+# One call of a compiled function takes a fraction of the time of twenty operations by themselves,
+# and half of it while tracing, where the operations are put in its place.
+_layer_norm_at_once = jax.jit(_layer_norm, static_argnums=(4, 5, 6, 7), inline=True)
 
 
 def rms_norm(
@@ -227,8 +247,10 @@ def batch_norm(
     return _affine(y, scale, bias, x.dtype)
 
 
-def l2_normalize(x: Float[Array, "*shape"], eps: float = 1e-8, axis: Axes = -1) -> Array:
-    """Returns `x / sqrt(sum(x²) + eps)` along `axis`.
+def l2_normalize(
+    x: Float[Array, "*shape"], eps: float = 1e-8, axis: Axes | None = -1
+) -> Float[Array, "*shape"]:
+    """Returns `x / sqrt(sum(x²) + eps)` along `axis`, or of the whole for None.
 
     >>> l2_normalize(jnp.array([0.0, 2.0])).tolist()
     [0.0, 1.0]

@@ -92,7 +92,7 @@ class Module(ModuleVariables):
     name: str | None = dataclasses.field(default=None, kw_only=True)
 
     if TYPE_CHECKING:
-        __call__: Callable[..., Any]
+        __call__: ClassVar[Callable[..., Any]]
 
     _field_names: ClassVar[tuple[str, ...]] = ()
 
@@ -360,7 +360,9 @@ class Module(ModuleVariables):
         Returns:
             What the method returns, and the variables.
         """
-        run, mutable, flags = Module._runner(self, "init", method, mutable, capture_intermediates)
+        run, mutable, flags = Module._runner(
+            self, "init_with_output", method, mutable, capture_intermediates
+        )
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)
 
     def init(
