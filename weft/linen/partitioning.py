@@ -1,0 +1,363 @@
+"""Names of axes in a collection beside the variables, as older programs keep them.
+
+`param_with_axes` makes a parameter, and leaves the names of its axes in the collection
+`params_axes`; `get_axis_names` makes a tree of layouts of that collection. New programs rather keep
+the names with the variable: see `weft.linen.with_logical_partitioning`. The other names of this
+module are those of `weft.linen.spmd`, as they are called there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+from jax.sharding import PartitionSpec
+
+from weft import struct
+from weft.core import meta
+from weft.core.axis_rules import get_logical_axis_rules as get_axis_rules
+from weft.core.axis_rules import logical_axis_rules as axis_rules
+from weft.core.axis_rules import set_logical_axis_rules as set_axis_rules
+from weft.core.filters import Filter, union_filters
+from weft.core.frozen_dict import FrozenDict
+from weft.core.logical import RulesFallback, logical_to_mesh, logical_to_mesh_axes
+from weft.core.logical import with_logical_constraint as with_sharding_constraint
+from weft.core.scope import Scope
+from weft.core.variable import Variable
+from weft.errors import AxisMetadataError, ModuleError
+from weft.linen import transforms
+from weft.linen.module import Module
+from weft.linen.running import current_module
+
+__all__ = [
+    "AxisMetadata",
+    "PartitionedVariable",
+    "RulesFallback",
+    "axis_rules",
+    "get_axis_names",
+    "get_axis_rules",
+    "logical_to_mesh",
+    "logical_to_mesh_axes",
+    "param_with_axes",
+    "remat",
+    "scan_with_axes",
+    "set_axis_rules",
+    "variable_with_axes",
+    "vmap_with_axes",
+    "with_sharding_constraint",
+]
+
+
+class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
+    """The names of a variable's axes, without the variable.
+
+    Attributes:
+        names: for each axis its logical name, or None.
+
+    Example:
+        >>> import jax
+        >>> jax.tree.leaves(AxisMetadata(("embed", "mlp")))
+        []
+    """
+
+    names: tuple[Any, ...] = struct.field(pytree_node=False)
+
+    def unbox(self) -> Self:
+        return self
+
+    def replace_boxed(self, val: Any) -> Any:
+        return val
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        at = index if index >= 0 else index + len(self.names) + 1
+        name = params.get(meta.PARTITION_NAME)
+        return self.replace(names=(*self.names[:at], name, *self.names[at:]))
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        del params
+        at = index % len(self.names)
+        return self.replace(names=(*self.names[:at], *self.names[at + 1 :]))
+
+
+class PartitionedVariable(Variable):
+    """A variable whose value is laid out by the names of its axes whenever it is read or written.
+
+    Args:
+        scope: whose variable it is.
+        collection: its collection.
+        name: its name.
+        unbox: see `Variable`.
+        axes: for each axis its logical name, or None.
+        fallback: see `with_logical_constraint`.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        collection: str,
+        name: str,
+        unbox: bool = True,
+        axes: Sequence[Any] | None = None,
+        fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+    ):
+        super().__init__(scope, collection, name, unbox)
+        self.axes = axes
+        self.fallback = fallback
+
+    @property
+    def value(self) -> Any:
+        """The value, laid out as the rules say."""
+        return with_sharding_constraint(super().value, self.axes, fallback=self.fallback)
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        value = with_sharding_constraint(value, self.axes, fallback=self.fallback)
+        Variable.value.__set__(self, value)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def param_with_axes(
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    axes: tuple[str | None, ...] | None = None,
+    module: Module | None = None,
+    **init_kwargs: Any,
+) -> Any:
+    """A parameter whose axes have names, laid out as the rules say.
+
+    Args:
+        name: of the parameter.
+        init_fn: makes it, as for `Module.param`.
+        *init_args: of `init_fn`.
+        axes: for each axis its logical name, or None.
+        module: whose parameter it is; by default of the module whose method runs.
+        **init_kwargs: of `init_fn`.
+
+    Raises:
+        AxisMetadataError: if the parameter already has other names.
+        ModuleError: if no module's method runs.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> class Scale(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         return x * param_with_axes("scale", nn.initializers.ones, (3,), axes=("embed",))
+        >>> variables = Scale().init(jax.random.key(0), jnp.ones(3))
+        >>> get_axis_names(variables["params_axes"])
+        FrozenDict({
+            scale: P('embed',),
+        })
+    """
+    module = _running(module, name)
+    param = module.param(name, init_fn, *init_args, **init_kwargs)
+    if axes is None:
+        return param
+    _note_axes(module, "params", name, axes)
+    return with_sharding_constraint(param, axes)
+
+
+def variable_with_axes(
+    collection: str,
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: Any,
+    axes: tuple[str | None, ...] | None = None,
+    module: Module | None = None,
+    fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
+    **init_kwargs: Any,
+) -> PartitionedVariable:
+    """A variable whose axes have names, laid out as the rules say.
+
+    Args:
+        collection: the variable's; the names are left in `f"{collection}_axes"`.
+        name: of the variable.
+        init_fn: makes its first value, as for `Module.variable`.
+        *init_args: of `init_fn`.
+        axes: for each axis its logical name, or None.
+        module: whose variable it is; by default of the module whose method runs.
+        fallback: see `with_logical_constraint`.
+        **init_kwargs: of `init_fn`.
+
+    Raises:
+        AxisMetadataError: if the variable already has other names.
+        ModuleError: if no module's method runs.
+    """
+    module = _running(module, name)
+    made = module.variable(collection, name, init_fn, *init_args, **init_kwargs)
+    if axes is not None:
+        _note_axes(module, collection, name, axes)
+    return PartitionedVariable(made.scope, collection, name, made.unbox, axes, fallback)
+
+
+def _running(module: Module | None, name: str) -> Module:
+    module = current_module() if module is None else module
+    if module is None:
+        raise ModuleError(
+            f"{name!r} was asked for where no module's method runs; say whose it is, with module=."
+        )
+    return module
+
+
+def _note_axes(module: Module, collection: str, name: str, axes: Sequence[Any]) -> None:
+    new = AxisMetadata(tuple(axes))
+
+    def agreed(before: AxisMetadata | None, _: AxisMetadata) -> AxisMetadata:
+        if before not in (None, new):
+            raise AxisMetadataError(
+                f"{name!r} of {'/'.join(module.path) or 'the outermost module'} was given axes="
+                f"{new.names}, and has the names {before.names}; give the same, or make its "
+                f"collection {collection}_axes anew."
+            )
+        return new
+
+    module.sow(f"{collection}_axes", f"{name}_axes", new, agreed, lambda: None)
+
+
+def get_axis_names(axes_metadata: Any) -> FrozenDict:
+    """The layouts of a collection of names: a tree like that of the variables.
+
+    Args:
+        axes_metadata: the collection, as `variables["params_axes"]`.
+
+    Raises:
+        AxisMetadataError: if it has something else than names.
+
+    Example:
+        >>> get_axis_names({"dense": {"kernel_axes": AxisMetadata(("embed", None))}})
+        FrozenDict({
+            dense: {
+                kernel: P('embed', None),
+            },
+        })
+    """
+
+    def layouts(tree: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(tree, AxisMetadata):
+            return PartitionSpec(*tree.names)
+        if isinstance(tree, Mapping):
+            return {
+                key.removesuffix("_axes"): layouts(tree[key], (*path, str(key))) for key in tree
+            }
+        raise AxisMetadataError(
+            f"{'/'.join(path) or 'the collection'} is {tree!r}; expected AxisMetadata, as "
+            "param_with_axes leaves it."
+        )
+
+    return FrozenDict(layouts(axes_metadata, ()))
+
+
+def scan_with_axes(
+    target: Any,
+    variable_axes: Mapping[Any, int] = {},
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    split_rngs: Mapping[Any, bool] = {},
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int = 1,
+    axis_name: str = "layers",
+    axes_collections: Sequence[str] = ("params",),
+    data_transform: Callable[..., Any] | None = None,
+    methods: Any = None,
+) -> Any:
+    """`weft.linen.scan`, where the names of axes get one more.
+
+    Args:
+        target: see `weft.linen.scan`, as for what is not listed here.
+        axis_name: the logical name of the scanned axis.
+        axes_collections: the collections whose axes have names.
+    """
+    names = {f"{name}_axes": variable_axes.get(name) for name in axes_collections}
+    mapped = {name: axis for name, axis in names.items() if axis is not None}
+    return transforms.scan(
+        target,
+        variable_axes={**variable_axes, **mapped},
+        variable_broadcast=union_filters(variable_broadcast, [n for n in names if n not in mapped]),
+        variable_carry=variable_carry,
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        data_transform=data_transform,
+        metadata_params={meta.PARTITION_NAME: axis_name},
+        methods=methods,
+    )
+
+
+def vmap_with_axes(
+    target: Any,
+    variable_axes: Mapping[Any, int | None],
+    split_rngs: Mapping[Any, bool] = {},
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_size: int | None = None,
+    axis_name: str | None = None,
+    partitioning_axis_names: Mapping[Any, str] = {},
+    spmd_axis_name: str | None = None,
+    methods: Any = None,
+) -> Any:
+    """`weft.linen.vmap`, where the names of axes get one more.
+
+    Args:
+        target: see `weft.linen.vmap`, as for what is not listed here.
+        partitioning_axis_names: for each collection whose axes have names, the logical name of the
+            mapped axis.
+    """
+    mapped = transforms.vmap(
+        target,
+        variable_axes={
+            **variable_axes,
+            **{f"{name}_axes": None for name in partitioning_axis_names},
+        },
+        split_rngs=split_rngs,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_size=axis_size,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
+        methods=methods,
+    )
+    for name, of_axis in partitioning_axis_names.items():
+        axes = {f"{name}_axes": variable_axes.get(name)}
+        mapped = transforms.add_metadata_axis(mapped, axes, {meta.PARTITION_NAME: of_axis})
+    return mapped
+
+
+def remat(
+    target: Any,
+    variables: Filter = True,
+    rngs: Filter = True,
+    concrete: bool = False,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    methods: Any = None,
+) -> Any:
+    """`weft.linen.remat`, where `static_argnums` does not count the module.
+
+    Args:
+        target: see `weft.linen.remat`, as for what is not listed here.
+        static_argnums: the arguments after the module that are hashable values and no arrays.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn
+        >>> Dropout = remat(nn.Dropout, static_argnums=1)
+        >>> Dropout(0.5).apply({}, jnp.ones(3), True).tolist()
+        [1.0, 1.0, 1.0]
+    """
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
+    return transforms.remat(
+        target,
+        variables=variables,
+        rngs=rngs,
+        concrete=concrete,
+        prevent_cse=prevent_cse,
+        static_argnums=tuple(n + 1 if n >= 0 else n for n in numbers),
+        policy=policy,
+        methods=methods,
+    )
