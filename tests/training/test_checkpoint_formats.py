@@ -140,14 +140,32 @@ def test_arrays_of_several_processes_that_are_gone_or_damaged(arrays_checkpoint)
 
 
 def test_damaged_files_and_directories(tmp_path):
-    path = save_checkpoint(tmp_path, {"w": np.ones(3)}, 1)
+    path = save_checkpoint(tmp_path / "files", {"w": np.ones(3)}, 1)
     os.truncate(path, 9)
-    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_1' cannot be read: .* another"):
+    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_1' cannot be read \(.* another"):
+        restore_checkpoint(path, None)
+    directory = tmp_path / "checkpoint_10"
+    # A single array: where Orbax fails to read one, it drops the tasks that read the others.
+    with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as writer:
+        writer.save(directory, {"large": np.random.default_rng(0).normal(size=1000)})
+    for file in directory.glob("ocdbt.process_0/d/*"):
+        os.truncate(file, min(file.stat().st_size, 1000))
+    with pytest.raises(DamagedCheckpointError, match=r"10' cannot be read \(ValueError: .*large"):
         restore_checkpoint(tmp_path, None)
-    (tmp_path / "checkpoint_2").mkdir()
-    assert not is_orbax(str(tmp_path / "checkpoint_2"))
-    with pytest.raises(DamagedCheckpointError, match=r"checkpoint_2' is a directory without a"):
+    (directory / "manifest.ocdbt").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"10' cannot .*does not find the tree"):
         restore_checkpoint(tmp_path, None)
+    (directory / "_METADATA").unlink()
+    assert not is_orbax(str(directory))
+    with pytest.raises(DamagedCheckpointError, match=r"10' cannot .*directory without Orbax's fil"):
+        restore_checkpoint(tmp_path, None)
+
+
+def test_a_layout_that_does_not_fit_is_no_damage(orbax_checkpoint):
+    directory, tree = orbax_checkpoint
+    with pytest.raises(ValueError, match="evenly divide") as raised:
+        restore_checkpoint(directory, {**tree, "pair": Pair(over_devices(3), [0, 0])})
+    assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 @pytest.mark.parametrize("package", ["orbax.checkpoint", "tensorstore"])

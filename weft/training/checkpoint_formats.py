@@ -75,9 +75,7 @@ def _read_file(path: str) -> Any:
     try:
         return msgpack_restore(data)
     except DamagedBytesError as error:
-        raise DamagedCheckpointError(
-            f"the checkpoint {path!r} cannot be read: {error} Restore another one."
-        ) from error
+        raise _damaged(path, str(error)) from error
 
 
 def _with_arrays(state: Any, path: str, layouts: Mapping[str, Any] | None) -> Any:
@@ -130,18 +128,23 @@ def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
         layout = layouts.get(_name(key), first_device if saved.sharding is not None else None)
         if layout is None or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype:
             return ocp.RestoreArgs(restore_type=np.ndarray)
+        layout.shard_shape(saved.shape)  # a layout that does not fit is no damage to the files
         return ocp.ArrayRestoreArgs(sharding=layout)
 
+    def result(read: Any, **kwargs: Any) -> Any:
+        try:
+            return read(os.path.abspath(path), **kwargs)
+        except (KeyError, OSError, ValueError) as error:
+            raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
     if not is_orbax(path):
-        raise DamagedCheckpointError(
-            f"the checkpoint {path!r} is a directory without a file {_ORBAX_FILE}, which Orbax "
-            "writes into each of its own. Copy it again, or restore another one."
-        )
-    path = os.path.abspath(path)
+        raise _damaged(path, f"it is a directory without Orbax's file {_ORBAX_FILE}")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        tree = reader.metadata(path).item_metadata.tree
-        args = jax.tree.map_with_path(restore_args, tree)
-        return to_state_dict(reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=args)))
+        metadata = result(reader.metadata).item_metadata
+        if metadata is None:
+            raise _damaged(path, "Orbax does not find the tree in it")
+        args = jax.tree.map_with_path(restore_args, metadata.tree)
+        return to_state_dict(result(reader.restore, args=ocp.args.PyTreeRestore(restore_args=args)))
 
 
 def _with_empty_nodes(state: Any, target: Any) -> Any:
@@ -150,6 +153,12 @@ def _with_empty_nodes(state: Any, target: Any) -> Any:
         return {key: _with_empty_nodes(value, target.get(key)) for key, value in state.items()}
     empty = state is None and isinstance(target, dict) and not target
     return {} if empty else state
+
+
+def _damaged(path: str, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"the checkpoint {path!r} cannot be read ({why}). Copy it again, or restore another one."
+    )
 
 
 def _missing(path: str, package: str, error: ImportError) -> MissingExtraError:
