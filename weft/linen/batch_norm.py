@@ -8,13 +8,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from weft import functional
+from weft.functional.dtypes import canonicalize_dtype
 from weft.functional.initializers import ones, zeros
 from weft.functional.statistics import canonical_axes, cast
 from weft.linen.calls import merge_param
 from weft.linen.initializers import Initializer
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.linen.normalization import result_dtype, scale_and_bias, statistics_dtype
+from weft.linen.normalization import scale_and_bias, statistics_dtype
 
 __all__ = ["BatchNorm"]
 
@@ -131,4 +132,4 @@ class BatchNorm(Module):
             eps=self.epsilon,
             dtype=None,
         )
-        return cast(y, result_dtype(self.dtype, x, scale, bias))
+        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from weft import functional
 from weft.errors import ArgumentValueError
+from weft.functional.dtypes import canonicalize_dtype
 from weft.functional.initializers import ones, zeros
 from weft.functional.statistics import Axes, canonical_axes, cast
 from weft.linen.initializers import Initializer
@@ -90,7 +91,7 @@ class LayerNorm(Module):
             fast_variance=self.use_fast_variance,
             dtype=None,
         )
-        return cast(y, result_dtype(self.dtype, x, scale, bias))
+        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
 class RMSNorm(Module):
@@ -148,7 +149,7 @@ class RMSNorm(Module):
             axis_index_groups=self.axis_index_groups,
             dtype=None,
         )
-        return cast(y, result_dtype(self.dtype, x, scale))
+        return cast(y, canonicalize_dtype(x, scale, dtype=self.dtype))
 
 
 class GroupNorm(Module):
@@ -230,7 +231,7 @@ class GroupNorm(Module):
             fast_variance=self.use_fast_variance,
             dtype=None,
         )
-        return cast(y, result_dtype(self.dtype, x, scale, bias))
+        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
 class InstanceNorm(Module):
@@ -299,7 +300,7 @@ class InstanceNorm(Module):
             fast_variance=self.use_fast_variance,
             dtype=None,
         )
-        return cast(y, result_dtype(self.dtype, x, scale, bias))
+        return cast(y, canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
@@ -322,12 +323,3 @@ def statistics_dtype(x: Array, force_float32: bool) -> DTypeLike:
     if force_float32 or not jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.promote_types(x.dtype, jnp.float32)
     return x.dtype
-
-
-def result_dtype(dtype: DTypeLike | None, *operands: Array | None) -> DTypeLike:
-    """The dtype of a norm's result: the one that is asked for, or that of its operands."""
-    if dtype is not None:
-        return dtype
-    promoted = jnp.result_type(*(x.dtype for x in operands if x is not None))
-    inexact = jnp.issubdtype(promoted, jnp.inexact)
-    return promoted if inexact else jnp.promote_types(promoted, jnp.float32)

@@ -1,0 +1,175 @@
+"""Recurrence: one step of a cell, and sequences of different lengths.
+
+A step takes the state before and what the gates are given, that is the linear maps of input and
+state before any activation, and returns the state after. Where the maps come from is the layer's
+affair: several matrices, one that is cut into pieces, or convolutions.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from weft.errors import ArgumentShapeError
+
+Activation = Callable[[Array], Array]
+
+
+def lstm_step(
+    c: Float[Array, "*state"],
+    i: Float[Array, "*state"],
+    f: Float[Array, "*state"],
+    g: Float[Array, "*state"],
+    o: Float[Array, "*state"],
+    *,
+    gate_fn: Activation = jax.nn.sigmoid,
+    activation_fn: Activation = jnp.tanh,
+) -> tuple[Float[Array, "*state"], Float[Array, "*state"]]:
+    """Returns the memory and the output of a long short-term memory (Hochreiter, 1997).
+
+    `c' = gate(f) * c + gate(i) * act(g)`, `h' = gate(o) * act(c')`.
+
+    Args:
+        c: the memory.
+        i: what the gate of the input is given.
+        f: what the gate that forgets is given.
+        g: what is to be added to the memory, before its activation.
+        o: what the gate of the output is given.
+        gate_fn: of the gates.
+        activation_fn: of what goes into the memory and comes out of it.
+
+    >>> c, h = lstm_step(*(jnp.array([x]) for x in (2.0, 0.0, 0.0, 0.0, 100.0)))
+    >>> c.tolist(), h.tolist()
+    ([1.0], [0.76159...])
+    """
+    c = gate_fn(f) * c + gate_fn(i) * activation_fn(g)
+    return c, gate_fn(o) * activation_fn(c)
+
+
+def gru_step(
+    h: Float[Array, "*state"],
+    from_input: Sequence[Array],
+    from_state: Sequence[Array],
+    *,
+    gate_fn: Activation = jax.nn.sigmoid,
+    activation_fn: Activation = jnp.tanh,
+) -> Float[Array, "*state"]:
+    """Returns the state of a gated recurrent unit (Cho et al., 2014).
+
+    `n = act(in + gate(ir + hr) * hn)`, `h' = (1 - z) * n + z * h` with `z = gate(iz + hz)`.
+
+    Args:
+        h: the state.
+        from_input: `(ir, iz, in)`, the maps of the input.
+        from_state: `(hr, hz, hn)`, those of the state.
+        gate_fn: of the gates.
+        activation_fn: of the new value.
+
+    >>> zero, one = jnp.zeros(1), jnp.ones(1)
+    >>> gru_step(one, (zero, zero, zero), (zero, zero, zero)).tolist()
+    [0.5]
+    """
+    (i_reset, i_keep, i_new), (h_reset, h_keep, h_new) = from_input, from_state
+    reset, keep = gate_fn(i_reset + h_reset), gate_fn(i_keep + h_keep)
+    new = activation_fn(i_new + reset * h_new)
+    return (1 - keep) * new + keep * h
+
+
+def mgu_step(
+    h: Float[Array, "*state"],
+    from_input: Sequence[Array],
+    from_state: Sequence[Array],
+    *,
+    gate_fn: Activation = jax.nn.sigmoid,
+    activation_fn: Activation = jnp.tanh,
+    reset_gate: bool = True,
+) -> Float[Array, "*state"]:
+    """Returns the state of a minimal gated unit (Zhou et al., 2016).
+
+    `h' = (1 - f) * n + f * h` with `f = gate(if + hf)` and `n = act(in + f * hn)`.
+
+    Args:
+        h: the state.
+        from_input: `(if, in)`, the maps of the input.
+        from_state: `(hf, hn)`, those of the state.
+        gate_fn: of the gate.
+        activation_fn: of the new value.
+        reset_gate: without it, `n = act(in + hn)` (Heck and Salem, 2017).
+
+    >>> zero, one = jnp.zeros(1), jnp.ones(1)
+    >>> mgu_step(one, (zero, zero), (zero, zero)).tolist()
+    [0.5]
+    """
+    (i_forget, i_new), (h_forget, h_new) = from_input, from_state
+    forget = gate_fn(i_forget + h_forget)
+    new = activation_fn(i_new + (forget * h_new if reset_gate else h_new))
+    return (1 - forget) * new + forget * h
+
+
+def flip_sequences(
+    x: Num[Array, "*shape"], seq_lengths: Int[Array, "*batch"] | None = None, *, axis: int
+) -> Num[Array, "*shape"]:
+    """Returns sequences in reverse order; what is behind the end of one stays behind it.
+
+    Args:
+        x: the sequences.
+        seq_lengths: how many positions of each one count; all by default. Its axes are the first
+            of `x` besides that of time.
+        axis: the axis of time, at most the number of axes of `seq_lengths`.
+
+    Raises:
+        ArgumentShapeError: if the lengths are not those of the sequences of `x`.
+
+    >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), axis=1).tolist()
+    [[3, 2, 1, 0]]
+    """
+    if seq_lengths is None:
+        return jnp.flip(x, axis)
+    check_lengths(x.shape, seq_lengths, axis)
+    size = x.shape[axis]
+    index = jnp.moveaxis((seq_lengths[..., None] - 1 - jnp.arange(size)) % size, -1, axis)
+    return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - index.ndim)), axis)
+
+
+def within_lengths(
+    new: Any, old: Any, step: Int[Array, ""], seq_lengths: Int[Array, "*batch"]
+) -> Any:
+    """Returns the state after a step, which of sequences that are over is the state before.
+
+    Args:
+        new: the state after the step, arrays whose first axes are those of `seq_lengths`.
+        old: the state before.
+        step: the position that the step was about, from 0.
+        seq_lengths: how many positions of each sequence count.
+
+    >>> new, old = jnp.array([1, 1]), jnp.array([0, 0])
+    >>> within_lengths(new, old, jnp.array(2), jnp.array([3, 2])).tolist()
+    [1, 0]
+    """
+    runs = step < seq_lengths
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(runs.reshape(runs.shape + (1,) * (new.ndim - runs.ndim)), new, old)
+
+    return jax.tree.map(choose, new, old)
+
+
+def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:
+    """Checks that there is one length for each of some sequences.
+
+    Args:
+        shape: of the sequences.
+        seq_lengths: the lengths.
+        axis: the axis of time.
+
+    Raises:
+        ArgumentShapeError: otherwise.
+    """
+    batch = (*shape[:axis], *shape[axis + 1 :])[: seq_lengths.ndim]
+    if batch != seq_lengths.shape or axis > seq_lengths.ndim:
+        raise ArgumentShapeError(
+            f"seq_lengths has shape {seq_lengths.shape}, but the input, of shape {shape} with time "
+            f"along axis {axis}, has other batch axes; give one length for each sequence."
+        )

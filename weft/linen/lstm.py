@@ -1,0 +1,257 @@
+"""Cells with a memory beside their output: the long short-term memory, dense and of images."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from weft import functional
+from weft.functional.initializers import lecun_normal, orthogonal, zeros
+from weft.functional.recurrent import lstm_step
+from weft.linen.cells import Activation, RNNCellBase, linear_maps
+from weft.linen.conv import Conv
+from weft.linen.dtypes import promote_dtype
+from weft.linen.initializers import Initializer
+from weft.linen.methods import compact, nowrap
+from weft.linen.module import Module
+from weft.typing import DType
+
+__all__ = ["ConvLSTMCell", "LSTMCell", "OptimizedLSTMCell"]
+
+Carry = tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]
+GATES = "ifgo"
+
+
+class LSTMCell(RNNCellBase):
+    """The long short-term memory, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
+
+    Its linear maps are the submodules `ii`, `if`, `ig`, `io` of the input and `hi`, `hf`, `hg`,
+    `ho` of the state, for the gate of the input, the one that forgets, what is remembered, and the
+    gate of the output.
+
+    Attributes:
+        features: the size of the memory and of the output.
+        gate_fn: the activation of the gates.
+        activation_fn: that of what is remembered and put out.
+        kernel_init: makes the kernels of the maps of the input.
+        recurrent_kernel_init: makes the kernels of the maps of the state.
+        bias_init: makes the biases, which the maps of the state have.
+        dtype: of the computation; by default promoted from inputs and parameters.
+        param_dtype: of the parameters and of the first state.
+        carry_init: makes the first memory and output, each with a key of its own.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> cell, x = nn.LSTMCell(4), jnp.ones((2, 3))
+        >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+        >>> ((c, h), y), _ = cell.init_with_output(jax.random.key(1), carry, x)
+        >>> c.shape, y.shape
+        ((2, 4), (2, 4))
+    """
+
+    features: int
+    gate_fn: Activation = jax.nn.sigmoid
+    activation_fn: Activation = jnp.tanh
+    kernel_init: Initializer = lecun_normal()
+    recurrent_kernel_init: Initializer = orthogonal()
+    bias_init: Initializer = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+
+    @compact
+    def __call__(
+        self, carry: Carry, inputs: Float[Array, "*batch input"]
+    ) -> tuple[Carry, Float[Array, "*batch state"]]:
+        """One step.
+
+        Args:
+            carry: memory and output.
+            inputs: the input.
+
+        Returns:
+            The next memory and output, and the output.
+        """
+        c, h = carry
+        of_input, of_state = linear_maps(self)
+        of_input = functools.partial(of_input, use_bias=False)
+        of_state = functools.partial(of_state, use_bias=True, bias_init=self.bias_init)
+        gates = [of_input(name=f"i{g}")(inputs) + of_state(name=f"h{g}")(h) for g in GATES]
+        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        return (c, h), h
+
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
+        """The memory and output before the first input; see `RNNCellBase`."""
+        return _two_states(self, rng, (*input_shape[:-1], self.features))
+
+    @property
+    def num_feature_axes(self) -> int:
+        """1."""
+        return 1
+
+
+class OptimizedLSTMCell(RNNCellBase):
+    """`LSTMCell` with its linear maps put together into one of the input and one of the state.
+
+    Two large multiplications are faster than eight small ones. Variables and values are those of
+    `LSTMCell`.
+
+    Attributes:
+        features: see `LSTMCell`.
+        gate_fn: see `LSTMCell`.
+        activation_fn: see `LSTMCell`.
+        kernel_init: see `LSTMCell`.
+        recurrent_kernel_init: see `LSTMCell`.
+        bias_init: see `LSTMCell`.
+        dtype: see `LSTMCell`.
+        param_dtype: see `LSTMCell`.
+        carry_init: see `LSTMCell`.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> x = jnp.ones((2, 5, 3))
+        >>> variables = nn.RNN(nn.OptimizedLSTMCell(4)).init(jax.random.key(0), x)
+        >>> y = nn.RNN(nn.LSTMCell(4)).apply(variables, x)
+        >>> bool(jnp.allclose(y, nn.RNN(nn.OptimizedLSTMCell(4)).apply(variables, x), atol=1e-6))
+        True
+    """
+
+    features: int
+    gate_fn: Activation = jax.nn.sigmoid
+    activation_fn: Activation = jnp.tanh
+    kernel_init: Initializer = lecun_normal()
+    recurrent_kernel_init: Initializer = orthogonal()
+    bias_init: Initializer = zeros
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+
+    @compact
+    def __call__(
+        self, carry: Carry, inputs: Float[Array, "*batch input"]
+    ) -> tuple[Carry, Float[Array, "*batch state"]]:
+        """One step; see `LSTMCell`."""
+        c, h = carry
+        params = functools.partial(
+            _LinearParams, features=self.features, param_dtype=self.param_dtype
+        )
+        of_input, of_state = self.kernel_init, self.recurrent_kernel_init
+        size, width = inputs.shape[-1], h.shape[-1]
+        kernels = [params(kernel_init=of_input, name=f"i{g}")(size)[0] for g in GATES]
+        maps = [
+            params(kernel_init=of_state, bias_init=self.bias_init, name=f"h{g}")(width)
+            for g in GATES
+        ]
+        recurrent, biases = zip(*maps, strict=True)
+        from_input = functional.dense(
+            *promote_dtype(inputs, jnp.concatenate(kernels, -1), dtype=self.dtype)
+        )
+        from_state = functional.dense(
+            *promote_dtype(
+                h, jnp.concatenate(recurrent, -1), jnp.concatenate(biases), dtype=self.dtype
+            )
+        )
+        gates = jnp.split(from_input + from_state, 4, -1)
+        c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
+        return (c, h), h
+
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
+        """The memory and output before the first input; see `RNNCellBase`."""
+        return _two_states(self, rng, (*input_shape[:-1], self.features))
+
+    @property
+    def num_feature_axes(self) -> int:
+        """1."""
+        return 1
+
+
+class ConvLSTMCell(RNNCellBase):
+    """A long short-term memory whose maps are convolutions (Shi et al., 2015).
+
+    They are the submodules `ih` of the input and `hh` of the state, each with four times as many
+    channels: for the gate of the input, what is remembered, the gate that forgets, which is given
+    1 more, and the gate of the output.
+
+    Attributes:
+        features: the channels of the memory and of the output.
+        kernel_size: of the convolutions, along each spatial axis.
+        strides: of the convolutions.
+        padding: of the convolutions; see `Conv`.
+        use_bias: whether the convolutions have a bias.
+        dtype: of the computation; by default promoted from inputs and parameters.
+        param_dtype: of the parameters and of the first state.
+        carry_init: makes the first memory and output, each with a key of its own.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> frames = jnp.ones((2, 7, 8, 8, 3))  # batch, time, height, width, channels
+        >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3, 3)))
+        >>> layer.init_with_output(jax.random.key(0), frames)[0].shape
+        (2, 7, 8, 8, 4)
+    """
+
+    features: int
+    kernel_size: Sequence[int]
+    strides: Sequence[int] | None = None
+    padding: str | Sequence[tuple[int, int]] = "SAME"
+    use_bias: bool = True
+    dtype: DType | None = None
+    param_dtype: DType = jnp.float32
+    carry_init: Initializer = zeros
+
+    @compact
+    def __call__(
+        self, carry: Carry, inputs: Float[Array, "*batch_and_space channels"]
+    ) -> tuple[Carry, Float[Array, "*batch_and_space features"]]:
+        """One step; see `LSTMCell`."""
+        c, h = carry
+        conv = functools.partial(
+            Conv,
+            features=4 * self.features,
+            kernel_size=self.kernel_size,
+            strides=self.strides,
+            padding=self.padding,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+        )
+        i, g, f, o = jnp.split(conv(name="ih")(inputs) + conv(name="hh")(h), 4, -1)
+        c, h = lstm_step(c, i, f + 1, g, o)
+        return (c, h), h
+
+    @nowrap
+    def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
+        """The memory and output before the first input; see `RNNCellBase`."""
+        return _two_states(self, rng, (*input_shape[:-1], self.features))
+
+    @property
+    def num_feature_axes(self) -> int:
+        """The spatial axes, and that of the channels."""
+        return len(self.kernel_size) + 1
+
+
+class _LinearParams(Module):
+    """The parameters of a linear map without the map."""
+
+    features: int
+    param_dtype: DType
+    kernel_init: Initializer
+    bias_init: Initializer | None = None
+
+    @compact
+    def __call__(self, size: int) -> tuple[Array, Any]:
+        kernel = self.param("kernel", self.kernel_init, (size, self.features), self.param_dtype)
+        if self.bias_init is None:
+            return kernel, None
+        return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+
+
+def _two_states(cell: Any, rng: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    first, second = jax.random.split(rng)
+    make = cell.carry_init
+    return make(first, shape, cell.param_dtype), make(second, shape, cell.param_dtype)
