@@ -200,6 +200,9 @@ class Carriage:
                 made[i]._state.resume(made[i], p.in_compact, p.place, p.cursor, p.inside)
             return made[i]
 
+        for scope in self.scopes:
+            if scope.parent is not None:  # a module above makes this one again in its `setup`
+                scope.parent.release(scope.name)
         return [module(i) for i in range(len(self.scopes))]
 
 
@@ -298,6 +301,7 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
             raise TransformedMethodReturnValueError(f"{type(first).__name__}: {name}")
         return result
 
+    run.__name__ = getattr(fn, "__name__", "run")
     return run
 
 
@@ -398,12 +402,12 @@ def _is_option(value: Any) -> bool:
 
 def _check_target(fn: Any, target: Any) -> None:
     leaves = jax.tree.leaves(target, is_leaf=_is_module)
-    wrong = next((x for x in leaves if not _is_module(x)), target if not leaves else None)
-    if wrong is not None:
+    wrong = [x for x in leaves if not _is_module(x)] if leaves else [target]
+    if wrong:
         name = getattr(fn, "__name__", "the function")
         raise TransformArgumentError(
-            f"{name} is transformed, and its first argument is {wrong!r} of type "
-            f"{type(wrong).__name__}; expected a module or a tree of modules. Give the module "
+            f"{name} is transformed, and its first argument is {wrong[0]!r} of type "
+            f"{type(wrong[0]).__name__}; expected a module or a tree of modules. Give the module "
             f"first, as {name}(self, ...)."
         )
 

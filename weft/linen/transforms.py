@@ -1,104 +1,23 @@
 """Transformations of module classes, of their methods, and of functions of modules.
 
-Each of them is one of `weft.core.lift`, for what `weft.linen.passengers` makes of modules. A class
-becomes a subclass whose methods are lifted; inside they are the class's own. A function, which may
-be a method, takes a module or a tree of modules first.
+Each of them is one of `weft.core.lift`, for what `weft.linen.passengers` makes of modules, as
+`weft.linen.lifted` says it. Here stand the signatures.
 """
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-
-import jax
 
 from weft.core import lift, meta
 from weft.core.filters import Filter
-from weft.errors import TransformTargetError
+from weft.errors import TransformArgumentError, TransformTargetError
 from weft.lifting.functions import shared_by_equal_functions
+from weft.linen.lifted import Build, Methods, subclass, transformed
 from weft.linen.module import Module
-from weft.linen.passengers import Carriage, Logged, Token, arrive, board, inside
+from weft.linen.passengers import Carriage, Logged
 from weft.linen.running import named_call_is_on
 
 Target = TypeVar("Target")
-Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
-Build = Callable[..., Callable[..., Any]]
-
-
-def transformed(
-    prefix: str, build: Build, target: Any, methods: Methods = None, **options: Any
-) -> Any:
-    """A module class or a function, transformed.
-
-    Args:
-        prefix: of the name of the class that is made.
-        build: `build(fn, **options)` is a function of `weft.core.lift`.
-        target: a module class, or a function of a module.
-        methods: of a class, the methods that are lifted: names, or options by name; by default
-            `__call__`.
-        **options: for `build`.
-
-    Raises:
-        TransformTargetError: if the target is neither.
-    """
-    if isinstance(target, type) and issubclass(target, Module):
-        return _transformed_class(prefix, build, target, methods, options)
-    if isinstance(target, Module) or not callable(target):
-        raise TransformTargetError(target)
-    return _transformed_function(build, target, options)
-
-
-def _transformed_class(
-    prefix: str, build: Build, cls: type[Module], methods: Methods, options: dict[str, Any]
-) -> type[Module]:
-    if methods is None:
-        methods = ("__call__",)
-    elif isinstance(methods, str):
-        methods = (methods,)
-    own = methods if isinstance(methods, Mapping) else {name: {} for name in methods}
-    chosen = {name: {**options, **changed} for name, changed in own.items()}
-    for name in chosen:
-        if not callable(getattr(cls, name, None)):
-            raise TransformTargetError(f"{cls.__name__}.{name}")
-
-    def make() -> type[Module]:
-        token = Token()
-        lifted = {
-            name: _transformed_function(build, getattr(cls, name), of_method, token)
-            for name, of_method in chosen.items()
-        }
-        name = prefix + cls.__name__
-        about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
-        return type(name, (cls,), {**about, **lifted})
-
-    # A class that is transformed anew in each call is one class, so that it is compiled once.
-    return shared_by_equal_functions(("class", prefix, build, cls, chosen), make)
-
-
-def _transformed_function(
-    build: Build, fn: Callable[..., Any], options: dict[str, Any], token: Token | None = None
-) -> Callable[..., Any]:
-    lifted = build(inside(fn), **options)
-
-    @functools.wraps(fn)
-    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
-        if token is not None and token in target._state.inside:
-            return fn(target, *args, **kwargs)
-        boarding, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
-        result = lifted(carriage, *args, **kwargs)
-        arrive(boarding, carriage)
-        return result
-
-    if hasattr(lifted, "lower"):
-
-        def lower(target: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-            _, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
-            return lifted.lower(carriage, *args, **kwargs)
-
-        run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
-        run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
-    return run
-
-
 # JAX may run again what it has traced; then the log says which names were given.
 
 
@@ -178,7 +97,7 @@ def vmap(
         methods: of a class, which methods; a dict gives each its own options.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from weft import linen as nn
         >>> Ensemble = nn.vmap(nn.Dense, {"params": 0}, {"params": True}, in_axes=None, axis_size=5)
         >>> jax.tree.map(jnp.shape, Ensemble(2).init(jax.random.key(0), jnp.ones(3)))
@@ -318,7 +237,7 @@ def scan(
         check_constancy_invariants: see `weft.core.lift.scan`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from weft import linen as nn
         >>> class Block(nn.Module):
         ...     @nn.compact
@@ -369,12 +288,20 @@ def remat_scan(
         variable_carry: see `scan`.
         variable_axes: see `scan`.
         split_rngs: see `scan`.
+
+    Raises:
+        TransformArgumentError: if there is no loop in `lengths`.
     """
+    if not lengths:
+        raise TransformArgumentError(
+            f"remat_scan(lengths={lengths!r}) has no loops; give the length of each, the outer one "
+            "first, as lengths=(4, 8) for 32 layers."
+        )
     return transformed(
         "Remat_scan",
         _remat_scan,
         target,
-        lengths=tuple(lengths or ()),
+        lengths=tuple(lengths),
         policy=policy,
         variable_broadcast=variable_broadcast,
         variable_carry=variable_carry,
@@ -409,7 +336,7 @@ def remat(
         methods: see `vmap`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from weft import linen as nn
         >>> sorted(nn.remat(nn.Dense)(2).init(jax.random.key(0), jnp.ones(3))["params"])
         ['bias', 'kernel']
@@ -510,7 +437,7 @@ def map_variables(
         methods: see `vmap`.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
         >>> from weft import linen as nn
         >>> class Tied(nn.Module):
         ...     @nn.compact
@@ -577,10 +504,19 @@ def named_call(class_fn: Target, force: bool = True) -> Target:
         force: whether also where `disable_named_call` was called.
     """
 
-    def build(fn: Callable[..., Any], name: str = "") -> Callable[..., Any]:
-        named = lift.named_call(fn, name or None)
-        return lambda *args, **kwargs: (named if force or named_call_is_on() else fn)(
-            *args, **kwargs
-        )
+    def named(fn: Callable[..., Any]) -> Callable[..., Any]:
+        shown = lift.named_call(fn)
 
-    return transformed("", build, class_fn)
+        @functools.wraps(fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (shown if force or named_call_is_on() else fn)(*args, **kwargs)
+
+        return call
+
+    target: Any = class_fn
+    if isinstance(target, type) and issubclass(target, Module):
+        make = lambda: subclass(target, "", {"__call__": named(target.__call__)})  # noqa: E731
+        return shared_by_equal_functions(("named", target, force), make)  # pyright: ignore[reportReturnType]
+    if isinstance(target, Module) or not callable(target):
+        raise TransformTargetError(target)
+    return named(target)  # pyright: ignore[reportReturnType]

@@ -1,0 +1,650 @@
+import copy
+import dataclasses
+import functools
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import linen as nn
+from weft.errors import (
+    TransformArgumentError,
+    TransformedMethodReturnValueError,
+    UnboundModuleError,
+)
+
+KEY = jax.random.key(0)
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+def model(body, **fields):
+    """A module of a compact body `body(self, *args)`."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return body(self, *args)
+
+    return Model()
+
+
+class Linear(nn.Module):
+    features: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.param("w", jax.nn.initializers.normal(1.0), (x.shape[-1], self.features))
+
+
+def twice(self, x):
+    x = Linear()(x)
+    return Linear()(x)
+
+
+def around(fn):
+    """A model of a module, what `fn` makes of it, and another module."""
+
+    def body(self, x, *args):
+        x = fn(self, Linear()(x), *args)
+        return Linear()(x)
+
+    return model(body)
+
+
+def chained(variables, x, n):
+    """What `n` modules `Linear` one after another return."""
+    for i in range(n):
+        x = x @ variables["params"][f"Linear_{i}"]["w"]
+    return x
+
+
+# Names go on where the function has stopped, also if JAX runs again what it has traced.
+
+KNOWN = [1]  # a list makes a function that sees it equal to itself alone
+PARAMS = {"params": True}
+
+
+@nn.jit
+def of_incomparable(self, x):
+    assert KNOWN
+    return Linear()(x)
+
+
+@nn.jit
+def by_shape(self, x):
+    x = Linear()(x)
+    return Linear()(x) if len(x) == 2 else x
+
+
+def fresh(self, x):
+    return nn.jit(lambda self, x: Linear()(x))(self, x)
+
+
+def fresh_remat(self, x):
+    return nn.remat(lambda self, x: Linear()(x))(self, x)
+
+
+def scanned(self, x):
+    body = lambda self, x, _: (Linear()(x), None)  # noqa: E731
+    return nn.scan(body, variable_broadcast="params", split_rngs={"params": False}, length=1)(
+        self, x, None
+    )[0]
+
+
+def remat_scanned(self, x):
+    options = {"variable_broadcast": "params", "variable_axes": {}, "split_rngs": {True: False}}
+    return nn.remat_scan(lambda self, x: Linear()(x), (1,), **options)(self, x)
+
+
+def looped(self, x):
+    on, body = (lambda self, c: c[0] < 1), (lambda self, c: (c[0] + 1, Linear()(c[1])))
+    return nn.while_loop(on, body, self, (0, x), split_rngs={"params": False})[1]
+
+
+def counted(self, x):
+    body = lambda i, self, x: Linear()(x)  # noqa: E731
+    return nn.fori_loop(0, 1, body, self, x, split_rngs={"params": False})
+
+
+def branched(self, x):
+    return nn.cond(True, lambda self, x: Linear()(x), lambda self, x: 0 * x, self, x)
+
+
+def switched(self, x):
+    branches = [lambda self, x: 0 * x, lambda self, x: Linear()(x)]
+    return nn.switch(1, branches, self, x)
+
+
+def mapped(self, x):
+    return nn.vmap(lambda self, x: Linear()(x), {"params": None}, {"params": False})(self, x)
+
+
+def differentiated(self, x):
+    return nn.vjp(lambda self, x: Linear()(x), self, x)[0]
+
+
+@pytest.mark.parametrize(
+    "lifted",
+    [
+        of_incomparable,
+        fresh,
+        fresh_remat,
+        scanned,
+        remat_scanned,
+        looped,
+        counted,
+        branched,
+        switched,
+        mapped,
+        differentiated,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_names_go_on_behind_a_transformation_at_every_eager_call(lifted):
+    m = around(lifted)
+    variables = m.init(KEY, X)
+    assert sorted(variables["params"]) == ["Linear_0", "Linear_1", "Linear_2"]
+    for _ in range(3):
+        np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 3), rtol=1e-4)
+
+
+def test_names_depend_on_the_trace_that_is_run_again():
+    m = around(by_shape)
+    variables = m.init(KEY, X)
+    for _ in range(2):
+        for x, n in [(X, 4), (X[:1], 3), (X, 4)]:
+            np.testing.assert_allclose(m.apply(variables, x), chained(variables, x, n), rtol=1e-5)
+
+
+def test_branches_go_on_with_the_larger_count():
+    m = around(lambda self, x, flag: nn.cond(flag, lambda self, x: Linear()(x), twice, self, x))
+    variables = m.init(KEY, X, True)
+    w = [variables["params"][f"Linear_{i}"]["w"] for i in range(4)]
+    for _ in range(2):
+        np.testing.assert_allclose(m.apply(variables, X, True), X @ w[0] @ w[1] @ w[3], rtol=1e-4)
+        np.testing.assert_allclose(
+            m.apply(variables, X, False), chained(variables, X, 4), rtol=1e-4
+        )
+
+
+def test_a_nested_transformation_tells_names_to_the_outer_one():
+    @nn.jit
+    def outer(self, x):
+        return nn.remat(twice)(self, x)
+
+    m = around(outer)
+    variables = m.init(KEY, X)
+    for _ in range(3):
+        np.testing.assert_allclose(m.apply(variables, X), chained(variables, X, 4), rtol=1e-4)
+
+
+def test_a_name_that_was_given_outside_is_not_given_again_inside():
+    m = model(
+        lambda self, x: nn.remat(lambda self, x: Linear(name="a")(x))(self, Linear(name="a")(x))
+    )
+    w = m.init(KEY, X)["params"]
+    assert list(w) == ["a"]
+
+
+# What a function captures crosses as well.
+
+
+def in_a_closure(self, x, dense):
+    return nn.vmap(lambda self, x: dense(x), {"params": None}, {"params": False})(self, x)
+
+
+def in_a_helper(self, x, dense):
+    helper = lambda x: dense(x)  # noqa: E731
+    return nn.vmap(lambda self, x: helper(x), {"params": None}, {"params": False})(self, x)
+
+
+def in_containers(self, x, dense):
+    held = {"a": [(dense,)]}
+    run = lambda self, x: held["a"][0][0](x)  # noqa: E731
+    return nn.vmap(run, {"params": None}, {"params": False})(self, x)
+
+
+def in_a_partial(self, x, dense):
+    run = functools.partial(lambda dense, self, x: dense(x), dense)
+    return nn.vmap(run, {"params": None}, {"params": False})(self, x)
+
+
+def in_a_default(self, x, dense):
+    run = lambda self, x, dense=dense: dense(x)  # noqa: E731
+    return nn.vmap(run, {"params": None}, {"params": False})(self, x)
+
+
+def in_a_bound_method(self, x, dense):
+    call = dense.__call__
+    return nn.vmap(lambda self, x: call(x), {"params": None}, {"params": False})(self, x)
+
+
+def in_an_inner_transformation(self, x, dense):
+    inner = nn.remat(lambda self, x: dense(x))
+    return nn.vmap(lambda self, x: inner(self, x), {"params": None}, {"params": False})(self, x)
+
+
+def in_a_recursive_function(self, x, dense):
+    def run(n, x):
+        return x if n == 0 else run(n - 1, dense(x))
+
+    f = lambda self, x: run(1, x)  # noqa: E731
+    return nn.vmap(f, {"params": None}, {"params": False})(self, x)
+
+
+@pytest.mark.parametrize(
+    "captures",
+    [
+        in_a_closure,
+        in_a_helper,
+        in_containers,
+        in_a_partial,
+        in_a_default,
+        in_a_bound_method,
+        in_an_inner_transformation,
+        in_a_recursive_function,
+    ],
+    ids=lambda fn: fn.__name__,
+)
+def test_captured_modules_cross(captures):
+    def body(self, x):
+        dense = Linear(4)
+        return captures(self, x, dense), dense(x)
+
+    (inside, outside), variables = model(body).init_with_output(KEY, X)
+    np.testing.assert_allclose(inside, outside, rtol=1e-5)
+    assert list(variables["params"]) == ["Linear_0"]
+
+
+def test_captured_modules_are_themselves_again_afterwards():
+    seen = []
+
+    def body(self, x):
+        dense = Linear()
+        before = dict(vars(dense))
+
+        def run(self, x):
+            seen.append(dense.scope is before["scope"])
+            return dense(x)
+
+        nn.remat(run)(self, x)
+        assert vars(dense)["scope"] is before["scope"]
+        assert vars(dense)["_state"] is before["_state"]
+        return dense(x)
+
+    model(body).init(KEY, X)
+    assert seen == [False]
+
+
+def test_a_captured_module_and_its_submodule():
+    class Model(nn.Module):
+        def setup(self):
+            self.dense = Linear()
+
+        def __call__(self, x):
+            dense = self.dense
+            f = nn.remat(lambda m, x: self.dense(x) + dense(x) + m(x))
+            return f(dense, x), dense(x)
+
+    (y, one), variables = Model().init_with_output(KEY, X)
+    np.testing.assert_allclose(y, 3 * one, rtol=1e-5)
+    assert list(variables["params"]) == ["dense"]
+
+
+def test_a_module_from_another_tree_is_captured():
+    bound = Linear().bind({"params": {"w": 2 * jnp.eye(3)}})
+    m = model(lambda self, x: nn.jit(lambda self, x: bound(x))(self, x))
+    np.testing.assert_allclose(m.apply({}, X), 2 * X)
+
+
+# What two modules are compared by.
+
+
+class Field(nn.Module):
+    """A module whose result shows the value and the type of a field."""
+
+    field: Any
+
+    @nn.jit
+    def __call__(self, x):
+        value = self.field(x) if callable(self.field) else self.field
+        if isinstance(value, str | dict | tuple | nn.FrozenDict):
+            return jnp.asarray([ord(c) for c in f"{type(value).__name__}{value}"])
+        return jnp.asarray(value)
+
+
+class Calls:
+    def __init__(self, value):
+        self.value = value
+
+    def __call__(self, x):
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    value: Any
+
+    def __call__(self, x):
+        return self.value
+
+
+def returning(value):
+    return lambda x: value
+
+
+def returning_default(value):
+    def f(x, value=value):
+        return value
+
+    return f
+
+
+def through(value):
+    f = returning(value)
+    return lambda x: f(x)
+
+
+VALUES = [1, 1.0, True, 0, 0.0, -0.0, False, 2, 1j]
+
+
+def fields():
+    yield from VALUES
+    yield from (float("nan"), np.float32(1), np.float64(1), np.int32(1), np.bool_(True))
+    yield from ("1", b"1".decode() + " ", (1,), (1.0,), (True,), ((1,), 1), {"a": 1}, {"a": 1.0})
+    yield from ({"b": 1}, {"a": 1, "b": 2}, {"b": 2, "a": 1}, (("a", 1),), {"a": {"a": 1}})
+    yield from (np.array([1]), np.array([1.0]), jnp.array([1]), jnp.array([2]))
+    for make in (returning, returning_default, through, Calls, Config):
+        yield from (make(value) for value in VALUES)
+    yield from (functools.partial(lambda value, x: value, value) for value in VALUES)
+    yield from (Calls(value).__call__ for value in VALUES)
+    yield from (lambda x: 1, lambda x: 2, lambda x: 1.0, jnp.sin, jnp.cos, np.sum, abs)
+
+
+def shown(y):
+    return y.dtype, y.shape, np.asarray(y).tobytes()
+
+
+@pytest.mark.parametrize("under", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_no_module_gets_the_result_of_one_with_another_field(under):
+    every = 1 if under is not jax.jit else 5
+    for field in [*fields(), *fields()][::every]:
+        y = (
+            under(lambda m, x: m.apply({}, x), **({"static_argnums": 0} if 0 else {}))
+            if 0
+            else (under(functools.partial(Field(field).apply, {}))(1.0))
+        )
+        with jax.disable_jit():
+            expected = Field(field).apply({}, 1.0)
+        assert shown(y) == shown(expected), field
+
+
+def test_no_module_gets_the_result_of_one_with_another_submodule():
+    class Outer(nn.Module):
+        inner: Any
+
+        @nn.jit
+        def __call__(self, x):
+            inner = self.inner[0] if isinstance(self.inner, tuple) else self.inner
+            return inner(x)
+
+    class Other(nn.Module):
+        field: Any
+
+        def __call__(self, x):
+            return jnp.asarray(self.field) + 100
+
+    for wrap in (lambda m: m, lambda m: (m,), lambda m: [m, m]):
+        for value in (1, 1.0, True, 2):
+            assert shown(Outer(wrap(Field(value))).apply({}, 0.0)) == shown(jnp.asarray(value))
+            expected = jnp.asarray(value) + 100
+            assert shown(Outer(wrap(Other(value))).apply({}, 0.0)) == shown(expected)
+
+
+def test_one_module_twice_is_not_two_equal_modules():
+    class Sum(nn.Module):
+        a: nn.Module
+        b: nn.Module
+
+        @nn.jit
+        def __call__(self, x):
+            return self.a(x) + self.b(x)
+
+    one = Linear()
+    both, same = Sum(Linear(), Linear()), Sum(one, one)
+    assert list(both.init(KEY, X)["params"]) == ["a", "b"]
+    assert list(same.init(KEY, X)["params"]) == ["a"]
+    assert list(both.init(KEY, X)["params"]) == ["a", "b"]
+
+
+def test_a_field_that_was_deleted_is_not_taken_for_a_new_one():
+    for i in range(10):
+        value = float(i)
+        assert Field(Calls(value)).apply({}, 0.0) == value
+        assert Field(lambda x, value=value: value).apply({}, 0.0) == value
+        gc.collect()
+
+
+# How often a model is compiled.
+
+
+def counting(traces):
+    class Model(nn.Module):
+        features: int = 3
+        act: Any = None
+        table: Any = ()
+
+        @nn.compact
+        def __call__(self, x):
+            traces.append(self.features)
+            return (self.act or nn.tanh)(Linear(self.features)(x))
+
+    return Model
+
+
+def test_equal_models_are_compiled_once():
+    traces = []
+    cls = counting(traces)
+    variables = cls().init(KEY, X)
+    for _ in range(20):
+        table = {"sizes": [1, 2, {"a": (3, "x")}]}
+        nn.jit(cls)(3, table=table, act=lambda x: x + 1).apply(variables, X)
+    assert len(traces) == 2  # init, and once for all
+    nn.jit(cls)(3, table={"sizes": [1, 2, {"a": (3, "y")}]}).apply(variables, X)
+    assert len(traces) == 3
+
+
+def test_fresh_closures_never_give_the_result_of_another_one():
+    traces = []
+    cls = nn.jit(counting(traces))
+    variables = cls().init(KEY, X)
+    plain = X @ variables["params"]["Linear_0"]["w"]
+    for i in range(20):
+        y = cls(3, act=lambda x: x * i).apply(variables, X)  # noqa: B023
+        np.testing.assert_allclose(y, plain * i, rtol=1e-5)
+        gc.collect()
+    for i in range(20):
+        scale = jnp.full((), float(i))
+        y = cls(3, act=lambda x: x * scale).apply(variables, X)  # noqa: B023
+        np.testing.assert_allclose(y, plain * i, rtol=1e-5)
+
+
+def test_where_a_module_is_in_its_tree_makes_no_difference():
+    traces = []
+    cls = nn.jit(counting(traces))
+    m = model(lambda self, x: [cls(name=name)(x) for name in "abc"])
+    variables = m.init(KEY, X)
+    assert len(traces) == 1
+    a, b, c = m.apply(variables, X)
+    assert len(traces) == 2
+    for y, name in zip((a, b, c), "abc", strict=True):
+        w = variables["params"][name]["Linear_0"]["w"]
+        np.testing.assert_allclose(y, jnp.tanh(X @ w), rtol=1e-5)
+
+
+def test_a_compiled_module_is_seen_by_another_interceptor():
+    m = nn.jit(Linear)()
+    variables = m.init(KEY, X)
+    plain = m.apply(variables, X)
+
+    def times(factor):
+        def interceptor(next_fun, args, kwargs, context):
+            return factor * next_fun(*args, **kwargs)
+
+        return interceptor
+
+    for factor in (2, 3):
+        with nn.intercept_methods(times(factor)):
+            y = m.apply(variables, X)
+        # One for the method that is lifted, and one for it inside.
+        assert round(float(y[0, 0] / plain[0, 0])) in (factor, factor**2)
+    np.testing.assert_array_equal(m.apply(variables, X), plain)
+
+
+def test_capturing_is_part_of_what_is_compiled():
+    m = model(lambda self, x: nn.jit(Linear)()(x))
+    variables = m.init(KEY, X)
+    m.apply(variables, X)
+    _, captured = m.apply(variables, X, capture_intermediates=True)
+    assert list(captured["intermediates"]) == ["JitLinear_0", "__call__"]
+    _, captured = m.apply(variables, X, capture_intermediates=lambda m, _: isinstance(m, Linear))
+    assert list(captured["intermediates"]) == ["JitLinear_0"]
+
+
+# What goes in and out.
+
+
+def test_fields_of_all_kinds_are_the_same_inside():
+    class Model(nn.Module):
+        sizes: Any
+        table: Any
+        fn: Any
+        inner: Any
+
+        @nn.remat
+        def __call__(self, x):
+            assert self.sizes == (1, (2, 3))
+            assert self.table["a"] == {"b": (4,)}
+            assert self.fn is jnp.tanh
+            return self.inner["m"][0](x)
+
+    inner = {"m": [Linear()]}
+    variables = Model([1, [2, 3]], {"a": {"b": [4]}}, jnp.tanh, inner).init(KEY, X)
+    assert list(variables["params"]) == ["inner_m_0"]
+
+
+def test_what_is_given_by_name_and_is_no_array_is_static():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, *, act=None, flag=False, name=None, scale=None):
+            assert flag is True and name == "n"
+            x = x if scale is None else x * scale
+            return act(x) if act is not None else x
+
+    variables = {}
+    for lifted in (nn.jit, nn.remat, functools.partial(nn.vmap, variable_axes={})):
+        m = lifted(Model)()
+        y = m.apply(variables, X, act=jnp.sin, flag=True, name="n", scale=jnp.ones(2)[:, None])
+        np.testing.assert_allclose(y, jnp.sin(X), rtol=1e-5)
+        y = m.apply(variables, X, act=jnp.cos, flag=True, name="n")
+        np.testing.assert_allclose(y, jnp.cos(X), rtol=1e-5)
+
+
+def test_lifted_models_are_copied_and_bound_as_others():
+    m = nn.remat(Linear)(2)
+    variables = m.init(KEY, X)
+    for other in (copy.deepcopy(m), m.clone(), m.copy(), type(m)(features=2)):
+        assert other == m
+        np.testing.assert_array_equal(other.apply(variables, X), m.apply(variables, X))
+    bound = m.bind(variables)
+    np.testing.assert_array_equal(bound(X), m.apply(variables, X))
+    np.testing.assert_array_equal(bound(X), m.apply(variables, X))
+
+
+# Errors, and what they leave.
+
+
+def test_a_module_that_has_no_variables_is_refused():
+    with pytest.raises(UnboundModuleError, match="but Linear is not bound to variables"):
+        nn.jit(lambda m, x: m(x))(Linear(), X)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [lambda m: Linear(), lambda m: (1.0, {"a": m.scope}), lambda m: m.variable("a", "b", int)],
+)
+def test_what_ends_with_the_transformation_is_not_returned(returned):
+    def gives(self, x):
+        return returned(self)
+
+    with pytest.raises(TransformedMethodReturnValueError, match="Model: gives returns a module, a"):
+        model(lambda self, x: nn.remat(gives)(self, x)).init(KEY, X)
+
+
+@pytest.mark.parametrize("target", [(), {}, jnp.ones(2), None, 3.0])
+def test_what_is_no_module_is_refused(target):
+    def run(m, x):
+        return x
+
+    with pytest.raises(TransformArgumentError, match=r"expected a module or a tree of modules"):
+        nn.jit(run)(target, X)
+    with pytest.raises(TransformArgumentError, match=r"as run\(self, \.\.\.\)"):
+        nn.cond(True, run, run, target, X)
+
+
+def test_a_module_with_an_array_beside_it_is_refused():
+    f = nn.jit(lambda pair, x: x)
+    with pytest.raises(TransformArgumentError, match=r"is 2\.0 of type float"):
+        model(lambda self, x: f((self, 2.0), x)).init(KEY, X)
+
+
+def failing(self, x, dense):
+    dense(x)
+    self.sow("sown", "x", 1.0)
+    Linear()(x)
+    self.variable("state", "n").value += 10
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "lifted",
+    [
+        lambda f: nn.remat(f),
+        lambda f: nn.jit(f),
+        lambda f: nn.vmap(f, {True: None}, {"params": False}),
+        lambda f: (
+            lambda self, x: nn.scan(f, variable_carry=True, split_rngs={"params": True}, length=2)(
+                self, x
+            )
+        ),
+        lambda f: lambda self, x: nn.cond(True, f, f, self, x),
+        lambda f: (
+            lambda self, x: nn.while_loop(
+                lambda m, c: True, f, self, x, True, False, {"params": True}
+            )
+        ),
+        lambda f: lambda self, x: nn.vjp(f, self, x),
+        lambda f: lambda self, x: nn.custom_vjp(f, f, f)(self, x),
+        lambda f: nn.map_variables(f, "state", mutable=True),
+        lambda f: nn.fold_rngs(f),
+    ],
+)
+def test_a_failure_leaves_everything_as_it_was(lifted):
+    def body(self, x):
+        state = self.variable("state", "n", lambda: 1.0)
+        dense = Linear()
+        before = dict(vars(dense)), dense(x), nn.module.RUNNING.modules.copy()
+        with pytest.raises(ValueError, match="on purpose"):
+            lifted(lambda self, x: failing(self, x, dense))(self, x)
+        assert vars(dense) == before[0]
+        assert nn.module.RUNNING.modules == before[2]
+        np.testing.assert_array_equal(dense(x), before[1])
+        return Linear()(x), state.value
+
+    (_, state), variables = model(body).init_with_output(KEY, X)
+    assert state == 1.0
+    assert sorted(variables) == ["params", "state"]
+    assert sorted(variables["params"]) == ["Linear_0", "Linear_1"]

@@ -1,0 +1,99 @@
+"""Lifted classes and functions: what a function of scopes becomes for modules.
+
+A class becomes a subclass whose methods are lifted; inside they are the class's own. A function,
+which may be a method, takes a module or a tree of modules first.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from weft.errors import TransformTargetError
+from weft.lifting.functions import shared_by_equal_functions
+from weft.linen.module import Module
+from weft.linen.passengers import Token, arrive, board, inside
+
+Methods = str | Collection[str] | Mapping[str, Mapping[str, Any]] | None
+Build = Callable[..., Callable[..., Any]]
+
+
+def transformed(
+    prefix: str, build: Build, target: Any, methods: Methods = None, **options: Any
+) -> Any:
+    """A module class or a function, transformed.
+
+    Args:
+        prefix: of the name of the class that is made.
+        build: `build(fn, **options)` is a function of `weft.core.lift`.
+        target: a module class, or a function of a module.
+        methods: of a class, the methods that are lifted: names, or options by name; by default
+            `__call__`.
+        **options: for `build`.
+
+    Raises:
+        TransformTargetError: if the target is neither.
+    """
+    if isinstance(target, type) and issubclass(target, Module):
+        return _transformed_class(prefix, build, target, methods, options)
+    if isinstance(target, Module) or not callable(target):
+        raise TransformTargetError(target)
+    return _transformed_function(build, target, options)
+
+
+def _transformed_class(
+    prefix: str, build: Build, cls: type[Module], methods: Methods, options: dict[str, Any]
+) -> type[Module]:
+    if methods is None:
+        methods = ("__call__",)
+    elif isinstance(methods, str):
+        methods = (methods,)
+    own = methods if isinstance(methods, Mapping) else {name: {} for name in methods}
+    chosen = {name: {**options, **changed} for name, changed in own.items()}
+    for name in chosen:
+        if not callable(getattr(cls, name, None)):
+            raise TransformTargetError(f"{cls.__name__}.{name}")
+
+    def make() -> type[Module]:
+        token = Token()
+        lifted = {
+            name: _transformed_function(build, getattr(cls, name), of_method, token)
+            for name, of_method in chosen.items()
+        }
+        return subclass(cls, prefix, lifted)
+
+    # A class that is transformed anew in each call is one class, so that it is compiled once.
+    return shared_by_equal_functions(("class", prefix, build, cls, chosen), make)
+
+
+def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
+    """A class that is shown as `prefix` and the name of `cls`, with other methods."""
+    name = prefix + cls.__name__
+    about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
+    return type(name, (cls,), {**about, **methods})
+
+
+def _transformed_function(
+    build: Build, fn: Callable[..., Any], options: dict[str, Any], token: Token | None = None
+) -> Callable[..., Any]:
+    lifted = build(inside(fn), **options)
+
+    @functools.wraps(fn)
+    def run(target: Any, *args: Any, **kwargs: Any) -> Any:
+        if token is not None and token in target._state.inside:
+            return fn(target, *args, **kwargs)
+        boarding, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
+        result = lifted(carriage, *args, **kwargs)
+        arrive(boarding, carriage)
+        return result
+
+    if hasattr(lifted, "lower"):
+
+        def lower(target: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+            _, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
+            return lifted.lower(carriage, *args, **kwargs)
+
+        run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
+        run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
+    return run
