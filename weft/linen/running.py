@@ -47,6 +47,9 @@ class _Running(threading.local):
         self.modules: list[Module | None] = []
         self.interceptors: tuple[Interceptor, ...] = ()
 
+    def __reduce__(self) -> str:
+        return "RUNNING"  # methods of classes that are pickled by value refer to it
+
 
 RUNNING = _Running()
 _named_call: contextvars.ContextVar[bool] = contextvars.ContextVar("named_call", default=True)

@@ -1,0 +1,373 @@
+import copy
+import dataclasses
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.linen.modules import KEY, Affine, Counter, X
+from weft.errors import (
+    ApplyModuleInvalidMethodError,
+    CallUnbindOnUnboundModuleError,
+    DescriptorAttributeError,
+    IncorrectPostInitOverrideError,
+    InvalidInstanceModuleError,
+    InvalidParentModuleError,
+    InvalidScopeError,
+    ModuleAttributeError,
+    ReservedModuleAttributeError,
+    SetAttributeFrozenModuleError,
+    SetAttributeInModuleSetupError,
+)
+from weft.linen.methods import compact
+from weft.linen.module import Module
+
+
+class Model(Module):
+    features: int = 3
+
+    def setup(self):
+        self.first = Affine(self.features)
+        self.rest = [Affine(), Counter()]
+
+    def encode(self, x):
+        return self.first(x)
+
+    def __call__(self, x):
+        return self.rest[1](self.rest[0](self.encode(x)))
+
+
+# Classes and fields.
+
+
+def test_modules_are_values():
+    assert Affine(3) == Affine(features=3) != Affine(4)
+    assert hash(Affine(3)) == hash(Affine(3))
+    assert Model(3) != Affine(3)
+    assert {Affine(3): 1}[Affine(3)] == 1
+    with pytest.raises(
+        TypeError, match=r"sizes = \[1\](.|\n)*has no hash.*unhashable type: 'list'"
+    ):
+        dataclass_hash = type("Sized", (Module,), {"__annotations__": {"sizes": list}})([1])
+        hash(dataclass_hash)
+
+
+def test_a_class_may_have_a_hash_of_its_own():
+    class Model(Module):
+        sizes: list
+
+        def __hash__(self):
+            return len(self.sizes)
+
+    assert hash(Model([1, 2])) == 2
+
+
+def test_fields_by_position_and_keyword_only():
+    class Base(Module, kw_only=True):
+        depth: int = 2
+
+    class Model(Base):
+        width: int
+
+    assert (Model(5).width, Model(5, depth=1).depth) == (5, 1)
+    with pytest.raises(TypeError, match="positional"):
+        Model(5, 1)
+
+
+def test_parent_and_name_are_given_by_keyword():
+    with pytest.raises(TypeError, match="positional"):
+        Affine(3, 1.0, None, "name")
+    assert Affine(3, parent=None, name="n").name == "n"
+
+
+@pytest.mark.parametrize("name", ["parent", "name"])
+def test_reserved_fields(name):
+    with pytest.raises(ReservedModuleAttributeError, match=rf"declares.*{name}.*declared anew"):
+        type("Model", (Module,), {"__annotations__": {name: int}})
+
+
+def test_generics_and_mixins():
+    T = TypeVar("T")
+
+    class Scaled:
+        def scaled(self, x):
+            return x * self.factor
+
+    class Model(Scaled, Module, Generic[T]):
+        factor: T
+
+        def __call__(self, x):
+            return self.scaled(x)
+
+    assert Model[float](3.0).apply({}, 2.0) == 6.0
+
+
+def test_a_parent_of_no_kind():
+    with pytest.raises(InvalidParentModuleError, match="given parent='x'; expected a module"):
+        Affine(parent="x")
+
+
+def test_post_init():
+    class Wrong(Module):
+        def __post_init__(self):
+            pass
+
+    class Right(Module):
+        features: int
+        double: int = dataclasses.field(init=False, default=0)
+
+        def __post_init__(self):
+            self.double = 2 * self.features
+            super().__post_init__()
+
+        def __call__(self):
+            return self.double
+
+    with pytest.raises(IncorrectPostInitOverrideError, match=r"of Wrong does not call super\(\)"):
+        Wrong().init(KEY)
+    assert Right(3).apply({}) == 6
+
+
+# Attributes.
+
+
+def test_attributes_that_are_missing():
+    with pytest.raises(ModuleAttributeError, match=r"Model has no attribute 'first'.*`setup`"):
+        _ = Model().first
+    with pytest.raises(ModuleAttributeError, match="did you mean 'features'"):
+        _ = Model().feature
+    with pytest.raises(ModuleAttributeError, match=r"Affine \(the outermost module\) has no attri"):
+        Affine().bind({}).missing  # noqa: B018
+    assert getattr(Model(), "first", None) is None and not hasattr(Model(), "__len__")
+    with pytest.raises(ModuleAttributeError, match="'__call__': define it"):
+        type("Empty", (Module,), {})().init(KEY)
+
+
+def test_a_property_that_reads_what_is_missing():
+    class Model(Module):
+        @property
+        def width(self):
+            return self.missing
+
+        def __call__(self):
+            return self.width
+
+    with pytest.raises(DescriptorAttributeError, match=r"property 'width' of Model \(the outer"):
+        Model().init(KEY)
+
+
+def test_attributes_are_set_in_setup_only():
+    class Wrong(Module):
+        features: int = 2
+
+        def setup(self):
+            self.features = 3
+
+        def __call__(self):
+            pass
+
+    with pytest.raises(SetAttributeInModuleSetupError, match=r"of Wrong.*'features'.*another name"):
+        Wrong().init(KEY)
+    bound = Affine().bind({})
+    with pytest.raises(SetAttributeFrozenModuleError, match=r"seen = Array.{,40} was set on"):
+        bound.seen = jnp.zeros(1000)
+    with pytest.raises(SetAttributeFrozenModuleError, match=r"deleted.*self.variable\('state'"):
+        del bound.features
+    free = Affine()
+    free.features = 5
+    assert free.features == 5
+    del free.features
+    assert "features" not in vars(free)
+
+
+def test_setup_runs_when_it_is_first_needed():
+    runs = []
+
+    class Model(Module):
+        def setup(self):
+            runs.append(self.name)
+            self.layer = Affine()
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    class Outer(Module):
+        def setup(self):
+            self.a, self.b = Model(), Model()
+
+        def __call__(self, x):
+            return self.b(self.b.layer(x))
+
+    assert list(Outer().init(KEY, X)["params"]) == ["b"]
+    assert runs == ["b"]
+
+
+# Copies.
+
+
+def test_clones():
+    model = Model(4, name="n")
+    assert model.clone() == model and model.clone(features=5).features == 5
+    with pytest.raises(TypeError, match="feature"):
+        model.clone(feature=5)
+
+    class Wrapper(Module):
+        inner: Module
+        more: tuple = ()
+
+    inner = Affine(name="inner")
+    wrapper = Wrapper(inner, (inner,))
+    assert wrapper.clone().inner is inner
+    copied = wrapper.clone(_deep_clone=True, _reset_names=True)
+    assert copied.inner is not inner and copied.inner.name is None
+    assert copied.more[0].features == 2
+
+
+def test_a_copy_is_a_submodule_of_its_own():
+    class Model(Module):
+        layer: Module
+
+        @compact
+        def __call__(self, x):
+            return self.layer.copy(name="wide", features=5)(self.layer.copy()(x))
+
+    params = Model(Affine()).init(KEY, X)["params"]
+    assert {name: p["kernel"].shape for name, p in params.items()} == {
+        "Affine_0": (2, 2),
+        "wide": (2, 5),
+    }
+
+
+def test_pickles_and_deep_copies():
+    variables = Model().init(KEY, X)
+    for again in (
+        pickle.loads(pickle.dumps(Model(4))),
+        copy.deepcopy(Model(4)),
+        copy.copy(Model(4)),
+    ):
+        assert again == Model(4)
+        assert again.init(KEY, X)["params"]["first"]["kernel"].shape == (2, 4)
+    bound = copy.deepcopy(Model().bind(variables))
+    np.testing.assert_array_equal(bound.encode(X), Model().apply(variables, X, method="encode"))
+
+
+def test_classes_of_a_function_are_pickled_by_cloudpickle():
+    cloudpickle = pytest.importorskip("cloudpickle")
+
+    class Local(Module):
+        features: int = 2
+
+        @compact
+        def __call__(self, x):
+            return Affine(self.features)(x)
+
+    again = pickle.loads(cloudpickle.dumps(Local(5)))
+    assert again.init(KEY, X)["params"]["Affine_0"]["kernel"].shape == (2, 5)
+
+
+# The ways in and out.
+
+
+def test_init_makes_what_apply_uses():
+    y, variables = Model().init_with_output(KEY, X)
+    assert jax.tree.map(jnp.shape, variables) == {
+        "params": {"first": {"kernel": (2, 3)}, "rest_0": {"kernel": (3, 2)}},
+        "state": {"rest_1": {"calls": ()}},
+    }
+    z, changed = Model().apply(variables, X, mutable="state")
+    np.testing.assert_allclose(z, 2 * y, rtol=1e-6)
+    assert changed["state"]["rest_1"]["calls"] == 2 and variables["state"]["rest_1"]["calls"] == 1
+    assert list(Model().init(KEY, X, mutable=["params"], method="encode")) == ["params"]
+
+
+@pytest.mark.parametrize(
+    "method", ["encode", Model.encode, Model().encode, lambda module, x: module.first(x)]
+)
+def test_methods(method):
+    variables = Model().init(KEY, X)
+    y = Model().apply(variables, X, method=method)
+    np.testing.assert_array_equal(y, X @ variables["params"]["first"]["kernel"])
+    assert list(Model().init(KEY, X, method=method)["params"]) == ["first"]
+
+
+@pytest.mark.parametrize("method", [3, "features", lambda: 3])
+def test_methods_that_are_none(method):
+    with pytest.raises(ApplyModuleInvalidMethodError, match=r"method=.*cannot be called.*its name"):
+        Affine().apply({}, X, method=method)
+
+
+@pytest.mark.parametrize("method", ["init", "init_with_output", "apply", "bind", "lazy_init"])
+def test_a_class_in_place_of_a_module(method):
+    with pytest.raises(InvalidInstanceModuleError, match=rf"{method} was called on the class"):
+        getattr(Affine, method)(KEY, X)
+
+
+def test_bind_and_unbind():
+    variables = Model().init(KEY, X)
+    bound = Model().bind(variables, mutable=["state"])
+    bound(X)
+    assert bound.variables["state"]["rest_1"]["calls"] == 2
+    layer, of_layer = bound.rest[0].unbind()
+    np.testing.assert_array_equal(layer.apply(of_layer, jnp.eye(3)), of_layer["params"]["kernel"])
+    assert (layer.name, layer.scope) == (None, None)
+    model, again = bound.unbind()
+    assert model == Model() and again["state"]["rest_1"]["calls"] == 2
+    with pytest.raises(CallUnbindOnUnboundModuleError, match=r"`unbind` was called, but Model"):
+        model.unbind()
+
+
+def test_lazy_init_computes_variables_only():
+    shapes = jax.ShapeDtypeStruct((1_000_000, 2), jnp.float32)
+    kernel = Affine().lazy_init(KEY, shapes)["params"]["kernel"]
+    np.testing.assert_array_equal(kernel, Affine().init(KEY, X)["params"]["kernel"])
+
+
+def test_a_module_ends_with_its_call():
+    kept = []
+
+    class Keeper(Module):
+        @compact
+        def __call__(self, x):
+            kept.append(Affine())
+            return kept[0](x)
+
+    Keeper().init(KEY, X)
+    with pytest.raises(InvalidScopeError, match=r"/Affine_0' is used after its end"):
+        kept[0](X)
+
+
+def test_intermediates_are_captured():
+    variables = Model().init(KEY, X)
+    _, left = Model().apply(variables, X, capture_intermediates=True, mutable="state")
+    found = left["intermediates"]
+    assert sorted(found) == ["__call__", "first", "rest_0", "rest_1"]
+    asked = lambda module, name: name == "encode" or isinstance(module, Counter)  # noqa: E731
+    _, left = Model().apply(variables, X, capture_intermediates=asked, mutable="state")
+    assert sorted(left["intermediates"]) == ["encode", "rest_1"]
+    np.testing.assert_array_equal(left["intermediates"]["encode"][0], found["first"]["__call__"][0])
+
+
+def test_modules_inside_of_modules_that_stand_alone():
+    class Outer(Module):
+        @compact
+        def __call__(self, x):
+            inner = Affine(parent=None)
+            return inner.apply(inner.init(KEY, x), x), Affine()(x)
+
+    assert list(Outer().init(KEY, X)["params"]) == ["Affine_0"]
+
+
+def test_threads_do_not_see_each_other():
+    def run(i):
+        model = Model(i + 1)
+        for _ in range(2):
+            variables = model.init(KEY, X)
+        return variables["params"]["first"]["kernel"].shape, sorted(variables["params"])
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, range(4)))
+    assert found == [((2, i + 1), ["first", "rest_0"]) for i in range(4)]

@@ -1,0 +1,177 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.linen.modules import KEY, Affine, Counter, X
+from weft.core.meta import Partitioned, with_partitioning
+from weft.errors import (
+    CompactMethodError,
+    InvalidRngError,
+    JaxTransformError,
+    ModifyScopeVariableError,
+    NameInUseError,
+    ScopeParamShapeError,
+    ScopeVariableNotFoundError,
+    UnboundModuleError,
+)
+from weft.linen.methods import compact
+from weft.linen.module import Module
+
+ones = jax.nn.initializers.ones
+
+
+def model(fn, plain=False):
+    """A module with one method."""
+    return type("Model", (Module,), {"__call__": fn if plain else compact(fn)})()
+
+
+@pytest.mark.parametrize(
+    ("what", "use"),
+    [
+        ("the variables were asked for", lambda m: m.variables),
+        ("the path was asked for", lambda m: m.path),
+        ("the parameter 'a' was asked for", lambda m: m.param("a", ones, ())),
+        ("the variable 'a' of 'c' was asked for", lambda m: m.variable("c", "a", ones)),
+        ("the variable 'a' was asked for", lambda m: m.has_variable("c", "a")),
+        ("the variable 'a' was asked for", lambda m: m.get_variable("c", "a")),
+        ("the variable 'a' was set", lambda m: m.put_variable("c", "a", 1)),
+        ("a key of the PRNG stream 'params'", lambda m: m.make_rng()),
+        ("the PRNG stream 's' was asked for", lambda m: m.has_rng("s")),
+        ("whether `init` runs was asked for", lambda m: m.is_initializing()),
+        ("the collection 'c' was asked for", lambda m: m.is_mutable_collection("c")),
+        ("'a' was sown", lambda m: m.sow("c", "a", 1)),
+        ("'a' was perturbed", lambda m: m.perturb("a", X)),
+    ],
+)
+def test_a_module_without_variables(what, use):
+    with pytest.raises(UnboundModuleError, match=rf"{what}.*Affine is not bound.*module.bind\(v"):
+        use(Affine())
+
+
+def test_variables_are_made_in_setup_and_in_compact_methods():
+    fn = lambda self: self.variable("state", "a", jnp.ones, ())  # noqa: E731
+    with pytest.raises(CompactMethodError, match=r"'a' of 'state' was asked for.*put @compact on"):
+        model(fn, plain=True).init(KEY)
+
+
+def test_parameters_take_arguments_of_their_initializers():
+    def make(key, shape, *, scale):
+        return {"a": scale * jax.random.normal(key, shape)}
+
+    params = model(lambda self: self.param("p", make, (3,), scale=2.0)["a"]).init(KEY)["params"]
+    assert params["p"]["a"].shape == (3,)
+
+
+def test_parameters_are_shown_without_their_boxes():
+    def call(self):
+        init = with_partitioning(ones, ("rows",))
+        boxed = self.param("b", init, (2,), unbox=False)
+        return self.param("a", init, (2,)), boxed, self.get_variable("params", "a")
+
+    (plain, boxed, held), variables = model(call).init_with_output(KEY)
+    assert plain.shape == (2,)
+    assert isinstance(boxed, Partitioned) and isinstance(held, Partitioned)
+    assert variables["params"]["a"].names == ("rows",)
+
+
+def test_what_is_named_twice():
+    def twice(self):
+        return self.param("a", ones, ()) + self.param("a", ones, ())
+
+    with pytest.raises(NameInUseError, match=r"'a' is used twice in '/', the second time for 'par"):
+        model(twice).init(KEY)
+
+    def both(self):
+        self.variable("state", "a", lambda: 1)
+        return self.param("a", ones, ())
+
+    assert sorted(model(both).init(KEY)) == ["params", "state"]
+
+
+def test_parameters_of_another_model():
+    variables = Affine().init(KEY, X)
+    with pytest.raises(ScopeParamShapeError, match=r"'kernel' .*'/' has shape \(2, 2\).*\(2, 3\)"):
+        Affine(3).apply(variables, X)
+
+
+def test_state_is_read_and_changed():
+    variables = Counter().init(KEY, X)
+    assert int(variables["state"]["calls"]) == 1
+    with pytest.raises(ModifyScopeVariableError, match=r"'calls'.*mutable=\['state'\]"):
+        Counter().apply(variables, X)
+    _, changed = Counter().apply(variables, X, mutable=["state"])
+    assert int(changed["state"]["calls"]) == 2
+    with pytest.raises(ScopeVariableNotFoundError, match=r"'calls' .*'state'.*there are: other"):
+        Counter().apply({"state": {"other": 1}}, X)
+
+
+def test_variables_by_name():
+    def call(self, x):
+        before = self.has_variable("state", "v"), self.get_variable("state", "v", "none")
+        self.put_variable("state", "v", x)
+        return before, self.get_variable("state", "v"), self.variables["state"]
+
+    (before, now, every), variables = model(call, plain=True).init_with_output(KEY, 3)
+    assert (before, now, every, variables) == ((False, "none"), 3, {"v": 3}, {"state": {"v": 3}})
+
+
+def test_keys():
+    def call(self):
+        asked = [self.has_rng(name) for name in ("params", "noise", "dropout")]
+        return self.make_rng("noise"), self.make_rng("noise"), self.make_rng("dropout"), asked
+
+    fn = model(call)
+    rngs = {"params": KEY, "noise": jax.random.key(1)}
+    a, b, c, asked = fn.apply({}, rngs=rngs)
+    assert len({str(jax.random.key_data(key)) for key in (a, b, c)}) == 3
+    assert asked == [True, True, False]
+    assert fn.apply({}, rngs=rngs)[0] == a
+    with pytest.raises(InvalidRngError, match=r"'noise', and the streams that are there are: 'oth"):
+        fn.apply({}, rngs={"other": KEY})
+
+
+def test_flags_of_the_call():
+    fn = model(lambda self: (self.is_initializing(), self.is_mutable_collection("state")))
+    assert fn.init_with_output(KEY)[0] == (True, True)
+    assert fn.apply({}) == (False, False)
+    assert fn.apply({}, mutable="state")[0] == (False, True)
+
+
+def test_values_are_sown():
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            self.sow("seen", "x", x)
+            self.sow("seen", "x", x + 1)
+            self.sow("losses", "sum", x, reduce_fn=lambda a, b: a + b, init_fn=lambda: 10)
+            return self.sow("nowhere", "x", x)
+
+    assert Model().apply({}, 1, mutable=["seen", "losses"]) == (
+        False,
+        {"seen": {"x": (1, 2)}, "losses": {"sum": 11}},
+    )
+    assert Model().apply({}, 1) is False
+    left = {"seen": {"x": (0,)}}
+    assert Model().apply(left, 1, mutable="seen")[1] == {"seen": {"x": (0, 1, 2)}}
+    assert "intermediates" not in model(lambda self: self.sow("intermediates", "x", 1)).init(KEY)
+
+
+def test_gradients_of_perturbations_are_those_of_the_values():
+    fn = model(lambda self, x: (self.perturb("h", 3 * x) ** 2).sum())
+    variables = fn.init(KEY, X)
+    np.testing.assert_array_equal(variables["perturbations"]["h"], np.zeros((3, 2)))
+    gradient = jax.grad(lambda v: fn.apply(v, X))(variables)["perturbations"]["h"]
+    np.testing.assert_allclose(gradient, 6 * X, rtol=1e-6)
+    assert fn.apply({}, X) == fn.apply(variables, X)
+
+
+def test_variables_are_not_made_inside_of_what_they_cannot_cross():
+    class Model(Module):
+        @compact
+        def __call__(self, x):
+            layer = Affine()
+            return jax.vmap(lambda x: layer(x))(x)
+
+    with pytest.raises(JaxTransformError, match=r"'/Affine_0' inside of a JAX transformation.*lif"):
+        Model().init(KEY, X)
