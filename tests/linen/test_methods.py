@@ -14,6 +14,7 @@ from weft.errors import (
 )
 from weft.linen.methods import compact, compact_name_scope, nowrap
 from weft.linen.module import Module
+from weft.linen.transforms import jit
 
 
 def test_a_compact_method_names_by_class_and_shares_when_called_again():
@@ -121,6 +122,25 @@ def test_methods_with_name_scopes():
         Model().init(KEY, X, method="wrong")
     with pytest.raises(CallCompactUnboundModuleError, match="the compact method encode"):
         Model().encode(X)
+
+
+def test_name_scopes_inside_of_transformed_methods():
+    class Model(Module):
+        @compact_name_scope
+        def part(self, x):
+            return jit(lambda module, x: Affine()(x))(self, x)
+
+        @jit
+        def twice(self, x):
+            return self.part(self.part(x))
+
+        def __call__(self, x):
+            return self.part(self.twice(x))
+
+    y, variables = Model().init_with_output(KEY, X)
+    assert list(variables["params"]) == ["part"]
+    kernel = variables["params"]["part"]["Affine_0"]["kernel"]
+    np.testing.assert_allclose(y, X @ kernel @ kernel @ kernel, rtol=1e-4, atol=1e-5)
 
 
 def test_a_name_scope_whose_name_is_taken():

@@ -91,7 +91,7 @@ def test_an_interceptor_that_fails_leaves_nothing_behind():
     assert list(Model().init(KEY, X)["params"]) == ["layer"]
 
 
-def names(model=None):
+def names():
     """The names that the operations of a model carry."""
     variables = Model().init(KEY, X)
     jaxpr = jax.make_jaxpr(Model().apply)(variables, X)

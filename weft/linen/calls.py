@@ -29,6 +29,7 @@ def apply(
         `applied(variables, *args, rngs=None, **kwargs)`.
 
     Example:
+        >>> import jax
         >>> from weft import linen as nn
         >>> twice = nn.apply(lambda dense, x: dense(dense(x)), nn.Dense(1, use_bias=False))
         >>> twice({"params": {"kernel": jax.numpy.full((1, 1), 3.0)}}, jax.numpy.ones(1)).tolist()
@@ -103,6 +104,7 @@ def share_scope(module: Module, other: Module) -> None:
         CallShareScopeOnUnboundModuleError: if one of them is not bound.
 
     Example:
+        >>> import jax
         >>> from weft import linen as nn
         >>> class Logged(nn.Module):
         ...     inner: nn.Module

@@ -67,6 +67,7 @@ class Module(ModuleVariables):
         NameInUseError: if its name is taken in the parent.
 
     Example:
+        >>> import jax, jax.numpy as jnp
         >>> from weft import linen as nn
         >>> class Autoencoder(nn.Module):
         ...     features: int
@@ -294,6 +295,7 @@ class Module(ModuleVariables):
             mutable: the collections that can be changed.
 
         Example:
+            >>> import jax.numpy as jnp
             >>> from weft import linen as nn
             >>> bound = nn.Dense(2).bind({"params": {"kernel": jnp.eye(2), "bias": jnp.ones(2)}})
             >>> bound(jnp.array([1.0, 2.0])).tolist()
@@ -385,6 +387,7 @@ class Module(ModuleVariables):
             **kwargs: of the method.
 
         Example:
+            >>> import jax, jax.numpy as jnp
             >>> from weft import linen as nn
             >>> variables = nn.Dense(2).init(jax.random.key(0), jnp.ones((1, 3)))
             >>> jax.tree.map(jnp.shape, variables)
