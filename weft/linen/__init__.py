@@ -17,7 +17,7 @@ from weft.core.meta import (
     with_partitioning,
 )
 from weft.core.variable import Variable
-from weft.linen import dtypes, initializers
+from weft.linen import dtypes, initializers, partitioning, spmd
 from weft.linen.activation import (
     PReLU,
     celu,
@@ -59,6 +59,7 @@ from weft.linen.attention import (
 from weft.linen.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
 from weft.linen.batch_norm import BatchNorm
 from weft.linen.calls import apply, init, init_with_output, merge_param, share_scope
+from weft.linen.cells import GRUCell, MGUCell, RNNCellBase, SimpleCell
 from weft.linen.containers import BatchApply, Sequential
 from weft.linen.control_flow import cond, fori_loop, switch, while_loop
 from weft.linen.conv import Conv, ConvLocal
@@ -66,15 +67,28 @@ from weft.linen.conv_transpose import ConvTranspose
 from weft.linen.embed import Embed
 from weft.linen.initializers import ones, ones_init, zeros, zeros_init
 from weft.linen.linear import Dense, DenseGeneral, Einsum
+from weft.linen.lstm import ConvLSTMCell, LSTMCell, OptimizedLSTMCell
 from weft.linen.methods import compact, compact_name_scope, nowrap
 from weft.linen.module import Module
 from weft.linen.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from weft.linen.pooling import avg_pool, max_pool, min_pool, pool
+from weft.linen.rnn import RNN, Bidirectional
 from weft.linen.running import (
     disable_named_call,
     enable_named_call,
     intercept_methods,
     override_named_call,
+)
+from weft.linen.spmd import (
+    LogicallyPartitioned,
+    get_logical_axis_rules,
+    logical_axis_rules,
+    logical_to_mesh,
+    logical_to_mesh_axes,
+    logical_to_mesh_sharding,
+    set_logical_axis_rules,
+    with_logical_constraint,
+    with_logical_partitioning,
 )
 from weft.linen.stochastic import Dropout
 from weft.linen.summary import tabulate
@@ -92,6 +106,7 @@ from weft.linen.transforms import (
     shard_map,
     vmap,
 )
+from weft.linen.weight_norms import SpectralNorm, WeightNorm
 
 __all__ = [
     # modules
@@ -152,6 +167,8 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "RMSNorm",
+    "SpectralNorm",
+    "WeightNorm",
     # attention
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
@@ -161,6 +178,16 @@ __all__ = [
     "dot_product_attention_weights",
     "make_attention_mask",
     "make_causal_mask",
+    # recurrence
+    "ConvLSTMCell",
+    "LSTMCell",
+    "OptimizedLSTMCell",
+    "GRUCell",
+    "MGUCell",
+    "RNNCellBase",
+    "SimpleCell",
+    "RNN",
+    "Bidirectional",
     # randomness
     "Dropout",
     # containers
@@ -193,6 +220,16 @@ __all__ = [
     "standardize",
     "swish",
     "tanh",
+    # sharding
+    "LogicallyPartitioned",
+    "get_logical_axis_rules",
+    "logical_axis_rules",
+    "logical_to_mesh",
+    "logical_to_mesh_axes",
+    "logical_to_mesh_sharding",
+    "set_logical_axis_rules",
+    "with_logical_constraint",
+    "with_logical_partitioning",
     # scopes, variables and filters
     "DenyList",
     "FrozenDict",
@@ -213,4 +250,6 @@ __all__ = [
     "zeros_init",
     # modules of functions
     "dtypes",
+    "partitioning",
+    "spmd",
 ]
