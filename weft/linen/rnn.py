@@ -140,8 +140,8 @@ def _step_of_lengths(
     return (running, within_lengths(running, kept, step, seq_lengths)), y
 
 
-def _concatenate(forward: Array, backward: Array) -> Array:
-    return jnp.concatenate([forward, backward], -1)
+def _concatenate(a: Array, b: Array) -> Array:
+    return jnp.concatenate([a, b], -1)
 
 
 class Bidirectional(Module):
