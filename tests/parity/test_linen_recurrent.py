@@ -7,9 +7,11 @@ import pytest
 from tests.parity.linen import KEY, draw, named, same, same_error
 
 X = draw(1, 2, 5, 3)
-IMAGES = draw(2, 2, 3, 4, 4, 2)
+IMAGES = draw(2, 2, 3, 4, 2)
 LENGTHS = jnp.array([3, 5])
 NORMAL = jax.nn.initializers.normal(0.3)
+# Compiles in a fraction of the time that orthogonal matrices take; those are drawn in test_cells.
+QUICK = {"recurrent_kernel_init": jax.nn.initializers.normal(1.0)}
 
 OPTIONS = [
     {},
@@ -51,8 +53,8 @@ def test_cells(name, kwargs):
 @named(
     [
         {},
-        {"strides": (1, 1), "padding": "CIRCULAR"},
-        {"padding": [(1, 1), (0, 2)]},
+        {"strides": (1,), "padding": "CIRCULAR"},
+        {"padding": [(0, 2)]},
         {"use_bias": False},
         {"dtype": jnp.bfloat16},
         {"param_dtype": jnp.bfloat16},
@@ -61,7 +63,7 @@ def test_cells(name, kwargs):
 )
 def test_cells_of_images(kwargs):
     def program(nn):
-        cell = nn.ConvLSTMCell(3, (3, 3), **kwargs)
+        cell = nn.ConvLSTMCell(3, (3,), **kwargs)
         carry = cell.initialize_carry(KEY, IMAGES[:, 0].shape)
         state = jax.tree.map(lambda c: c + draw(4, *c.shape).astype(c.dtype), carry)
         variables = cell.init(KEY, carry, IMAGES[:, 0])
@@ -90,7 +92,7 @@ def test_options_of_a_call(kwargs):
     x = X.swapaxes(0, 1) if "time_major" in kwargs else X
 
     def program(nn):
-        rnn = nn.RNN(nn.SimpleCell(4))
+        rnn = nn.RNN(nn.SimpleCell(4, **QUICK))
         variables = rnn.init(KEY, x, **kwargs)
         return rnn.apply(variables, x, initial_carry=draw(5, 2, 4), **kwargs), variables
 
@@ -107,7 +109,7 @@ def test_options_of_a_call(kwargs):
     ]
 )
 def test_options_of_the_layer(kwargs):
-    same(lambda nn: nn.RNN(nn.LSTMCell(4), **kwargs).init_with_output(KEY, X))
+    same(lambda nn: nn.RNN(nn.LSTMCell(4, **QUICK), **kwargs).init_with_output(KEY, X))
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 2, 5, 3)])
@@ -116,7 +118,7 @@ def test_batch_axes(name, shape):
     lengths = jnp.full(shape[:-2], 3)
 
     def program(nn):
-        rnn = nn.RNN(getattr(nn, name)(4, carry_init=NORMAL), return_carry=True)
+        rnn = nn.RNN(getattr(nn, name)(4, carry_init=NORMAL, **QUICK), return_carry=True)
         y, variables = rnn.init_with_output(KEY, draw(6, *shape))
         # With two batch axes, the state that Flax returns has not the shape of one.
         options = {"init_key": KEY, "seq_lengths": lengths, "reverse": True}
@@ -128,7 +130,7 @@ def test_batch_axes(name, shape):
 
 def test_images():
     def program(nn):
-        rnn = nn.RNN(nn.ConvLSTMCell(3, (3, 3)), return_carry=True)
+        rnn = nn.RNN(nn.ConvLSTMCell(3, (3,)), return_carry=True)
         return rnn.init_with_output(KEY, IMAGES, seq_lengths=jnp.array([1, 3]))
 
     same(program)
@@ -146,7 +148,7 @@ def test_images():
 )
 def test_both_directions(kwargs):
     def program(nn):
-        parts = nn.RNN(nn.GRUCell(4, carry_init=NORMAL)), nn.RNN(nn.SimpleCell(4))
+        parts = nn.RNN(nn.GRUCell(4, carry_init=NORMAL, **QUICK)), nn.RNN(nn.SimpleCell(4, **QUICK))
         return nn.Bidirectional(*parts).init_with_output(KEY, X, **kwargs)
 
     same(program)
@@ -155,7 +157,7 @@ def test_both_directions(kwargs):
 def test_both_directions_with_options():
     def program(nn):
         options = {"merge_fn": jnp.add, "time_major": True, "return_carry": True}
-        parts = nn.RNN(nn.GRUCell(4)), nn.RNN(nn.SimpleCell(4))
+        parts = nn.RNN(nn.GRUCell(4, **QUICK)), nn.RNN(nn.SimpleCell(4, **QUICK))
         return nn.Bidirectional(*parts, **options).init_with_output(KEY, X)
 
     same(program)
@@ -163,7 +165,7 @@ def test_both_directions_with_options():
 
 def test_both_directions_of_one_module():
     def program(nn):
-        rnn = nn.RNN(nn.SimpleCell(4))
+        rnn = nn.RNN(nn.SimpleCell(4, **QUICK))
         return nn.Bidirectional(rnn, rnn).init_with_output(KEY, X)
 
     same(program)
@@ -200,7 +202,7 @@ def test_a_cell_with_state_and_randomness():
 
         start = {"state": {"Cell_0": {"steps": jnp.zeros(())}}}
         rngs = {"params": KEY, "dropout": jax.random.key(1)}
-        params = nn.RNN(nn.SimpleCell(3)).init(KEY, X)["params"]["cell"]
+        params = nn.RNN(nn.SimpleCell(3, **QUICK)).init(KEY, X)["params"]["cell"]
         dense = {"kernel": params["i"]["kernel"], "bias": params["i"]["bias"]}
         tree = {"params": {"Cell_0": {"Dense_0": dense}}, **start}
         mutable = ["state", "intermediates"]
@@ -214,9 +216,9 @@ def test_gradients():
         class Model(nn.Module):
             @nn.compact
             def __call__(self, x):
-                parts = nn.RNN(nn.OptimizedLSTMCell(4)), nn.RNN(nn.LSTMCell(4))
+                parts = nn.RNN(nn.OptimizedLSTMCell(4, **QUICK)), nn.RNN(nn.LSTMCell(4, **QUICK))
                 x = nn.Bidirectional(*parts)(x, seq_lengths=LENGTHS)
-                carry, _ = nn.RNN(nn.MGUCell(2), return_carry=True)(x, seq_lengths=LENGTHS)
+                carry, _ = nn.RNN(nn.MGUCell(2, **QUICK), return_carry=True)(x, seq_lengths=LENGTHS)
                 return carry
 
         variables = Model().init(KEY, X)
