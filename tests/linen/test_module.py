@@ -4,6 +4,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+import cloudpickle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -256,8 +257,6 @@ def test_pickles_and_deep_copies():
 
 
 def test_classes_of_a_function_are_pickled_by_cloudpickle():
-    cloudpickle = pytest.importorskip("cloudpickle")
-
     class Local(Module):
         features: int = 2
 
