@@ -189,10 +189,10 @@ class ConvLSTMCell(RNNCellBase):
 
     Example:
         >>> from weft import linen as nn
-        >>> frames = jnp.ones((2, 7, 8, 8, 3))  # batch, time, height, width, channels
-        >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3, 3)))
+        >>> frames = jnp.ones((2, 7, 8, 3))  # batch, time, width, channels
+        >>> layer = nn.RNN(nn.ConvLSTMCell(4, (3,)))
         >>> layer.init_with_output(jax.random.key(0), frames)[0].shape
-        (2, 7, 8, 8, 4)
+        (2, 7, 8, 4)
     """
 
     features: int
