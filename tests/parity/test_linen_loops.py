@@ -151,6 +151,15 @@ def cond_of_submodules(nn, self, x, flag):
     return nn.cond(flag, lambda m, x: one(x), lambda m, x: other(x), self, x)
 
 
+@programs.body()
+def cond_whose_branches_sow(nn, self, x):
+    def sows(self, x):
+        self.sow("intermediates", "x", x)
+        return x
+
+    return nn.cond(x.sum() < 100, sows, lambda self, x: sows(self, 2 * x), self, x)
+
+
 @programs.body(mutable=("counts",))
 def cond_that_changes_state(nn, self, x):
     calls = self.variable("counts", "calls", lambda: jnp.zeros(()))

@@ -4,32 +4,87 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from weft.core import lift
-from weft.core.filters import Filter
+from weft.core.filters import Filter, in_filter
 from weft.linen.passengers import Carriage, arrive, board, inside
 
 Fn = Callable[..., Any]
+Path = tuple[str, ...]
 
 
-def _of_target(carriage: Carriage) -> list[int]:
-    """Which of the scopes that cross are those of the modules that the function is given."""
-    return [seat.index for seat in carriage.target_seats()]
+def _places(carriage: Carriage) -> list[tuple[int, Path]]:
+    """For each scope which one crosses for it, itself or one above, and the path from there."""
+    scopes = carriage.scopes
+
+    def place(scope: Any) -> tuple[int, Path]:
+        n, i = min(
+            (len(other.path), i)
+            for i, other in enumerate(scopes)
+            if other.root is scope.root and scope.path[: len(other.path)] == other.path
+        )
+        return i, scope.path[n:]
+
+    return [place(scope) for scope in scopes]
+
+
+def _places_of_target(carriage: Carriage) -> list[tuple[int, Path]]:
+    places = _places(carriage)
+    return [places[seat.index] for seat in carriage.target_seats()]
 
 
 def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
     """The gradients of the target's collections, as the target's tree has its modules."""
-    found = [of_scopes.scopes[i] for i in _of_target(carriage)]
+
+    def below(variables: Any, path: Path) -> Any:
+        for name in path:
+            variables = variables.get(name, {})
+        return variables
+
+    found = [
+        {col: of for col, of_all in of_scopes.scopes[i].items() if (of := below(of_all, path))}
+        for i, path in _places_of_target(carriage)
+    ]
     return jax.tree.unflatten(carriage.target_structure(), found)
 
 
-def _filled(carriage: Carriage, of_target: Any) -> Carriage:
-    """The inverse of `_gradients`; other modules have none."""
-    given = carriage.target_structure().flatten_up_to(of_target)
-    of_scopes: list[Any] = [{} for _ in carriage.scopes]
-    for i, tangents in zip(_of_target(carriage), given, strict=True):
-        of_scopes[i] = tangents
-    return Carriage(carriage.manifest, of_scopes)
+class _Zeros:
+    """Tangents of zero for all modules that cross, into which those of the target are put.
+
+    Attributes:
+        carriage: the modules.
+        shapes: of the variables of each scope that crosses, by collection.
+    """
+
+    def __init__(self, carriage: Carriage, wrt: Filter):
+        self.carriage = carriage
+        self.shapes: list[dict[str, Any]] = [{} for _ in carriage.scopes]
+        for i, _ in _places(carriage):
+            variables = carriage.scopes[i].variables()
+            wanted = {col: v for col, v in variables.items() if v and in_filter(wrt, col)}
+            self.shapes[i] = jax.tree.map(jax.typeof, wanted)
+
+    def filled(self, of_target: Any) -> Carriage:
+        """The inverse of `_gradients`."""
+        of_scopes = [jax.tree.map(_zero, shapes) for shapes in self.shapes]
+        given = self.carriage.target_structure().flatten_up_to(of_target)
+        for (i, path), of_module in zip(_places_of_target(self.carriage), given, strict=True):
+            for col, tangents in of_module.items():
+                of_scopes[i][col] = _put(of_scopes[i].get(col, {}), path, tangents)
+        return Carriage(self.carriage.manifest, of_scopes)
+
+
+def _put(variables: Any, path: Path, value: Any) -> Any:
+    if not path:
+        return value
+    return {**variables, path[0]: _put(variables.get(path[0], {}), path[1:], value)}
+
+
+def _zero(of: Any) -> Any:
+    dtype = of.dtype if jnp.issubdtype(of.dtype, jnp.inexact) else jax.dtypes.float0
+    return np.zeros(of.shape, dtype) if dtype == jax.dtypes.float0 else jnp.zeros(of.shape, dtype)
 
 
 def vjp(
@@ -141,7 +196,7 @@ def jvp(
         primals: the arguments.
         tangents: their tangents.
         variable_tangents: the tangents of the variables of some collections, by collection; of
-            several modules, a tree of those.
+            several modules, a tree of those. All others are zero.
         variables: the other collections that `fn` sees.
         rngs: the PRNG streams that it sees.
 
@@ -149,7 +204,9 @@ def jvp(
         The result and its tangent.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
-    of_scopes = _filled(carriage, variable_tangents)
+    given = carriage.target_structure().flatten_up_to(variable_tangents)
+    cols = sorted({col for of_module in given for col in of_module})
+    of_scopes = _Zeros(carriage, cols).filled(variable_tangents)
     result = lift.jvp(inside(fn), carriage, primals, tangents, of_scopes, variables, rngs)
     arrive(boarding, carriage)
     return result
@@ -163,6 +220,9 @@ def custom_vjp(
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
     """`jax.custom_vjp` of `fn(module, *args)`.
+
+    Modules that the functions see in their closures have gradients of zero; those that are to have
+    others are given as well, in a tree of modules.
 
     Args:
         fn: the function.
@@ -196,10 +256,11 @@ def custom_vjp(
     def run(mdl: Any, *args: Any) -> Any:
         fns = (fn, forward_fn)
         boarding, carriage, args, _ = board(fns, mdl, args)
+        zeros = _Zeros(carriage, grad_vars)
 
         def backward(*args: Any) -> tuple[Any, ...]:
             of_target, *of_args = backward_fn(*args)
-            return _filled(carriage, of_target), *of_args
+            return zeros.filled(of_target), *of_args
 
         options = {"grad_vars": grad_vars, "nondiff_argnums": nondiff_argnums}
         lifted = lift.custom_vjp(inside(fn), inside(forward_fn, 1), backward, **options)
@@ -216,7 +277,7 @@ def custom_jvp(
     grad_vars: Filter = "params",
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
-    """`jax.custom_jvp` of `fn(module, *args)`.
+    """`jax.custom_jvp` of `fn(module, *args)`; see `custom_vjp` for captured modules.
 
     Args:
         fn: the function.

@@ -120,6 +120,7 @@ class _Log:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
 class _NoKey:
     """What is added to the path of a value that is logged."""
 

@@ -225,9 +225,9 @@ class ModuleVariables:
             if not scope.name_reserved(name, col):
                 scope.reserve(name, col)
                 self._state.note(name, col)
-            before = init_fn()
-        else:
-            before = scope.get_variable(col, name)
+            # So a branch or a loop that sows begins with what was there before.
+            scope.put_variable(col, name, init_fn())
+        before = scope.get_variable(col, name)
         scope.put_variable(col, name, reduce_fn(before, value))
         return True
 

@@ -1,0 +1,356 @@
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import linen as nn
+from weft.errors import ScopeCollectionNotFound, TransformArgumentError
+
+KEY = jax.random.key(0)
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+class Linear(nn.Module):
+    features: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        calls = self.variable("state", "calls", lambda: 0)
+        if self.is_mutable_collection("state"):
+            calls.value += 1
+        return x @ self.param("w", jax.nn.initializers.normal(1.0), (x.shape[-1], self.features))
+
+
+def model(body):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, *args):
+            return body(self, *args)
+
+    return Model()
+
+
+def run(body, *args):
+    """The result of a body that was initialized before, and its parameters."""
+    m = model(body)
+    variables = m.init(KEY, *args)
+    return m.apply(variables, *args), variables["params"]
+
+
+def call(m, x):
+    return m(x)
+
+
+def both(ms, x):
+    return ms["b"](ms["a"](x)).sum()
+
+
+def test_vjp_of_a_module():
+    def body(self, x):
+        y, pullback = nn.vjp(call, Linear(2), x)
+        return y, pullback(jnp.ones_like(y))
+
+    (y, (of_variables, of_x)), params = run(body, X)
+    w = params["Linear_0"]["w"]
+    np.testing.assert_allclose(y, X @ w, rtol=1e-6)
+    np.testing.assert_allclose(of_variables["params"]["w"], X.T @ jnp.ones((2, 2)), rtol=1e-6)
+    np.testing.assert_allclose(of_x, jnp.ones((2, 2)) @ w.T, rtol=1e-6)
+
+
+def test_vjp_of_a_tree_of_modules():
+    def body(self, x):
+        _, pullback = nn.vjp(both, {"a": Linear(2), "b": Linear(1)}, x)
+        return pullback(jnp.ones(()))
+
+    (of_variables, of_x), params = run(body, X)
+
+    def plain(w, x):
+        return (x @ w["Linear_0"]["w"] @ w["Linear_1"]["w"]).sum()
+
+    of_w, expected = jax.grad(plain, argnums=(0, 1))(params, X)
+    np.testing.assert_allclose(of_variables["a"]["params"]["w"], of_w["Linear_0"]["w"], rtol=1e-5)
+    np.testing.assert_allclose(of_variables["b"]["params"]["w"], of_w["Linear_1"]["w"], rtol=1e-5)
+    np.testing.assert_allclose(of_x, expected, rtol=1e-5)
+
+
+def test_vjp_of_a_module_and_one_that_is_captured():
+    def body(self, x):
+        captured = Linear(2)
+        y, pullback = nn.vjp(lambda m, x: m(captured(x)), Linear(1), x)
+        return y, pullback(jnp.ones_like(y))
+
+    (y, (of_variables, _)), params = run(body, X)
+    hidden = X @ params["Linear_0"]["w"]
+    np.testing.assert_allclose(y, hidden @ params["Linear_1"]["w"], rtol=1e-5)
+    expected = hidden.T @ jnp.ones((2, 1))
+    assert list(of_variables) == ["params"]
+    np.testing.assert_allclose(of_variables["params"]["w"], expected, rtol=1e-5)
+
+
+def test_vjp_changes_state_and_returns_the_rest():
+    def body(self, x):
+        linear = Linear(1)
+        y, pullback, rest = nn.vjp(lambda m, x: (m(x), "rest"), linear, x, has_aux=True)
+        return rest, pullback(y)[0].keys()
+
+    m = model(body)
+    variables = m.init(KEY, X)
+    (rest, cols), state = m.apply(variables, X, mutable="state")
+    assert rest == "rest"
+    assert list(cols) == ["params"]
+    assert state["state"]["Linear_0"]["calls"] == variables["state"]["Linear_0"]["calls"] + 1
+
+
+def test_vjp_of_other_collections():
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scale = self.variable("scales", "scale", lambda: jnp.ones(()))
+            return x * scale.value * self.param("w", jax.nn.initializers.ones, ())
+
+    def body(self, x):
+        y, pullback = nn.vjp(call, Scaled(), x, vjp_variables=["scales"])
+        return pullback(jnp.ones_like(y))[0]
+
+    of_variables, _ = run(body, X)
+    assert jax.tree.map(float, of_variables) == {"scales": {"scale": 15.0}}
+
+
+def test_gradients_of_arguments():
+    def body(self, x, factor):
+        loss = lambda m, x, factor: (factor * m(x)).sum()  # noqa: E731
+        linear = Linear(1)
+        value, grads = nn.value_and_grad(loss, linear, x, factor)
+        return value, grads, nn.grad(loss, linear, x, factor)
+
+    (value, (of_x, of_factor), grads), params = run(body, X, 2.0)
+    w = params["Linear_0"]["w"]
+    np.testing.assert_allclose(value, 2 * (X @ w).sum(), rtol=1e-5)
+    np.testing.assert_allclose(of_x, jnp.tile(2 * w.T, (2, 1)), rtol=1e-6)
+    np.testing.assert_allclose(of_factor, (X @ w).sum(), rtol=1e-5)
+    np.testing.assert_array_equal(grads[0], of_x)
+
+
+def test_gradients_with_the_rest():
+    loss = lambda m, x: (m(x).sum(), {"x": x})  # noqa: E731
+    (value, rest, grads), _ = run(
+        lambda self, x: nn.value_and_grad(loss, Linear(1), x, has_aux=True), X
+    )
+    (only_grads, again), _ = run(lambda self, x: nn.grad(loss, Linear(1), x, has_aux=True), X)
+    np.testing.assert_array_equal(grads[0], only_grads[0])
+    np.testing.assert_array_equal(rest["x"], again["x"])
+    assert value.shape == ()
+
+
+def test_jvp_with_tangents_of_variables():
+    def body(self, x):
+        linear = Linear(2)
+        linear(x)
+        tangents = {"params": {"w": jnp.ones((3, 2))}}
+        return (
+            nn.jvp(call, linear, (x,), (0 * x,), tangents),
+            nn.jvp(call, linear, (x,), (jnp.ones_like(x),), {}),
+        )
+
+    ((y, of_w), (_, of_x)), params = run(body, X)
+    w = params["Linear_0"]["w"]
+    np.testing.assert_allclose(y, X @ w, rtol=1e-6)
+    np.testing.assert_allclose(of_w, X @ jnp.ones((3, 2)), rtol=1e-6)
+    np.testing.assert_allclose(of_x, jnp.ones((2, 3)) @ w, rtol=1e-6)
+
+
+def test_jvp_of_a_tree_of_modules():
+    def body(self, x):
+        a, b = Linear(2), Linear(1)
+        b(a(x))
+        tangents = {"a": {"params": a.variables["params"]}, "b": {}}
+        return nn.jvp(both, {"b": b, "a": a}, (x,), (0 * x,), tangents)
+
+    (y, tangent), _ = run(body, X)
+    np.testing.assert_allclose(tangent, y, rtol=1e-5)  # it is linear in what a has
+
+
+def forward(m, x):
+    return nn.vjp(call, m, x)
+
+
+def signed(pullback, cotangent):
+    of_variables, of_x = pullback(cotangent)
+    return jax.tree.map(jnp.sign, of_variables), 10 * of_x
+
+
+def test_custom_vjp():
+    def body(self, x):
+        x = nn.custom_vjp(call, forward, signed)(Linear(2), x)
+        return Linear(1)(x)
+
+    m = model(body)
+    variables = m.init(KEY, X)
+    assert list(variables["params"]) == ["Linear_0", "Linear_1"]
+
+    def grads(m):
+        loss = lambda p, x: m.apply({**variables, "params": p}, x).sum()  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1))(variables["params"], X)
+
+    (of_w, of_x), y = grads(m), m.apply(variables, X)
+    a, b = (variables["params"][f"Linear_{i}"]["w"] for i in range(2))
+    np.testing.assert_allclose(y, X @ a @ b, rtol=1e-5)
+    ones = jnp.ones((2, 1))
+    np.testing.assert_array_equal(of_w["Linear_0"]["w"], jnp.sign(X.T @ ones @ b.T))
+    np.testing.assert_allclose(of_w["Linear_1"]["w"], (X @ a).T @ ones, rtol=1e-5)
+    np.testing.assert_allclose(of_x, 10 * ones @ b.T @ a.T, rtol=1e-5)
+
+
+def test_custom_vjp_of_several_modules_without_gradients_of_an_argument():
+    def fwd(ms, factor, x):
+        return nn.vjp(lambda ms, x: factor * both(ms, x), ms, x)
+
+    def bwd(factor, pullback, cotangent):
+        of_variables, of_x = pullback(cotangent)
+        assert factor == 3
+        return jax.tree.map(jnp.sign, of_variables), of_x
+
+    def body(self, x):
+        f = nn.custom_vjp(
+            lambda ms, factor, x: factor * both(ms, x), fwd, bwd, nondiff_argnums=(1,)
+        )
+        return f({"a": Linear(2), "b": Linear(1)}, 3, x)
+
+    m = model(body)
+    variables = m.init(KEY, X)
+    loss = lambda p: m.apply({**variables, "params": p}, X)  # noqa: E731
+    grads = jax.grad(loss)(variables["params"])
+    for g in jax.tree.leaves(grads):
+        assert set(np.unique(g)) <= {-1.0, 0.0, 1.0}
+
+
+def test_custom_vjp_under_other_transformations():
+    def body(self, x):
+        f = nn.custom_vjp(call, forward, signed)
+        inner = nn.remat(lambda self, m, x: f(m, x))
+        return nn.jit(lambda self, m, x: inner(self, m, x))(self, Linear(1), x)
+
+    m = model(body)
+    variables = m.init(KEY, X)
+    loss = lambda p: m.apply({**variables, "params": p}, X).sum()  # noqa: E731
+    of_w = jax.grad(loss)(variables["params"])["Linear_0"]["w"]
+    np.testing.assert_array_equal(of_w, jnp.sign(X.sum(0))[:, None])
+
+
+def test_custom_jvp():
+    def rule(m, primals, tangents, variable_tangents):
+        y, tangent = nn.jvp(call, m, primals, tangents, variable_tangents)
+        return y, 10 * tangent
+
+    m = model(lambda self, x: nn.custom_jvp(call, rule)(Linear(2), x))
+    variables = m.init(KEY, X)
+    w = variables["params"]["Linear_0"]["w"]
+    np.testing.assert_allclose(m.apply(variables, X), X @ w, rtol=1e-6)
+
+    def loss(params, x):
+        return m.apply({**variables, "params": params}, x).sum()
+
+    of_w, of_x = jax.grad(loss, argnums=(0, 1))(variables["params"], X)
+    ones = jnp.ones((2, 2))
+    np.testing.assert_allclose(of_w["Linear_0"]["w"], 10 * X.T @ ones, rtol=1e-5)
+    np.testing.assert_allclose(of_x, 10 * ones @ w.T, rtol=1e-5)
+    _, tangent = jax.jvp(lambda x: loss(variables["params"], x), (X,), (jnp.ones_like(X),))
+    np.testing.assert_allclose(tangent, 10 * (jnp.ones_like(X) @ w).sum(), rtol=1e-5)
+
+
+def test_custom_jvp_without_a_tangent_of_an_argument():
+    def rule(factor, m, primals, tangents, variable_tangents):
+        (x,), (t,) = primals, tangents
+        return factor * m(x), factor * 100 * t
+
+    f = nn.custom_jvp(lambda m, factor, x: factor * m(x), rule, nondiff_argnums=(1,))
+    m = model(lambda self, x: f(Linear(3), 2.0, x))
+    variables = m.init(KEY, X)
+    of_x = jax.grad(lambda x: m.apply(variables, x).sum())(X)
+    np.testing.assert_allclose(of_x, jnp.full((2, 3), 200.0))
+
+
+class Holder(nn.Module):
+    """Modules of which one is given and those above or beside are captured."""
+
+    take: Callable[..., Any]
+
+    def setup(self):
+        self.given, self.beside = Linear(2), Linear(3)
+        self.scale = self.param("scale", jax.nn.initializers.constant(2.0), ())
+
+    def __call__(self, x):
+        self.given(x), self.beside(x)
+        beside = self.beside
+        return self.take(lambda m, x: self.scale * m(beside(x)), self.given, x)
+
+
+def take_vjp(fn, m, x):
+    y, pullback = nn.vjp(fn, m, x)
+    return y, pullback(jnp.ones_like(y))[0]["params"]["w"]
+
+
+def take_jvp(fn, m, x):
+    tangents = {"params": jax.tree.map(jnp.ones_like, m.variables["params"])}
+    return nn.jvp(fn, m, (x,), (0 * x,), tangents)
+
+
+def test_gradients_of_a_module_below_one_that_is_captured():
+    m = Holder(take_vjp)
+    variables = m.init(KEY, X)
+    hidden = X @ variables["params"]["beside"]["w"]
+    y, of_w = m.apply(variables, X)
+    np.testing.assert_allclose(y, 2 * hidden @ variables["params"]["given"]["w"], rtol=1e-5)
+    np.testing.assert_allclose(of_w, 2 * hidden.T @ jnp.ones((2, 2)), rtol=1e-5)
+    _, tangent = Holder(take_jvp).apply(variables, X)
+    np.testing.assert_allclose(tangent, 2 * hidden @ jnp.ones((3, 2)), rtol=1e-5)
+
+
+def take_custom_vjp(fn, m, x):
+    def backward(pullback, cotangent):
+        of_variables, of_x = pullback(cotangent)
+        return jax.tree.map(lambda g: 10 * g, of_variables), of_x
+
+    return nn.custom_vjp(fn, lambda m, x: nn.vjp(fn, m, x), backward)(m, x)
+
+
+def take_custom_jvp(fn, m, x):
+    def rule(m, primals, tangents, variable_tangents):
+        variable_tangents = jax.tree.map(lambda t: 10 * t, variable_tangents)
+        return nn.jvp(fn, m, primals, tangents, variable_tangents)
+
+    return nn.custom_jvp(fn, rule)(m, x)
+
+
+@pytest.mark.parametrize("take", [take_custom_vjp, take_custom_jvp])
+def test_rules_of_a_module_below_one_that_is_captured(take):
+    m = Holder(take)
+    variables = m.init(KEY, X)
+    hidden = X @ variables["params"]["beside"]["w"]
+    loss = lambda p: m.apply({**variables, "params": p}, X).sum()  # noqa: E731
+    grads = jax.grad(loss)(variables["params"])
+    expected = 20 * hidden.T @ jnp.ones((2, 2))
+    np.testing.assert_allclose(grads["given"]["w"], expected, rtol=1e-5)
+    assert grads["scale"] == 0
+    assert not grads["beside"]["w"].any()
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda m, x: nn.vjp(call, m, x, variables=False, vjp_variables="state"),
+        lambda m, x: nn.value_and_grad(lambda m, x: m(x).sum(), m, x, variables="state"),
+        lambda m, x: nn.jvp(call, m, (x,), (x,), {}, variables="state"),
+    ],
+)
+def test_a_collection_that_is_not_lifted_is_named(take):
+    with pytest.raises(ScopeCollectionNotFound, match="does not lift the collection"):
+        model(lambda self, x: take(Linear(), x)).init(KEY, X)
+
+
+def test_reduce_axes_are_refused():
+    with pytest.raises(TransformArgumentError, match=r"reduce_axes=\('batch',\): JAX reduces over"):
+        model(lambda self, x: nn.vjp(call, Linear(), x, reduce_axes=("batch",))).init(KEY, X)
