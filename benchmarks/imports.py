@@ -17,14 +17,12 @@ def _seconds(statement: str) -> float:
 
 
 def run() -> list[Row]:
-    """`weft.config` against a tenth of a second, the hierarchy against JAX alone."""
+    """`weft.config` against a tenth of a second, Linen and the hierarchy against JAX alone."""
     config = [_seconds("import weft.config") for _ in range(15)]
-    hierarchy = [
-        (_seconds("import weft.hierarchy.layers"), _seconds("import jax")) for _ in range(15)
-    ]
     fixed = ([t / 0.1 for t in config], config, [0.1] * len(config))
-    against_jax = ([a / b for a, b in hierarchy], *map(list, zip(*hierarchy, strict=True)))
-    return [
-        row("import weft.config / 0.1 s", fixed, at_most=1.0),
-        row("import weft.hierarchy.layers / import jax", against_jax, at_most=1.2),
-    ]
+    rows = [row("import weft.config / 0.1 s", fixed, at_most=1.0)]
+    for name in ("weft.linen", "weft.hierarchy.layers"):
+        times = [(_seconds(f"import {name}"), _seconds("import jax")) for _ in range(15)]
+        against_jax = ([a / b for a, b in times], *map(list, zip(*times, strict=True)))
+        rows.append(row(f"import {name} / import jax", against_jax, at_most=1.2))
+    return rows

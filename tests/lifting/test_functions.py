@@ -1,11 +1,13 @@
+import dataclasses
 import enum
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.functions import AtFirstCall, by_value, shared_by_equal_functions
 
 FACTOR = 2
 
@@ -104,3 +106,68 @@ def test_a_function_may_call_itself():
         return count
 
     assert made_for(make()) is made_for(make())
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    scale: Any
+    other: Any = None
+
+
+class Opaque:
+    pass
+
+
+OPAQUE = Opaque()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (Settings(1, OPAQUE), Settings(1.0, OPAQUE)),
+        (Settings(1, OPAQUE), Settings(True, OPAQUE)),
+        ((1, OPAQUE), (1.0, OPAQUE)),
+        (frozenset({1, OPAQUE}), frozenset({True, OPAQUE})),
+        (np.float32(0.0), np.float32(-0.0)),
+        (Opaque(), Opaque()),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_are_equal_and_not_the_same(a, b):
+    assert by_value(a) != by_value(b)
+    assert by_value(a) == by_value(a)
+    assert hash(by_value(a)) == hash(by_value(a))
+
+
+def test_attributes_of_functions_count():
+    def scaled(scale):
+        def fn(x):
+            return x * fn.scale
+
+        fn.scale = scale
+        return fn
+
+    assert made_for(scaled(2)) is made_for(scaled(2))
+    assert made_for(scaled(2)) is not made_for(scaled(3))
+
+
+def test_a_function_is_compared_as_it_is_when_it_is_first_called():
+    def late():
+        factor = 1
+
+        def fn(x):
+            return x * factor
+
+        def change(value):
+            nonlocal factor
+            factor = value
+
+        return fn, change
+
+    fn, change = late()
+    shared = AtFirstCall(fn, object)
+    change(5)
+    again, change_again = late()
+    assert AtFirstCall(again, object).value is not shared.value
+    change_again(5)
+    assert AtFirstCall(again, object).value is shared.value

@@ -485,6 +485,29 @@ def test_where_a_module_is_in_its_tree_makes_no_difference():
         np.testing.assert_allclose(y, jnp.tanh(X @ w), rtol=1e-5)
 
 
+@pytest.mark.parametrize("what", ["name", "path"])
+def test_a_compiled_module_that_reads_where_it_is_has_its_own_answer(what):
+    class Labelled(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            label = self.name if what == "name" else "/".join(self.path)
+            self.sow("labels", f"{label}", x)
+            return x
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(3):
+                x = nn.jit(Labelled)(name=f"layer{i}")(x)
+            return x
+
+    for _ in range(2):
+        _, sown = Model().apply({}, 1.0, mutable=["labels"])
+        assert {name: list(below) for name, below in sown["labels"].items()} == {
+            f"layer{i}": [f"layer{i}"] for i in range(3)
+        }
+
+
 def test_a_compiled_module_is_seen_by_another_interceptor():
     m = nn.jit(Linear)()
     variables = m.init(KEY, X)

@@ -39,6 +39,19 @@ def scan_over_layers(nn, self, x, xs):
     return nn.scan(step(nn), AXES, split_rngs=SPLIT)()(x, xs)
 
 
+@programs.body(jnp.arange(4.0))
+def branches_in_a_scan_that_shares_parameters(nn, self, x, xs):
+    class Step(nn.Module):
+        @nn.compact
+        def __call__(self, carry, x):
+            dense = nn.Dense(3)
+            carry = dense(carry)
+            return nn.cond(x > 0, lambda m, c: m(c), lambda m, c: c, dense, carry), None
+
+    shared = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+    return nn.scan(Step, **shared)()(x, xs)
+
+
 @programs.body()
 def scan_of_a_length(nn, self, x):
     return nn.scan(step(nn), AXES, split_rngs=SPLIT, length=3)()(x, None)

@@ -35,7 +35,7 @@ class JaxTransformError(ScopeError, RuntimeError):
         super().__init__(
             f"{what} in {where!r} inside of a JAX transformation that the scope does not cross, so "
             "a tracer would leak into it; use the lifted transformation of the same name "
-            "(weft.core.lift) instead of the one of JAX."
+            "(in weft.linen, for scopes in weft.core.lift) instead of the one of JAX."
         )
 
 

@@ -41,6 +41,7 @@ def switch(
     def pure(static: Static, packed: Any, index: Any) -> Results:
         units = Units(shown(packed), static.value[1])
         traced: list[Results] = []
+        unchanged: list[frozenset[Any]] = []
 
         def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
             def of_values(values: list[Any]) -> Any:
@@ -50,7 +51,11 @@ def switch(
                     raise StateCreated
                 # All that there was comes back, since another branch may change it.
                 of_groups = groups(Units.of_cargo(cargo), results)
-                whole = iter(kind.union(before, after) for before, after, _ in of_groups)
+                wholes = [kind.union(before, after) for before, after, _ in of_groups]
+                found = _by_path([before for before, _, _ in of_groups])
+                after = _by_path(wholes)
+                unchanged.append(frozenset(p for p, x in after.items() if found.get(p) is x))
+                whole = iter(wholes)
                 parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
                 results = results._replace(parcels=parcels)
                 traced.append(jax.tree.map(jax.typeof, results))
@@ -63,7 +68,8 @@ def switch(
         except TypeError:
             _check_alike(traced, names or [f"branch {i}" for i in range(len(branches))])
             raise
-        return Results(Static(kind.join([r.static.value for r in traced])), *chosen)
+        joined = kind.join([r.static.value for r in traced])
+        return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
 
     chosen = traced_by_structure(tuple(branches), kind, pure)
 
@@ -80,7 +86,19 @@ def switch(
             return after, values
 
         def choose(static: Any, values: list[Any]) -> Results:
-            return chosen((static, units.flat_roles), units.having(values), index)
+            results = chosen((static, units.flat_roles), units.having(values), index)
+            joined, kept = results.static.value
+            # What no branch has changed is what there was, so that a loop around may share it.
+            found = _by_path(
+                [v for v, is_group in zip(values, units.is_group, strict=True) if is_group]
+            )
+            of_groups = jax.tree_util.tree_map_with_path(
+                lambda path, new: found[path] if path in kept else new,
+                [group for parcel in results.parcels for group in parcel.groups],
+            )
+            whole = iter(of_groups)
+            parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
+            return results._replace(static=Static(joined), parcels=parcels)
 
         static, _ = cargo.static.value
         results = traced_with_state(
@@ -109,6 +127,10 @@ def cond(
         return chosen(jax.numpy.asarray(pred, bool).astype("int32"), *args)
 
     return call
+
+
+def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(of_groups))
 
 
 def _check_alike(traced: Sequence[Results], names: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.core
@@ -63,6 +63,24 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
     return _shared[key]
 
 
+class AtFirstCall(Generic[T]):
+    """Something that is made, or found among what was made, when it is first asked for.
+
+    A function may see other values by then than when it was defined.
+
+    Args:
+        parts: see `shared_by_equal_functions`.
+        make: likewise.
+    """
+
+    def __init__(self, parts: Any, make: Callable[[], T]):
+        self._parts, self._make = parts, make
+
+    @functools.cached_property
+    def value(self) -> T:
+        return shared_by_equal_functions(self._parts, self._make)
+
+
 def by_value(value: Any) -> Hashable:
     """What stands for a value in a comparison: equal for equal values, and hashable.
 
@@ -73,11 +91,28 @@ def by_value(value: Any) -> Hashable:
         return _of_value(value, ())
     except _Incomparable:
         pass
+    # What has its own way to compare is compared so, but what it is made of one by one: 1, 1.0 and
+    # True are equal to each other.
+    if isinstance(value, tuple):
+        return type(value), tuple(map(by_value, value))
+    if isinstance(value, frozenset):
+        return type(value), frozenset(map(by_value, value))
+    if _is_frozen_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
+        return type(value), tuple(by_value(getattr(value, name)) for name in names)
     try:
         hash(value)
     except TypeError:
         return Same(value)
     return type(value), value
+
+
+def _is_frozen_dataclass(value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+    )
 
 
 def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
@@ -102,11 +137,14 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     names = [] if _is_of_library(fn) else _names(fn.__code__)
     seen = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
+    # What it wraps is in its closure, too.
+    own = tuple(sorted(item for item in fn.__dict__.items() if item[0] != "__wrapped__"))
     return (
         fn.__code__,
         Same(fn.__globals__),
         _of_value(closure, above),
         _of_value(defaults, above),
+        _of_value(own, above),
         tuple((name, _of_value(value, above)) for name, value in seen.items()),
     )
 
@@ -122,6 +160,8 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), value
     if isinstance(value, float | complex):
         return type(value), repr(value)  # 0.0 and -0.0 are not the same here
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
     if isinstance(value, tuple):
         return type(value), tuple(_of_value(v, above) for v in value)
     if isinstance(value, frozenset):
@@ -145,8 +185,9 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return type(value), value
     if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
         return Same(value)  # jax.numpy.exp and the like
-    if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
-        fields = (getattr(value, field.name) for field in dataclasses.fields(value))
+    if _is_frozen_dataclass(value):
+        names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
+        fields = (getattr(value, name) for name in names)
         return type(value), tuple(_of_value(field, above) for field in fields)
     raise _Incomparable
 

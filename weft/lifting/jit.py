@@ -11,13 +11,31 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, Static, commit, depart, run
-from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.functions import AtFirstCall
 from weft.lifting.recompiles import Trace, differences
 from weft.lifting.roles import Roles
 
 
 class Jitted:
     """A function of carriers under `jax.jit`; made by `jit`."""
+
+    def __init__(self, shared: "AtFirstCall[_Shared]"):
+        self._shared = shared
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shared.value(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """As `jax.jit(...).lower`; nothing is committed."""
+        return self._shared.value.lower(*args, **kwargs)
+
+    def explain_recompile(self) -> str:
+        """What differed when the function was traced the last time, in words."""
+        return self._shared.value.explain_recompile()
+
+
+class _Shared:
+    """What all equal functions have in common."""
 
     def __init__(
         self,
@@ -49,15 +67,14 @@ class Jitted:
         return commit(self._kind, outer, self._jitted(cargo.static, *packed, **packed_kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As `jax.jit(...).lower`; nothing is committed."""
         _, cargo = self._depart(args, kwargs)
         packed, packed_kwargs = cargo.packed
         return self._jitted.lower(cargo.static, *packed, **packed_kwargs)
 
     def explain_recompile(self) -> str:
-        """What differed when the function was traced the last time, in words."""
         if len(self._traces) < 2:
-            return f"traced {len(self._traces)} times, so nothing was compiled again."
+            times = "once" if self._traces else "not yet"
+            return f"traced {times}, so nothing was compiled again."
         return "compiled again, since these differ: " + "; ".join(differences(*self._traces))
 
     def _depart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cargo]:
@@ -105,13 +122,13 @@ def jit(
     donated = tuple(i + 1 for i in _as_tuple(donate_argnums))
     static = frozenset(_as_tuple(static_argnums)), frozenset(_as_tuple(static_argnames))
 
-    def make() -> Jitted:
-        return Jitted(
+    def make() -> _Shared:
+        return _Shared(
             kind, fn, of_carriers, *static, donate_argnums=donated, inline=inline, **shardings
         )
 
     options = (kind, of_carriers, *static, donated, inline, in_shardings, out_shardings)
-    return shared_by_equal_functions((fn, options), make)
+    return Jitted(AtFirstCall((fn, options), make))
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from weft.lifting.crossing import Results, Static, Units
-from weft.lifting.functions import Same, shared_by_equal_functions
+from weft.lifting.functions import AtFirstCall, Same
 
 
 def traced_by_structure(
@@ -29,13 +29,13 @@ def traced_by_structure(
     Returns:
         `call(static, units, *arrays)`.
     """
-    jitted = shared_by_equal_functions((fns, options), lambda: jax.jit(pure, inline=True))
+    jitted = AtFirstCall((fns, options), lambda: jax.jit(pure, inline=True))
 
     def call(static: Any, units: Units, *arrays: Any) -> Results:
         values = [
             jax.tree.map(_hidden, value) if role is None else value for value, role in units.pairs()
         ]
-        return jitted(Static(static), units.rebuild(values), *arrays)
+        return jitted.value(Static(static), units.rebuild(values), *arrays)
 
     return call
 

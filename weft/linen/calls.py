@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from weft.core.filters import Filter
 from weft.errors import CallShareScopeOnUnboundModuleError, ParameterGivenTwiceError
 from weft.linen.module import Module
+from weft.linen.running import name_of
 from weft.linen.variables import BUT_INTERMEDIATES
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def share_scope(module: Module, other: Module) -> None:
     is_below = other.path[: len(module.path)] == module.path
     outer, inner = (module, other) if is_below else (other, module)
     if isinstance(inner.parent, Module) and inner.parent.scope is not None:
-        inner.parent.scope.release(inner.name or "")
+        inner.parent.scope.release(name_of(inner) or "")
     inner._rebind(outer.scope)
 
 

@@ -14,7 +14,7 @@ import jax
 
 from weft.core.filters import in_filter
 from weft.errors import CallCompactUnboundModuleError, CallSetupUnboundModuleError
-from weft.linen.running import RUNNING, intercepted, named_call_is_on
+from weft.linen.running import RUNNING, intercepted, name_of, named_call_is_on
 
 if TYPE_CHECKING:
     from weft.linen.module import Module
@@ -171,7 +171,7 @@ def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _named(module: "Module", method: str) -> Any:
     if module.scope is None or not named_call_is_on():
         return _NOWHERE
-    shown = module.name or type(module).__name__
+    shown = name_of(module) or type(module).__name__
     return jax.named_scope(shown if method == "__call__" else f"{shown}.{method}")
 
 

@@ -35,7 +35,7 @@ from weft.errors import (
 from weft.linen import summary
 from weft.linen.display import module_repr
 from weft.linen.methods import wrap_methods
-from weft.linen.running import RUNNING, alone, current_module
+from weft.linen.running import RUNNING, Name, alone, current_module, name_of
 from weft.linen.state import Setup, State
 from weft.linen.submodules import map_submodules
 from weft.linen.variables import BUT_INTERMEDIATES, ModuleVariables
@@ -134,11 +134,11 @@ class Module(ModuleVariables):
     def _take_in(self, child: "Module") -> None:
         """Takes in a submodule that was made in one of this module's methods."""
         state = self._state
-        if state.in_setup and child.name is None:
+        if state.in_setup and name_of(child) is None:
             return  # the attribute that it is assigned to names it
         if not (state.in_setup or state.names_submodules):
             raise AssignSubModuleError(type(child).__name__, self._shown)
-        self._attach(child, child.name or state.next_name(type(child).__name__))
+        self._attach(child, name_of(child) or state.next_name(type(child).__name__))
 
     def _attach(self, child: "Module", name: str) -> None:
         scope: Any = self._state.place or self.scope
@@ -258,7 +258,7 @@ class Module(ModuleVariables):
         if _deep_clone:
             copied = functools.partial(_deep_copy, reset_names=_reset_names)
             fields = {n: map_submodules(copied, v, _is_module) for n, v in fields.items()}
-        name = None if _reset_names else self.name
+        name = None if _reset_names else name_of(self)
         return type(self)(**{**fields, "parent": parent, "name": name, **updates})
 
     def copy(
@@ -528,9 +528,12 @@ def _is_module(x: Any) -> bool:
 
 def _hash(self: Module) -> int:
     try:
-        return hash((type(self), self.name, *(getattr(self, name) for name in self._field_names)))
+        return hash(
+            (type(self), name_of(self), *(getattr(self, name) for name in self._field_names))
+        )
     except TypeError as error:
         raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
 
 
 Module.__hash__ = _hash
+Module.name = Name()  # pyright: ignore[reportAttributeAccessIssue]

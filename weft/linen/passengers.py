@@ -26,7 +26,7 @@ from weft.errors import (
 )
 from weft.lifting.functions import Same, by_value
 from weft.linen.module import Module
-from weft.linen.running import RUNNING
+from weft.linen.running import PLACED, RUNNING, name_of
 from weft.linen.submodules import map_submodules
 
 
@@ -43,11 +43,12 @@ class Token:
 
 
 class _Passenger(NamedTuple):
-    """A module without its scope."""
+    """A module without its scope; its `path` only where it matters, see `running.PLACED`."""
 
     cls: type[Module]
     fields: dict[str, Any]
     name: str | None
+    path: tuple[str, ...] | None
     in_compact: bool
     place: str | None
     cursor: dict[str, int]
@@ -78,6 +79,7 @@ class Manifest:
                 (
                     p.cls,
                     tuple((name, _key(value)) for name, value in p.fields.items()),
+                    p.path,
                     p.in_compact,
                     p.place,
                     tuple(sorted(p.cursor.items())),
@@ -245,7 +247,8 @@ class Boarding:
             self._passengers[seat.index] = _Passenger(
                 type(module),
                 fields,
-                module.name,
+                name_of(module),
+                module.scope.path if type(module) in PLACED else None,
                 state.in_compact,
                 state.place.name if state.place else None,
                 dict(state.cursor),
@@ -291,9 +294,11 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
             )
             first = jax.tree.leaves(target, is_leaf=_is_module)[0]
             RUNNING.modules.append(first)
+            RUNNING.lifted += 1
             try:
                 result = fn(target, *args, **kwargs, **manifest.options)
             finally:
+                RUNNING.lifted -= 1
                 RUNNING.modules.pop()
             manifest.reach([module._state.cursor for module in modules])
         leaves = jax.tree.leaves(result, is_leaf=_is_module)

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,6 +47,7 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.modules: list[Module | None] = []
         self.interceptors: tuple[Interceptor, ...] = ()
+        self.lifted = 0  # how many transformed functions are being traced
 
     def __reduce__(self) -> str:
         return "RUNNING"  # methods of classes that are pickled by value refer to it
@@ -53,6 +55,35 @@ class _Running(threading.local):
 
 RUNNING = _Running()
 _named_call: contextvars.ContextVar[bool] = contextvars.ContextVar("named_call", default=True)
+
+
+# The classes whose modules have asked, inside of a transformation, where in their tree they are. A
+# trace of such a module holds for that place alone, while all others share theirs.
+PLACED: "weakref.WeakSet[type[Module]]" = weakref.WeakSet()
+
+
+def place_is_read(module: "Module") -> None:
+    """Notes that a module reads its name or path."""
+    if RUNNING.lifted:
+        PLACED.update(type(m) for m in (module, *RUNNING.modules) if m is not None)
+
+
+def name_of(module: "Module") -> str | None:
+    """A module's name, without a note that it was read."""
+    return vars(module).get("name")
+
+
+class Name:
+    """The field `name` of modules."""
+
+    def __get__(self, module: "Module | None", cls: type) -> Any:
+        if module is None:
+            return None
+        place_is_read(module)
+        return name_of(module)
+
+    def __set__(self, module: "Module", name: str | None) -> None:
+        vars(module)["name"] = name
 
 
 def current_module() -> "Module | None":

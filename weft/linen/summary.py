@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rich.console
-import rich.table
-import rich.text
 
 from weft.core import meta
 from weft.core.filters import Filter
@@ -84,7 +81,7 @@ def calls_of(
     def watch(
         next_fun: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
     ) -> Any:
-        path = context.module.path
+        path = context.module._bound("the path was asked for").path
         if context.method_name == "setup" or (path in seen and not show_repeated):
             return next_fun(*args, **kwargs)
         seen.add(path)
@@ -163,16 +160,8 @@ def tabulate(
         every = {**kwargs, **more}
         calls, variables = calls_of(module, rngs, args, every, mutable, show_repeated)
         cols = sorted(variables, key=lambda col: (col != "params", col))
-        table = rich.table.Table(
-            show_header=True,
-            show_lines=True,
-            show_footer=True,
-            title=f"{type(module).__name__} Summary",
-            **table_kwargs,
-        )
         counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
-        for name in ("path", "module", "inputs", "outputs", *counts, *cols):
-            table.add_column(name, **column_kwargs)
+        rows = []
         seen: set[Path] = set()
         for call in calls:
             if depth is not None and len(call.path) > depth:
@@ -184,27 +173,41 @@ def tabulate(
             ]
             seen.add(call.path)
             shown = [_text(call.inputs), _text(call.outputs), *map(str, flops), *of_cols]
-            table.add_row(*map(_plain, ["/".join(call.path), call.title, *shown]))
-        totals = [_size(variables[col]) for col in cols]
-        for column in table.columns:
-            column.footer = ""
-        last = table.columns[3 + len(counts)]
-        last.footer = rich.text.Text("Total", justify="right")
-        for column, total in zip(table.columns[4 + len(counts) :], totals, strict=True):
-            column.footer = total
-        table.caption = f"\nTotal Parameters: {_size(variables)}"
-        return _drawn(table, console_kwargs)
+            rows.append(["/".join(call.path), call.title, *shown])
+        names = ["path", "module", "inputs", "outputs", *counts, *cols]
+        footers = [""] * (3 + len(counts)) + ["Total", *(_size(variables[col]) for col in cols)]
+        options = {
+            "title": f"{type(module).__name__} Summary",
+            "caption": f"\nTotal Parameters: {_size(variables)}",
+            **table_kwargs,
+        }
+        return _drawn(names, rows, footers, options, column_kwargs, console_kwargs)
 
     return tabulated
 
 
-def _plain(text: str) -> rich.text.Text:
-    return rich.text.Text(text)
+def _drawn(
+    names: list[str],
+    rows: list[list[str]],
+    footers: list[str],
+    options: dict[str, Any],
+    column_kwargs: Mapping[str, Any],
+    console_kwargs: Mapping[str, Any] | None,
+) -> str:
+    # Here, since rich takes longer to import than all modules of this package.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _drawn(table: rich.table.Table, console_kwargs: Mapping[str, Any] | None) -> str:
-    options = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}
-    console = rich.console.Console(file=io.StringIO(), **options)
+    defaults = {"show_header": True, "show_lines": True, "show_footer": True}
+    table = Table(**{**defaults, **options})
+    for name, footer in zip(names, footers, strict=True):
+        total = Text(footer, justify="right" if footer == "Total" else "default")
+        table.add_column(name, footer=total, **column_kwargs)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    terminal = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}
+    console = Console(file=io.StringIO(), **terminal)
     console.print(table)
     return "\n" + console.file.getvalue() + "\n"  # pyright: ignore[reportAttributeAccessIssue]
 

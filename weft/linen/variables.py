@@ -10,6 +10,7 @@ from weft.core.filters import DenyList
 from weft.core.scope import Scope
 from weft.core.variable import Variable
 from weft.errors import CompactMethodError, UnboundModuleError
+from weft.linen.running import place_is_read
 
 if TYPE_CHECKING:
     from weft.linen.state import State
@@ -60,7 +61,9 @@ class ModuleVariables:
     @property
     def path(self) -> tuple[str, ...]:
         """The names of the modules from the root to this one."""
-        return self._bound("the path was asked for").path
+        scope = self._bound("the path was asked for")
+        place_is_read(self)  # pyright: ignore[reportArgumentType]
+        return scope.path
 
     def param(
         self,

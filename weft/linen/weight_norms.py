@@ -20,6 +20,7 @@ from weft.functional.weight_norm import spectral_norm, weight_features, weight_n
 from weft.linen.initializers import Initializer
 from weft.linen.methods import compact
 from weft.linen.module import Module
+from weft.linen.running import name_of
 from weft.linen.transforms import map_variables
 from weft.typing import DType
 
@@ -175,7 +176,7 @@ def _call(
     def seen(variables: dict[str, Any]) -> dict[str, Any]:
         def of_path(path: Any, weight: Array) -> Array:
             below = jax.tree_util.keystr(path, simple=True, separator="/")
-            return normalized(f"{layer.name}/{below}", weight)
+            return normalized(f"{name_of(layer)}/{below}", weight)
 
         return {
             col: jax.tree_util.tree_map_with_path(of_path, tree) for col, tree in variables.items()
