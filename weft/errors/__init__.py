@@ -13,6 +13,7 @@ from weft.errors._hierarchy import *
 from weft.errors._layouts import *
 from weft.errors._lifting import *
 from weft.errors._modules import *
+from weft.errors._objects import *
 from weft.errors._scopes import *
 from weft.errors._training import *
 from weft.errors._trees import *

@@ -1,0 +1,119 @@
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import LayerCallError
+
+
+def test_a_list_is_a_list_and_a_module():
+    xs = nnx.List([1, 2])
+    xs.append(3)
+    xs.insert(0, 0)
+    xs.extend([4, 5])
+    xs += [6]
+    xs[0] = 9
+    del xs[1]
+    xs.remove(3)
+    xs.reverse()
+    assert (
+        list(xs) == [6, 5, 4, 2, 9] and xs.pop() == 9 and xs[1:3] == [5, 4] and xs == [6, 5, 4, 2]
+    )
+    xs.sort(key=lambda x: -x, reverse=True)
+    assert xs == [2, 4, 5, 6] and xs.index(5) == 2 and 7 not in xs
+    xs *= 2
+    assert len(xs) == 8 and isinstance(xs, list | nnx.Module)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(xs)
+
+
+def test_a_dict_is_a_dict_and_a_module_with_attributes():
+    d = nnx.Dict({"a": 1}, b=2)
+    d.c = 3
+    d |= {"d": 4}
+    del d.a
+    assert d == {"b": 2, "c": 3, "d": 4} and d.c == 3 and d.pop("b") == 2
+    assert d.setdefault("z", 8) == 8 and d.get("q") is None and isinstance(d, nnx.Module)
+    with pytest.raises(AttributeError, match=r"the Dict has no 'q'; there are: 'c', 'd', 'z'"):
+        d.q  # noqa: B018
+    with pytest.raises(AttributeError, match="the Dict has no 'q', which was to be deleted"):
+        del d.q
+    assert not hasattr(nnx.Dict(), "__wrapped__")
+
+
+def test_plain_lists_dicts_and_tuples_work_as_attributes():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers = [nnx.Param(1), {"a": nnx.Param(2)}]
+            self.pair = (nnx.Param(3), [nnx.Param(4)])
+
+    model = Model()
+    model.layers[1]["b"] = [nnx.Param(5)]
+    assert nnx.to_pure_dict(nnx.state(model)) == {
+        "layers": {0: 1, 1: {"a": 2, "b": {0: 5}}},
+        "pair": {0: 3, 1: {0: 4}},
+    }
+    assert type(model.layers[1]["b"]) is type(model.pair[1]) is nnx.List
+    merged = nnx.merge(*nnx.split(model))
+    assert type(merged.pair) is tuple and type(merged.layers[1]) is nnx.Dict
+
+
+def test_a_list_that_is_shared_stays_shared():
+    xs = nnx.List([nnx.Param(1)])
+    merged = nnx.merge(*nnx.split(nnx.Dict(a=xs, b=(xs,))))
+    assert merged.a is merged.b[0]
+
+
+def test_marks_move_with_the_items():
+    xs = nnx.List([nnx.data(3), 2, nnx.data(1)])
+    assert jax.tree.leaves(xs) == [3, 1]
+    xs.insert(0, 0)
+    assert jax.tree.leaves(xs) == [3, 1]
+    xs.sort()
+    assert list(xs) == [0, 1, 2, 3] and jax.tree.leaves(xs) == [1, 3]
+    assert xs.pop(1) == 1 and jax.tree.leaves(xs) == [3]
+    d = nnx.Dict(a=nnx.data(1), b=2)
+    assert jax.tree.leaves(d) == [1] and nnx.to_pure_dict(nnx.state(d)) == {"a": 1}
+    d["a"] = "x"
+    assert jax.tree.leaves(d) == []
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_keep_cycles_and_marks(copied):
+    xs = nnx.List([nnx.data(1), 2])
+    d = nnx.Dict({"xs": xs, 3: nnx.data(4)})
+    xs.append(d)
+    xs.note = "n"
+    new = copied(xs)
+    assert new[2]["xs"] is new and new is not xs and new.note == "n"
+    assert [v for _, v in nnx.flatten(new)[1]] == [1, 4]
+    assert nnx.graphdef(new) == nnx.graphdef(xs)
+
+
+def test_what_jax_makes_of_them():
+    tree = {"l": nnx.List([jnp.ones(1), nnx.Param(2.0)]), "d": nnx.Dict({"a": jnp.zeros(1)})}
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert paths == ["['d']['a']", "['l'][0]", "['l'][1].value"]
+    doubled = jax.tree.map(lambda x: x * 2, tree)
+    assert type(doubled["l"]) is nnx.List and doubled["l"][1][...] == 4.0
+    assert jax.jit(lambda t: t["l"][1] + 1)(tree) == 3.0
+
+
+def test_attributes_of_lists_go_through():
+    xs = nnx.List([nnx.Param(1.0)])
+    xs.sow(nnx.Intermediate, "h", 2)
+    merged = nnx.merge(*nnx.split(xs))
+    assert merged.h[...] == (2,) and merged[0][...] == 1.0
+
+
+def test_sequential_hands_on_what_layers_give():
+    assert nnx.Sequential()(3) == 3
+    assert nnx.Sequential(lambda x: (x, x + 1), lambda a, b: a + b)(3) == 7
+    assert nnx.Sequential(lambda x: {"a": x, "b": 1}, lambda a, b: a + b)(3) == 4
+    assert nnx.Sequential(lambda x: [x, x], len)(3) == 2
+    assert nnx.Sequential(lambda x, *, k: x + k, lambda x: x * 2)(3, k=1) == 8
+    with pytest.raises(LayerCallError, match="the layer 1 of a Sequential is 3, which cannot be"):
+        nnx.Sequential(abs, 3)(1)

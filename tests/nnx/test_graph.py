@@ -1,0 +1,119 @@
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import GraphStructureError
+from weft.nnx.graph import put_together, take_apart
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+class Node(nnx.Module):
+    def __init__(self, w=0.0, **attributes):
+        self.w = nnx.Param(w)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def test_a_description_is_compared_by_value():
+    def make(**changes):
+        return nnx.graphdef(Node(**{"w": jnp.ones(1), "n": 1, "f": lambda x: x + 1, **changes}))
+
+    assert make() == make() and hash(make()) == hash(make()) and make() == make(w=jnp.zeros(3))
+    assert make() != make(n=2) and make() != make(n=1.0) and make() != make(f=lambda x: x + 2)
+    assert make() != make(more=jnp.ones(1)) and make() != 1
+    assert make(n=nnx.data(1)) == make(n=nnx.data(2)) != make(n=1)
+    shared = nnx.Param(1)
+    assert make(a=shared, b=shared) != make(a=nnx.Param(1), b=nnx.Param(1))
+    assert make(a=nnx.Param(1)) != make(a=nnx.Cache(1)) != make(a=nnx.Cache(1, tag="t"))
+    assert make().num_leaves == 1 and make().paths == (("w",),)
+    assert repr(make()) == "GraphDef(Node, 2 nodes, 1 leaves)"
+    assert [node.type for node in make().nodes] == [Node, nnx.Param]
+    assert [name for name, _ in make().attributes] == ["f", "n", "w"]
+
+
+def test_a_number_in_place_of_data_keeps_the_description():
+    node = Node(buffer=jnp.zeros(()))
+    before = nnx.graphdef(node)
+    node.buffer = jnp.ones(())
+    assert nnx.graphdef(node) == before
+    node.buffer = 1.0
+    merged = nnx.merge(*nnx.split(node))
+    assert merged.buffer == 1.0 and nnx.state(merged)["buffer"] == 1.0
+
+
+def test_sharing_and_cycles_are_kept():
+    leaf = Node(2.0)
+    root = Node(1.0, a=leaf, b=[leaf, leaf.w], pair=Pair(leaf, {"w": leaf.w}))
+    leaf.parent = root
+    graphdef, state = nnx.split(root)
+    new = nnx.merge(graphdef, state, copy=True)
+    assert new.a is new.b[0] is new.pair.a and new.b[1] is new.a.w is new.pair.b["w"]
+    assert new.a.parent is new and new.a.w is not leaf.w and type(new.pair) is Pair
+    assert nnx.to_pure_dict(state) == {"a": {"w": 2.0}, "w": 1.0}
+
+
+def test_walks():
+    node = Node(a=Node(n=3), xs=[1, (nnx.Param(2.0),)])
+    node.a.up = node
+    paths = [path for path, _ in nnx.iter_graph(node)]
+    assert paths == [
+        ("a", "n"), ("a", "w"), ("a",), ("w",), ("xs", 0), ("xs", 1, 0), ("xs", 1), ("xs",), (),
+    ]  # fmt: skip
+    assert [k for k, _ in nnx.iter_children(node)] == ["a", "w", "xs"]
+    assert [k for k, _ in nnx.iter_module_children(node)] == ["a", "xs"]
+    assert [p for p, _ in nnx.iter_modules(node)] == [("a",), ("xs",), ()]
+    assert [p for p, _ in node.iter_modules()] == [("a",), ("xs",), ()]
+
+
+def test_duplicates():
+    leaf = Node()
+    root = {"a": leaf, "b": [leaf], "c": leaf.w}
+    assert nnx.find_duplicates(root) == [[("a",), ("b", 0)], [("a", "w"), ("c",)]]
+    assert nnx.find_duplicates(root, only=nnx.Param) == [[("a", "w"), ("c",)]]
+    assert nnx.find_duplicates(Node(a=Node())) == []
+
+
+def test_recursive_map():
+    leaf = Node(1.0, n=3)
+    root = Node(2.0, a=leaf, b=(leaf,), n=4)
+    leaf.up = root
+    seen = []
+
+    def f(path, x):
+        seen.append(path)
+        if isinstance(x, nnx.Variable):
+            return x.replace(x[...] * 10)
+        return x + 1 if isinstance(x, int) else x
+
+    new = nnx.recursive_map(f, root)
+    assert new.a is new.b[0] and new.a.up is new and new.a is not leaf
+    assert (new.w[...], new.a.w[...], new.n, new.a.n) == (20.0, 10.0, 5, 4)
+    assert (root.w[...], root.n) == (2.0, 4) and len(seen) == len(set(seen))
+
+
+def test_values_have_to_be_as_many_as_described():
+    flat = take_apart(Node())
+    for values in ([], [1, 2]):
+        with pytest.raises(
+            GraphStructureError, match=f"has 1 values, and {len(values)} were given"
+        ):
+            put_together(flat.graphdef, values)
+    node, objects = put_together(flat.graphdef, [5])
+    assert node.w[...] == 5 and objects == [node, objects[1]] and objects[1] is node.w
+
+
+def test_apply_calls_a_method():
+    class Adder(Node):
+        def add(self, x):
+            self.w[...] = self.w + x
+            return self.w[...]
+
+    graphdef, state = nnx.split(Adder(jnp.array(1.0)))
+    out, (after, new) = graphdef.apply(nnx.State({}), state).add(2.0)
+    assert out == 3 and after == graphdef and new.w[...] == 3

@@ -1,0 +1,105 @@
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import StateFilterError, StatePathError
+
+
+def example():
+    return nnx.State({"a": {"b": nnx.Param(1)}, "c": nnx.Cache(2)})
+
+
+def test_a_state_is_a_nested_mapping():
+    state = example()
+    state["d"] = {"e": 3}
+    state.f = 4
+    assert list(state) == ["a", "c", "d", "f"] and len(state) == 4 and "a" in state
+    assert state.a.b is state["a"]["b"] and isinstance(state.d, nnx.State) and state.d.e == 3
+    state["a"]["b"] = 5
+    del state["c"], state.f
+    assert state.raw_mapping == {"a": {"b": 5}, "d": {"e": 3}}
+    assert state == nnx.State({"d": {"e": 3}, "a": {"b": 5}}) and state.get("x", 1) == 1
+    with pytest.raises(StatePathError, match="the state has no 'q'; there are: 'a', 'd'"):
+        state["q"]
+    with pytest.raises(AttributeError, match="the state has no 'q'"):
+        state.q  # noqa: B018
+    assert state.map(lambda path, x: path).a.b == ("a", "b")
+
+
+def test_it_does_not_change_the_dict_it_was_made_of():
+    given = {"a": {"b": 1}}
+    state = nnx.State(given)
+    state.a.b = 2
+    assert given == {"a": {"b": 1}} and nnx.State(state) == state
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies(copied):
+    assert nnx.to_pure_dict(copied(example())) == {"a": {"b": 1}, "c": 2}
+
+
+def test_to_jax_it_is_a_tree_by_path():
+    state = nnx.State({"b": jnp.ones(1), "a": nnx.Param(1.0), 1: {"c": 2}})
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    assert [jax.tree_util.keystr(p) for p, _ in leaves] == ["[1]['c']", "['a'].value", "['b']"]
+    assert jax.tree.map(lambda x: x + 1, state)[1]["c"] == 3
+    flat = nnx.to_flat_state(state)
+    assert jax.tree.map(lambda x: x, flat).paths == flat.paths == ((1, "c"), ("a",), ("b",))
+
+
+def test_flat_and_back():
+    state = example()
+    flat = state.flat_state()
+    assert flat.paths == (("a", "b"), ("c",)) and flat.leaves == [state.a.b, state.c]
+    assert flat.to_nested_state().a.b is state.a.b
+    assert nnx.State.from_flat_path({("a", "b"): 1}) == nnx.State({"a": {"b": 1}})
+    assert nnx.FlatState.from_sorted_keys_values([("a",)], [1]) == [(("a",), 1)]
+    merged = nnx.FlatState.merge(flat, nnx.FlatState([(("c",), 5)]))
+    assert dict(merged)[("c",)] == 5
+    assert [list(g) for g in flat.split(nnx.Cache, ...)] == [[flat[1]], [flat[0]]]
+    assert list(flat.filter(nnx.Cache)) == [flat[1]]
+    assert repr(nnx.FlatState([])) == "FlatState([])"
+    assert repr(nnx.FlatState([(("a",), 1)])) == "FlatState([\n  (('a',), 1),\n])"
+    with pytest.raises(StatePathError, match="'a/b' leads through 'a', where a value is"):
+        nnx.merge_state(nnx.State({"a": 1}), nnx.State({"a": {"b": 2}}))
+
+
+def test_parts_and_the_whole():
+    state = example()
+    params, rest = state.split(nnx.Param, ...)
+    assert list(params) == ["a"] and list(rest) == ["c"]
+    assert nnx.State.merge(params, rest).a.b is state.a.b
+    assert (params | rest).c is state.c and list((params | rest) - rest) == ["a"]
+    assert nnx.filter_state(state, nnx.Cache, nnx.Param)[1].a.b is state.a.b
+    assert state.filter(nnx.Cache).c is state.c
+    with pytest.raises(StateFilterError, match=r"no filter matches 'c', a Cache; .* add `...`"):
+        nnx.split_state(state, nnx.Param)
+    for operation in (lambda: state | 1, lambda: state - 1):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            operation()
+
+
+def test_pure_dicts():
+    state = example()
+    assert state.to_pure_dict() == {"a": {"b": 1}, "c": 2}
+    assert nnx.to_pure_dict(state, lambda x: type(x).__name__) == {
+        "a": {"b": "Param"},
+        "c": "Cache",
+    }
+    state.replace_by_pure_dict({"a": {"b": 7}})
+    assert state.a.b[...] == 7 and isinstance(state.a.b, nnx.Param)
+    nnx.replace_by_pure_dict(state, {"c": 3}, lambda old, new: old[...] + new)
+    assert state.c == 5
+    with pytest.raises(StatePathError, match="the state has nothing at 'x/y', which the dict has"):
+        state.replace_by_pure_dict({"x": {"y": 1}})
+
+
+def test_integers_that_a_file_has_made_strings():
+    assert nnx.restore_int_paths({"0": {"1": 2}, "a": 3}) == {0: {1: 2}, "a": 3}
+    state = nnx.state(nnx.List([nnx.Param(1), nnx.Param(2)]))
+    nnx.replace_by_pure_dict(state, {"0": 5})
+    assert nnx.to_pure_dict(state) == {0: 5, 1: 2}

@@ -1,0 +1,175 @@
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import TraceContextError
+from weft.nnx.graph import take_apart
+from weft.nnx.structure import EPOCH, Fixed, Watch
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2), tag="a")
+        self.layers = [nnx.Param(1.0), nnx.data(2)]
+        self.heads = {"a": nnx.Param(1.0)}
+        self.nested = ({"deep": [1]},)
+        self.scale = 1.0
+        self.count = nnx.data(0)
+        self.buffer = jnp.zeros(2)
+
+
+def watched() -> Model:
+    """A model as a call leaves it that remembers how it looks."""
+    model = Model()
+    for x in take_apart(model).objects:
+        if isinstance(x, nnx.Variable):
+            object.__setattr__(x, "_watched", True)
+        else:
+            x._watch.watched = True
+    return model
+
+
+CHANGES = {
+    "a new attribute": lambda m: setattr(m, "new", 1),
+    "another static value": lambda m: setattr(m, "scale", 2.0),
+    "another array": lambda m: setattr(m, "buffer", jnp.ones(2)),
+    "another variable": lambda m: setattr(m, "w", nnx.Param(jnp.ones(2))),
+    "an attribute deleted": lambda m: delattr(m, "scale"),
+    "a mark": lambda m: setattr(m, "scale", nnx.data(1.0)),
+    "metadata": lambda m: m.w.set_metadata(tag="b"),
+    "metadata deleted": lambda m: m.w.del_metadata("tag"),
+    "metadata of another variable": lambda m: m.w.copy_from(nnx.Param(jnp.ones(2))),
+    "metadata of a state": lambda m: nnx.update(m, {"w": nnx.Param(jnp.ones(2), tag="c")}),
+    "append": lambda m: m.layers.append(1),
+    "extend": lambda m: m.layers.extend([1]),
+    "insert": lambda m: m.layers.insert(0, 1),
+    "pop": lambda m: m.layers.pop(),
+    "remove": lambda m: m.layers.remove(2),
+    "clear": lambda m: m.layers.clear(),
+    "reverse": lambda m: m.layers.reverse(),
+    "sort": lambda m: m.layers.sort(key=str),
+    "an item": lambda m: m.layers.__setitem__(0, 1),
+    "a slice": lambda m: m.layers.__setitem__(slice(0, 1), []),
+    "an item deleted": lambda m: m.layers.__delitem__(0),
+    "+=": lambda m: m.layers.__iadd__([1]),
+    "*=": lambda m: m.layers.__imul__(2),
+    "a key": lambda m: m.heads.__setitem__("b", 1),
+    "a key as attribute": lambda m: setattr(m.heads, "b", 1),
+    "a key deleted": lambda m: m.heads.__delitem__("a"),
+    "a key deleted as attribute": lambda m: delattr(m.heads, "a"),
+    "update": lambda m: m.heads.update(b=1),
+    "|=": lambda m: m.heads.__ior__({"b": 1}),
+    "setdefault": lambda m: m.heads.setdefault("b", 1),
+    "dict.pop": lambda m: m.heads.pop("a"),
+    "popitem": lambda m: m.heads.popitem(),
+    "dict.clear": lambda m: m.heads.clear(),
+    "deep inside": lambda m: m.nested[0]["deep"].append(2),
+    "sow": lambda m: m.sow(nnx.Intermediate, "h", 1),
+    "a mode": lambda m: m.set_attributes(scale=3.0),
+    "variables taken out": lambda m: nnx.pop(m, "a"),
+    "an array from a state": lambda m: nnx.update(m, {"buffer": jnp.ones(2)}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_of_a_watched_structure_makes_a_new_epoch(change):
+    model = watched()
+    before, graphdef = EPOCH.now, nnx.graphdef(model)
+    assert nnx.graphdef(model) == graphdef and EPOCH.now is before
+    change(model)
+    assert EPOCH.now is not before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.w.set_value(jnp.zeros(2)),
+        lambda m: m.w.__setitem__(0, 5.0),
+        lambda m: nnx.update(m, {"w": jnp.zeros(2)}),
+        lambda m: nnx.update(m, nnx.state(m, nnx.Param)),
+        lambda m: nnx.state(m),
+        lambda m: nnx.clone(m),
+        lambda m: setattr(Model(), "scale", 3.0),
+        lambda m: (m.layers[0], m.heads["a"], m.heads.get("b"), list(m.layers), len(m.heads)),
+    ],
+    ids=range(8),
+)
+def test_values_and_other_objects_leave_the_epoch_as_it_is(change):
+    model = watched()
+    before = EPOCH.now
+    change(model)
+    assert EPOCH.now is before
+
+
+def test_a_change_in_another_thread_is_seen():
+    model, before = watched(), EPOCH.now
+    thread = threading.Thread(target=lambda: setattr(model, "scale", 2.0))
+    thread.start()
+    thread.join()
+    assert EPOCH.now is not before
+
+
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), lambda m: m.w.set_value(0)], ids=[*CHANGES, "value"]
+)
+def test_inside_of_a_jax_trace_objects_of_outside_stay_as_they_are(change):
+    model = watched()
+    before, epoch = repr(model), EPOCH.now
+
+    @jax.jit
+    def f(x):
+        change(model)
+        return x
+
+    with pytest.raises(TraceContextError, match="was made outside of it, so a tracer would leak"):
+        f(1.0)
+    assert repr(model) == before and EPOCH.now is epoch
+
+
+def test_what_is_made_inside_of_a_trace_can_be_changed_there():
+    @jax.jit
+    def f(x):
+        model = Model()
+        model.w[...] = x
+        model.layers.append(x)
+        model.new = x
+        return model
+
+    model = f(jnp.arange(2.0))
+    assert model.w[...].tolist() == model.new.tolist() == model.layers[2].tolist() == [0, 1]
+
+
+def test_containers_that_do_not_tell_of_changes_make_a_graph_unsure():
+    def is_sure(value):
+        return take_apart(nnx.Dict(x=value)).is_sure
+
+    assert is_sure(1) and is_sure([1]) and is_sure((1, {"a": [2]})) and is_sure(jnp.ones(1))
+    assert is_sure(nnx.static((1, "a"))) and is_sure(frozenset([1]))
+    assert not is_sure(nnx.static([1])) and not is_sure({1, 2}) and not is_sure(object())
+    assert not is_sure(nnx.Param(1, names=["a"]))
+    assert not is_sure(nnx.State({"a": jnp.ones(1)}))
+
+
+def test_what_is_fixed_is_compared_by_value():
+    assert Fixed([1, {"a": (2.0,)}]) == Fixed([1, {"a": (2.0,)}])
+    assert hash(Fixed([1])) == hash(Fixed([1]))
+    assert Fixed(1) != Fixed(1.0) and Fixed(1) != 1
+    array = np.ones(1)
+    assert Fixed(array) == Fixed(array) and Fixed(array) != Fixed(np.ones(1))
+    assert repr(Fixed([1])) == "[1]"
+
+
+def test_a_watch_knows_its_trace():
+    watch = Watch()
+    watch.change(object())
+
+    def f(x):
+        with pytest.raises(TraceContextError, match="a Model is changed"):
+            watch.change(Model())
+        return x
+
+    jax.eval_shape(f, 1.0)

@@ -1,0 +1,218 @@
+import copy
+import operator
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import (
+    TraceContextError,
+    VariableArgumentError,
+    VariableAttributeError,
+    VariableMetadataError,
+    VariableOperationError,
+    VariableTypeError,
+)
+
+BINARY = [
+    operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod,
+    operator.pow, operator.matmul, operator.eq, operator.ne, operator.lt, operator.le, operator.gt,
+    operator.ge, divmod,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", BINARY, ids=lambda op: op.__name__)
+def test_it_computes_like_its_value(op):
+    a, b = jnp.array([3.0, 4.0]), jnp.array([2.0, 4.0])
+    expected = jax.tree.leaves(op(a, b))
+    for x, y in [(nnx.Param(a), b), (a, nnx.Param(b)), (nnx.Param(a), nnx.Cache(b))]:
+        for got, want in zip(jax.tree.leaves(op(x, y)), expected, strict=True):
+            assert got.tolist() == want.tolist()
+
+
+def test_integers_and_single_values():
+    n = nnx.Variable(jnp.array(6))
+    assert [int(x) for x in (n & 3, 3 | n, n ^ 2, 1 << n, n >> 1, ~n, -n, +n, abs(n))] == [
+        2, 7, 4, 64, 3, -7, -6, 6, 6,
+    ]  # fmt: skip
+    assert int(n) == 6 and float(n) == 6.0 and complex(n) == 6 and bool(n) and range(9)[n] == 6
+    assert round(nnx.Variable(1.26), 1) == 1.3
+    assert nnx.Variable(lambda x: x + 1)(2) == 3
+
+
+def test_it_has_the_attributes_and_items_of_its_value():
+    w = nnx.Param(jnp.arange(6.0).reshape(2, 3))
+    assert w.shape == (2, 3) and w.ndim == 2 and w.T.shape == (3, 2) and w.dtype == jnp.float32
+    assert len(w) == 2 and [r.tolist() for r in w][1] == [3, 4, 5] and w[0, 1] == 1
+    assert jnp.sum(w) == 15 and np.asarray(w).shape == (2, 3) and w.astype(int).dtype == jnp.int32
+    assert nnx.Variable(1).sharding_names is None
+
+
+def test_writing_to_items_makes_a_new_array():
+    w = nnx.Param(jnp.zeros((2, 2)))
+    before = w[...]
+    w[0] = 5
+    w[1, 1] += 1
+    assert w[...].tolist() == [[5, 5], [0, 1]] and before.tolist() == [[0, 0], [0, 0]]
+    w[...] = 3
+    assert w[...].tolist() == [[3, 3], [3, 3]] and w.dtype == jnp.float32
+    w[...] = nnx.Param(jnp.ones((2, 2)))
+    w.set_value(7, index=(0, 0))
+    assert w.get_value(index=0).tolist() == [7, 1]
+    with pytest.raises(ValueError, match="ncompatible"):
+        w[...] = jnp.ones(3)
+    w.set_value(jnp.ones(3))
+    assert w.shape == (3,) and w.value.shape == (3,)
+    w.value = 1
+    assert w.raw_value == 1
+
+
+def test_values_that_are_no_jax_arrays():
+    d = nnx.Variable({"a": 1})
+    held = d[...]
+    d["b"] = 2
+    del d["a"]
+    assert d[...] == {"b": 2} and held == {"a": 1} and "b" in d
+    xs = nnx.Variable([1, 2])
+    xs[0] = 5
+    assert xs[...] == [5, 2]
+    n = nnx.Variable(np.ones(2))
+    n[...] = 4
+    assert isinstance(n[...], np.ndarray) and n[...].tolist() == [4, 4]
+    k = nnx.Variable(1)
+    k[...] = "x"
+    assert k[...] == "x"
+
+
+def test_hooks_see_every_way_in_and_out():
+    seen = []
+
+    def hook(name, change):
+        return lambda variable, x: seen.append((name, x)) or change(x)
+
+    w = nnx.Param(
+        10,
+        on_create_value=hook("create", lambda x: x - 1),
+        on_get_value=(hook("get", lambda x: x + 1), hook("then", lambda x: x * 2)),
+        on_set_value=hook("set", lambda x: x * 2),
+    )
+    assert w.get_raw_value() == 9 and w[...] == 20
+    w.set_value(3)
+    assert w.raw_value == 6 and seen == [("create", 10), ("get", 9), ("then", 10), ("set", 3)]
+    w.set_raw_value(1)
+    assert w.raw_value == 1 and len(seen) == 4
+
+
+def test_hooks_of_a_class_and_own_values():
+    class Positive(nnx.Param):
+        def on_set_value(self, value):
+            return abs(value)
+
+        def create_value(self, value):
+            return value + 1
+
+    w = Positive(1)
+    w.set_value(-3)
+    assert w[...] == 3 and Positive(5)[...] == 6
+
+    seen = []
+    v = nnx.Param(
+        1,
+        on_add_axis=lambda v, i, name: seen.append(("add", i, name)),
+        on_remove_axis=lambda v, i, name: seen.append(("remove", i, name)),
+    )
+    v.add_axis(0, "x")
+    v.remove_axis(1, None)
+    assert seen == [("add", 0, "x"), ("remove", 1, None)]
+
+
+def test_metadata():
+    w = nnx.Param(1, a=2, tag="t")
+    assert w.a == 2 and w.get_metadata("a") == 2 and w.get_metadata("b", 7) == 7
+    w.set_metadata(b=3)
+    w.set_metadata("c", 4)
+    w.del_metadata("a")
+    assert w.get_metadata() == {"tag": "t", "b": 3, "c": 4} and not w.has_metadata("a")
+    w.set_metadata({"z": 1})
+    assert w.get_metadata() == {"z": 1}
+    with pytest.raises(VariableMetadataError, match=r"^Param has no metadata 'q'; there are: z.$"):
+        w.get_metadata("q")
+    with pytest.raises(VariableMetadataError, match="Param has no metadata 'q'"):
+        w.del_metadata("q")
+    with pytest.raises(
+        VariableArgumentError, match=r"set_metadata was given \('x',\) and {}; give"
+    ):
+        w.set_metadata("x")
+    with pytest.raises(AttributeError, match="has no metadata 'q', and its value has no such"):
+        w.q  # noqa: B018
+    with pytest.raises(VariableAttributeError, match=r"by variable.set_metadata\(q=...\)"):
+        w.q = 1
+
+
+def test_copies():
+    w = nnx.Param(1, a=2)
+    assert w.copy(5, a=3).a == 3 and w.replace(4)[...] == 4 and w.to_state().a == 2
+    assert type(w.copy()) is w.type is w.var_type is nnx.Param
+    w.copy_from(nnx.Param(6, b=1))
+    assert w[...] == 6 and w.get_metadata() == {"b": 1}
+    w.update_from_state(nnx.Param(7, c=1))
+    assert w[...] == 7 and w.get_metadata() == {"c": 1}
+    with pytest.raises(VariableTypeError, match="Param cannot take over a Cache; give one of its"):
+        w.copy_from(nnx.Cache(1))
+    for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), copy.copy(w)):
+        assert type(copied) is nnx.Param and copied[...] == 7 and copied.c == 1 and copied is not w
+    assert nnx.Param.from_metadata(3, {"a": 1}).a == 1
+
+
+@pytest.mark.parametrize("op", [operator.iadd, operator.imul, operator.ior, operator.imatmul])
+def test_it_is_not_replaced_by_its_value(op):
+    with pytest.raises(VariableOperationError, match=r"write variable\[...\] .= x to change"):
+        op(nnx.Param(jnp.ones(1)), 1)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(nnx.Param(1))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w, x: w.set_value(x),
+        lambda w, x: w.set_raw_value(x),
+        lambda w, x: w.__setitem__(..., x),
+        lambda w, x: w.__setitem__(0, x[0]),
+        lambda w, x: w.copy_from(nnx.Param(x)),
+        lambda w, x: w.update_from_state(nnx.Param(x)),
+        lambda w, x: w.set_metadata(a=x),
+    ],
+    ids=range(7),
+)
+@pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.checkpoint])
+def test_a_variable_of_outside_is_not_written_to_in_a_trace(transform, write):
+    w = nnx.Param(jnp.ones(2), on_set_value=lambda v, x: pytest.fail("the hook was called"))
+
+    def f(x):
+        write(w, x)
+        return jnp.sum(x)
+
+    with pytest.raises(TraceContextError, match=r"a Param of shape \(2,\) is changed inside of a"):
+        transform(f)(jnp.zeros(2))
+    assert w.get_raw_value().tolist() == [1, 1] and list(w.get_metadata()) == ["on_set_value"]
+
+
+def test_to_jax_it_is_a_tree_of_its_value():
+    w = nnx.Param({"a": jnp.ones(1)}, tag="t")
+    doubled = jax.tree.map(lambda x: 2 * x, w)
+    assert doubled.tag == "t" and doubled["a"] == 2 and type(doubled) is nnx.Param
+    assert jax.tree.structure(w) == jax.tree.structure(doubled)
+    assert jax.tree.structure(w) != jax.tree.structure(nnx.Param({"a": 1}))
+    [(path, _)] = jax.tree_util.tree_leaves_with_path(w)
+    assert jax.tree_util.keystr(path) == ".value['a']"
+
+    @jax.jit
+    def step(w):
+        w["a"] = w["a"] + 1
+        return w
+
+    assert step(w)["a"] == 2 and w["a"] == 1

@@ -1,0 +1,75 @@
+"""The errors about objects that transformations take: variables, modules, their state."""
+
+from weft.errors._base import WeftError
+
+
+class ObjectError(WeftError):
+    """Base of the errors about objects that transformations take."""
+
+
+class TraceContextError(ObjectError, RuntimeError):
+    """An object was changed inside of a transformation that it did not go through."""
+
+    def __init__(self, message: str):
+        super().__init__(
+            f"a {message} is changed inside of a JAX transformation, but was made outside of it, "
+            "so a tracer would leak; give it to the transformed function as an argument, and "
+            "return what has changed."
+        )
+
+
+class VariableOperationError(ObjectError, NotImplementedError):
+    """An operation that a variable does not have."""
+
+
+class VariableAttributeError(ObjectError, AttributeError):
+    """A variable's value has no such attribute, or an attribute of a variable was to be set."""
+
+
+class VariableMetadataError(ObjectError, KeyError):
+    """A variable has no such metadata."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class VariableArgumentError(ObjectError, TypeError):
+    """A method of a variable was given what it cannot take."""
+
+
+class VariableTypeError(ObjectError, ValueError):
+    """The class of a variable is not what it has to be, or is not known by a name."""
+
+
+class AttributeMarkError(ObjectError, ValueError):
+    """An attribute's value does not fit to what was said of it, that it is data or static."""
+
+
+class StateFilterError(ObjectError, ValueError):
+    """Filters do not say of each part of a state to which group it belongs."""
+
+
+class StatePathError(ObjectError, KeyError, ValueError):
+    """A state has nothing at a path."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class GraphStructureError(ObjectError, ValueError):
+    """A graph of objects and a state or a description do not fit."""
+
+
+class ModuleAttributeNotFoundError(ObjectError, ValueError):
+    """An attribute was to be set that no module has."""
+
+
+class LayerCallError(ObjectError, TypeError):
+    """What stands among the layers of a Sequential cannot be called."""
+
+
+class RngStreamNotFoundError(ObjectError, AttributeError, KeyError):
+    """There is no PRNG stream of a name, and no default."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""

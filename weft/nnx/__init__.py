@@ -1,0 +1,183 @@
+"""NNX: objects whose variables are held by reference, and that JAX knows as pytrees."""
+
+from weft.nnx.containers import Dict, List, Sequential
+from weft.nnx.display import display
+from weft.nnx.filters import (
+    All,
+    Any,
+    Everything,
+    Not,
+    Nothing,
+    OfType,
+    PathContains,
+    PathIn,
+    WithTag,
+)
+from weft.nnx.graph import (
+    GraphDef,
+    find_duplicates,
+    iter_children,
+    iter_graph,
+    iter_module_children,
+    recursive_map,
+)
+from weft.nnx.initial_metadata import VariableMetadata, with_metadata
+from weft.nnx.kinds import (
+    BatchStat,
+    Cache,
+    Intermediate,
+    Param,
+    Perturbation,
+    register_variable_name,
+    variable_name_from_type,
+    variable_type_from_name,
+)
+from weft.nnx.module import Module, iter_modules, view, view_info, with_attributes
+from weft.nnx.pytree import (
+    Data,
+    Pytree,
+    Static,
+    data,
+    dataclass,
+    has_data,
+    is_data,
+    register_data_type,
+    static,
+)
+from weft.nnx.rngs import (
+    RngCount,
+    RngKey,
+    Rngs,
+    RngState,
+    RngStream,
+    fork_rngs,
+    reseed,
+    restore_rngs,
+    split_rngs,
+    with_rngs,
+)
+from weft.nnx.splitting import (
+    as_abstract,
+    as_pure,
+    call,
+    clone,
+    flatten,
+    graphdef,
+    map,
+    merge,
+    pure,
+    set_metadata,
+    split,
+    state,
+    unflatten,
+    variables,
+)
+from weft.nnx.state import (
+    FlatState,
+    State,
+    filter_state,
+    from_flat_state,
+    map_state,
+    merge_state,
+    replace_by_pure_dict,
+    restore_int_paths,
+    split_state,
+    to_flat_state,
+    to_pure_dict,
+)
+from weft.nnx.updating import pop, update
+from weft.nnx.variables import Variable
+
+__all__ = [
+    # objects
+    "Module",
+    "Pytree",
+    "List",
+    "Dict",
+    "Sequential",
+    # their attributes
+    "data",
+    "static",
+    "Data",
+    "Static",
+    "dataclass",
+    "is_data",
+    "has_data",
+    "register_data_type",
+    # variables
+    "Variable",
+    "Param",
+    "BatchStat",
+    "Cache",
+    "Intermediate",
+    "Perturbation",
+    "VariableMetadata",
+    "with_metadata",
+    "set_metadata",
+    "register_variable_name",
+    "variable_name_from_type",
+    "variable_type_from_name",
+    # PRNG streams
+    "Rngs",
+    "RngStream",
+    "RngState",
+    "RngKey",
+    "RngCount",
+    "split_rngs",
+    "fork_rngs",
+    "with_rngs",
+    "reseed",
+    "restore_rngs",
+    # objects as descriptions and states
+    "GraphDef",
+    "split",
+    "merge",
+    "update",
+    "state",
+    "variables",
+    "graphdef",
+    "clone",
+    "pop",
+    "call",
+    "flatten",
+    "unflatten",
+    "pure",
+    "as_pure",
+    "as_abstract",
+    # walks
+    "map",
+    "recursive_map",
+    "iter_graph",
+    "iter_modules",
+    "iter_children",
+    "iter_module_children",
+    "find_duplicates",
+    # copies in another mode
+    "with_attributes",
+    "view",
+    "view_info",
+    # states
+    "State",
+    "FlatState",
+    "split_state",
+    "filter_state",
+    "merge_state",
+    "map_state",
+    "to_flat_state",
+    "from_flat_state",
+    "to_pure_dict",
+    "replace_by_pure_dict",
+    "restore_int_paths",
+    # filters
+    "All",
+    "Any",
+    "Not",
+    "Everything",
+    "Nothing",
+    "OfType",
+    "WithTag",
+    "PathIn",
+    "PathContains",
+    # text
+    "display",
+]

@@ -1,0 +1,236 @@
+"""Lists and dicts of objects, and layers one after the other.
+
+`List` and `Dict` are a list and a dict that notice when they are changed, and modules: references
+to them are kept, and modes reach what is in them. A list or dict that becomes an attribute is made
+into one.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+import jax
+
+from weft.errors import LayerCallError
+from weft.nnx.module import Module
+from weft.nnx.pytree import Marked, Pytree, register_container, tracked
+
+
+def _changing(name: str, of: type) -> Callable[..., Any]:
+    """A method of a list or dict that first notes the change, and then tracks what came in."""
+    method = getattr(of, name)
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._watch.change(self)
+        self._unpack_marks()
+        try:
+            result = method(self, *args, **kwargs)
+        finally:
+            self._pack_marks()
+        if isinstance(result, Marked):
+            return result.value
+        return self if name in ("__iadd__", "__imul__", "__ior__") else result
+
+    changed.__name__ = name
+    return changed
+
+
+class List(Module, list[Any]):
+    """A list that is an object of its own, with references kept; a list in an attribute is one.
+
+    Args:
+        it: the items.
+
+    Example:
+        >>> from weft import nnx
+        >>> layers = nnx.List([nnx.Param(1.0)])
+        >>> layers.append(nnx.Param(2.0))
+        >>> jax.tree.leaves(layers)
+        [1.0, 2.0]
+    """
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __repr__ = Pytree.__repr__
+
+    def __init__(self, it: Any = ()):
+        self.extend(it)
+
+    def _items(self) -> list[tuple[Hashable, Any]]:
+        return [*enumerate(self), *super()._items()]
+
+    def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
+        for name, value in items:
+            if isinstance(name, str):
+                vars(self)[name] = value
+            else:
+                list.append(self, value)
+
+    @staticmethod
+    def _key(name: Any) -> Any:
+        if isinstance(name, str):
+            return Pytree._key(name)
+        return jax.tree_util.SequenceKey(name)
+
+    def _unpack_marks(self) -> None:
+        """Puts what was said of items beside them, so that it moves with them."""
+        marks = self._watch.marks
+        for i in [name for name in marks if not isinstance(name, str)]:
+            list.__setitem__(self, i, Marked(self[i], marks.pop(i)))
+
+    def _pack_marks(self) -> None:
+        for i, item in enumerate(self):
+            new = item
+            if isinstance(item, Marked):
+                new, self._watch.marks[i] = item.value, item.is_data  # pyright: ignore[reportArgumentType]
+            if (new := tracked(new)) is not item:
+                list.__setitem__(self, i, new)
+
+    def remove(self, value: Any, /) -> None:
+        """Removes the first item that is equal to a value."""
+        del self[self.index(value)]
+
+    def sort(self, *, key: Any = None, reverse: bool = False) -> None:
+        """Sorts the items."""
+        items = list(_with_marks(self, enumerate(self)))
+        values = [item if key is None else key(item) for item in self]
+        order = sorted(range(len(self)), key=values.__getitem__, reverse=reverse)
+        self[:] = [items[i] for i in order]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, args, state, *_ = super().__reduce_ex__(protocol)
+        return make, args, state, iter(_with_marks(self, enumerate(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return list.__eq__(self, other)
+
+
+class Dict(Module, dict[Any, Any]):
+    """A dict that is an object of its own, with references kept; a dict in an attribute is one.
+
+    What is in it can also be read and set as an attribute.
+
+    Args:
+        *args: as for `dict`.
+        **kwargs: as for `dict`.
+
+    Example:
+        >>> from weft import nnx
+        >>> heads = nnx.Dict(policy=nnx.Param(1.0))
+        >>> heads["value"] = nnx.Param(2.0)
+        >>> heads.value[...]
+        2.0
+    """
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    __repr__ = Pytree.__repr__
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.update(*args, **kwargs)
+
+    def _items(self) -> list[tuple[Hashable, Any]]:
+        return sorted(self.items(), key=lambda item: (str(type(item[0])), item[0]))
+
+    def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
+        dict.update(self, items)
+
+    @staticmethod
+    def _key(name: Any) -> Any:
+        return jax.tree_util.DictKey(name)
+
+    def _unpack_marks(self) -> None:
+        marks = self._watch.marks
+        for key in list(marks):
+            dict.__setitem__(self, key, Marked(self[key], marks.pop(key)))
+
+    def _pack_marks(self) -> None:
+        for key, item in self.items():
+            new = item
+            if isinstance(item, Marked):
+                new, self._watch.marks[key] = item.value, item.is_data
+            if (new := tracked(new)) is not item:
+                dict.__setitem__(self, key, new)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, args, *_ = super().__reduce_ex__(protocol)
+        items = zip(self, _with_marks(self, self.items()), strict=True)
+        return make, args, None, None, iter(items)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        there = ", ".join(map(repr, self)) or "nothing"
+        raise AttributeError(f"the Dict has no {name!r}; there are: {there}.")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        if name not in self:
+            raise AttributeError(f"the Dict has no {name!r}, which was to be deleted.")
+        del self[name]
+
+    def __eq__(self, other: object) -> bool:
+        return dict.__eq__(self, other)
+
+
+def _with_marks(x: Pytree, items: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+    marks = x._watch.marks
+    return (Marked(value, marks[key]) if key in marks else value for key, value in items)
+
+
+for _name in (
+    "append", "extend", "insert", "pop", "clear", "reverse",
+    "__setitem__", "__delitem__", "__iadd__", "__imul__",
+):  # fmt: skip
+    setattr(List, _name, _changing(_name, list))
+for _name in (
+    "clear", "pop", "popitem", "setdefault", "update", "__setitem__", "__delitem__", "__ior__",
+):  # fmt: skip
+    setattr(Dict, _name, _changing(_name, dict))
+register_container(list, List)
+register_container(dict, Dict)
+
+
+class Sequential(Module):
+    """Layers one after the other.
+
+    Args:
+        *fns: functions and modules. What one gives is what the next is given: a tuple as its
+            arguments, a dict as its keyword arguments, all else as its argument.
+
+    Raises:
+        LayerCallError: at the call, if one of them is not callable.
+
+    Example:
+        >>> Sequential(lambda x: (x, x + 1), lambda a, b: a * b)(2)
+        6
+    """
+
+    def __init__(self, *fns: Callable[..., Any]):
+        self.layers = fns
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layers.
+
+        Args:
+            *args: for the first layer.
+            **kwargs: likewise.
+        """
+        result: Any = args[0] if len(args) == 1 and not kwargs else args
+        for i, layer in enumerate(self.layers):
+            if not callable(layer):
+                raise LayerCallError(
+                    f"the layer {i} of a Sequential is {layer!r}, which cannot be called; give "
+                    "functions and modules."
+                )
+            if i:
+                args, kwargs = _arguments(result)
+            result = layer(*args, **kwargs)
+        return result
+
+
+def _arguments(result: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(result, tuple):
+        return result, {}
+    if isinstance(result, dict):
+        return (), result
+    return (result,), {}

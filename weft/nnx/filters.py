@@ -1,0 +1,207 @@
+"""Which parts of a state: filters of variables and other leaves, by type, tag, path or function.
+
+A filter is a type (variables of that type, or leaves that are instances), a string (a tag), a path,
+a function of path and value, `...` or True (everything), None or False (nothing), or a list of
+filters, of which one must match. `Not`, `All` and `Any` combine them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import EllipsisType
+from typing import Any as AnyValue
+
+from weft.errors import StateFilterError
+
+Path = tuple[Hashable, ...]
+Predicate = Callable[[Path, AnyValue], bool]
+FilterLiteral = type | str | Path | Predicate | bool | EllipsisType | None
+Filter = FilterLiteral | Sequence[FilterLiteral]
+
+
+@dataclasses.dataclass(frozen=True)
+class OfType:
+    """Variables of a type, and other leaves that are instances of it."""
+
+    type: type
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return isinstance(x, self.type) or (
+            isinstance(getattr(x, "type", None), type) and issubclass(x.type, self.type)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class WithTag:
+    """Variables with a tag: `nnx.Param(value, tag="head")`."""
+
+    tag: str
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        tag = x.get_metadata("tag", None) if hasattr(x, "get_metadata") else None
+        return tag == self.tag
+
+
+@dataclasses.dataclass(frozen=True)
+class PathIn:
+    """What is at one of some paths."""
+
+    paths: frozenset[Path]
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return path in self.paths
+
+
+@dataclasses.dataclass(frozen=True)
+class PathContains:
+    """What has a name in its path.
+
+    Attributes:
+        key: the name.
+        exact: whether a part of the path equals it; otherwise it may be contained in one.
+    """
+
+    key: Hashable
+    exact: bool = True
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        if self.exact:
+            return self.key in path
+        return any(str(self.key) in str(part) for part in path)
+
+
+class Everything:
+    """Matches everything."""
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Everything()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Everything)
+
+    def __hash__(self) -> int:
+        return hash(Everything)
+
+
+class Nothing:
+    """Matches nothing."""
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Nothing()"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Nothing)
+
+    def __hash__(self) -> int:
+        return hash(Nothing)
+
+
+class _Combined:
+    """A filter of filters."""
+
+    def __init__(self, *filters: Filter):
+        self.predicates = tuple(to_predicate(f) for f in filters)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.predicates))})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.predicates == other.predicates  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.predicates))
+
+
+class Any(_Combined):
+    """What one of the filters matches."""
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return any(matches(path, x) for matches in self.predicates)
+
+
+class All(_Combined):
+    """What all of the filters match."""
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return all(matches(path, x) for matches in self.predicates)
+
+
+class Not(_Combined):
+    """What the filter does not match."""
+
+    def __init__(self, collection_filter: Filter, /):
+        super().__init__(collection_filter)
+
+    def __call__(self, path: Path, x: AnyValue) -> bool:
+        return not self.predicates[0](path, x)
+
+
+def to_predicate(filter_like: Filter) -> Predicate:
+    """A filter as a function of path and value.
+
+    Args:
+        filter_like: the filter.
+
+    Raises:
+        StateFilterError: if it is none.
+
+    Example:
+        >>> from weft import nnx
+        >>> to_predicate(nnx.Param)(("kernel",), nnx.Param(1.0))
+        True
+    """
+    if filter_like is ... or filter_like is True:
+        return Everything()
+    if filter_like is None or filter_like is False:
+        return Nothing()
+    if isinstance(filter_like, str):
+        return WithTag(filter_like)
+    if isinstance(filter_like, type):
+        return OfType(filter_like)
+    if callable(filter_like):
+        return filter_like
+    if isinstance(filter_like, list | tuple | set | frozenset):
+        return Any(*filter_like)  # pyright: ignore[reportArgumentType]
+    raise StateFilterError(
+        f"{filter_like!r} is no filter of a state; a filter is a type of variables, a tag "
+        "(a string), a function of path and value, `...`, True, False, None, or a list of such."
+    )
+
+
+def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
+    """Filters of groups; `...` can only come last.
+
+    Raises:
+        StateFilterError: if something comes after a filter that matches everything.
+    """
+    for i, filter_like in enumerate(filters[:-1]):
+        if (filter_like is ... or filter_like is True) and any(
+            later is not ... and later is not True for later in filters[i + 1 :]
+        ):
+            raise StateFilterError(
+                f"{filter_like!r} matches everything, and {filters[i + 1 :]!r} comes after it; put "
+                "it last."
+            )
+    return tuple(to_predicate(f) for f in filters)
+
+
+def grouped(
+    items: Iterable[tuple[Path, AnyValue]], filters: Sequence[Filter]
+) -> tuple[list[list[tuple[Path, AnyValue]]], list[tuple[Path, AnyValue]]]:
+    """Items by the first filter that matches, and those that none matches."""
+    matching = predicates(filters)
+    groups: list[list[tuple[Path, AnyValue]]] = [[] for _ in matching]
+    rest = []
+    for path, value in items:
+        for group, matches in zip(groups, matching, strict=True):
+            if matches(path, value):
+                group.append((path, value))
+                break
+        else:
+            rest.append((path, value))
+    return groups, rest

@@ -1,0 +1,423 @@
+"""Graphs of objects: taken apart into a description and values, and put together again.
+
+The description, a `GraphDef`, says of each object its class, its static attributes and where its
+other attributes are: further objects, variables, plain values, or references to an object that came
+before, so that sharing and cycles are kept. It is compared by value. The values are the variables
+and arrays in the order in which they were met.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from weft.errors import GraphStructureError
+from weft.nnx.filters import Path, to_predicate
+from weft.nnx.pytree import Pytree
+from weft.nnx.structure import Fixed
+from weft.nnx.variables import Variable, metadata_key
+
+
+class Ref(NamedTuple):
+    """An object that came before."""
+
+    index: int
+
+
+class Leaf(NamedTuple):
+    """A value that is no variable."""
+
+
+class VariableDef(NamedTuple):
+    """A variable without its value."""
+
+    type: type[Variable[Any]]
+    index: int
+    metadata: Fixed
+
+
+class NodeDef(NamedTuple):
+    """An object, or a container that JAX knows, without its values.
+
+    Attributes:
+        type: its class.
+        index: which object of the graph it is; None for a container, which has no identity.
+        attributes: by name or key.
+        marks: for an object what was said of its attributes, for a container its structure.
+    """
+
+    type: type
+    index: int | None
+    attributes: tuple[tuple[Hashable, Any], ...]
+    marks: Any
+
+
+class GraphDef:
+    """The description of a graph; hashable, and equal for graphs that differ in values alone.
+
+    Attributes:
+        root: of the outermost object.
+        paths: where its values are.
+    """
+
+    def __init__(self, root: Any, paths: Sequence[Path]):
+        self.root = root
+        self.paths = tuple(paths)
+        self._hash = hash(root)
+
+    @property
+    def num_leaves(self) -> int:
+        """How many values the graph has."""
+        return len(self.paths)
+
+    def apply(self, state: Any, *states: Any, graph: bool | None = None) -> Any:
+        """See `nnx.call`; further states are merged."""
+        from weft.nnx.splitting import call
+        from weft.nnx.state import merge_state
+
+        return call((self, merge_state(state, *states) if states else state))
+
+    @property
+    def nodes(self) -> list[Any]:
+        """The objects and variables, in their order."""
+        return [part for part in _parts(self.root) if isinstance(part, NodeDef | VariableDef)]
+
+    @property
+    def attributes(self) -> list[tuple[Hashable, Any]]:
+        """The attributes of all of them."""
+        found = (part for part in _parts(self.root) if isinstance(part, NodeDef))
+        return [item for node in found for item in node.attributes]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GraphDef) and self._hash == other._hash and self.root == other.root
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"GraphDef({getattr(self.root, 'type', type(self.root)).__name__}, " + (
+            f"{len(self.nodes)} nodes, {self.num_leaves} leaves)"
+        )
+
+
+jax.tree_util.register_static(GraphDef)
+
+
+def _parts(part: Any) -> Iterator[Any]:
+    yield part
+    if isinstance(part, NodeDef):
+        for _, below in part.attributes:
+            yield from _parts(below)
+
+
+@dataclasses.dataclass
+class Flat:
+    """A graph taken apart.
+
+    Attributes:
+        graphdef: its description.
+        leaves: its variables, and the values that are none.
+        owners: for a value that is no variable the object whose attribute it is, and the
+            attribute's name.
+        objects: the objects and variables, by index.
+        is_sure: whether all that is static, and each container, is of a kind that cannot change
+            unnoticed.
+    """
+
+    graphdef: GraphDef
+    leaves: list[Any]
+    owners: list[tuple[Any, Hashable] | None]
+    objects: list[Any]
+    is_sure: bool
+
+
+class _Walk:
+    """One walk through a graph."""
+
+    def __init__(self) -> None:
+        self.index: dict[int, int] = {}
+        self.objects: list[Any] = []
+        self.leaves: list[Any] = []
+        self.owners: list[tuple[Any, Hashable] | None] = []
+        self.paths: list[Path] = []
+        self.is_sure = True
+
+    def describe(self, x: Any, path: Path, owner: Any = None, is_data: bool = False) -> Any:
+        if isinstance(x, Variable):
+            if (known := self._met(x)) is not None:
+                return known
+            self._leaf(x, path, None)
+            self.is_sure &= all(map(_cannot_change, x._metadata.values()))
+            return VariableDef(type(x), len(self.objects) - 1, metadata_key(x))
+        if isinstance(x, Pytree):
+            if (known := self._met(x)) is not None:
+                return known
+            index = len(self.objects) - 1
+            attributes = tuple(
+                (name, self._attribute(x, name, value, (*path, name))) for name, value in x._items()
+            )
+            return NodeDef(type(x), index, attributes, x._marks())
+        below = None if is_array(x) else _children(x)
+        if is_array(x) or (is_data and below is None and x is not None):
+            self._leaf(x, path, owner)
+            return Leaf()
+        if below is None:
+            self.is_sure &= _cannot_change(x)
+            return Fixed(x)
+        self.is_sure &= isinstance(x, tuple)
+        children, tree = below
+        attributes = tuple((key, self.describe(v, (*path, key))) for key, v in children)
+        return NodeDef(type(x), None, attributes, tree)
+
+    def _attribute(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
+        mark = x._watch.marks.get(name)
+        if mark is False:
+            self.is_sure &= _cannot_change(value)
+            return Fixed(value)
+        return self.describe(value, path, (x, name), is_data=bool(mark))
+
+    def _met(self, x: Any) -> Ref | None:
+        if id(x) in self.index:
+            return Ref(self.index[id(x)])
+        self.index[id(x)] = len(self.objects)
+        self.objects.append(x)
+        return None
+
+    def _leaf(self, x: Any, path: Path, owner: Any) -> None:
+        self.leaves.append(x)
+        self.owners.append(owner)
+        self.paths.append(path)
+
+
+def is_array(x: Any) -> bool:
+    """Whether a value is an array, or stands for one."""
+    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+_IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic)
+
+
+def _cannot_change(x: Any) -> bool:
+    """Whether a static value is of a kind that keeps its value; functions count as such."""
+    if isinstance(x, tuple | frozenset):
+        return all(map(_cannot_change, x))
+    return x is None or isinstance(x, _IMMUTABLE) or callable(x)
+
+
+def children(x: Any) -> list[tuple[Hashable, Any]]:
+    """The attributes of an object, or the items of a container, by name or key."""
+    if isinstance(x, Pytree):
+        return x._items()
+    if isinstance(x, Variable) or is_array(x):
+        return []
+    return (_children(x) or ([], None))[0]
+
+
+def with_children(x: Any, items: Iterable[Any]) -> Any:
+    """A container like another, with other items."""
+    return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
+
+
+def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
+    """The items of a container that JAX knows, by key, and its structure; None for a value."""
+    if x is None or isinstance(x, _IMMUTABLE):
+        return None
+    items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
+        return None
+    return [(_key(path[0]), value) for path, value in items], tree
+
+
+def _key(key: Any) -> Hashable:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return getattr(key, name)
+    return key
+
+
+def take_apart(x: Any) -> Flat:
+    """A graph as a description and values.
+
+    Args:
+        x: an object, a variable, or a pytree of them.
+    """
+    walk = _Walk()
+    root = walk.describe(x, ())
+    graphdef = GraphDef(root, walk.paths)
+    return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.is_sure)
+
+
+def put_together(
+    graphdef: GraphDef, leaves: Iterable[Any], share: bool = False
+) -> tuple[Any, list[Any]]:
+    """The graph of a description and values.
+
+    Args:
+        graphdef: the description.
+        leaves: for each of its values a variable, of which a copy is used, or what a variable
+            holds.
+        share: whether variables among the values are used themselves.
+
+    Returns:
+        The outermost object, and all objects by index.
+
+    Raises:
+        GraphStructureError: if there are more or fewer values than the description has.
+    """
+    leaves = list(leaves)
+    if len(leaves) != graphdef.num_leaves:
+        raise GraphStructureError(
+            f"the description has {graphdef.num_leaves} values, and {len(leaves)} were given; give "
+            "those that nnx.flatten gave."
+        )
+    rest = iter(leaves)
+    objects: list[Any] = []
+
+    def build(part: Any) -> Any:
+        if isinstance(part, Ref):
+            return objects[part.index]
+        if isinstance(part, Fixed):
+            return part.value
+        if isinstance(part, Leaf):
+            return next(rest)
+        if isinstance(part, VariableDef):
+            value = next(rest)
+            metadata = part.metadata.value
+            if isinstance(value, Variable):
+                made = value if share else value.copy()
+            else:
+                made = part.type.from_metadata(value, dict(metadata))
+            objects.append(made)
+            return made
+        if part.index is None:
+            return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
+        made = part.type.__new__(part.type)
+        objects.append(made)
+        made._watch.marks.update(part.marks)
+        made._fill([(name, build(below)) for name, below in part.attributes])
+        return made
+
+    return build(graphdef.root), objects
+
+
+# Walks without taking apart.
+
+
+def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
+    """All that is in a graph, each object once, what is inside of it first.
+
+    Args:
+        node: an object or a pytree of objects.
+        graph: ignored; references are kept either way.
+
+    Returns:
+        Pairs of a path and an object or value.
+
+    Example:
+        >>> from weft import nnx
+        >>> [path for path, _ in iter_graph({"a": nnx.List([1, nnx.Param(2)])})]
+        [('a', 0), ('a', 1), ('a',), ()]
+    """
+    seen: set[int] = set()
+
+    def walk(x: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+        if isinstance(x, Variable | Pytree):
+            if id(x) in seen:
+                return
+            seen.add(id(x))
+        for name, value in children(x):
+            yield from walk(value, (*path, name))
+        yield path, x
+
+    return walk(node, ())
+
+
+def iter_children(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
+    """The objects and variables that are attributes of an object, by name.
+
+    Args:
+        node: the object.
+        graph: ignored, see `iter_graph`.
+    """
+    return ((k, v) for k, v in children(node) if isinstance(v, Variable | Pytree))
+
+
+def iter_module_children(
+    node: Any, /, *, graph: bool | None = None
+) -> Iterator[tuple[Hashable, Any]]:
+    """The objects that are attributes of an object, by name, without its variables.
+
+    Args:
+        node: the object.
+        graph: ignored, see `iter_graph`.
+    """
+    return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
+
+
+def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
+    """The paths of objects and variables that are in a graph more than once.
+
+    Args:
+        node: an object or a pytree of objects. What is inside of one that is there twice has the
+            paths below the first.
+        only: a filter of those that count.
+
+    Example:
+        >>> from weft import nnx
+        >>> shared = nnx.Param(1.0)
+        >>> find_duplicates({"a": shared, "b": shared})
+        [[('a',), ('b',)]]
+    """
+    matches = to_predicate(only)
+    paths: dict[int, list[Path]] = {}
+    seen: set[int] = set()
+
+    def walk(x: Any, path: Path) -> None:
+        if isinstance(x, Variable | Pytree):
+            if matches(path, x):
+                paths.setdefault(id(x), []).append(path)
+            if id(x) in seen:
+                return
+            seen.add(id(x))
+        for key, value in children(x):
+            walk(value, (*path, key))
+
+    walk(node, ())
+    return [found for found in paths.values() if len(found) > 1]
+
+
+def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | None = None) -> Any:
+    """A copy of a graph with `f(path, x)` in place of each object and value, inner ones first.
+
+    Args:
+        f: gives what stands in the place; objects and variables that it is given are copies.
+        node: an object or a pytree of objects.
+        graph: ignored, see `iter_graph`.
+
+    Example:
+        >>> from weft import nnx
+        >>> recursive_map(lambda path, x: x * 2 if isinstance(x, int) else x, (1, {"a": 2}))
+        (2, {'a': 4})
+    """
+    made: dict[int, Any] = {}
+
+    def walk(x: Any, path: Path) -> Any:
+        if isinstance(x, Variable | Pytree):
+            if id(x) not in made:
+                # Known before what is in it is mapped, so that a cycle leads back to it.
+                made[id(x)] = new = _empty_copy(x)
+                if isinstance(x, Pytree):
+                    new._fill([(name, walk(v, (*path, name))) for name, v in x._items()])
+                made[id(x)] = f(path, new)
+            return made[id(x)]
+        items = children(x)
+        new = with_children(x, [walk(v, (*path, key)) for key, v in items]) if items else x
+        return f(path, new)
+
+    return walk(node, ())
+
+
+def _empty_copy(x: Any) -> Any:
+    return x.copy() if isinstance(x, Variable) else type(x)._made_of((), x._watch.marks)

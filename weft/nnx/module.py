@@ -1,0 +1,298 @@
+"""Modules: objects with layers in them, and modes and values that go through all of them."""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
+from weft.nnx.filters import Filter, Path, to_predicate
+from weft.nnx.graph import iter_children, iter_graph
+from weft.nnx.kinds import Perturbation, variable_type_from_name
+from weft.nnx.pytree import Pytree
+from weft.nnx.splitting import clone
+from weft.nnx.variables import Variable
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+
+def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
+    return (*xs, x)
+
+
+class Module(Pytree):
+    """Base class of modules: objects whose attributes are variables, modules and plain values.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Linear(nnx.Module):
+        ...     def __init__(self, features_in, features_out, *, rngs):
+        ...         self.kernel = nnx.Param(rngs.params.normal((features_in, features_out)))
+        ...     def __call__(self, x):
+        ...         return x @ self.kernel
+        >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
+        (4, 2)
+    """
+
+    def sow(
+        self,
+        variable_type: type[Variable[Any]] | str,
+        name: str,
+        value: Any,
+        reduce_fn: Callable[[Any, Any], Any] = _append,
+        init_fn: Callable[[], Any] = tuple,
+    ) -> bool:
+        """Leaves a value in a variable of the module.
+
+        Args:
+            variable_type: the variable's class, or its name (see `variable_type_from_name`).
+            name: the attribute's name.
+            value: the value.
+            reduce_fn: from what was left before and the value to what is kept; by default a tuple
+                of all.
+            init_fn: makes what was left before the first time.
+
+        Returns:
+            True.
+
+        Raises:
+            GraphStructureError: if the attribute is something else.
+        """
+        there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
+        if there is _MISSING:
+            setattr(self, name, kind(reduce_fn(init_fn(), value)))
+            return True
+        _check_type(self, name, there, kind)
+        there.set_value(reduce_fn(there.get_value(), value))
+        return True
+
+    def perturb(
+        self, name: str, value: Any, variable_type: type[Variable[Any]] | str = Perturbation
+    ) -> Any:
+        """A value plus a variable of zeros, so that the gradient of the variable is the value's.
+
+        Args:
+            name: the variable's name; the first call makes it.
+            value: an array; what comes out must be used in its place.
+            variable_type: the variable's class or its name.
+
+        Raises:
+            GraphStructureError: if the attribute is something else.
+        """
+        there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
+        if there is _MISSING:
+            there = kind(jax.tree.map(jnp.zeros_like, value))
+            setattr(self, name, there)
+        _check_type(self, name, there, kind)
+        return jax.tree.map(jnp.add, value, there.get_value())
+
+    def iter_modules(self) -> Iterator[tuple[Path, "Module"]]:
+        """The modules in this one, and itself last, with their paths."""
+        return iter_modules(self)
+
+    def iter_children(self) -> Iterator[tuple[Hashable, Any]]:
+        """The modules and variables that are attributes, by name."""
+        return iter_children(self)
+
+    def set_attributes(
+        self,
+        *filters: Filter,
+        raise_if_not_found: bool = True,
+        graph: bool | None = None,
+        **attributes: Any,
+    ) -> None:
+        """Sets attributes of this module and of those in it that have them.
+
+        Args:
+            *filters: which modules; by default all.
+            raise_if_not_found: whether an attribute that no module has is an error.
+            graph: ignored, see `nnx.split`.
+            **attributes: the attributes.
+
+        Raises:
+            ModuleAttributeNotFoundError: if no module has one of them.
+        """
+        _set_attributes(self, filters, raise_if_not_found, attributes)
+
+    def train(self, **attributes: Any) -> None:
+        """Sets `deterministic` and `use_running_average` to False wherever they are.
+
+        Args:
+            **attributes: further ones to set.
+        """
+        modes = {"deterministic": False, "use_running_average": False}
+        self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
+
+    def eval(self, **attributes: Any) -> None:
+        """Sets `deterministic` and `use_running_average` to True wherever they are.
+
+        Args:
+            **attributes: further ones to set.
+        """
+        modes = {"deterministic": True, "use_running_average": True}
+        self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
+
+
+def _kind(variable_type: type[Variable[Any]] | str) -> type[Variable[Any]]:
+    if isinstance(variable_type, str):
+        return variable_type_from_name(variable_type, allow_register=True)
+    return variable_type
+
+
+def _check_type(module: Module, name: str, there: Any, wanted: Any) -> None:
+    if not isinstance(there, wanted):
+        raise GraphStructureError(
+            f"{type(module).__name__}.{name} is a {type(there).__name__}, where a "
+            f"{wanted.__name__} was to be; use another name."
+        )
+
+
+def _set_attributes(
+    node: Any, filters: tuple[Filter, ...], raise_if_not_found: bool, attributes: dict[str, Any]
+) -> None:
+    matches = to_predicate(filters or True)
+    places = [
+        (module, name)
+        for path, module in iter_graph(node)
+        if isinstance(module, Pytree) and matches(path, module)
+        for name in attributes
+        if name in vars(module)
+    ]
+    missing = set(attributes) - {name for _, name in places}
+    if missing and raise_if_not_found:
+        raise ModuleAttributeNotFoundError(
+            f"no module in {type(node).__name__} that was asked for has the attributes "
+            f"{', '.join(sorted(missing))}; give raise_if_not_found=False if that is meant."
+        )
+    for module, name in places:
+        setattr(module, name, attributes[name])
+
+
+def iter_modules(module: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
+    """The modules in an object, inner ones first, with their paths.
+
+    Args:
+        module: the object.
+        graph: ignored, see `nnx.split`.
+
+    Example:
+        >>> from weft import nnx
+        >>> [path for path, _ in nnx.iter_modules(nnx.List([nnx.List([]), nnx.Param(1)]))]
+        [(0,), ()]
+    """
+    return ((path, x) for path, x in iter_graph(module) if isinstance(x, Module))
+
+
+def with_attributes(
+    node: T,
+    /,
+    *,
+    only: Filter = ...,
+    raise_if_not_found: bool = True,
+    graph: bool | None = None,
+    **attributes: Any,
+) -> T:
+    """A copy of an object with other attributes, which shares its variables.
+
+    Args:
+        node: the object.
+        only: which modules get them.
+        raise_if_not_found: whether an attribute that no module has is an error.
+        graph: ignored, see `nnx.split`.
+        **attributes: the attributes.
+
+    Raises:
+        ModuleAttributeNotFoundError: if no module has one of them.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Mode(nnx.Module):
+        ...     def __init__(self):
+        ...         self.deterministic = False
+        >>> nnx.with_attributes(Mode(), deterministic=True).deterministic
+        True
+    """
+    made = clone(node, variables=False)
+    _set_attributes(made, (only,), raise_if_not_found, attributes)
+    return made
+
+
+def view(
+    node: T,
+    /,
+    *,
+    only: Filter = ...,
+    raise_if_not_found: bool = True,
+    graph: bool | None = None,
+    **kwargs: Any,
+) -> T:
+    """A copy of an object in another mode, which shares its variables.
+
+    The modules of the copy that have a method `set_view` are given those of the arguments that it
+    takes; it sets the attributes of its module.
+
+    Args:
+        node: the object.
+        only: which modules are asked.
+        raise_if_not_found: whether an argument that no module takes is an error.
+        graph: ignored, see `nnx.split`.
+        **kwargs: the arguments.
+
+    Raises:
+        ModuleAttributeNotFoundError: if no module takes one of them.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Noise(nnx.Module):
+        ...     def __init__(self):
+        ...         self.is_on = True
+        ...     def set_view(self, is_on=None):
+        ...         self.is_on = self.is_on if is_on is None else is_on
+        >>> noise = Noise()
+        >>> nnx.view(noise, is_on=False).is_on, noise.is_on
+        (False, True)
+    """
+    made = clone(node, variables=False)
+    taken = [(m, _taken(m, kwargs)) for _, m in _with_views(made, only)]
+    missing = set(kwargs).difference(*(names for _, names in taken))
+    if missing and raise_if_not_found:
+        raise ModuleAttributeNotFoundError(
+            f"no module in {type(node).__name__} that was asked has a `set_view` that takes "
+            f"{', '.join(sorted(missing))}; nnx.view_info shows what they take, and "
+            "raise_if_not_found=False lets it pass."
+        )
+    for module, names in taken:
+        module.set_view(**{name: kwargs[name] for name in names})
+    return made
+
+
+def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) -> str:
+    """What the `set_view` methods of the modules in an object take, by class.
+
+    Args:
+        node: the object.
+        only: which modules are asked.
+        graph: ignored, see `nnx.split`.
+    """
+    methods = {type(m): m.set_view for _, m in _with_views(node, only)}
+    return "\n".join(
+        f"{cls.__qualname__}:\n  set_view{inspect.signature(method)}"
+        for cls, method in methods.items()
+    )
+
+
+def _with_views(node: Any, only: Filter) -> list[tuple[Path, Any]]:
+    matches = to_predicate(only)
+    found = ((path, m) for path, m in iter_graph(node) if isinstance(m, Pytree))
+    return [(path, m) for path, m in found if hasattr(type(m), "set_view") and matches(path, m)]
+
+
+def _taken(module: Any, kwargs: dict[str, Any]) -> list[str]:
+    parameters = inspect.signature(module.set_view).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(kwargs)
+    names = {p.name for p in parameters}
+    return [name for name in kwargs if name in names]

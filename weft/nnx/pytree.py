@@ -1,0 +1,339 @@
+"""Objects that transformations take, and their attributes.
+
+An attribute is *data* if it is an array, a variable, an object of this kind, or a container of
+those; all else is *static*: a part of the structure. `data` and `static` say so where the value
+does not, and a number that takes the place of data is data. Lists and dicts become `List` and
+`Dict` (`weft.nnx.containers`), which are lists and dicts that notice when they are changed. To JAX
+an object is a pytree of its data.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Annotated, Any, TypeVar, dataclass_transform, get_origin
+
+import jax
+import numpy as np
+
+from weft.errors import AttributeMarkError
+from weft.nnx.structure import Fixed, Watch
+from weft.nnx.variables import Variable
+
+T = TypeVar("T")
+_MISSING: Any = object()
+
+
+class Marked:
+    """A value on its way into an attribute, with what was said of it.
+
+    Attributes:
+        value: the value.
+        is_data: whether it is data.
+    """
+
+    def __init__(self, value: Any, is_data: bool):
+        self.value = value
+        self.is_data = is_data
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What the annotation of an attribute says of its values."""
+
+    is_data: bool
+
+
+Data = Annotated[T, Mark(True)]
+Static = Annotated[T, Mark(False)]
+
+
+def _mark(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
+    if value is not _MISSING:
+        return Marked(value, is_data)
+    metadata = {**(kwargs.pop("metadata", None) or {}), "is_data": is_data}
+    return dataclasses.field(metadata=metadata, **kwargs)
+
+
+def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
+    """An attribute's value that is data, whatever it is.
+
+    Args:
+        value: the value. Without one, a field of a dataclass whose values are data.
+        **kwargs: for `dataclasses.field`.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Scaled(nnx.Module):
+        ...     def __init__(self):
+        ...         self.scale = nnx.data(2.0)
+        >>> jax.tree.leaves(Scaled())
+        [2.0]
+    """
+    return _mark(True, value, kwargs)
+
+
+def static(value: Any = _MISSING, /, **kwargs: Any) -> Any:
+    """An attribute's value that is static, whatever it is.
+
+    Args:
+        value: the value. Without one, a field of a dataclass whose values are static.
+        **kwargs: for `dataclasses.field`.
+
+    Raises:
+        AttributeMarkError: when the attribute is set, if there is data in the value.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Layer(nnx.Module):
+        ...     def __init__(self):
+        ...         self.axes = nnx.static((0, 1))
+        >>> jax.tree.leaves(Layer())
+        []
+    """
+    return _mark(False, value, kwargs)
+
+
+_DATA_TYPES: list[type] = []
+
+
+def register_data_type(type_: type[T]) -> type[T]:
+    """Makes instances of a class data wherever they are attributes; usable as a decorator."""
+    _DATA_TYPES.append(type_)
+    return type_
+
+
+def is_data(value: Any) -> bool:
+    """Whether an attribute of that value is data by itself.
+
+    Example:
+        >>> is_data(jax.numpy.ones(1)), is_data(1), is_data([jax.numpy.ones(1)])
+        (True, False, True)
+    """
+    if isinstance(value, Variable | Pytree | jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return True
+    if value is None or isinstance(value, str | bytes | int | float | complex | np.generic | type):
+        return False
+    if isinstance(value, list | tuple):
+        return any(map(is_data, value))
+    if isinstance(value, dict):
+        return any(map(is_data, value.values()))
+    if isinstance(value, tuple(_DATA_TYPES)):
+        return True
+    leaves = jax.tree.leaves(value)
+    return not (len(leaves) == 1 and leaves[0] is value) and any(map(is_data, leaves))
+
+
+def has_data(value: Any) -> bool:
+    """Whether a value is data, or there is data in it."""
+    return is_data(value)
+
+
+@dataclass_transform(field_specifiers=(data, static))
+def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
+    """`dataclasses.dataclass` for objects, whose text is that of objects.
+
+    Args:
+        cls: the class; fields can be `data(...)` and `static(...)`, also of
+            `dataclasses.dataclass` itself.
+        **kwargs: for `dataclasses.dataclass`.
+
+    Example:
+        >>> from weft import nnx
+        >>> @nnx.dataclass
+        ... class Scale(nnx.Pytree):
+        ...     factor: float = nnx.data()
+        ...     name: str = "scale"
+        >>> jax.tree.leaves(Scale(2.0))
+        [2.0]
+    """
+    if cls is None:
+        return functools.partial(dataclass, **kwargs)
+    return dataclasses.dataclass(**{"repr": False, **kwargs})(cls)
+
+
+def _marks_of(cls: type) -> dict[str, bool]:
+    """What the fields and annotations of a class say of its attributes."""
+    marks = {}
+    for name, annotation in vars(cls).get("__annotations__", {}).items():
+        if isinstance(annotation, str):
+            if found := re.match(r"(?:\w+\.)*(Data|Static)\[", annotation):
+                marks[name] = found[1] == "Data"
+        elif get_origin(annotation) is Annotated:
+            marks.update((name, m.is_data) for m in annotation.__metadata__ if isinstance(m, Mark))
+    for name, value in vars(cls).items():
+        if isinstance(value, dataclasses.Field) and "is_data" in value.metadata:
+            marks[name] = value.metadata["is_data"]
+    return marks
+
+
+class Pytree:
+    """Base class of objects that transformations take.
+
+    A subclass that JAX shall not know as a pytree is made by `class Name(Pytree, pytree=False)`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> class Point(Pytree):
+        ...     def __init__(self, x, name):
+        ...         self.x, self.name = x, name
+        >>> jax.tree.map(lambda v: v + 1, Point(jnp.array(1), "p")).x
+        Array(2, dtype=int32, weak_type=True)
+    """
+
+    _watch: Watch
+    _field_marks: Mapping[str, bool] = {}
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        object.__setattr__(made, "_watch", Watch())
+        return made
+
+    def __init_subclass__(cls, *, pytree: bool = True, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        inherited = [vars(base).get("_field_marks", {}) for base in reversed(cls.__mro__[1:])]
+        cls._field_marks = {k: v for of in (*inherited, _marks_of(cls)) for k, v in of.items()}
+        if pytree:
+            _register(cls)
+
+    def _items(self) -> list[tuple[Hashable, Any]]:
+        """The attributes, sorted by name."""
+        return sorted(item for item in vars(self).items() if item[0] != "_watch")
+
+    @classmethod
+    def _made_of(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
+        """An object with these attributes, without `__init__`."""
+        made = cls.__new__(cls)
+        made._watch.marks.update(marks)
+        made._fill(items)
+        return made
+
+    def _marks(self) -> tuple[tuple[Hashable, bool], ...]:
+        """What was said of attributes and does not go without saying."""
+        items, marks = dict(self._items()), self._watch.marks
+        kept = (n for n in marks if n in items and not (marks[n] and is_data(items[n])))
+        return tuple((name, marks[name]) for name in sorted(kept, key=str))
+
+    @staticmethod
+    def _key(name: Any) -> Any:
+        return jax.tree_util.GetAttrKey(name)
+
+    def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
+        vars(self).update(items)
+
+    def _is_data(self, name: Hashable, value: Any) -> bool:
+        marks = self._watch.marks
+        return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._watch.change(self)
+        mark, value = self._marked(name, value)
+        object.__setattr__(self, name, value)
+        if mark is None:
+            self._watch.marks.pop(name, None)
+        else:
+            self._watch.marks[name] = mark
+
+    def _marked(self, name: str, value: Any) -> tuple[bool | None, Any]:
+        """What is said of a new value of an attribute, and the value as it is kept."""
+        mark = self._watch.marks.get(name, self._field_marks.get(name))
+        if isinstance(value, Marked):
+            mark, value = value.is_data, value.value
+        elif mark is None and isinstance(value, int | float | complex):
+            # A number in place of data stays data, or the structure would change with it.
+            before = vars(self).get(name)
+            mark = True if isinstance(before, Variable | jax.Array | np.ndarray) else None
+        if mark is False and is_data(value):
+            raise AttributeMarkError(
+                f"{type(self).__name__}.{name} is static, and was given a {type(value).__name__}, "
+                "which is or holds data; leave nnx.static out, or give a value without arrays, "
+                "variables and objects."
+            )
+        return mark, tracked(value)
+
+    def __delattr__(self, name: str) -> None:
+        self._watch.change(self)
+        self._watch.marks.pop(name, None)
+        object.__delattr__(self, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        attributes = {k: v for k, v in vars(self).items() if k != "_watch"}
+        marks = {k: v for k, v in self._watch.marks.items() if k in attributes}
+        return {"attributes": attributes, "marks": marks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._watch.marks.update(state["marks"])
+        vars(self).update(state["attributes"])
+
+    def __repr__(self) -> str:
+        from weft.nnx.display import shown
+
+        return shown(self)
+
+
+def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], Fixed]:
+    items = x._items()
+    flags = [x._is_data(name, value) for name, value in items]
+    names = tuple((name, is_data) for (name, _), is_data in zip(items, flags, strict=True))
+    fixed = tuple(Fixed(v) for (_, v), is_data in zip(items, flags, strict=True) if not is_data)
+    found = [item for item, is_data in zip(items, flags, strict=True) if is_data]
+    return found, Fixed((names, fixed))
+
+
+def _flatten(x: Pytree) -> tuple[list[Any], Fixed]:
+    found, fixed = _parts(x)
+    return [value for _, value in found], fixed
+
+
+def _flatten_with_keys(x: Pytree) -> tuple[list[Any], Fixed]:
+    found, fixed = _parts(x)
+    return [(x._key(name), value) for name, value in found], fixed
+
+
+def _unflatten(cls: type[Pytree], fixed: Fixed, children: Iterable[Any]) -> Pytree:
+    names, values = fixed.value
+    rest, of_data = iter(values), iter(children)
+    items = [(name, next(of_data) if flag else next(rest).value) for name, flag in names]
+    # What is data stays data, whatever JAX puts in its place.
+    marks = {n: True for (n, v), (_, flag) in zip(items, names, strict=True) if flag > is_data(v)}
+    return cls._made_of(items, marks)
+
+
+def _register(cls: type[Pytree]) -> None:
+    jax.tree_util.register_pytree_with_keys(
+        cls, _flatten_with_keys, functools.partial(_unflatten, cls), _flatten
+    )
+
+
+_CONTAINERS: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_container(kind: type, make: Callable[[Any], Any]) -> None:
+    """Says what becomes of containers of a type that are attributes.
+
+    Args:
+        kind: the type itself; subclasses stay as they are.
+        make: makes of one what notices its changes.
+    """
+    _CONTAINERS[kind] = make
+
+
+def tracked(value: Any) -> Any:
+    """Lists and dicts, also inside of each other and of tuples, as ones that notice changes.
+
+    Raises:
+        AttributeMarkError: if `data` or `static` stands inside of a tuple.
+    """
+    kind = type(value)
+    if kind in _CONTAINERS:
+        return _CONTAINERS[kind](value)
+    if kind is Marked:
+        raise AttributeMarkError(
+            f"nnx.{'data' if value.is_data else 'static'}({value.value!r}) stands inside of a "
+            "tuple or another mark; mark an attribute, or an item of a list or dict."
+        )
+    if kind is tuple:
+        items = tuple(map(tracked, value))
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else items
+    return value

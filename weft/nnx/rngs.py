@@ -1,0 +1,512 @@
+"""PRNG streams as objects: a key and a count, which each draw raises by one.
+
+The n-th key of a stream is its key with n folded in. Streams are variables, so they go through
+transformations like any other state; `split_rngs` gives each index of an axis its own.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.errors import InvalidRngError, RngStreamNotFoundError
+from weft.nnx.filters import Filter, Path, to_predicate
+from weft.nnx.graph import iter_graph
+from weft.nnx.pytree import Pytree
+from weft.nnx.splitting import clone
+from weft.nnx.variables import Variable
+
+
+class RngState(Variable[Any]):
+    """A part of a PRNG stream."""
+
+    __slots__ = ()
+
+
+class RngKey(RngState):
+    """The key of a PRNG stream."""
+
+    __slots__ = ()
+
+
+class RngCount(RngState):
+    """How many keys a PRNG stream has given."""
+
+    __slots__ = ()
+
+
+def _as_key(seed: Any, name: str) -> jax.Array:
+    if isinstance(seed, RngStream):
+        return seed.key.get_value()
+    if isinstance(seed, Variable):
+        seed = seed.get_value()
+    if isinstance(seed, jax.Array | np.ndarray | np.generic):
+        if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+            return jnp.asarray(seed)
+        if seed.dtype == jnp.uint32 and seed.ndim == 1:
+            return jax.random.wrap_key_data(jnp.asarray(seed))
+        if seed.ndim == 0 and jnp.issubdtype(seed.dtype, jnp.integer):
+            return jax.random.key(jnp.asarray(seed))
+    if isinstance(seed, int):
+        return jax.random.key(seed)
+    raise InvalidRngError(
+        f"the PRNG stream {name!r} was given {seed!r}; expected a number, a key such as "
+        "jax.random.key(0), or another stream."
+    )
+
+
+def _method_of(draw: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(draw)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return draw(self(), *args, **kwargs)
+
+    return method
+
+
+def _initializer_of(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        initialize = factory(*args, **kwargs)
+        return lambda *args, **kwargs: initialize(self(), *args, **kwargs)
+
+    return method
+
+
+_DRAWS = (
+    "ball", "bernoulli", "beta", "binomial", "bits", "categorical", "cauchy", "chisquare", "choice",
+    "dirichlet", "double_sided_maxwell", "exponential", "f", "gamma", "generalized_normal",
+    "geometric", "gumbel", "laplace", "loggamma", "logistic", "lognormal", "maxwell", "multinomial",
+    "multivariate_normal", "normal", "orthogonal", "pareto", "permutation", "poisson", "rademacher",
+    "randint", "rayleigh", "t", "triangular", "truncated_normal", "uniform", "wald", "weibull_min",
+)  # fmt: skip
+_INITIALIZERS = (
+    "delta_orthogonal", "glorot_normal", "glorot_uniform", "he_normal", "he_uniform",
+    "kaiming_normal", "kaiming_uniform", "lecun_normal", "lecun_uniform", "variance_scaling",
+    "xavier_normal", "xavier_uniform",
+)  # fmt: skip
+
+
+class Draws(Pytree):
+    """What draws keys: each function of `jax.random` is a method without its key.
+
+    Initializers of `jax.nn.initializers` are methods that give an initializer without its key.
+    """
+
+
+for _name in _DRAWS:
+    setattr(Draws, _name, _method_of(getattr(jax.random, _name)))
+for _name in _INITIALIZERS:
+    setattr(Draws, _name, _initializer_of(getattr(jax.nn.initializers, _name)))
+
+
+Sizes = int | tuple[int, ...] | Mapping[Any, Any]
+
+
+class RngStream(Draws):
+    """One PRNG stream.
+
+    Args:
+        key: a key, a number to make one from, or a stream that has one.
+        tag: its name, a tag of its variables.
+
+    Raises:
+        InvalidRngError: if the key is none of these.
+
+    Example:
+        >>> stream = RngStream(0, tag="dropout")
+        >>> stream.uniform((2,)).shape, int(stream.count[...])
+        ((2,), 1)
+    """
+
+    def __init__(self, key: Any, *, tag: str = "default"):
+        key = _as_key(key, tag)
+        self.tag = tag
+        self.key = RngKey(key, tag=tag)
+        self.count = RngCount(jnp.zeros(key.shape, jnp.uint32), tag=tag)
+
+    def __call__(self) -> jax.Array:
+        """A key that was not given before."""
+        key, count = self.key.get_value(), self.count.get_value()
+        self.count.set_value(count + 1)
+        return jax.random.fold_in(key, count)
+
+    def split(self, k: int | tuple[int, ...]) -> "RngStream":
+        """A stream for each index of new leading axes, from one key of this stream."""
+        return RngStream(jax.random.split(self(), k), tag=self.tag)
+
+    def broadcast(self, k: int | tuple[int, ...]) -> "RngStream":
+        """The same stream for each index of new leading axes, from one key of this stream."""
+        shape = (k,) if isinstance(k, int) else k
+        key = self()
+        return RngStream(jnp.broadcast_to(key, (*shape, *key.shape)), tag=self.tag)
+
+    def fork(self, *, split: int | tuple[int, ...] | None = None) -> "RngStream":
+        """A stream of its own, from one key of this stream.
+
+        Args:
+            split: the sizes of new leading axes, each index of which has its own.
+        """
+        return RngStream(self(), tag=self.tag) if split is None else self.split(split)
+
+
+class Rngs(Draws):
+    """PRNG streams by name.
+
+    Args:
+        default: for the stream `default`, which stands in for names that are not there: a number,
+            a key, or a mapping from names to such.
+        **rngs: the other streams.
+
+    Raises:
+        RngStreamNotFoundError: when a stream is asked for that is not there, without a default.
+
+    Example:
+        >>> rngs = Rngs(0, dropout=1)
+        >>> rngs.params.normal((2,)).shape, rngs.dropout().shape
+        ((2,), ())
+    """
+
+    def __init__(self, default: Any = None, **rngs: Any):
+        if isinstance(default, Mapping):
+            rngs, default = {**default, **rngs}, None
+        given = rngs if default is None else {**rngs, "default": default}
+        for name, seed in given.items():
+            setattr(self, name, RngStream(seed, tag=name))
+
+    def _stream(self, name: str) -> RngStream:
+        streams = vars(self)
+        for key in (name, "default"):
+            if isinstance(streams.get(key), RngStream):
+                return streams[key]
+        there = ", ".join(repr(key) for key in self) or "none"
+        raise RngStreamNotFoundError(
+            f"there is no PRNG stream {name!r} and no default; there are: {there}. Give one: "
+            f"nnx.Rngs({name}=0)."
+        )
+
+    def __getattr__(self, name: str) -> RngStream:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._stream(name)
+
+    def __getitem__(self, name: str) -> RngStream:
+        return self._stream(name)
+
+    def __call__(self) -> jax.Array:
+        """A key of the stream `default`."""
+        return self._stream("default")()
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(vars(self).get(name), RngStream)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, value in vars(self).items() if isinstance(value, RngStream))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def items(self) -> list[tuple[str, RngStream]]:
+        """The streams by name."""
+        return [(name, self._stream(name)) for name in self]
+
+    def keys(self) -> list[str]:
+        """The names of the streams."""
+        return list(self)
+
+    def split(self, k: Sizes, /) -> "Rngs":
+        """Streams for each index of new leading axes, from one key of each stream.
+
+        Args:
+            k: the sizes of the axes; or by filter those of the streams that it matches, and other
+                streams stay as they are.
+        """
+        return self._each(lambda name, stream: _changed(stream, (name,), split=k))
+
+    def broadcast(self, k: Sizes, /) -> "Rngs":
+        """The same streams for each index of new leading axes, from one key of each stream.
+
+        Args:
+            k: see `split`.
+        """
+        return self._each(lambda name, stream: _changed(stream, (name,), broadcast=k))
+
+    def fork(self, *, split: Sizes | None = None) -> "Rngs":
+        """Streams of their own, from one key of each stream.
+
+        Args:
+            split: the sizes of new leading axes; or of the streams that filters match, by filter.
+        """
+        return self._each(lambda name, stream: stream.fork(split=_sizes_of(split, (name,), stream)))
+
+    def _each(self, change: Callable[[str, RngStream], RngStream]) -> "Rngs":
+        made = Rngs()
+        for name, stream in self.items():
+            setattr(made, name, change(name, stream))
+        return made
+
+
+_UNMATCHED: Any = object()
+
+
+def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) -> Any:
+    if not isinstance(sizes, Mapping):
+        return sizes
+    for where, of_stream in sizes.items():
+        if to_predicate(where)(path, stream.key):
+            return of_stream
+    return unmatched
+
+
+def _changed(
+    stream: RngStream, path: Path, split: Any = None, broadcast: Any = None, fork: Filter = None
+) -> RngStream:
+    """A stream like another that is split, broadcast, forked or a copy."""
+    if (sizes := _sizes_of(split, path, stream)) is not None:
+        return stream.split(sizes)
+    if (sizes := _sizes_of(broadcast, path, stream)) is not None:
+        return stream.broadcast(sizes)
+    if to_predicate(fork)(path, stream.key):
+        return stream.fork()
+    made = RngStream(stream, tag=stream.tag)
+    made.count.set_value(stream.count.get_value())
+    return made
+
+
+def _streams(node: Any, only: Filter) -> list[tuple[Path, RngStream]]:
+    matches = to_predicate(only)
+    return [
+        (path, x)
+        for path, x in iter_graph(node)
+        if isinstance(x, RngStream) and (matches(path, x) or matches((*path, "key"), x.key))
+    ]
+
+
+class Backups(Sequence[tuple[RngStream, Any, Any]]):
+    """What streams were before they were split or forked; as a context it restores them."""
+
+    def __init__(self, backups: Sequence[tuple[RngStream, Any, Any]]):
+        self.backups = tuple(backups)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.backups[i]
+
+    def __len__(self) -> int:
+        return len(self.backups)
+
+    def __enter__(self) -> "Backups":
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        restore_rngs(self)
+
+
+def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
+    """Gives streams the keys and counts that they had before they were split or forked.
+
+    Args:
+        backups: what `split_rngs` or `fork_rngs` has given.
+    """
+    for stream, key, count in backups:
+        stream.key.set_value(key)
+        stream.count.set_value(count)
+
+
+def _replaced(stream: RngStream, key: jax.Array, before: Any) -> tuple[RngStream, Any, Any]:
+    backup = (stream, before, stream.count.get_value())
+    stream.key.set_value(key)
+    stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+    return backup
+
+
+def split_rngs(
+    node: Any = None,
+    /,
+    *,
+    splits: int | tuple[int, ...],
+    only: Filter = ...,
+    squeeze: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Splits the PRNG streams of an object along new leading axes.
+
+    Args:
+        node: the object. Without one a decorator, which splits the streams of the arguments for
+            the time of each call.
+        splits: the sizes of the axes.
+        only: a filter of the streams, such as their name.
+        squeeze: whether the axis, of size 1, is left out.
+        graph: ignored, see `nnx.split`.
+        graph_updates: ignored; the streams are changed where they are.
+
+    Returns:
+        What `restore_rngs` undoes; also a context that does so at its end.
+
+    Raises:
+        InvalidRngError: if another axis than one of size 1 is to be left out.
+
+    Example:
+        >>> rngs = Rngs(0)
+        >>> with split_rngs(rngs, splits=5):
+        ...     rngs.default.key.shape
+        (5,)
+        >>> rngs.default.key.shape
+        ()
+    """
+    if squeeze and splits != 1:
+        raise InvalidRngError(f"squeeze=True leaves out an axis of size 1, and splits={splits!r}.")
+    if node is None:
+        return _for_the_call(
+            lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze)
+        )
+
+    def split(stream: RngStream) -> tuple[RngStream, Any, Any]:
+        before, key = stream.key.get_value(), jax.random.split(stream(), splits)
+        return _replaced(stream, key[0] if squeeze else key, before)
+
+    return Backups([split(stream) for _, stream in _streams(node, only)])
+
+
+def fork_rngs(
+    node: Any = None,
+    /,
+    *,
+    split: Any = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """Forks the PRNG streams of an object, some of them along new leading axes.
+
+    Args:
+        node: see `split_rngs`.
+        split: the sizes of new leading axes; or by filter those of the streams that it matches,
+            None for no axes, and other streams stay as they are.
+        graph: ignored, see `nnx.split`.
+        graph_updates: ignored; the streams are changed where they are.
+
+    Returns:
+        See `split_rngs`.
+    """
+    if node is None:
+        return _for_the_call(lambda args: fork_rngs(args, split=split))
+
+    def fork(stream: RngStream, sizes: Any) -> tuple[RngStream, Any, Any]:
+        before = stream.key.get_value()
+        return _replaced(stream, stream.fork(split=sizes).key.get_value(), before)
+
+    found = [(x, _sizes_of(split, path, x, _UNMATCHED)) for path, x in _streams(node, ...)]
+    return Backups([fork(stream, sizes) for stream, sizes in found if sizes is not _UNMATCHED])
+
+
+def _for_the_call(change: Callable[[Any], Backups]) -> Callable[..., Any]:
+    def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(f)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with change((args, kwargs)):
+                return f(*args, **kwargs)
+
+        return call
+
+    return decorator
+
+
+def reseed(
+    node: Any,
+    /,
+    *,
+    graph: bool | None = None,
+    policy: str | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array] = "scalars_only",
+    **stream_keys: Any,
+) -> None:
+    """Gives PRNG streams of an object new keys, and begins to count anew.
+
+    Args:
+        node: the object.
+        graph: ignored, see `nnx.split`.
+        policy: what is done with streams that were split: "scalars_only" refuses them,
+            "match_shape" splits the new key alike; or a function of the stream's path, the new key
+            and the shape of the old one, which gives the key.
+        **stream_keys: by the name of the stream what a stream can be made of, see `RngStream`;
+            each stream of that name in the object is given one of its keys.
+
+    Raises:
+        InvalidRngError: for a stream that was split, if that is refused, or an unknown policy.
+
+    Example:
+        >>> rngs = Rngs(0, dropout=1)
+        >>> reseed(rngs, dropout=2)
+        >>> bool(rngs.dropout.key[...] == RngStream(2)())
+        True
+    """
+    if isinstance(policy, str) and policy not in ("scalars_only", "match_shape"):
+        raise InvalidRngError(
+            f'policy={policy!r} is none; give "scalars_only", "match_shape" or a function.'
+        )
+    sources = {name: RngStream(seed, tag=name) for name, seed in stream_keys.items()}
+    found = [(path, x) for path, x in _streams(node, ...) if x.tag in sources]
+    for path, stream in found:
+        if policy == "scalars_only" and stream.key.shape:
+            raise InvalidRngError(
+                f"the PRNG stream at {'/'.join(map(str, path))!r} was split to the shape "
+                f'{stream.key.shape}; give policy="match_shape", or restore it first.'
+            )
+    for path, stream in found:
+        key, shape = sources[stream.tag](), stream.key.shape
+        if callable(policy):
+            key = policy(path, key, shape)
+        elif shape:
+            key = jax.random.split(key, shape)
+        stream.key.set_value(key)
+        stream.count.set_value(jnp.zeros(key.shape, jnp.uint32))
+
+
+def with_rngs(
+    node: Any = None,
+    /,
+    *,
+    split: Sizes | None = None,
+    fork: Filter = None,
+    broadcast: Sizes | None = None,
+    only: Filter = True,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """A copy of an object with other PRNG streams, which shares all else with it.
+
+    Args:
+        node: the object, each of whose streams gives one key for a new one. Without an object a
+            decorator, which calls the function on such copies of its arguments.
+        split: the sizes of new leading axes along which streams are split; or by filter those of
+            the streams that it matches.
+        fork: a filter of the streams that are forked.
+        broadcast: the sizes of new leading axes along which streams are repeated, like `split`.
+        only: a filter of the streams that are meant.
+        graph: ignored, see `nnx.split`.
+        graph_updates: ignored; the object given is changed in the counts of its streams alone.
+
+    Example:
+        >>> rngs = Rngs(0, dropout=1)
+        >>> with_rngs(rngs, split={"dropout": 3}).dropout.key.shape, rngs.dropout.key.shape
+        ((3,), ())
+    """
+    if node is None:
+        options: Any = {"split": split, "fork": fork, "broadcast": broadcast, "only": only}
+
+        def decorator(f: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(f)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = with_rngs((args, kwargs), **options)
+                return f(*args, **kwargs)
+
+            return call
+
+        return decorator
+    made = clone(node, variables=False)
+    for path, stream in _streams(made, only):
+        new = _changed(stream, path, split, broadcast, fork)
+        if new.key.get_value() is not stream.key.get_value():
+            stream.key, stream.count = new.key, new.count
+    return made

@@ -1,0 +1,328 @@
+"""Objects as descriptions and states, and back: split, merge, update and what belongs to them.
+
+A state holds the variables of the object themselves, and merging puts the variables of a state into
+the new object, so no value is copied on the way; `clone` is the copy. Inside of a transformation
+both are new, since JAX makes them anew.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from weft.errors import GraphStructureError
+from weft.nnx.filters import Filter, Path, grouped, to_predicate
+from weft.nnx.graph import Flat, GraphDef, is_array, put_together, take_apart
+from weft.nnx.state import (
+    FlatState,
+    from_flat_state,
+    merge_state,
+    shown_path,
+    split_state,
+    to_flat_state,
+)
+from weft.nnx.variables import Variable
+
+T = TypeVar("T")
+
+
+def split(node: Any, *filters: Filter, graph: bool | None = None) -> tuple[Any, ...]:
+    """An object as a description and states.
+
+    Args:
+        node: an object, or a pytree of objects.
+        *filters: for each a state with what it matches; without any, one state with everything.
+        graph: ignored; references are kept either way.
+
+    Returns:
+        The description, and the states.
+
+    Raises:
+        StateFilterError: if no filter matches a value.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Scale(nnx.Module):
+        ...     def __init__(self):
+        ...         self.factor = nnx.Param(2.0)
+        >>> graphdef, state = nnx.split(Scale())
+        >>> nnx.merge(graphdef, state).factor.get_value()
+        2.0
+    """
+    flat = take_apart(node)
+    whole = from_flat_state(_items(flat))
+    if not filters:
+        return flat.graphdef, whole
+    states = split_state(whole, *filters)
+    return flat.graphdef, *(states if len(filters) > 1 else (states,))
+
+
+def _items(flat: Flat) -> list[tuple[Path, Any]]:
+    return list(zip(flat.graphdef.paths, flat.leaves, strict=True))
+
+
+def merge(
+    graphdef: GraphDef, /, *states: Any, copy: bool = False, recreate_variables: bool = True
+) -> Any:
+    """The object of a description and states; the inverse of `split`.
+
+    Args:
+        graphdef: the description.
+        *states: together they have a value for each of its paths.
+        copy: whether the object has copies of the variables in the states.
+        recreate_variables: ignored; variables are made of values that are none.
+
+    Raises:
+        GraphStructureError: if a value is missing or has no place.
+    """
+    found = dict(to_flat_state(merge_state(*states))) if states else {}
+    _check_paths(graphdef, found)
+    return put_together(graphdef, [found[path] for path in graphdef.paths], share=not copy)[0]
+
+
+def _check_paths(graphdef: GraphDef, found: Mapping[Path, Any]) -> None:
+    missing = [path for path in graphdef.paths if path not in found]
+    extra = set(found) - set(graphdef.paths)
+    if missing or extra:
+        what, paths = ("has no value for", missing) if missing else ("has values for", extra)
+        shown = ", ".join(sorted(shown_path(path) for path in paths)[:5]) + (
+            " ..." if len(paths) > 5 else ""
+        )
+        raise GraphStructureError(
+            f"the state {what} {shown}, which the description has"
+            + ("; give all the states that split gave." if missing else " not; take it out.")
+        )
+
+
+def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
+    """The variables and arrays of an object, or those that filters match.
+
+    Args:
+        node: an object, or a pytree of objects.
+        *filters: for each a state; what none matches is left out.
+        graph: ignored, see `split`.
+
+    Example:
+        >>> from weft import nnx
+        >>> nnx.state(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param).to_pure_dict()
+        {'w': 1.0}
+    """
+    groups, _ = grouped(_items(take_apart(node)), filters or (...,))
+    states = [from_flat_state(group) for group in groups]
+    return states[0] if len(states) == 1 else tuple(states)
+
+
+variables = state
+
+
+def graphdef(node: Any, /, *, graph: bool | None = None) -> GraphDef:
+    """The description of an object; equal for objects that differ in values alone.
+
+    Args:
+        node: an object, or a pytree of objects.
+        graph: ignored, see `split`.
+    """
+    return take_apart(node).graphdef
+
+
+def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool | None = None) -> T:
+    """A copy of an object, with references as they are in it.
+
+    Args:
+        node: the object.
+        variables: whether its variables are copies; otherwise the copy shares them.
+        arrays: whether arrays are copied as well.
+        graph: ignored, see `split`.
+    """
+
+    def copied(x: Any) -> Any:
+        return x.copy() if arrays and isinstance(x, jax.Array) else x
+
+    flat = take_apart(node)
+    if variables:
+        leaves = [
+            x.copy(jax.tree.map(copied, x.get_raw_value()))
+            if isinstance(x, Variable)
+            else copied(x)
+            for x in flat.leaves
+        ]
+        return put_together(flat.graphdef, leaves)[0]
+    return put_together(flat.graphdef, [copied(x) for x in flat.leaves], share=True)[0]
+
+
+def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
+    """Calls a method of an object that is split, purely.
+
+    Args:
+        graphdef_state: a description and a state.
+
+    Returns:
+        Something on which attributes are looked up and which is called like the object; the call
+        returns what the method returns, and the description and state afterwards.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Counter(nnx.Module):
+        ...     def __init__(self):
+        ...         self.n = nnx.Variable(0)
+        ...     def count(self, by):
+        ...         self.n.set_value(self.n.get_value() + by)
+        ...         return self.n.get_value()
+        >>> n, (graphdef, state) = nnx.call(nnx.split(Counter())).count(3)
+        >>> n, state.n.get_value()
+        (3, 3)
+    """
+    return _Calls(graphdef_state, ())
+
+
+class _Calls:
+    """A path of attributes in an object that is split."""
+
+    def __init__(self, graphdef_state: tuple[GraphDef, Any], path: tuple[Any, ...]):
+        self._graphdef_state = graphdef_state
+        self._path = path
+
+    def __getattr__(self, name: str) -> "_Calls":
+        return _Calls(self._graphdef_state, (*self._path, name))
+
+    def __getitem__(self, key: Any) -> "_Calls":
+        return _Calls(self._graphdef_state, (*self._path, [key]))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        root = merge(*self._graphdef_state, copy=True)
+        at = root
+        for part in self._path:
+            at = at[part[0]] if isinstance(part, list) else getattr(at, part)
+        result = at(*args, **kwargs)
+        return result, split(root)
+
+
+def map(
+    f: Callable[[Path, Any], Any],
+    node: Any,
+    /,
+    *,
+    graph: bool | None = None,
+    recreate_variables: bool = True,
+) -> Any:
+    """A copy of an object with `f(path, value)` in place of each variable and array.
+
+    Args:
+        f: gives a variable, or what the variable is to hold.
+        node: the object.
+        graph: ignored, see `split`.
+        recreate_variables: ignored; the copy's variables are its own.
+    """
+    flat = take_apart(node)
+    leaves = [f(path, x) for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)]
+    return put_together(flat.graphdef, leaves)[0]
+
+
+def pure(tree: Any) -> Any:
+    """A pytree with the values of its variables in their place.
+
+    Args:
+        tree: objects, states, or any pytree of them.
+
+    Example:
+        >>> from weft import nnx
+        >>> pure([nnx.Param(1), 2])
+        [1, 2]
+    """
+    return jax.tree.map(
+        lambda x: x.get_value() if isinstance(x, Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Variable),
+    )
+
+
+as_pure = pure
+
+
+def flatten(
+    node: Any, /, *, with_paths: bool = True, graph: bool | None = None
+) -> tuple[GraphDef, Any]:
+    """An object as a description and a flat state.
+
+    Args:
+        node: an object, or a pytree of objects.
+        with_paths: otherwise there is, in place of the flat state, a list of what the variables
+            hold.
+        graph: ignored, see `split`.
+
+    Example:
+        >>> from weft import nnx
+        >>> graphdef, leaves = nnx.flatten(nnx.List([nnx.Param(1.0)]), with_paths=False)
+        >>> nnx.unflatten(graphdef, leaves)[0][...]
+        1.0
+    """
+    flat = take_apart(node)
+    if with_paths:
+        return flat.graphdef, FlatState(_items(flat), sort=False)
+    leaves = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
+    return flat.graphdef, leaves
+
+
+def unflatten(
+    graphdef: GraphDef,
+    state: Any,
+    /,
+    *,
+    copy_variables: bool = False,
+    recreate_variables: bool = True,
+) -> Any:
+    """The object of a description and values; the inverse of `flatten`.
+
+    Args:
+        graphdef: the description.
+        state: a state, or a list of values in the order of the description.
+        copy_variables: whether the object has copies of the variables in the state.
+        recreate_variables: ignored, see `merge`.
+
+    Raises:
+        GraphStructureError: if a value is missing or has no place.
+    """
+    if isinstance(state, list) and not isinstance(state, FlatState):
+        return put_together(graphdef, state, share=not copy_variables)[0]
+    nested = from_flat_state(state) if isinstance(state, FlatState) else state
+    return merge(graphdef, nested, copy=copy_variables)
+
+
+def as_abstract(tree: Any, graph: bool | None = None) -> Any:
+    """A copy of objects with shapes and dtypes in place of arrays.
+
+    Args:
+        tree: an object, or a pytree of objects.
+        graph: ignored, see `split`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> as_abstract(nnx.Dict(w=nnx.Param(jnp.ones(2)))).w[...]
+        ShapeDtypeStruct(shape=(2,), dtype=float32)
+    """
+
+    def abstract(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+
+    def of_leaf(_: Path, x: Any) -> Any:
+        if isinstance(x, Variable):
+            return x.copy(jax.tree.map(abstract, x.get_raw_value()))
+        return abstract(x)
+
+    return map(of_leaf, tree)
+
+
+def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
+    """Sets metadata of the variables of an object.
+
+    Args:
+        node: the object.
+        only: a filter of the variables that are meant.
+        **metadata: the entries.
+    """
+    matches = to_predicate(only)
+    flat = take_apart(node)
+    for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True):
+        if isinstance(x, Variable) and matches(path, x):
+            x.set_metadata(**metadata)

@@ -1,0 +1,396 @@
+"""States: what a graph of objects holds, by path.
+
+A `State` is a nested mapping from attribute names to variables and arrays, and a pytree. A
+`FlatState` is the same as a sorted list of paths and values. Both can be split by filters, merged,
+and turned into dicts of plain values.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import jax
+
+from weft.errors import StateFilterError, StatePathError
+from weft.nnx.filters import Filter, Path, grouped
+from weft.nnx.variables import Variable
+
+
+def _sort_key(path: Path) -> tuple[Any, ...]:
+    return tuple((isinstance(part, str), part) for part in path)
+
+
+class State(MutableMapping[Hashable, Any]):
+    """A nested mapping of a graph's variables and arrays.
+
+    Args:
+        mapping: nested mappings, or an iterable of keys and values.
+
+    Example:
+        >>> from weft import nnx
+        >>> state = State({"layer": {"kernel": nnx.Param(1.0)}})
+        >>> state.layer.kernel.get_value(), state["layer"]["kernel"].get_value()
+        (1.0, 1.0)
+    """
+
+    def __init__(self, mapping: Any = (), *, _copy: bool = True):
+        nested = mapping._mapping if isinstance(mapping, State) else mapping
+        if _copy or not isinstance(nested, dict):
+            nested = _plain(dict(nested))
+        object.__setattr__(self, "_mapping", nested)
+
+    @property
+    def raw_mapping(self) -> dict[Hashable, Any]:
+        """The nested dicts themselves."""
+        return self._mapping
+
+    def __getitem__(self, key: Hashable) -> Any:
+        if key not in self._mapping:
+            near = ", ".join(map(repr, self._mapping)) or "nothing"
+            raise StatePathError(f"the state has no {key!r}; there are: {near}.")
+        value = self._mapping[key]
+        return State(value, _copy=False) if isinstance(value, dict) else value
+
+    def __setitem__(self, key: Hashable, value: Any) -> None:
+        is_nested = isinstance(value, State | dict)
+        self._mapping[key] = _plain(value) if is_nested else value
+
+    def __delitem__(self, key: Hashable) -> None:
+        del self._mapping[key]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        try:
+            return self[name]
+        except StatePathError as error:
+            raise AttributeError(str(error)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self[name]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._mapping)
+
+    def __len__(self) -> int:
+        return len(self._mapping)
+
+    def __or__(self, other: "State") -> "State":
+        return merge_state(self, other) if isinstance(other, State) else NotImplemented
+
+    def __sub__(self, other: "State") -> "State":
+        if not isinstance(other, State):
+            return NotImplemented
+        gone = dict(other.flat_state())
+        return from_flat_state((p, v) for p, v in self.flat_state() if p not in gone)
+
+    def __repr__(self) -> str:
+        from weft.nnx.display import shown
+
+        return shown(self)
+
+    def __reduce__(self) -> Any:
+        return State, (self._mapping,)
+
+    def map(self, f: Callable[[Path, Any], Any]) -> "State":
+        """The state with `f(path, value)` in place of each value."""
+        return map_state(f, self)
+
+    def flat_state(self) -> "FlatState":
+        """The state as paths and values."""
+        return to_flat_state(self)
+
+    @classmethod
+    def from_flat_path(cls, flat_state: Any) -> "State":
+        """The inverse of `flat_state`."""
+        return from_flat_state(flat_state)
+
+    def split(self, first: Filter, /, *filters: Filter) -> Any:
+        """See `split_state`."""
+        return split_state(self, first, *filters)
+
+    def filter(self, first: Filter, /, *filters: Filter) -> Any:
+        """See `filter_state`."""
+        return filter_state(self, first, *filters)
+
+    @classmethod
+    def merge(cls, state: Any, /, *states: Any) -> "State":
+        """See `merge_state`."""
+        return merge_state(state, *states)
+
+    def to_pure_dict(self, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
+        """See `to_pure_dict`."""
+        return to_pure_dict(self, extract_fn)
+
+    def replace_by_pure_dict(
+        self, pure_dict: Mapping[Hashable, Any], replace_fn: Callable[[Any, Any], Any] | None = None
+    ) -> None:
+        """See `replace_by_pure_dict`."""
+        replace_by_pure_dict(self, pure_dict, replace_fn)
+
+
+def shown_path(path: Path) -> str:
+    """A path as text."""
+    return "/".join(map(str, path))
+
+
+def _plain(nested: Any) -> Any:
+    """Nested states and dicts as new dicts."""
+    if isinstance(nested, State):
+        nested = nested._mapping
+    return {k: _plain(v) if isinstance(v, State | dict) else v for k, v in nested.items()}
+
+
+def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
+    keys = tuple(sorted(state._mapping, key=lambda k: _sort_key((k,))))
+    return tuple(state._mapping[k] for k in keys), keys
+
+
+def _flatten_state_with_keys(state: State) -> tuple[Any, tuple[Hashable, ...]]:
+    values, keys = _flatten_state(state)
+    return [(jax.tree_util.DictKey(k), v) for k, v in zip(keys, values, strict=True)], keys
+
+
+jax.tree_util.register_pytree_with_keys(
+    State,
+    _flatten_state_with_keys,
+    lambda keys, values: State(dict(zip(keys, values, strict=True)), _copy=False),
+    _flatten_state,
+)
+
+
+class FlatState(list[tuple[Path, Any]]):
+    """Paths and values, sorted by path.
+
+    Args:
+        items: the paths and values.
+        sort: whether they are yet to be sorted.
+    """
+
+    def __init__(self, items: Iterable[tuple[Path, Any]] = (), /, *, sort: bool = True):
+        items = [(tuple(path), value) for path, value in items]
+        super().__init__(sorted(items, key=lambda item: _sort_key(item[0])) if sort else items)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The paths."""
+        return tuple(path for path, _ in self)
+
+    @property
+    def leaves(self) -> list[Any]:
+        """The values."""
+        return [value for _, value in self]
+
+    @classmethod
+    def from_sorted_keys_values(cls, keys: Iterable[Path], values: Iterable[Any]) -> "FlatState":
+        """From paths that are sorted, and values."""
+        return cls(zip(keys, values, strict=True), sort=False)
+
+    def to_nested_state(self) -> State:
+        """The state as a nested mapping."""
+        return from_flat_state(self)
+
+    def split(self, first: Filter, /, *filters: Filter) -> Any:
+        """Groups by filter; see `split_state`."""
+        groups = _split(self, (first, *filters))
+        return groups[0] if not filters else tuple(groups)
+
+    def filter(self, first: Filter, /, *filters: Filter) -> Any:
+        """Groups by filter; what none matches is left out."""
+        groups = [FlatState(g, sort=False) for g in grouped(self, (first, *filters))[0]]
+        return groups[0] if not filters else tuple(groups)
+
+    @staticmethod
+    def merge(flat_state: Any, /, *flat_states: Any) -> "FlatState":
+        """Several as one; later ones replace earlier ones."""
+        merged: dict[Path, Any] = {}
+        for state in (flat_state, *flat_states):
+            merged.update(state)
+        return FlatState(merged.items())
+
+    def __repr__(self) -> str:
+        items = "\n".join(f"  {item!r}".replace("\n", "\n  ") + "," for item in self)
+        return f"FlatState([\n{items}\n])" if self else "FlatState([])"
+
+
+jax.tree_util.register_pytree_with_keys(
+    FlatState,
+    lambda flat: ([(jax.tree_util.DictKey(p), v) for p, v in flat], flat.paths),
+    FlatState.from_sorted_keys_values,
+)
+
+
+def to_flat_state(state: Any) -> FlatState:
+    """A state as paths and values.
+
+    Args:
+        state: a `State`, or nested mappings; a variable or value alone is at the empty path.
+
+    Example:
+        >>> to_flat_state(State({"b": {"c": 1}, "a": 2})).paths
+        (('a',), ('b', 'c'))
+    """
+    items: list[tuple[Path, Any]] = []
+
+    def walk(nested: Any, path: Path) -> None:
+        for key, value in nested.items():
+            if isinstance(value, State | dict):
+                walk(value._mapping if isinstance(value, State) else value, (*path, key))
+            else:
+                items.append(((*path, key), value))
+
+    if not isinstance(state, State | Mapping):
+        return FlatState([((), state)])
+    walk(state._mapping if isinstance(state, State) else state, ())
+    return FlatState(items)
+
+
+def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
+    """A state from paths and values.
+
+    Args:
+        flat_state: pairs of them, or a mapping.
+        cls: the class that is made.
+
+    Raises:
+        StatePathError: if a path leads through a value.
+    """
+    items = flat_state.items() if isinstance(flat_state, Mapping) else flat_state
+    nested: dict[Hashable, Any] = {}
+    for path, value in items:
+        if not path:
+            return value
+        *above, last = path
+        at = nested
+        for part in above:
+            at = at.setdefault(part, {})
+            if not isinstance(at, dict):
+                raise StatePathError(
+                    f"{shown_path(path)!r} leads through {part!r}, where a value is; "
+                    "a path has a value or further paths."
+                )
+        at[last] = value
+    return cls(nested, _copy=False)
+
+
+def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
+    groups, rest = grouped(flat, filters)
+    if rest:
+        raise StateFilterError(
+            f"no filter matches {shown_path(rest[0][0])!r}"
+            + (f" and {len(rest) - 1} more" if len(rest) > 1 else "")
+            + f", a {type(rest[0][1]).__name__}; the filters are {filters!r}; "
+            "add `...` as the last."
+        )
+    return [FlatState(group, sort=False) for group in groups]
+
+
+def split_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
+    """A state in parts, one for each filter.
+
+    Args:
+        state: the state.
+        first: the first filter.
+        *filters: further ones; a value belongs to the first that matches.
+
+    Raises:
+        StateFilterError: if no filter matches a value.
+
+    Example:
+        >>> from weft import nnx
+        >>> state = State({"a": nnx.Param(1), "b": nnx.Cache(2)})
+        >>> params, rest = split_state(state, nnx.Param, ...)
+        >>> list(params), list(rest)
+        (['a'], ['b'])
+    """
+    groups = [g.to_nested_state() for g in _split(to_flat_state(state), (first, *filters))]
+    return groups[0] if not filters else tuple(groups)
+
+
+def filter_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
+    """`split_state` that leaves out what no filter matches."""
+    groups, _ = grouped(to_flat_state(state), (first, *filters))
+    states = [from_flat_state(group) for group in groups]
+    return states[0] if not filters else tuple(states)
+
+
+def merge_state(state: Any, /, *states: Any, cls: type[State] = State) -> State:
+    """Several states as one; later ones replace what earlier ones have.
+
+    Args:
+        state: the first.
+        *states: the others.
+        cls: the class that is made.
+    """
+    return from_flat_state(FlatState.merge(*map(to_flat_state, (state, *states))), cls=cls)
+
+
+def map_state(f: Callable[[Path, Any], Any], state: Any) -> State:
+    """A state with `f(path, value)` in place of each value."""
+    return from_flat_state((path, f(path, value)) for path, value in to_flat_state(state))
+
+
+def _value(x: Any) -> Any:
+    return x.get_value() if isinstance(x, Variable) else x
+
+
+def to_pure_dict(state: Any, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
+    """Nested dicts of plain values.
+
+    Args:
+        state: the state.
+        extract_fn: from a variable or array to what stands in its place; its value by default.
+    """
+    extract = extract_fn or _value
+    return _plain(map_state(lambda _, x: extract(x), state))
+
+
+def replace_by_pure_dict(
+    state: Any,
+    pure_dict: Mapping[Hashable, Any],
+    replace_fn: Callable[[Any, Any], Any] | None = None,
+) -> None:
+    """Puts plain values into a state, the inverse of `to_pure_dict`.
+
+    Args:
+        state: the state, which is changed.
+        pure_dict: nested dicts of values.
+        replace_fn: from what is there and a value to what is put in its place.
+
+    Raises:
+        StatePathError: if the dicts have a path that the state has not.
+    """
+
+    def replaced(x: Any, value: Any) -> Any:
+        return x.replace(value) if isinstance(x, Variable) else value
+
+    replace = replace_fn or replaced
+    there = dict(to_flat_state(state))
+    for path, value in to_flat_state(restore_int_paths(pure_dict, there)):
+        if path not in there:
+            raise StatePathError(
+                f"the state has nothing at {shown_path(path)!r}, which the dict has; "
+                "take it out of the dict."
+            )
+        at = state._mapping if isinstance(state, State) else state
+        for part in path[:-1]:
+            at = at[part]
+        at[path[-1]] = replace(there[path], value)
+
+
+def restore_int_paths(pure_dict: Mapping[Hashable, Any], paths: Any = ()) -> dict[Hashable, Any]:
+    """Nested dicts with integers in place of the strings that a file makes of them.
+
+    Args:
+        pure_dict: nested dicts, of which keys such as "0" stand for 0.
+        paths: paths whose strings stay strings.
+    """
+
+    def restored(path: Path) -> Path:
+        if path in paths:
+            return path
+        return tuple(int(p) if isinstance(p, str) and p.isdigit() else p for p in path)
+
+    return _plain(from_flat_state((restored(p), v) for p, v in to_flat_state(pure_dict)))

@@ -1,0 +1,78 @@
+"""When the structure of objects has changed, and in which trace they may change.
+
+A call that has seen an object before must know whether the object still looks the same, without
+looking. So objects that some call remembers are *watched*, and whatever changes a watched object
+other than the value of a variable makes a new *epoch*. A call compares the epoch with the one that
+it remembers; where they differ, it looks again, once.
+"""
+
+from typing import Any
+
+from weft.core.tracing import current_trace
+from weft.errors import TraceContextError
+from weft.lifting.functions import by_value
+
+
+class _Epoch:
+    """The present epoch, an object that is like no other."""
+
+    def __init__(self) -> None:
+        self.now = object()
+
+
+EPOCH = _Epoch()
+
+
+class Watch:
+    """What is known of one object beside its attributes.
+
+    Attributes:
+        trace: in which JAX trace the object was made.
+        watched: whether a call remembers how the object looks.
+        marks: by attribute, whether it was said to be data (True) or static (False).
+    """
+
+    __slots__ = ("marks", "trace", "watched")
+
+    def __init__(self) -> None:
+        self.trace = current_trace()
+        self.watched = False
+        self.marks: dict[str, bool] = {}
+
+    def change(self, what: Any) -> None:
+        """Notes a change of structure; refuses it in another trace than the object's own.
+
+        Args:
+            what: the object, for the error.
+
+        Raises:
+            TraceContextError: inside of a transformation that the object did not go through.
+        """
+        if self.trace != current_trace():
+            raise TraceContextError(type(what).__name__)
+        if self.watched:
+            EPOCH.now = object()
+
+
+class Fixed:
+    """What of an object is static, compared by value.
+
+    Attributes:
+        value: anything.
+    """
+
+    __slots__ = ("_hash", "_key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self._key = by_value(value)
+        self._hash = hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return repr(self.value)

@@ -1,0 +1,137 @@
+"""Changes of objects where they are: values and attributes from a state, variables taken out."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from weft.errors import GraphStructureError, StateFilterError, StatePathError
+from weft.nnx.filters import Filter, Path, grouped
+from weft.nnx.graph import children, iter_graph, take_apart, with_children
+from weft.nnx.pytree import Pytree
+from weft.nnx.state import State, from_flat_state, merge_state, shown_path
+from weft.nnx.variables import Variable
+
+
+def update(node: Any, state: Any, /, *states: Any) -> None:
+    """Gives the variables of an object the values of a state.
+
+    Args:
+        node: the object, which is changed.
+        state: a state, of part of the object or all of it; its leaves are variables or values.
+            What an object has not becomes an attribute of it.
+        *states: further ones.
+
+    Raises:
+        StatePathError: if the state leads through something that is not there, or is a value. The
+            object is then as it was.
+
+    Example:
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(1.0))
+        >>> nnx.update(model, {"w": 2.0})
+        >>> model.w[...]
+        2.0
+    """
+    whole = merge_state(state, *states)
+    nested = whole.raw_mapping if isinstance(whole, State) else whole
+    changes: list[Callable[[], None]] = []
+    _plan_update(node, nested, (), changes)
+    for change in changes:
+        change()
+
+
+def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]) -> Any:
+    """Notes what has to be changed, and gives what stands in the place of `x` afterwards."""
+    if isinstance(x, Variable):
+        if isinstance(new, Variable):
+            changes.append(lambda: x.update_from_state(new))
+        else:
+            changes.append(lambda: x.set_raw_value(new))
+        return x
+    if not isinstance(new, dict):
+        return new
+    there = dict(children(x))
+    if not there and not isinstance(x, Pytree):
+        raise StatePathError(
+            f"the object has {x!r} at {shown_path(path)!r}, and the state leads through it to "
+            f"{shown_path((*path, next(iter(new), '...')))!r}; take that out of the state."
+        )
+    replaced = {}
+    for name, value in new.items():
+        if name in there:
+            after = _plan_update(there[name], value, (*path, name), changes)
+            if after is not there[name]:
+                replaced[name] = after
+        elif isinstance(value, dict) or not isinstance(x, Pytree) or isinstance(x, list):
+            raise StatePathError(
+                f"{type(x).__name__} has nothing at {shown_path((*path, name))!r}, which the "
+                f"state has; there are: {', '.join(map(str, there)) or 'nothing'}."
+            )
+        else:
+            replaced[name] = value
+    if not replaced:
+        return x
+    if isinstance(x, Pytree | list | dict):
+        changes.extend(functools.partial(_set, x, name, v) for name, v in replaced.items())
+        return x
+    if not path:
+        raise StatePathError(
+            f"a {type(x).__name__} cannot be given the values at "
+            f"{', '.join(map(str, replaced))}, as it cannot be changed; give a list."
+        )
+    return with_children(x, [replaced.get(name, value) for name, value in there.items()])
+
+
+def _set(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, list | dict) and not (isinstance(owner, list) and isinstance(name, str)):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _delete(owner: Any, name: Any) -> None:
+    if isinstance(owner, list | dict):
+        del owner[name]
+    else:
+        delattr(owner, name)
+
+
+def pop(node: Any, *filters: Filter) -> Any:
+    """Takes variables out of an object.
+
+    Args:
+        node: the object, which loses them.
+        *filters: which; for each a state of what was taken out.
+
+    Raises:
+        StateFilterError: without a filter.
+        GraphStructureError: if a variable is in a tuple, which cannot lose it.
+
+    Example:
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(1.0), seen=nnx.Intermediate(2))
+        >>> nnx.pop(model, nnx.Intermediate).to_pure_dict(), list(model)
+        ({'seen': 2}, ['w'])
+    """
+    if not filters:
+        raise StateFilterError("pop needs a filter, such as nnx.pop(model, nnx.Intermediate).")
+    flat = take_apart(node)
+    items = zip(flat.graphdef.paths, flat.leaves, strict=True)
+    groups, _ = grouped([item for item in items if isinstance(item[1], Variable)], filters)
+    gone = {id(variable) for group in groups for _, variable in group}
+    places = [
+        (owner, name, path)
+        for path, owner in iter_graph(node)
+        for name, value in children(owner)
+        if id(value) in gone
+    ]
+    for owner, name, path in places:
+        if not isinstance(owner, Pytree | list | dict):
+            raise GraphStructureError(
+                f"the variable at {shown_path((*path, name))!r} is in a "
+                f"{type(owner).__name__}, which cannot lose it; keep it in a list or an attribute."
+            )
+    for owner, name, _ in reversed(places):  # the last of a list first
+        _delete(owner, name)
+    states = [from_flat_state(group) for group in groups]
+    return states[0] if len(states) == 1 else tuple(states)

@@ -1,0 +1,476 @@
+"""Variables: values by reference, with metadata.
+
+A variable is a box that modules share and transformations know. Its value can be an array or any
+pytree; its class says what it is for (`Param`, `BatchStat`, `Cache` ...), and metadata says more,
+such as how its axes are laid out. It computes like the value in it.
+"""
+
+import builtins
+import copy
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.core.tracing import current_trace
+from weft.errors import (
+    TraceContextError,
+    VariableArgumentError,
+    VariableAttributeError,
+    VariableMetadataError,
+    VariableOperationError,
+    VariableTypeError,
+)
+from weft.nnx.initial_metadata import HOOKS, VariableMetadata
+from weft.nnx.structure import EPOCH, Fixed
+
+A = TypeVar("A")
+V = TypeVar("V", bound="Variable[Any]")
+_MISSING: Any = object()
+
+
+def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
+    """Runs hooks one after the other, each on what the one before has given."""
+    *first, value = args
+    for hook in hooks if isinstance(hooks, tuple | list) else (hooks,):
+        value = hook(variable, *first, value)
+    return value
+
+
+class Variable(Generic[A]):
+    """A value by reference.
+
+    Args:
+        value: an array, or any pytree.
+        **metadata: what else is known of it. `on_get_value`, `on_set_value` and `on_create_value`
+            are functions of the variable and a value, which give the value to use instead, or
+            tuples of such; a subclass can have them as methods. `tag` is what string filters look
+            for; `sharding_names` are the logical names of its axes.
+
+    Example:
+        >>> step = Variable(jnp.array(3))
+        >>> step[...] += 1
+        >>> int(step + 1)
+        5
+    """
+
+    __slots__ = ("__weakref__", "_metadata", "_trace", "_value", "_watched")
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - as of the arrays that they stand for
+    _hooks: Mapping[str, Any] = {}
+
+    def __init__(self, value: A, **metadata: Any):
+        set_ = object.__setattr__
+        if isinstance(value, VariableMetadata):
+            metadata, value = {**metadata, **value.entries()}, value.raw_value
+        if self._hooks:
+            metadata = {**self._hooks, **metadata}
+        set_(self, "_metadata", metadata)
+        set_(self, "_trace", current_trace())
+        set_(self, "_watched", False)
+        if "on_create_value" in metadata:
+            value = _called(metadata["on_create_value"], self, value)
+        set_(self, "_value", self.create_value(value))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = {name: vars(cls)[name] for name in HOOKS if name in vars(cls)}
+        if own:
+            cls._hooks = {**cls._hooks, **own}
+        _register(cls)
+
+    # The value.
+
+    @property
+    def type(self) -> "builtins.type[Variable[Any]]":
+        """The class of the variable, which filters look for."""
+        return type(self)
+
+    var_type = type
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the value."""
+        return self.get_value().shape  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def sharding_names(self) -> Any:
+        """The logical names of the value's axes, None where nothing is said of them."""
+        return self._metadata.get("sharding_names")
+
+    def create_value(self, value: A) -> A:
+        """What a new variable holds; subclasses may make something else of it."""
+        return value
+
+    def get_value(self, *, index: Any = _MISSING) -> A:
+        """The value.
+
+        Args:
+            index: gives a part of it.
+        """
+        value = self._value
+        if "on_get_value" in self._metadata:
+            value = _called(self._metadata["on_get_value"], self, value)
+        return value if index is _MISSING else value[index]  # pyright: ignore[reportIndexIssue]
+
+    def set_value(self, value: A, *, index: Any = _MISSING) -> None:
+        """Sets the value.
+
+        Args:
+            value: the new one; it may have another shape.
+            index: sets a part of it.
+
+        Raises:
+            TraceContextError: inside of a transformation that it did not go through.
+        """
+        self._check_writable()
+        if isinstance(value, Variable):
+            value = value.get_value()
+        if index is not _MISSING:
+            value = _with_part(self._value, index, value)
+        if "on_set_value" in self._metadata:
+            value = _called(self._metadata["on_set_value"], self, value)
+        object.__setattr__(self, "_value", value)
+
+    def get_raw_value(self) -> A:
+        """The value without hooks."""
+        return self._value
+
+    def set_raw_value(self, value: A, *, _unsafe_bypass_check: bool = False) -> None:
+        """Sets the value without hooks; see `set_value`."""
+        if not _unsafe_bypass_check:
+            self._check_writable()
+        object.__setattr__(self, "_value", value)
+
+    def _check_writable(self) -> None:
+        if self._trace != current_trace():
+            raise TraceContextError(_shown(self))
+
+    @property
+    def value(self) -> A:
+        """The value, as `get_value()` gives it and `set_value` sets it."""
+        return self.get_value()
+
+    @value.setter
+    def value(self, value: A) -> None:
+        self.set_value(value)
+
+    @property
+    def raw_value(self) -> A:
+        """The value without hooks."""
+        return self._value
+
+    # Metadata.
+
+    def get_metadata(
+        self, name: str | None = None, default: Any = _MISSING, *, exclude_required: bool = False
+    ) -> Any:
+        """All metadata, or one entry.
+
+        Args:
+            name: of the entry; None for all, as a new dict.
+            default: where there is no such entry.
+            exclude_required: ignored; no entry is there that was not given.
+
+        Raises:
+            VariableMetadataError: if there is no such entry, and no default.
+        """
+        if name is None:
+            return dict(self._metadata)
+        if name not in self._metadata and default is _MISSING:
+            raise VariableMetadataError(
+                f"{_shown(self)} has no metadata {name!r}; there are: "
+                f"{', '.join(self._metadata) or 'none'}."
+            )
+        return self._metadata.get(name, default)
+
+    def set_metadata(self, *args: Any, **metadata: Any) -> None:
+        """Sets metadata.
+
+        Args:
+            *args: a name and a value; or a mapping that is to be all of the metadata.
+            **metadata: names and values.
+
+        Raises:
+            VariableArgumentError: if it is called in another way.
+            TraceContextError: inside of a transformation that the variable did not go through.
+        """
+        if self._trace != current_trace():
+            raise TraceContextError(_shown(self))
+        if not args:
+            changed = {**self._metadata, **metadata}
+        elif len(args) == 1 and isinstance(args[0], Mapping) and not metadata:
+            changed = dict(args[0])
+        elif len(args) == 2 and isinstance(args[0], str) and not metadata:
+            changed = {**self._metadata, args[0]: args[1]}
+        else:
+            raise VariableArgumentError(
+                f"{_shown(self)}: set_metadata was given {args!r} and {metadata!r}; give it names "
+                "and values (name=value), or a mapping that is to be all of the metadata."
+            )
+        object.__setattr__(self, "_metadata", changed)
+        self._changed()
+
+    def has_metadata(self, name: str) -> bool:
+        """Whether there is an entry."""
+        return name in self._metadata
+
+    def del_metadata(self, name: str) -> None:
+        """Removes an entry.
+
+        Raises:
+            VariableMetadataError: if there is no such entry.
+        """
+        self.get_metadata(name)
+        self.set_metadata({k: v for k, v in self._metadata.items() if k != name})
+
+    def _changed(self) -> None:
+        if self._watched:
+            EPOCH.now = object()
+
+    @classmethod
+    def from_metadata(cls: builtins.type[V], value: Any, attributes: Mapping[str, Any]) -> V:
+        """A variable of a value and metadata, without hooks being called."""
+        variable = object.__new__(cls)
+        set_ = object.__setattr__
+        set_(variable, "_metadata", dict(attributes))
+        set_(variable, "_trace", current_trace())
+        set_(variable, "_watched", False)
+        set_(variable, "_value", value)
+        return variable
+
+    # Copies.
+
+    def copy(self: V, value: Any = _MISSING, *, _copy_ref: bool = True, **updates: Any) -> V:
+        """A variable of its own.
+
+        Args:
+            value: what it holds, by default the same.
+            **updates: metadata that it has instead.
+        """
+        new = self._value if value is _MISSING else value
+        return type(self).from_metadata(new, {**self._metadata, **updates})
+
+    replace = copy
+    to_state = copy
+
+    def copy_from(self, other: "Variable[A]") -> None:
+        """Takes over the value and the metadata of another variable of the same class.
+
+        Raises:
+            VariableTypeError: if its class is another.
+        """
+        if type(other) is not type(self):
+            raise VariableTypeError(
+                f"{_shown(self)} cannot take over a {type(other).__name__}; give one of its "
+                "own class."
+            )
+        self._check_writable()
+        object.__setattr__(self, "_value", other._value)
+        self.set_metadata(dict(other._metadata))
+
+    def update_from_state(self, variable_state: "Variable[A]") -> None:
+        """Takes over the value, and metadata that differs."""
+        self._check_writable()
+        object.__setattr__(self, "_value", variable_state._value)
+        if metadata_key(self) != metadata_key(variable_state):
+            self.set_metadata(dict(variable_state._metadata))
+
+    # Axes.
+
+    def add_axis(self, axis_index: int, axis_name: str | None) -> None:
+        """Tells the metadata that the value has gained an axis."""
+        if "on_add_axis" in self._metadata:
+            _called(self._metadata["on_add_axis"], self, axis_index, axis_name)
+
+    def remove_axis(self, axis_index: int, axis_name: str | None) -> None:
+        """Tells the metadata that the value has lost an axis."""
+        if "on_remove_axis" in self._metadata:
+            _called(self._metadata["on_remove_axis"], self, axis_index, axis_name)
+
+    # Like the value.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        metadata = object.__getattribute__(self, "_metadata")
+        if name in metadata:
+            return metadata[name]
+        try:
+            return getattr(self.get_value(), name)
+        except AttributeError:
+            raise VariableAttributeError(
+                f"{_shown(self)} has no metadata {name!r}, and its value has no such attribute."
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("value", "raw_value"):
+            object.__setattr__(self, name, value)
+            return
+        raise VariableAttributeError(
+            f"{_shown(self)}: {name} cannot be set; metadata is set by "
+            f"variable.set_metadata({name}=...), the value by variable[...] = ..."
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        value = self.get_value()
+        return value if index is ... else value[index]  # pyright: ignore[reportIndexIssue]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._check_writable()
+        if index is ... and isinstance(self._value, jax.Array | np.ndarray):
+            self.set_value(_like(self._value, value))
+        else:
+            self.set_value(value, index=index)
+
+    def __delitem__(self, index: Any) -> None:
+        changed = copy.copy(self.get_value())
+        del changed[index]  # pyright: ignore[reportIndexIssue]
+        self.set_value(changed)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_value()(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def __len__(self) -> int:
+        return len(self.get_value())  # pyright: ignore[reportArgumentType]
+
+    def __iter__(self) -> Any:
+        return iter(self.get_value())  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self.get_value()  # pyright: ignore[reportOperatorIssue]
+
+    def __bool__(self) -> bool:
+        return bool(self.get_value())
+
+    def __int__(self) -> int:
+        return int(self.get_value())  # pyright: ignore[reportArgumentType]
+
+    def __float__(self) -> float:
+        return float(self.get_value())  # pyright: ignore[reportArgumentType]
+
+    def __complex__(self) -> complex:
+        return complex(self.get_value())  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    def __index__(self) -> int:
+        return operator.index(self.get_value())  # pyright: ignore[reportArgumentType]
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.get_value())
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return jax.device_get(self.get_value()).__array__(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"value": self._value, "metadata": self._metadata}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = type(self).from_metadata(state["value"], state["metadata"])
+        for name in ("_metadata", "_trace", "_watched", "_value"):
+            object.__setattr__(self, name, getattr(made, name))
+
+    def __repr__(self) -> str:
+        from weft.nnx.display import variable_repr
+
+        return variable_repr(self)
+
+
+_NO_METADATA = Fixed(())
+
+
+def metadata_key(variable: Variable[Any]) -> Fixed:
+    """The metadata, compared by value."""
+    metadata = variable._metadata
+    return Fixed(tuple(sorted(metadata.items()))) if metadata else _NO_METADATA
+
+
+def _register(cls: type[Variable[Any]]) -> None:
+    """Makes variables pytrees of their values."""
+
+    def flatten(x: Variable[Any]) -> tuple[list[Any], Any]:
+        return [x._value], metadata_key(x)
+
+    def flatten_with_keys(x: Variable[Any]) -> tuple[list[Any], Any]:
+        return [(jax.tree_util.GetAttrKey("value"), x._value)], metadata_key(x)
+
+    def unflatten(metadata: Fixed, children: Any) -> Variable[Any]:
+        return cls.from_metadata(children[0], dict(metadata.value))
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+_register(Variable)
+
+
+def _with_part(value: Any, index: Any, part: Any) -> Any:
+    if isinstance(value, jax.Array):
+        return value.at[index].set(part)
+    if index is ...:
+        return part
+    changed = copy.copy(value)
+    changed[index] = part
+    return changed
+
+
+def _like(before: jax.Array | np.ndarray, value: Any) -> Any:
+    """A value as large as the one that was there, as for the items of an array."""
+    if isinstance(value, Variable):
+        value = value.get_value()
+    if isinstance(before, np.ndarray) and not isinstance(value, jax.Array):
+        return np.broadcast_to(np.asarray(value, before.dtype), before.shape).copy()
+    value = jnp.asarray(value, before.dtype)
+    return value if value.shape == before.shape else jnp.broadcast_to(value, before.shape)
+
+
+def _shown(variable: Variable[Any]) -> str:
+    value = variable._value
+    shape = f" of shape {value.shape}" if hasattr(value, "shape") else ""
+    return f"{type(variable).__name__}{shape}"
+
+
+def _binary(name: str, fn: Callable[[Any, Any], Any], reverse: bool = False) -> Any:
+    def method(self: Variable[Any], other: Any) -> Any:
+        other = other.get_value() if isinstance(other, Variable) else other
+        return fn(other, self.get_value()) if reverse else fn(self.get_value(), other)
+
+    method.__name__ = name
+    return method
+
+
+def _unary(name: str, fn: Callable[[Any], Any]) -> Any:
+    def method(self: Variable[Any]) -> Any:
+        return fn(self.get_value())
+
+    method.__name__ = name
+    return method
+
+
+def _in_place(name: str, sign: str) -> Any:
+    def method(self: Variable[Any], other: Any) -> Any:
+        raise VariableOperationError(
+            f"variable {sign} x would put the result in the variable's place; write variable[...] "
+            f"{sign} x to change its value."
+        )
+
+    method.__name__ = name
+    return method
+
+
+_BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
+    "matmul": "@", "and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>",
+}  # fmt: skip
+for _name, _sign in _BINARY.items():
+    _fn = getattr(operator, {"and": "and_", "or": "or_"}.get(_name, _name))
+    setattr(Variable, f"__{_name}__", _binary(f"__{_name}__", _fn))
+    setattr(Variable, f"__r{_name}__", _binary(f"__r{_name}__", _fn, reverse=True))
+    setattr(Variable, f"__i{_name}__", _in_place(f"__i{_name}__", f"{_sign}="))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Variable, f"__{_name}__", _binary(f"__{_name}__", getattr(operator, _name)))
+for _name in ("neg", "pos", "abs", "invert"):
+    setattr(Variable, f"__{_name}__", _unary(f"__{_name}__", getattr(operator, _name)))
+Variable.__divmod__ = _binary("__divmod__", divmod)  # pyright: ignore[reportAttributeAccessIssue]
+Variable.__rdivmod__ = _binary("__rdivmod__", divmod, reverse=True)  # pyright: ignore[reportAttributeAccessIssue]
+Variable.__round__ = lambda self, n=0: round(self.get_value(), n)  # pyright: ignore[reportAttributeAccessIssue]
