@@ -221,7 +221,7 @@ class Rngs(Draws):
 
         Args:
             k: the sizes of the axes; or by filter those of the streams that it matches, and other
-                streams stay as they are.
+                streams keep their keys and begin to count anew.
         """
         return self._each(lambda name, stream: _changed(stream, (name,), split=k))
 
@@ -263,16 +263,14 @@ def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) 
 def _changed(
     stream: RngStream, path: Path, split: Any = None, broadcast: Any = None, fork: Filter = None
 ) -> RngStream:
-    """A stream like another that is split, broadcast, forked or a copy."""
+    """A stream like another that is split, broadcast, forked, or begins anew with its key."""
     if (sizes := _sizes_of(split, path, stream)) is not None:
         return stream.split(sizes)
     if (sizes := _sizes_of(broadcast, path, stream)) is not None:
         return stream.broadcast(sizes)
     if to_predicate(fork)(path, stream.key):
         return stream.fork()
-    made = RngStream(stream, tag=stream.tag)
-    made.count.set_value(stream.count.get_value())
-    return made
+    return RngStream(stream, tag=stream.tag)
 
 
 def _streams(node: Any, only: Filter) -> list[tuple[Path, RngStream]]:
