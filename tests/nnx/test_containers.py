@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import LayerCallError
+from weft.errors import AttributeMarkError, LayerCallError
 
 
 def test_a_list_is_a_list_and_a_module():
@@ -79,6 +79,24 @@ def test_marks_move_with_the_items():
     assert jax.tree.leaves(d) == [1] and nnx.to_pure_dict(nnx.state(d)) == {"a": 1}
     d["a"] = "x"
     assert jax.tree.leaves(d) == []
+
+
+def test_a_change_that_fails_leaves_them_as_they_were():
+    xs, d = nnx.List([nnx.data(1), 2]), nnx.Dict(a=nnx.data(1))
+    for change in (
+        lambda: xs.pop(9),
+        lambda: xs.append((nnx.data(1),)),
+        lambda: xs.extend([3, nnx.static(jnp.ones(1))]),
+        lambda: xs.extend(1 // 0 for _ in range(2)),
+        lambda: d.update(b=(nnx.data(1),)),
+        lambda: d.update(b=nnx.static(nnx.Param(1))),
+        lambda: d.pop("q"),
+    ):
+        with pytest.raises((IndexError, KeyError, AttributeMarkError, ZeroDivisionError)):
+            change()
+    assert xs == [1, 2] and d == {"a": 1} and jax.tree.leaves([xs, d]) == [1, 1]
+    with pytest.raises(AttributeMarkError, match=r"List.2 is static, and was given a ArrayImpl"):
+        xs.append(nnx.static(jnp.ones(1)))
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

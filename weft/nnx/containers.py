@@ -21,11 +21,16 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._watch.change(self)
-        self._unpack_marks()
+        before, marks = of(self), dict(self._watch.marks)
         try:
+            self._unpack_marks()
             result = method(self, *args, **kwargs)
-        finally:
             self._pack_marks()
+        except BaseException:
+            of.clear(self)  # pyright: ignore[reportAttributeAccessIssue]
+            self.__class__._restore(self, before)
+            self._watch.marks = marks
+            raise
         if isinstance(result, Marked):
             return result.value
         return self if name in ("__iadd__", "__imul__", "__ior__") else result
@@ -70,6 +75,8 @@ class List(Module, list[Any]):
             return Pytree._key(name)
         return jax.tree_util.SequenceKey(name)
 
+    _restore = list.extend
+
     def _unpack_marks(self) -> None:
         """Puts what was said of items beside them, so that it moves with them."""
         marks = self._watch.marks
@@ -80,7 +87,7 @@ class List(Module, list[Any]):
         for i, item in enumerate(self):
             new = item
             if isinstance(item, Marked):
-                new, self._watch.marks[i] = item.value, item.is_data  # pyright: ignore[reportArgumentType]
+                new, self._watch.marks[i] = item.of(self, i), item.is_data  # pyright: ignore[reportArgumentType]
             if (new := tracked(new)) is not item:
                 list.__setitem__(self, i, new)
 
@@ -136,6 +143,8 @@ class Dict(Module, dict[Any, Any]):
     def _key(name: Any) -> Any:
         return jax.tree_util.DictKey(name)
 
+    _restore = dict.update
+
     def _unpack_marks(self) -> None:
         marks = self._watch.marks
         for key in list(marks):
@@ -145,7 +154,7 @@ class Dict(Module, dict[Any, Any]):
         for key, item in self.items():
             new = item
             if isinstance(item, Marked):
-                new, self._watch.marks[key] = item.value, item.is_data
+                new, self._watch.marks[key] = item.of(self, key), item.is_data
             if (new := tracked(new)) is not item:
                 dict.__setitem__(self, key, new)
 

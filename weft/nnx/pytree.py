@@ -36,6 +36,20 @@ class Marked:
         self.value = value
         self.is_data = is_data
 
+    def of(self, owner: Any, name: Any) -> Any:
+        """The value as an attribute or item of an object."""
+        _check_static(owner, name, self.value, self.is_data)
+        return self.value
+
+
+def _check_static(owner: Any, name: Any, value: Any, mark: bool | None) -> None:
+    if mark is False and is_data(value):
+        raise AttributeMarkError(
+            f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
+            "which is or holds data; leave nnx.static out, or give a value without arrays, "
+            "variables and objects."
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
@@ -243,12 +257,7 @@ class Pytree:
             # A number in place of data stays data, or the structure would change with it.
             before = vars(self).get(name)
             mark = True if isinstance(before, Variable | jax.Array | np.ndarray) else None
-        if mark is False and is_data(value):
-            raise AttributeMarkError(
-                f"{type(self).__name__}.{name} is static, and was given a {type(value).__name__}, "
-                "which is or holds data; leave nnx.static out, or give a value without arrays, "
-                "variables and objects."
-            )
+        _check_static(self, name, value, mark)
         return mark, tracked(value)
 
     def __delattr__(self, name: str) -> None:
