@@ -133,8 +133,8 @@ class ScopeKind(Kind):
             if self.folds:
                 of_rngs = tuple(_folded(streams, counts) for streams in of_rngs)
             inside = counts.freeze()
-            if self.folds or not any(of_rngs):
-                # No key inside depends on the loops around, so they all share a trace.
+            if not any(of_rngs):
+                # No key can be drawn inside, so it makes no difference which loops are around.
                 inside = dataclasses.replace(inside, loops=())
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
             changeable = [intersect_filters(where.variables, where.out) for where in wanted]

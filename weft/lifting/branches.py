@@ -4,6 +4,7 @@ What only some of the branches make is made for all of them before, and passes u
 others. Every branch begins with the same state and the same counters.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,40 +38,7 @@ def switch(
         BranchStructureError: if the branches return, or leave in the state, values of different
             structure, shape or dtype.
     """
-
-    def pure(static: Static, packed: Any, index: Any) -> Results:
-        units = Units(shown(packed), static.value[1])
-        traced: list[Results] = []
-        unchanged: list[frozenset[Any]] = []
-
-        def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-            def of_values(values: list[Any]) -> Any:
-                cargo = Cargo(static, units.rebuild(values))
-                results = run(kind, lambda args: branch(*args), cargo)
-                if has_created(kind, Units.of_cargo(cargo), results, (None,)):
-                    raise StateCreated
-                # All that there was comes back, since another branch may change it.
-                of_groups = groups(Units.of_cargo(cargo), results)
-                wholes = [kind.union(before, after) for before, after, _ in of_groups]
-                found = _by_path([before for before, _, _ in of_groups])
-                after = _by_path(wholes)
-                unchanged.append(frozenset(p for p, x in after.items() if found.get(p) is x))
-                whole = iter(wholes)
-                parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
-                results = results._replace(parcels=parcels)
-                traced.append(jax.tree.map(jax.typeof, results))
-                return results.parcels, results.packed
-
-            return of_values
-
-        try:
-            chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
-        except TypeError:
-            _check_alike(traced, names or [f"branch {i}" for i in range(len(branches))])
-            raise
-        joined = kind.join([r.static.value for r in traced])
-        return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
-
+    pure = functools.partial(_chosen, kind, branches, names)
     chosen = traced_by_structure(tuple(branches), kind, pure)
 
     def call(index: Any, *args: Any) -> Any:
@@ -107,6 +75,48 @@ def switch(
         return commit(kind, outer, results)
 
     return call
+
+
+def _chosen(
+    kind: Kind,
+    branches: Sequence[Callable[..., Any]],
+    names: Sequence[str] | None,
+    static: Static,
+    packed: Any,
+    index: Any,
+) -> Results:
+    """The switch on pure values; the static half also says what no branch has changed."""
+    units = Units(shown(packed), static.value[1])
+    traced: list[Results] = []
+    unchanged: list[frozenset[Any]] = []
+
+    def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+        def of_values(values: list[Any]) -> Any:
+            cargo = Cargo(static, units.rebuild(values))
+            results = run(kind, lambda args: branch(*args), cargo)
+            if has_created(kind, Units.of_cargo(cargo), results, (None,)):
+                raise StateCreated
+            # All that there was comes back, since another branch may change it.
+            of_groups = groups(Units.of_cargo(cargo), results)
+            wholes = [kind.union(before, after) for before, after, _ in of_groups]
+            found = _by_path([before for before, _, _ in of_groups])
+            after = _by_path(wholes)
+            unchanged.append(frozenset(p for p, x in after.items() if found.get(p) is x))
+            whole = iter(wholes)
+            parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
+            results = results._replace(parcels=parcels)
+            traced.append(jax.tree.map(jax.typeof, results))
+            return results.parcels, results.packed
+
+        return of_values
+
+    try:
+        chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
+    except TypeError:
+        _check_alike(traced, names or [f"branch {i}" for i in range(len(branches))])
+        raise
+    joined = kind.join([r.static.value for r in traced])
+    return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
 
 
 def cond(

@@ -163,16 +163,25 @@ def test_a_body_that_makes_its_carry_and_draws_is_traced_twice_in_init():
     assert len(traces) == 1
 
 
-def test_layers_under_jit_that_draw_keys_share_one_trace_also_in_a_loop():
-    draws, traces = drawing(((), "noise", 2))
-    layer = lift.jit(lambda scope, x: draws(scope, x)[0])
+def layers_under_jit(fn, rngs):
+    layer = lift.jit(fn)
 
     def body(scope, carry, _):
-        ys = [layer(scope.push(f"layer{i}"), carry) for i in range(3)]
-        return carry, jnp.stack(ys)
+        return carry, jnp.stack([layer(scope.push(f"layer{i}"), carry) for i in range(3)])
 
-    _, ys = apply(scanned(body))({}, jnp.float32(0), None, rngs=RNGS)
+    _, ys = apply(scanned(body))({}, jnp.float32(0), None, rngs=rngs)
+    return ys
+
+
+def test_layers_under_jit_share_one_trace_also_in_a_loop():
+    traces = []
+    layers_under_jit(lambda scope, x: traces.append(1) or x + 1, None)
     assert len(traces) == 1
+
+
+def test_layers_under_jit_in_a_loop_draw_keys_of_their_own():
+    draws, _ = drawing(((), "noise", 2))
+    ys = layers_under_jit(lambda scope, x: draws(scope, x)[0], RNGS)
     assert len(set(ys.ravel().tolist())) == 6
 
 
