@@ -40,7 +40,7 @@ def paths(filter_like):
         (False, []),
         (nnx.Nothing(), []),
     ],
-    ids=repr,
+    ids=lambda value: getattr(value, "__name__", None) or repr(value),
 )
 def test_what_filters_match(filter_like, expected):
     assert paths(filter_like) == expected
