@@ -9,6 +9,7 @@ import pytest
 
 from weft import nnx
 from weft.errors import (
+    ImmutableVariableError,
     TraceContextError,
     VariableArgumentError,
     VariableAttributeError,
@@ -216,3 +217,20 @@ def test_to_jax_it_is_a_tree_of_its_value():
         return w
 
     assert step(w)["a"] == 2 and w["a"] == 1
+
+
+def test_a_variable_that_is_declared_immutable_keeps_its_value():
+    frozen = nnx.Param(jnp.ones(2), mutable=False)
+    for write in (
+        lambda: frozen.set_value(jnp.zeros(2)),
+        lambda: frozen.__setitem__(0, 3.0),
+        lambda: frozen.copy_from(nnx.Param(jnp.zeros(2))),
+    ):
+        with pytest.raises(
+            ImmutableVariableError, match=r"Param of shape \(2,\) is written to.*mutab"
+        ):
+            write()
+    np.testing.assert_array_equal(frozen.get_value(), jnp.ones(2))
+    frozen.set_metadata(mutable=True)
+    frozen[0] = 3.0
+    assert frozen[0] == 3.0

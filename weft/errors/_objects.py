@@ -18,6 +18,16 @@ class TraceContextError(ObjectError, RuntimeError):
         )
 
 
+class ImmutableVariableError(ObjectError, RuntimeError):
+    """A variable was written to that is declared to keep its value."""
+
+    def __init__(self, message: str):
+        super().__init__(
+            f"a {message} is written to, but it has the metadata mutable=False; keep its value, or "
+            "say variable.set_metadata(mutable=True) first."
+        )
+
+
 class VariableOperationError(ObjectError, NotImplementedError):
     """An operation that a variable does not have."""
 

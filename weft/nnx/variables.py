@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.core.tracing import current_trace
 from weft.errors import (
+    ImmutableVariableError,
     TraceContextError,
     VariableArgumentError,
     VariableAttributeError,
@@ -48,7 +49,8 @@ class Variable(Generic[A]):
         **metadata: what else is known of it. `on_get_value`, `on_set_value` and `on_create_value`
             are functions of the variable and a value, which give the value to use instead, or
             tuples of such; a subclass can have them as methods. `tag` is what string filters look
-            for; `sharding_names` are the logical names of its axes.
+            for; `sharding_names` are the logical names of its axes; with `mutable=False` the value
+            stays.
 
     Example:
         >>> step = Variable(jnp.array(3))
@@ -123,6 +125,7 @@ class Variable(Generic[A]):
             index: sets a part of it.
 
         Raises:
+            ImmutableVariableError: if the variable has the metadata `mutable=False`.
             TraceContextError: inside of a transformation that it did not go through.
         """
         self._check_writable()
@@ -147,6 +150,8 @@ class Variable(Generic[A]):
     def _check_writable(self) -> None:
         if self._trace != current_trace():
             raise TraceContextError(_shown(self))
+        if not self._metadata.get("mutable", True):
+            raise ImmutableVariableError(_shown(self))
 
     @property
     def value(self) -> A:
