@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, Units, run
+from weft.lifting.structure import shown, traced_by_structure
 
 
 class StateCreated(Exception):
@@ -118,8 +119,8 @@ def with_created(
         The static half for the next run, and `values` with the new state.
     """
 
-    def once() -> tuple[list[Any], Static]:
-        cargo = Cargo(Static((static, units.flat_roles)), units.rebuild(first))
+    def once(static: Static, packed: Any) -> Any:
+        cargo = Cargo(static, shown(packed))
         results = run(kind, lambda args: (fn(*args), None)[1], cargo)
         created = [
             kind.created(before, after) if role in roles else None
@@ -128,7 +129,8 @@ def with_created(
         return created, results.static
 
     # Under jit, so that what the body computes beside is not computed.
-    created, collected = jax.jit(once)()
+    traced = traced_by_structure(fn, (kind, tuple(roles)), once)
+    created, collected = traced((static, units.flat_roles), units.having(first))
     new = iter(created)
     added = [
         kind.union(value, made) if is_group and (made := next(new)) is not None else value

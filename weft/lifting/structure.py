@@ -11,13 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from weft.lifting.crossing import Results, Static, Units
+from weft.lifting.crossing import Static, Units
 from weft.lifting.functions import AtFirstCall, Same
 
 
-def traced_by_structure(
-    fns: Any, options: Any, pure: Callable[..., Results]
-) -> Callable[..., Results]:
+def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Callable[..., Any]:
     """A function of what crosses that is traced once for equal structure.
 
     Args:
@@ -31,7 +29,7 @@ def traced_by_structure(
     """
     jitted = AtFirstCall((fns, options), lambda: jax.jit(pure, inline=True))
 
-    def call(static: Any, units: Units, *arrays: Any) -> Results:
+    def call(static: Any, units: Units, *arrays: Any) -> Any:
         values = [
             jax.tree.map(_hidden, value) if role is None else value for value, role in units.pairs()
         ]
