@@ -425,7 +425,7 @@ def test_a_field_that_was_deleted_is_not_taken_for_a_new_one():
         value = float(i)
         assert Field(Calls(value)).apply({}, 0.0) == value
         assert Field(lambda x, value=value: value).apply({}, 0.0) == value
-        gc.collect()
+        gc.collect(1)  # the whole heap takes seconds in a long test run
 
 
 # How often a model is compiled.
@@ -465,7 +465,7 @@ def test_fresh_closures_never_give_the_result_of_another_one():
     for i in range(20):
         y = cls(3, act=lambda x: x * i).apply(variables, X)  # noqa: B023
         np.testing.assert_allclose(y, plain * i, rtol=1e-5)
-        gc.collect()
+        gc.collect(1)  # the whole heap takes seconds in a long test run
     for i in range(20):
         scale = jnp.full((), float(i))
         y = cls(3, act=lambda x: x * scale).apply(variables, X)  # noqa: B023
