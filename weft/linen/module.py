@@ -164,6 +164,14 @@ class Module(ModuleVariables):
         for name, child in self._state.children.items():
             child._rebind(scope.push(name))
 
+    def _let_go(self) -> None:
+        """Ends the cycles of a tree that is not used any more; they hold all that it has traced."""
+        for child in self._state.children.values():
+            if child.parent is self:
+                child._let_go()
+                vars(child)["parent"] = None
+        self._state.adopted.clear()
+
     def _adopt(self, name: str, module: "Module") -> "Module":
         """A module in an attribute, as a submodule of this one if it is nobody's yet."""
         if module.scope is not None:
@@ -438,8 +446,12 @@ class Module(ModuleVariables):
             mutable = union_filters(mutable, "intermediates")
 
         def run(scope: Scope, *args: Any, **kwargs: Any) -> Any:
-            with alone():
-                return call(self.clone(parent=scope), *args, **kwargs)
+            module = self.clone(parent=scope)
+            try:
+                with alone():
+                    return call(module, *args, **kwargs)
+            finally:
+                module._let_go()
 
         return run, mutable, flags
 

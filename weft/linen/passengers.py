@@ -286,6 +286,7 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
 
     def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
         manifest, modules = carriage.manifest, carriage.modules()
+        made = list(modules)
         with _in_place(captured_modules(fn), manifest.captured[index], modules):
             target, args, kwargs = jax.tree.map(
                 lambda x: modules[x.index] if _is_seat(x) else x,
@@ -301,6 +302,8 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
                 RUNNING.lifted -= 1
                 RUNNING.modules.pop()
             manifest.reach([module._state.cursor for module in modules])
+        for module in made:
+            module._let_go()
         leaves = jax.tree.leaves(result, is_leaf=_is_module)
         if any(isinstance(x, Module | Scope | Variable) for x in leaves):
             name = getattr(fn, "__name__", "the function")
