@@ -77,6 +77,10 @@ class Kind(Protocol):
 
     # A kind that has keys, axis metadata, counters, or whose functions make new state, says how.
 
+    def wanted(self, roles: Roles) -> tuple[Any, ...]:
+        """What `split` and `collect` are told of the groups of a carrier: their filters."""
+        return roles.filters
+
     def fork(self, group: Any, n: int) -> Any:
         """Splits each PRNG key of a group into `n`, along a new leading axis."""
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
@@ -227,7 +231,8 @@ def depart(
                 f"{what} gives {flat[i]!r} to a {type(leaf).__name__}, which carries no state; "
                 "give it an axis or None."
             )
-    outer, static, groups = kind.split([leaves[i] for i in at], [flat[i].filters for i in at])
+    wanted = [kind.wanted(flat[i]) for i in at]
+    outer, static, groups = kind.split([leaves[i] for i in at], wanted)
     for i, group in zip(at, groups, strict=True):
         leaves[i] = Parcel(group)
     return outer, Cargo(Static((static, tuple(flat))), tree.unflatten(leaves))
@@ -262,9 +267,9 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
         inner,
         static,
         carriers,
-        [flat[i].filters for i in at],
+        [kind.wanted(flat[i]) for i in at],
         [out_leaves[i] for i in out_at],
-        [roles_of_carrier(out_flat[i]).filters for i in out_at],
+        [kind.wanted(roles_of_carrier(out_flat[i])) for i in out_at],
     )
     for i, group in zip(out_at, new_groups, strict=True):
         out_leaves[i] = Parcel(group)

@@ -69,6 +69,10 @@ class List(Module, list[Any]):
             else:
                 list.append(self, value)
 
+    def _empty(self) -> None:
+        list.clear(self)
+        super()._empty()
+
     @staticmethod
     def _key(name: Any) -> Any:
         if isinstance(name, str):
@@ -138,6 +142,9 @@ class Dict(Module, dict[Any, Any]):
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         dict.update(self, items)
+
+    def _empty(self) -> None:
+        dict.clear(self)
 
     @staticmethod
     def _key(name: Any) -> Any:

@@ -7,7 +7,8 @@ and arrays in the order in which they were met.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from weft.errors import GraphStructureError
 from weft.nnx.filters import Path, to_predicate
 from weft.nnx.pytree import Pytree
 from weft.nnx.structure import Fixed
-from weft.nnx.variables import Variable, metadata_key
+from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 
 class Ref(NamedTuple):
@@ -122,6 +123,7 @@ class Flat:
         owners: for a value that is no variable the object whose attribute it is, and the
             attribute's name.
         objects: the objects and variables, by index.
+        again: where an object was met that had come before, and its index.
         is_sure: whether all that is static, and each container, is of a kind that cannot change
             unnoticed.
     """
@@ -130,15 +132,18 @@ class Flat:
     leaves: list[Any]
     owners: list[tuple[Any, Hashable] | None]
     objects: list[Any]
+    again: list[tuple[int, Path]]
     is_sure: bool
 
 
 class _Walk:
     """One walk through a graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_metadata: bool) -> None:
+        self.with_metadata = with_metadata
         self.index: dict[int, int] = {}
         self.objects: list[Any] = []
+        self.again: list[tuple[int, Path]] = []
         self.leaves: list[Any] = []
         self.owners: list[tuple[Any, Hashable] | None] = []
         self.paths: list[Path] = []
@@ -146,13 +151,14 @@ class _Walk:
 
     def describe(self, x: Any, path: Path, owner: Any = None, is_data: bool = False) -> Any:
         if isinstance(x, Variable):
-            if (known := self._met(x)) is not None:
+            if (known := self._met(x, path)) is not None:
                 return known
             self._leaf(x, path, None)
             self.is_sure &= all(map(_cannot_change, x._metadata.values()))
-            return VariableDef(type(x), len(self.objects) - 1, metadata_key(x))
+            metadata = metadata_key(x) if self.with_metadata else NO_METADATA
+            return VariableDef(type(x), len(self.objects) - 1, metadata)
         if isinstance(x, Pytree):
-            if (known := self._met(x)) is not None:
+            if (known := self._met(x, path)) is not None:
                 return known
             index = len(self.objects) - 1
             attributes = tuple(
@@ -178,8 +184,9 @@ class _Walk:
             return Fixed(value)
         return self.describe(value, path, (x, name), is_data=bool(mark))
 
-    def _met(self, x: Any) -> Ref | None:
+    def _met(self, x: Any, path: Path) -> Ref | None:
         if id(x) in self.index:
+            self.again.append((self.index[id(x)], path))
             return Ref(self.index[id(x)])
         self.index[id(x)] = len(self.objects)
         self.objects.append(x)
@@ -237,20 +244,24 @@ def _key(key: Any) -> Hashable:
     return key
 
 
-def take_apart(x: Any) -> Flat:
+def take_apart(x: Any, with_metadata: bool = True) -> Flat:
     """A graph as a description and values.
 
     Args:
         x: an object, a variable, or a pytree of them.
+        with_metadata: whether the description has the metadata of variables.
     """
-    walk = _Walk()
+    walk = _Walk(with_metadata)
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
-    return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.is_sure)
+    return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.again, walk.is_sure)
 
 
 def put_together(
-    graphdef: GraphDef, leaves: Iterable[Any], share: bool = False
+    graphdef: GraphDef,
+    leaves: Iterable[Any],
+    share: bool = False,
+    existing: Mapping[int, Any] = MappingProxyType({}),
 ) -> tuple[Any, list[Any]]:
     """The graph of a description and values.
 
@@ -259,6 +270,8 @@ def put_together(
         leaves: for each of its values a variable, of which a copy is used, or what a variable
             holds.
         share: whether variables among the values are used themselves.
+        existing: objects that are used, by index; they get the attributes of the description, and
+            variables keep their values.
 
     Returns:
         The outermost object, and all objects by index.
@@ -285,7 +298,9 @@ def put_together(
         if isinstance(part, VariableDef):
             value = next(rest)
             metadata = part.metadata.value
-            if isinstance(value, Variable):
+            if part.index in existing:
+                made = existing[part.index]
+            elif isinstance(value, Variable):
                 made = value if share else value.copy()
             else:
                 made = part.type.from_metadata(value, dict(metadata))
@@ -293,10 +308,10 @@ def put_together(
             return made
         if part.index is None:
             return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
-        made = part.type.__new__(part.type)
+        is_new = part.index not in existing
+        made = part.type.__new__(part.type) if is_new else existing[part.index]
         objects.append(made)
-        made._watch.marks.update(part.marks)
-        made._fill([(name, build(below)) for name, below in part.attributes])
+        made._become([(name, build(below)) for name, below in part.attributes], dict(part.marks))
         return made
 
     return build(graphdef.root), objects

@@ -10,7 +10,7 @@ an object is a pytree of its data.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform, get_origin
 
 import jax
@@ -234,6 +234,24 @@ class Pytree:
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         vars(self).update(items)
+
+    def _empty(self) -> None:
+        for name in [name for name in vars(self) if name != "_watch"]:
+            del vars(self)[name]
+
+    def _become(self, items: Sequence[tuple[Any, Any]], marks: dict[str, bool]) -> None:
+        """Has these attributes from now on, and no others."""
+        there = self._items()
+        if (
+            marks == self._watch.marks
+            and len(there) == len(items)
+            and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
+        ):
+            return
+        self._watch.change(self)
+        self._watch.marks = marks
+        self._empty()
+        self._fill(items)
 
     def _is_data(self, name: Hashable, value: Any) -> bool:
         marks = self._watch.marks

@@ -382,13 +382,13 @@ class Variable(Generic[A]):
         return variable_repr(self)
 
 
-_NO_METADATA = Fixed(())
+NO_METADATA = Fixed(())
 
 
 def metadata_key(variable: Variable[Any]) -> Fixed:
     """The metadata, compared by value."""
     metadata = variable._metadata
-    return Fixed(tuple(sorted(metadata.items()))) if metadata else _NO_METADATA
+    return Fixed(tuple(sorted(metadata.items()))) if metadata else NO_METADATA
 
 
 def _register(cls: type[Variable[Any]]) -> None:
