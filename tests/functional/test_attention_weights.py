@@ -5,8 +5,12 @@ import pytest
 from jax import lax
 
 from weft import functional
-from weft.errors import ArgumentShapeError
-from weft.functional.attention_weights import attention_weights
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.attention_weights import (
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
+)
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 Q = jax.random.normal(KEYS[0], (2, 5, 3, 4))
@@ -75,3 +79,31 @@ def test_heads_that_share_keys():
     np.testing.assert_allclose(
         averaged, functional.attention_context(each, jnp.repeat(K[:, :, :1], 2, axis=2)), rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropped_weights(broadcast):
+    plain = attention_weights(Q, K)
+    kept = drop_attention_weights(plain, rate=0.5, prng_key=KEYS[2], broadcast=broadcast)
+    np.testing.assert_allclose(kept, jnp.where(kept == 0, 0, 2 * plain), rtol=1e-5)
+    assert bool(((kept == 0) == (kept[:1, :1] == 0)).all()) == broadcast
+    assert (drop_attention_weights(plain, rate=1.0, prng_key=KEYS[2]) == 0).all()
+    with pytest.raises(ArgumentValueError, match=r"dropout_rate=0.5 without dropout_rng: give a"):
+        drop_attention_weights(plain, rate=0.5, prng_key=None)
+
+
+def test_shapes_that_do_not_fit():
+    check_attention_shapes(Q, K, K)
+    check_attention_shapes(Q, K[:, :, :1], shared_heads=True)
+    with pytest.raises(ArgumentShapeError, match="agree in the axes before the last three"):
+        check_attention_shapes(Q, K[:1])
+    with pytest.raises(ArgumentShapeError, match="agree in heads and features, the last two"):
+        check_attention_shapes(Q, K[:, :, :1])
+    with pytest.raises(ArgumentShapeError, match="agree in features, the last axis"):
+        check_attention_shapes(Q, K[..., :3], shared_heads=True)
+    with pytest.raises(
+        ArgumentShapeError, match=r"'value': \(2, 6, .* agree between key and value"
+    ):
+        check_attention_shapes(Q, K, K[:, :6])
+    with pytest.raises(ArgumentShapeError, match=r"expected \(\*batch, length, heads, features\)"):
+        check_attention_shapes(Q[0, 0], K[0, 0])

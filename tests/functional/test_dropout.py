@@ -11,6 +11,7 @@ from weft.functional import (
     get_stochastic_depth_linear_rate,
     stochastic_depth,
 )
+from weft.functional.dropout import keep_mask
 
 KEY = jax.random.key(0)
 
@@ -103,3 +104,11 @@ def test_drop_tokens_keeps_a_random_set_in_order():
 
 def test_drop_tokens_never_removes_all():
     assert drop_tokens(jnp.ones((1, 4, 2)), rate=0.99, prng_key=KEY).shape == (1, 1, 2)
+
+
+def test_a_mask_along_axes():
+    mask = keep_mask(KEY, 0.5, (40, 3, 5), broadcast_dims=(1, -1))
+    assert mask.shape == (40, 1, 1) and 0 < mask.mean() < 1
+    np.testing.assert_array_equal(keep_mask(KEY, 0.25, (9,)), jax.random.bernoulli(KEY, 0.75, (9,)))
+    with pytest.raises(ArgumentValueError, match=r"broadcast_dims=\(3,\) .* shape \(40, 3, 5\)"):
+        keep_mask(KEY, 0.5, (40, 3, 5), broadcast_dims=(3,))

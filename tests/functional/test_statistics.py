@@ -11,7 +11,7 @@ from weft.functional import (
     segment_mean,
     update_running_average,
 )
-from weft.functional.statistics import mean_square
+from weft.functional.statistics import mean_square, statistics_dtype
 
 RNG = np.random.default_rng(0)
 
@@ -119,3 +119,14 @@ def test_running_average_keeps_its_dtype():
     new = update_running_average(jnp.ones(2, jnp.float32), jnp.zeros(2, jnp.bfloat16), decay=0.9)
     assert new.dtype == jnp.float32
     np.testing.assert_allclose(new, [0.9, 0.9], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype, forced, as_it_is",
+    [("bfloat16", "float32", "bfloat16"), ("int32", "float32", "float32"),
+     ("complex64", "complex64", "complex64")],
+)  # fmt: skip
+def test_the_dtype_of_statistics(dtype, forced, as_it_is):
+    x = jnp.ones(1, dtype)
+    assert jnp.dtype(statistics_dtype(x)) == forced
+    assert jnp.dtype(statistics_dtype(x, force_float32=False)) == as_it_is

@@ -11,10 +11,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
-from weft.errors import ArgumentShapeError
+from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.attention import attention_logits
+from weft.functional.dropout import dropout, keep_mask
 
 _LOGITS = "...qhd,...khd->...hqk"
 
@@ -66,6 +67,74 @@ def attention_weights(
     if float32_softmax and logits.dtype != jnp.float32:
         logits = logits.astype(jnp.float32)
     return jax.nn.softmax(logits, axis=-1)
+
+
+def drop_attention_weights(
+    weights: Float[Array, "*batch heads target source"],
+    *,
+    rate: float,
+    prng_key: Key[Array, ""] | None,
+    broadcast: bool = True,
+) -> Float[Array, "*batch heads target source"]:
+    """Zeros weights with probability `rate`, and scales up the others.
+
+    Args:
+        weights: of each query and key.
+        rate: in `[0, 1]`.
+        prng_key: draws what is dropped.
+        broadcast: whether all examples and heads drop the same.
+
+    Raises:
+        ArgumentValueError: if there is no key, or the rate is not in `[0, 1]`.
+
+    >>> import jax
+    >>> drop_attention_weights(jnp.ones((1, 1)), rate=1.0, prng_key=jax.random.key(0)).tolist()
+    [[0.0]]
+    """
+    if prng_key is None:
+        raise ArgumentValueError(
+            f"dropout_rate={rate} without dropout_rng: give a key, or deterministic=True."
+        )
+    if rate == 1.0:
+        return jnp.zeros_like(weights)
+    shared = range(weights.ndim - 2) if broadcast else ()
+    return dropout(weights, rate=rate, mask=keep_mask(prng_key, rate, weights.shape, shared))
+
+
+def check_attention_shapes(
+    query: Array, key: Array, value: Array | None = None, *, shared_heads: bool = False
+) -> None:
+    """Refuses queries, keys and values that do not fit each other.
+
+    Args:
+        query: shape `(*batch, target, heads, dim)`.
+        key: shape `(*batch, source, heads, dim)`.
+        value: shape `(*batch, source, heads, value_dim)`; None if there are none yet.
+        shared_heads: whether there may be fewer heads of keys and values than of queries.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not fit.
+    """
+    shapes = {"query": query.shape, "key": key.shape}
+    if value is not None:
+        shapes["value"] = value.shape
+        fits = key.shape[:-1] == value.shape[:-1]
+        _check_fit(shapes, fits, "agree between key and value in all axes but the last")
+    fits = query.shape[:-3] == key.shape[:-3]
+    _check_fit(shapes, fits, "agree in the axes before the last three")
+    if shared_heads:
+        _check_fit(shapes, query.shape[-1] == key.shape[-1], "agree in features, the last axis")
+    else:
+        fits = query.shape[-2:] == key.shape[-2:]
+        _check_fit(shapes, fits, "agree in heads and features, the last two")
+
+
+def _check_fit(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) -> None:
+    if not fits or any(len(shape) < 3 for shape in shapes.values()):
+        raise ArgumentShapeError(
+            f"the shapes are {shapes}; expected (*batch, length, heads, features), and that they "
+            f"{expected}."
+        )
 
 
 def _check(name: str, given: Array, logits: Array) -> None:

@@ -60,6 +60,34 @@ def get_dropout_mask(
     return jax.random.uniform(prng_key, shape) >= rate
 
 
+def keep_mask(
+    key: Key[Array, ""], rate: float, shape: Sequence[int], broadcast_dims: Sequence[int] = ()
+) -> Bool[Array, "*shape"]:
+    """Returns True for what is kept; for one key, what Flax keeps.
+
+    Args:
+        key: draws the mask.
+        rate: the probability of False.
+        shape: of what the mask is for.
+        broadcast_dims: axes along which all is kept or nothing; the mask has size 1 there.
+
+    Raises:
+        ArgumentValueError: if there are no such axes.
+
+    >>> keep_mask(jax.random.key(0), 0.0, (2, 3), broadcast_dims=(-1,)).tolist()
+    [[True], [True]]
+    """
+    sizes = list(shape)
+    for axis in broadcast_dims:
+        if not -len(sizes) <= axis < len(sizes):
+            raise ArgumentValueError(
+                f"broadcast_dims={tuple(broadcast_dims)} are not all axes of an input of shape "
+                f"{tuple(shape)}."
+            )
+        sizes[axis] = 1
+    return jax.random.bernoulli(key, 1.0 - rate, tuple(sizes))
+
+
 def stochastic_depth(
     x: Float[Array, " batch *rest"],
     *,

@@ -243,6 +243,17 @@ def cast(x: Array, dtype: DTypeLike | None) -> Array:
     return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 
+def statistics_dtype(x: Array, force_float32: bool = True) -> DTypeLike:
+    """Returns the dtype in which statistics of `x` are computed: at least float32 where forced.
+
+    >>> statistics_dtype(jnp.ones(1, jnp.bfloat16)).name
+    'float32'
+    """
+    if force_float32 or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.promote_types(x.dtype, jnp.float32)
+    return x.dtype
+
+
 def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
     """Returns the axes as a tuple, none of them negative.
 

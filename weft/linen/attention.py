@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.errors import ArgumentValueError
+from weft.functional.attention_cache import attention_cache_step
 from weft.linen.attention_functions import dot_product_attention, dot_product_attention_weights
 from weft.linen.attention_masks import combine_masks, make_attention_mask, make_causal_mask
 from weft.linen.calls import merge_param
@@ -231,22 +232,13 @@ class MultiHeadDotProductAttention(Module):
         index = self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
         if not begun:
             return key, value, mask
-        *batch, length, heads, features = cached_key.value.shape
-        expected = (*batch, 1, heads, features)
-        if query.shape != expected or key.shape != expected:
-            raise ArgumentShapeError(
-                f"{_shown(self)} decodes with queries of shape {query.shape} and keys of shape "
-                f"{key.shape}, and its cache expects {expected}: give one position at a time, and "
-                "the batch that the cache was made with."
-            )
-        at = index.value
-        start = (*[0] * len(batch), at, 0, 0)
-        for cached, new in ((cached_key, key), (cached_value, value)):
-            new = new.astype(cached.value.dtype)
-            cached.value = lax.dynamic_update_slice(cached.value, new, start)
-        index.value = at + 1
-        seen = jnp.broadcast_to(jnp.arange(length) <= at, (*batch, 1, 1, length))
-        return cached_key.value, cached_value.value, combine_masks(mask, seen)
+        keys, values, seen = attention_cache_step(
+            *(cached_key.value, cached_value.value, index.value),
+            *(query, key, value),
+            layer=_shown(self),
+        )
+        cached_key.value, cached_value.value, index.value = keys, values, index.value + 1
+        return keys, values, combine_masks(mask, seen)
 
     @nowrap
     def _dropout(self, deterministic: bool | None, rng: Any) -> tuple[bool, Any]:

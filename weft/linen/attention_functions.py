@@ -7,14 +7,16 @@ the `attention_fn` of a layer.
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from weft import functional
-from weft.core.nn.stochastic import keep_mask
-from weft.errors import ArgumentShapeError, ArgumentValueError
-from weft.functional.attention_weights import attention_weights
+from weft.errors import ArgumentValueError
+from weft.functional.attention_weights import (
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
+)
 from weft.linen.dtypes import promote_dtype
 from weft.linen.module import Module
 from weft.typing import DType
@@ -64,14 +66,13 @@ def dot_product_attention_weights(
         ArgumentValueError: if there is no key to drop with.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.ones((1, 2, 1, 4))
         >>> dot_product_attention_weights(x, x).tolist()
         [[[[0.5, 0.5], [0.5, 0.5]]]]
     """
     query, key = promote_dtype(query, key, dtype=dtype)
-    shapes = {"query": query.shape, "key": key.shape}
-    _check(shapes, query.shape[:-3] == key.shape[:-3], "agree in the axes before the last three")
-    _check(shapes, query.shape[-2:] == key.shape[-2:], "agree in heads and features, the last two")
+    check_attention_shapes(query, key)
     weights = attention_weights(
         query,
         key,
@@ -86,17 +87,9 @@ def dot_product_attention_weights(
         module.sow("intermediates", "attention_weights", weights)
     if deterministic or dropout_rate == 0.0:
         return weights
-    if dropout_rng is None:
-        raise ArgumentValueError(
-            f"dropout_rate={dropout_rate} without dropout_rng: give a key, or deterministic=True."
-        )
-    if dropout_rate == 1.0:
-        return jnp.zeros_like(weights)
-    shape = weights.shape
-    if broadcast_dropout:
-        shape = (*[1] * (len(shape) - 2), *shape[-2:])
-    keep = keep_mask(dropout_rng, dropout_rate, shape)
-    return functional.dropout(weights, rate=dropout_rate, mask=keep)
+    return drop_attention_weights(
+        weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+    )
 
 
 def dot_product_attention(
@@ -137,6 +130,7 @@ def dot_product_attention(
             with.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> x = jnp.ones((1, 3, 2, 4))
         >>> dot_product_attention(x, x, x).shape
         (1, 3, 2, 4)
@@ -147,9 +141,7 @@ def dot_product_attention(
             "none."
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    shapes = {"query": query.shape, "key": key.shape, "value": value.shape}
-    fits = key.shape[:-1] == value.shape[:-1]
-    _check(shapes, fits, "agree between key and value in all axes but the last")
+    check_attention_shapes(query, key, value)
     weights = dot_product_attention_weights(
         query,
         key,
@@ -174,11 +166,3 @@ def dot_product_attention(
         precision=precision,
         dot_general=einsum_dot_general,
     )
-
-
-def _check(shapes: dict[str, tuple[int, ...]], fits: bool, expected: str) -> None:
-    if not fits or any(len(shape) < 3 for shape in shapes.values()):
-        raise ArgumentShapeError(
-            f"the shapes are {shapes}; expected (*batch, length, heads, features), and that they "
-            f"{expected}."
-        )

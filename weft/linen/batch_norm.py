@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float
 from weft import functional
 from weft.functional.dtypes import canonicalize_dtype
 from weft.functional.initializers import ones, zeros
-from weft.functional.statistics import canonical_axes, cast
+from weft.functional.statistics import canonical_axes, cast, statistics_dtype
 from weft.linen.calls import merge_param
 from weft.linen.initializers import Initializer
 from weft.linen.methods import compact
 from weft.linen.module import Module
-from weft.linen.normalization import scale_and_bias, statistics_dtype
+from weft.linen.normalization import scale_and_bias
 
 __all__ = ["BatchNorm"]
 

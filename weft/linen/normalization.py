@@ -14,10 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from weft import functional
-from weft.errors import ArgumentValueError
 from weft.functional.dtypes import canonicalize_dtype
 from weft.functional.initializers import ones, zeros
-from weft.functional.statistics import Axes, canonical_axes, cast
+from weft.functional.norm_axes import group_norm_axes, instance_norm_axes
+from weft.functional.statistics import Axes, canonical_axes, cast, statistics_dtype
 from weft.linen.initializers import Initializer
 from weft.linen.methods import compact
 from weft.linen.module import Module
@@ -211,12 +211,7 @@ class GroupNorm(Module):
         """
         channels = x.shape[-1]
         num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
-        axes = self.reduction_axes
-        if axes is not None and x.ndim - 1 not in canonical_axes(axes, x.ndim):
-            raise ArgumentValueError(
-                f"reduction_axes={axes} of an input of shape {x.shape} leave out the last axis, "
-                "whose channels the groups are made of; add -1."
-            )
+        axes = group_norm_axes(self.reduction_axes, x.shape)
         scale, bias = scale_and_bias(self, (channels,))
         y = functional.group_norm(
             cast(x, statistics_dtype(x, self.force_float32_reductions)),
@@ -281,18 +276,13 @@ class InstanceNorm(Module):
         Raises:
             ArgumentValueError: if the first axis is among the `feature_axes`.
         """
-        features = sorted(canonical_axes(self.feature_axes, x.ndim))
-        if 0 in features:
-            raise ArgumentValueError(
-                f"feature_axes={self.feature_axes} of an input of shape {x.shape} include the "
-                "first axis, which is that of the examples; leave it out."
-            )
+        features, axes = instance_norm_axes(self.feature_axes, x.shape)
         scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
         y = functional.layer_norm(
             cast(x, statistics_dtype(x, self.force_float32_reductions)),
             along(features, scale, x),
             along(features, bias, x),
-            axis=[a for a in range(1, x.ndim) if a not in features],
+            axis=axes,
             eps=self.epsilon,
             where=mask,
             axis_name=self.axis_name,
@@ -316,10 +306,3 @@ def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
     if values is None or list(axes) == list(range(x.ndim - len(axes), x.ndim)):
         return values
     return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])
-
-
-def statistics_dtype(x: Array, force_float32: bool) -> DTypeLike:
-    """The dtype in which statistics are computed."""
-    if force_float32 or not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.promote_types(x.dtype, jnp.float32)
-    return x.dtype

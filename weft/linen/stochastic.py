@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from weft import functional
-from weft.core.nn.stochastic import keep_mask
+from weft.functional.dropout import keep_mask
 from weft.linen.calls import merge_param
 from weft.linen.methods import compact
 from weft.linen.module import Module
@@ -57,7 +57,7 @@ class Dropout(Module):
 
         Raises:
             ParameterGivenTwiceError: if `deterministic` is given twice, or never.
-            ArgumentValueError: if the rate is not in `[0, 1]`.
+            ArgumentValueError: if the rate is not in `[0, 1]`, or there are no such axes.
             InvalidRngError: if there is no stream to draw from.
         """
         deterministic = merge_param("deterministic", self.deterministic, deterministic)
@@ -66,7 +66,5 @@ class Dropout(Module):
         if self.rate == 1:
             return jnp.zeros_like(inputs)
         key = self.make_rng(self.rng_collection) if rng is None else rng
-        shape = list(inputs.shape)
-        for axis in self.broadcast_dims:
-            shape[axis] = 1
-        return functional.dropout(inputs, rate=self.rate, mask=keep_mask(key, self.rate, shape))
+        mask = keep_mask(key, self.rate, inputs.shape, self.broadcast_dims)
+        return functional.dropout(inputs, rate=self.rate, mask=mask)

@@ -15,9 +15,9 @@ from weft import functional
 from weft.core.nn.decoding import decode
 from weft.core.nn.linear import Initializer, default_kernel_init, dense_general
 from weft.core.nn.masks import attended_axes, causal, pairwise
-from weft.core.nn.stochastic import keep_mask
 from weft.core.scope import Scope
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.dropout import keep_mask
 
 
 def dot_product_attention(

@@ -1,14 +1,13 @@
 """What a scope drops at random."""
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from weft import functional
 from weft.core.scope import Scope
+from weft.functional.dropout import keep_mask
 
 
 def dropout(
@@ -32,6 +31,7 @@ def dropout(
         InvalidRngError: if there is no key.
 
     Example:
+        >>> import jax
         >>> from weft.core import apply
         >>> y = apply(dropout)({}, jnp.ones(100), 0.5, rngs={"dropout": jax.random.key(0)})
         >>> sorted(set(y.tolist()))
@@ -43,14 +43,3 @@ def dropout(
         return jnp.zeros_like(inputs)
     key = scope.make_rng("dropout") if rng is None else rng
     return functional.dropout(inputs, rate=rate, mask=keep_mask(key, rate, inputs.shape))
-
-
-def keep_mask(key: Any, rate: float, shape: Sequence[int]) -> Bool[Array, "*shape"]:
-    """True for what is kept; for one key, what Flax keeps.
-
-    Args:
-        key: draws the mask.
-        rate: the probability of False.
-        shape: of the mask.
-    """
-    return jax.random.bernoulli(key, 1.0 - rate, tuple(shape))
