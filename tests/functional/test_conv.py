@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from weft.errors import ArgumentShapeError
 from weft.functional import (
@@ -184,3 +186,11 @@ def test_a_local_weight_has_a_number_for_each_of_the_window():
 def test_a_convolution_without_spatial_axes_is_a_product():
     x, w = array(2, 3), array(3, 4)
     np.testing.assert_allclose(conv(x, w, padding=()), x @ w, rtol=1e-5, atol=1e-6)
+
+
+def test_the_result_is_laid_out_as_asked():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 5, 2)), P("data"))
+        y = conv(x, jnp.ones((3, 2, 6)), jnp.ones(6), out_sharding=P("data", None, "model"))
+    assert y.sharding.spec == P("data", None, "model")

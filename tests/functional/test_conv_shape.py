@@ -15,6 +15,7 @@ from weft.functional import (
     conv_padding_of_length,
     conv_transpose_explicit_padding,
     conv_transpose_output_shape,
+    per_axis,
 )
 
 sizes = st.integers(1, 5)
@@ -184,3 +185,9 @@ def test_paddings_keep_their_dtype():
 def test_an_anchor_outside_the_window_is_refused(compute):
     with pytest.raises(ArgumentValueError, match=r"anchor=3 must be in the range \[1, 3\)"):
         compute(jnp.zeros((1, 5)), window=3, stride=1, conv_padding="SAME", anchor=3)
+
+
+def test_sizes_are_one_for_each_axis():
+    assert per_axis([2, 3], 2) == (2, 3)
+    assert per_axis(2, 2) == (2, 2)
+    assert per_axis(None, 3) == (1, 1, 1)

@@ -2,6 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional import (
@@ -120,3 +122,17 @@ def test_what_does_not_fit_is_named():
         apply_rotary(jnp.ones((3, 8)), jnp.ones((3, 2)), jnp.ones((3, 2)))
     with pytest.raises(ArgumentValueError, match="layout='gptj' must be"):
         apply_rotary(jnp.ones((3, 4)), jnp.ones((3, 2)), jnp.ones((3, 2)), layout="gptj")
+
+
+def test_rows_and_logits_are_laid_out_as_asked():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        table = jax.device_put(jnp.arange(24.0).reshape(6, 4), P(None, "model"))
+        ids = jax.device_put(jnp.array([1, -1]), P("data"))
+        rows = lookup(table, ids, out_sharding=P("data", "model"))
+        assert rows.sharding.spec == P("data", "model")
+        np.testing.assert_array_equal(rows, np.asarray(table)[[1, -1]])
+        x = jax.device_put(jnp.ones((2, 4)), P("data"))
+        logits = attend(table, x, out_sharding=P("data", None))
+        assert logits.sharding.spec == P("data", None)
+    assert jnp.isnan(lookup(jnp.ones((3, 2)), jnp.array(7))).all()

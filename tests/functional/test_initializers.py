@@ -55,3 +55,8 @@ def test_what_jax_has_is_there_under_its_name():
     for name in initializers.__all__:
         assert hasattr(initializers, name)
     assert initializers.orthogonal is jax.nn.initializers.orthogonal
+
+
+def test_initializers_of_one_value_can_be_made_like_the_others():
+    assert initializers.ones_init()(KEY, (2,), jnp.bfloat16).tolist() == [1, 1]
+    assert initializers.zeros_init()(KEY, (2,), jnp.int32).tolist() == [0, 0]

@@ -2,6 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, WeftError
 from weft.functional import dense, dense_general, project, project_weight_axes, spread
@@ -125,3 +127,22 @@ def test_spread():
     assert spread(jnp.ones(()), (), 2).shape == (1, 1)
     whole = jnp.ones((3, 1))
     assert spread(whole, (0, 1), 2) is whole
+
+
+def test_the_result_is_laid_out_as_asked():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((4, 3)), P("data"))
+        w, b = jnp.ones((3, 6)), jnp.ones(6)
+        for spec in (P("data", "model"), P(None, "model")):
+            assert dense(x, w, b, out_sharding=spec).sharding.spec == spec
+            assert project("bi,io->bo", x, w, b, out_sharding=spec).sharding.spec == spec
+
+
+def test_another_einsum_multiplies():
+    def twice(*args, **kwargs):
+        assert sorted(kwargs) == ["precision"]
+        return 2 * jnp.einsum(*args, **kwargs)
+
+    y = project("bi,io->bo", jnp.ones((2, 3)), jnp.ones((3, 4)), einsum=twice)
+    assert y.tolist() == [[6.0] * 4] * 2

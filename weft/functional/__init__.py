@@ -45,6 +45,7 @@ from weft.functional.conv_shape import (
     conv_padding_of_length,
     conv_transpose_explicit_padding,
     conv_transpose_output_shape,
+    per_axis,
 )
 from weft.functional.dropout import (
     drop_tokens,
@@ -179,6 +180,7 @@ __all__ = [
     "pad_conv_transpose",
     "ConvPadding",
     "NAMED_PADDINGS",
+    "per_axis",
     "conv_dilate_window",
     "conv_explicit_padding",
     "conv_padding_of_length",

@@ -6,6 +6,7 @@ output)`. What the names of paddings mean, and the shapes that come out, is in `
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,6 +18,7 @@ from weft.functional.conv_shape import (
     ConvPadding,
     conv_explicit_padding,
     conv_transpose_explicit_padding,
+    per_axis,
 )
 from weft.functional.dtypes import promote_dtype
 from weft.functional.linear import spread
@@ -35,6 +37,7 @@ def conv(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     conv_general_dilated: Callable[..., Array] = lax.conv_general_dilated,
+    out_sharding: Any = None,
 ) -> Num[Array, "batch *out_spatial output"]:
     """Convolves the spatial axes of `x`, without flipping the window.
 
@@ -50,7 +53,9 @@ def conv(
         precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
         preferred_element_type: the dtype of the sum, likewise.
         conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`. It is called as
-            that one is, and with `preferred_element_type` only where this one is given.
+            that one is, and with `preferred_element_type` and `out_sharding` only where they are
+            given.
+        out_sharding: how the result is laid out, likewise.
 
     Raises:
         ArgumentShapeError: if the ranks or the channels do not fit.
@@ -70,20 +75,21 @@ def conv(
             f"weight has shape {weight.shape}: {weight.shape[-1]} output channels, which cannot be "
             f"shared out among {groups} groups."
         )
-    strides = _per_axis(strides, len(window))
-    dilation = _per_axis(dilation, len(window))
+    strides = per_axis(strides, len(window))
+    dilation = per_axis(dilation, len(window))
     pads = conv_explicit_padding(window=window, strides=strides, padding=padding, dilation=dilation)
     y = _conv_general(
         x,
         weight,
         window_strides=strides,
         padding=pads,
-        lhs_dilation=_per_axis(input_dilation, len(window)),
+        lhs_dilation=per_axis(input_dilation, len(window)),
         rhs_dilation=dilation,
         feature_group_count=groups,
         precision=precision,
         preferred_element_type=preferred_element_type,
         conv_general_dilated=conv_general_dilated,
+        out_sharding=out_sharding,
     )
     return y if bias is None else y + spread(bias, (y.ndim - 1,), y.ndim)
 
@@ -132,11 +138,11 @@ def conv_local(
     y = lax.conv_general_dilated_local(
         x,
         weight,
-        window_strides=_per_axis(strides, n),
+        window_strides=per_axis(strides, n),
         padding=padding,
         filter_shape=tuple(window),
-        lhs_dilation=_per_axis(input_dilation, n),
-        rhs_dilation=_per_axis(dilation, n),
+        lhs_dilation=per_axis(input_dilation, n),
+        rhs_dilation=per_axis(dilation, n),
         dimension_numbers=_channels_last(n),
         precision=precision,
     )
@@ -188,8 +194,8 @@ def conv_transpose(
             f"has {x.shape[-1]} (shape {x.shape}). With transpose_kernel the input channels of a "
             "weight come last."
         )
-    strides = _per_axis(strides, len(window))
-    dilation = _per_axis(dilation, len(window))
+    strides = per_axis(strides, len(window))
+    dilation = per_axis(dilation, len(window))
     y = _conv_general(
         x,
         weight,
@@ -222,12 +228,15 @@ def _conv_general(
     padding,
     preferred_element_type,
     conv_general_dilated=lax.conv_general_dilated,
+    out_sharding=None,
     **kwargs,
 ):
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
     if preferred_element_type is not None:
         kwargs["preferred_element_type"] = preferred_element_type
+    if out_sharding is not None:
+        kwargs["out_sharding"] = out_sharding
     layout = _channels_last(x.ndim - 2)
     return conv_general_dilated(
         x, weight, window_strides, padding, dimension_numbers=layout, **kwargs
@@ -247,7 +256,3 @@ def _window_of(x, weight) -> tuple[int, ...]:
             f"same spatial axes, but their shapes are {x.shape} and {weight.shape}."
         )
     return weight.shape[:-2]
-
-
-def _per_axis(value: int | Sequence[int], n: int) -> tuple[int, ...]:
-    return (value,) * n if isinstance(value, int) else tuple(value)

@@ -28,6 +28,17 @@ LENGTH_PADDINGS = ("SAME", "VALID", "SAME_LOWER")
 ConvPadding = str | Sequence[Sequence[int]]  # one of the names, or (left, right) per spatial axis
 
 
+def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """Returns one number for each of `n` spatial axes: those given, the one given, or 1.
+
+    >>> per_axis(2, 3), per_axis(None, 2)
+    ((2, 2, 2), (1, 1))
+    """
+    if sizes is None:
+        return (1,) * n
+    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * n
+
+
 def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
     """Returns how many positions the window spans along each axis.
 

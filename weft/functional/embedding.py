@@ -1,7 +1,7 @@
 """Embeddings of tokens and of positions."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,16 +15,23 @@ RotaryLayout = Literal["interleaved", "half"]
 
 
 def lookup(
-    table: Float[Array, "vocab dim"], ids: Int[Array, "*shape"]
+    table: Float[Array, "vocab dim"], ids: Int[Array, "*shape"], *, out_sharding: Any = None
 ) -> Float[Array, "*shape dim"]:
     """Returns the rows of the table that the ids name.
 
     An id that is not in the table gives NaN: it shows, where a row of another id would not. In a
     table of integers it gives the smallest one.
 
+    Args:
+        table: the rows.
+        ids: negative ones count from the end.
+        out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
+
     >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
     """
+    if out_sharding is not None:
+        return table.at[ids].get(mode="fill", out_sharding=out_sharding)
     return jnp.take(table, ids, axis=0, mode="fill")
 
 
@@ -34,8 +41,16 @@ def attend(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    out_sharding: Any = None,
 ) -> Float[Array, "*batch vocab"]:
     """Returns the inner product of `x` with every row: the logits of a model with tied embeddings.
+
+    Args:
+        table: the rows.
+        x: what is compared with them.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+        preferred_element_type: the dtype of the sum, likewise.
+        out_sharding: how the result is laid out, likewise.
 
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
@@ -48,6 +63,7 @@ def attend(
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
     )
 
 

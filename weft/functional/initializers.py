@@ -12,6 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax.nn.initializers import (
+    Initializer,
     constant,
     delta_orthogonal,
     glorot_normal,
@@ -53,6 +54,7 @@ __all__ = [
     "lecun_uniform",
     "normal",
     "ones",
+    "ones_init",
     "orthogonal",
     "truncated_normal",
     "uniform",
@@ -60,6 +62,7 @@ __all__ = [
     "xavier_normal",
     "xavier_uniform",
     "zeros",
+    "zeros_init",
 ]
 
 Distribution = Literal["uniform", "normal", "truncated_normal"]
@@ -130,3 +133,21 @@ def draw(
         return jax.random.normal(prng_key, shape, dtype) * factor
     drawn = jax.random.truncated_normal(prng_key, -2.0, 2.0, shape, dtype)
     return drawn * (factor / jnp.asarray(_TRUNCATED_STD, dtype))
+
+
+def zeros_init() -> Initializer:
+    """The initializer of zeros, made as the others are.
+
+    >>> zeros_init()(jax.random.key(0), (2,)).tolist()
+    [0.0, 0.0]
+    """
+    return zeros
+
+
+def ones_init() -> Initializer:
+    """The initializer of ones, made as the others are.
+
+    >>> ones_init()(jax.random.key(0), (2,)).tolist()
+    [1.0, 1.0]
+    """
+    return ones

@@ -6,6 +6,7 @@ weights), `project` whatever an einsum can say. Each gives the operands' promote
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ def dense(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
+    out_sharding: Any = None,
 ) -> Num[Array, "*batch output"]:
     """Returns `x @ weight + bias`.
 
@@ -35,6 +37,7 @@ def dense(
         precision: of the multiplication, as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
         dot_general: multiplies in place of `jax.lax.dot_general`.
+        out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if the contracted axes differ in size.
@@ -49,6 +52,7 @@ def dense(
         precision=precision,
         preferred_element_type=preferred_element_type,
         dot_general=dot_general,
+        out_sharding=out_sharding,
     )
 
 
@@ -62,6 +66,7 @@ def dense_general(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     dot_general: Callable[..., Array] | None = None,
+    out_sharding: Any = None,
 ) -> Num[Array, "*output"]:
     """Contracts `axis` of `x` with as many axes of `weight`, and appends the weight's other axes.
 
@@ -75,7 +80,8 @@ def dense_general(
         precision: of the multiplication, as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
         dot_general: multiplies in place of `jax.lax.dot_general`. It is called as that one is, and
-            with `preferred_element_type` only where this one is given.
+            with `preferred_element_type` and `out_sharding` only where they are given.
+        out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if the axes that should agree differ in size.
@@ -93,9 +99,10 @@ def dense_general(
             f"weight has shape {weight.shape}, but its leading axes must be {expected}: "
             f"the axes {leading} of x, whose shape is {x.shape}."
         )
+    options = (axes, batch, precision, preferred_element_type, out_sharding)
     if dot_general is None:
-        return _contract_at_once(x, weight, bias, axes, batch, precision, preferred_element_type)
-    return _contract(x, weight, bias, axes, batch, precision, preferred_element_type, dot_general)
+        return _contract_at_once(x, weight, bias, *options)
+    return _contract(x, weight, bias, *options, dot_general)
 
 
 def _contract(
@@ -106,15 +113,18 @@ def _contract(
     batch: tuple[int, ...],
     precision: lax.PrecisionLike,
     preferred_element_type: DTypeLike | None,
+    out_sharding: Any,
     dot_general: Callable[..., Array] = lax.dot_general,
 ) -> Array:
     if x.dtype != weight.dtype:
         x, weight = promote_dtype(x, weight, inexact=False)
     n_batch, n_leading = len(batch), len(batch) + len(axes)
     weight_batch, weight_axes = tuple(range(n_batch)), tuple(range(n_batch, n_leading))
-    options = (
-        {} if preferred_element_type is None else {"preferred_element_type": preferred_element_type}
-    )
+    options: dict[str, Any] = {}
+    if preferred_element_type is not None:
+        options["preferred_element_type"] = preferred_element_type
+    if out_sharding is not None:
+        options["out_sharding"] = out_sharding
     y = dot_general(
         x, weight, ((axes, weight_axes), (batch, weight_batch)), precision=precision, **options
     )
@@ -125,7 +135,7 @@ def _contract(
 
 # One call of a compiled function takes a tenth of the time of three operations by themselves, and
 # half of it while tracing, where the operations are put in its place.
-_contract_at_once = jax.jit(_contract, static_argnums=(3, 4, 5, 6), inline=True)
+_contract_at_once = jax.jit(_contract, static_argnums=(3, 4, 5, 6, 7), inline=True)
 
 
 def project(
@@ -136,6 +146,8 @@ def project(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    einsum: Callable[..., Array] = jnp.einsum,
+    out_sharding: Any = None,
 ) -> Num[Array, "*output"]:
     """Returns `einsum(subscripts, x, weight) + bias`.
 
@@ -149,14 +161,17 @@ def project(
         bias: broadcast against the result's last axes; none by default.
         precision: of the multiplication, as in `jax.numpy.einsum`.
         preferred_element_type: the dtype of the sum, as in `jax.numpy.einsum`.
+        einsum: multiplies in place of `jax.numpy.einsum`. It is called as that one is, and with
+            `preferred_element_type` and `out_sharding` only where they are given.
+        out_sharding: how the result is laid out, as in `jax.numpy.einsum`.
 
     >>> weight = jnp.ones((8, 4, 2))  # model dim, heads, dim per head
     >>> project("btnh,dnh->btd", jnp.ones((3, 5, 4, 2)), weight).shape
     (3, 5, 8)
     """
-    y = jnp.einsum(
-        subscripts, x, weight, precision=precision, preferred_element_type=preferred_element_type
-    )
+    options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
+    options = {name: value for name, value in options.items() if value is not None}
+    y = einsum(subscripts, x, weight, precision=precision, **options)
     return y if bias is None else y + bias
 
 

@@ -61,7 +61,7 @@ class _Conv(Module):
         window = window_of(self, inputs)
         n = len(window)
         sizes = (self.strides, self.kernel_dilation, self.input_dilation)
-        strides, dilation, input_dilation = (per_axis(size, n) for size in sizes)
+        strides, dilation, input_dilation = (functional.per_axis(size, n) for size in sizes)
         padded, zeros = functional.pad_conv(
             inputs,
             window=window,
@@ -205,7 +205,7 @@ class ConvLocal(_Conv):
 
 def window_of(module: Any, inputs: Array) -> Shape:
     """The window's size along each axis, for an input that has such axes."""
-    window = per_axis(module.kernel_size, 1)
+    window = functional.per_axis(module.kernel_size, 1)
     if inputs.ndim < len(window) + 1:
         raise ArgumentShapeError(
             f"{type(module).__name__} {path_of(module)} has kernel_size={module.kernel_size}, for "
@@ -213,13 +213,6 @@ def window_of(module: Any, inputs: Array) -> Shape:
             f"but its shape is {inputs.shape}."
         )
     return window
-
-
-def per_axis(sizes: Sizes, n: int) -> Shape:
-    """A number for each axis."""
-    if sizes is None:
-        return (1,) * n
-    return tuple(sizes) if isinstance(sizes, Sequence) else (sizes,) * n
 
 
 def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) -> list[Any]:

@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Num
 
 from weft import functional
-from weft.linen.conv import Sizes, parameters, per_axis, window_of
+from weft.linen.conv import Sizes, parameters, window_of
 from weft.linen.dtypes import promote_dtype
 from weft.linen.initializers import zeros_init
 from weft.linen.linear import Initializer, PromoteDtype, default_kernel_init
@@ -84,7 +84,8 @@ class ConvTranspose(Module):
         """
         window = window_of(self, inputs)
         n = len(window)
-        strides, dilation = per_axis(self.strides, n), per_axis(self.kernel_dilation, n)
+        strides = functional.per_axis(self.strides, n)
+        dilation = functional.per_axis(self.kernel_dilation, n)
         padded, zeros = functional.pad_conv_transpose(
             inputs,
             window=window,

@@ -1,6 +1,6 @@
 """First values of parameters: functions `init(key, shape, dtype)`, and functions that make them.
 
-They are those of `weft.functional.initializers`, and two more under names that users of Flax know.
+They are those of `weft.functional.initializers`.
 """
 
 from jax.nn.initializers import Initializer
@@ -18,6 +18,7 @@ from weft.functional.initializers import (
     lecun_uniform,
     normal,
     ones,
+    ones_init,
     orthogonal,
     truncated_normal,
     uniform,
@@ -25,6 +26,7 @@ from weft.functional.initializers import (
     xavier_normal,
     xavier_uniform,
     zeros,
+    zeros_init,
 )
 
 __all__ = [
@@ -51,25 +53,3 @@ __all__ = [
     "zeros",
     "zeros_init",
 ]
-
-
-def zeros_init() -> Initializer:
-    """The initializer of zeros, made as the others are.
-
-    Example:
-        >>> import jax
-        >>> zeros_init()(jax.random.key(0), (2,)).tolist()
-        [0.0, 0.0]
-    """
-    return zeros
-
-
-def ones_init() -> Initializer:
-    """The initializer of ones, made as the others are.
-
-    Example:
-        >>> import jax
-        >>> ones_init()(jax.random.key(0), (2,)).tolist()
-        [1.0, 1.0]
-    """
-    return ones

@@ -71,7 +71,8 @@ def conv(
             f"shared out among feature_group_count={feature_group_count} groups."
         )
     strides, dilation, input_dilation = (
-        _per_axis(sizes, window) for sizes in (strides, kernel_dilation, input_dilation)
+        functional.per_axis(sizes, len(window))
+        for sizes in (strides, kernel_dilation, input_dilation)
     )
     padded, pads = functional.pad_conv(
         inputs,
@@ -146,9 +147,9 @@ def conv_transpose(
         jnp.asarray(inputs, dtype),
         jnp.asarray(kernel, dtype),
         None if added is None else jnp.asarray(added, dtype),
-        strides=_per_axis(strides, window),
+        strides=functional.per_axis(strides, len(window)),
         padding=padding,
-        dilation=_per_axis(kernel_dilation, window),
+        dilation=functional.per_axis(kernel_dilation, len(window)),
         precision=precision,
     )
 
@@ -161,8 +162,3 @@ def _window(inputs: Array, kernel_size: int | Sequence[int]) -> tuple[int, ...]:
             f"{len(window) + 2}: batch, space, channels. Its shape is {inputs.shape}."
         )
     return window
-
-
-def _per_axis(sizes: Sizes, window: tuple[int, ...]) -> tuple[int, ...]:
-    sizes = 1 if sizes is None else sizes
-    return (sizes,) * len(window) if isinstance(sizes, int) else tuple(sizes)
