@@ -51,6 +51,10 @@ class VariableTypeError(ObjectError, ValueError):
     """The class of a variable is not what it has to be, or is not known by a name."""
 
 
+class VariableShapeError(ObjectError, ValueError):
+    """A value does not have the shape that its variable keeps."""
+
+
 class AttributeMarkError(ObjectError, ValueError):
     """An attribute's value does not fit to what was said of it, that it is data or static."""
 
@@ -83,3 +87,27 @@ class RngStreamNotFoundError(ObjectError, AttributeError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
+
+
+class InconsistentAliasError(ObjectError, ValueError):
+    """An object is at two places of a call, for which different things were said."""
+
+
+class SharedObjectError(ObjectError, ValueError):
+    """An object is at two places of a call that takes objects as plain pytrees."""
+
+
+class CapturedObjectError(ObjectError, ValueError):
+    """An object from outside of a transformed function is among what it returns."""
+
+
+class LoopStructureError(ObjectError, ValueError):
+    """The body of a loop changed more of an object than the values of variables."""
+
+
+class BranchObjectsError(ObjectError, ValueError):
+    """Branches change the references or static attributes of an object in different ways."""
+
+
+class TransformArgumentError(ObjectError, ValueError):
+    """A transformation of functions of objects was given what it cannot take."""

@@ -115,7 +115,13 @@ def while_loop(
 
 
 def fori_loop(
-    kind: Kind, lower: Any, upper: Any, body_fn: Callable[..., Any], *, in_axes: Any
+    kind: Kind,
+    lower: Any,
+    upper: Any,
+    body_fn: Callable[..., Any],
+    *,
+    in_axes: Any,
+    unroll: int | bool | None = None,
 ) -> Callable[..., Any]:
     """`jax.lax.fori_loop` of a function that takes carriers.
 
@@ -126,6 +132,7 @@ def fori_loop(
             reverse.
         body_fn: `body_fn(i, *args)`; returns the next values of the arguments that are carried.
         in_axes: as for `while_loop`.
+        unroll: how many iterations are written out, where both bounds are Python numbers.
 
     Returns:
         A function of the arguments; it returns the last values of those that are carried.
@@ -143,6 +150,7 @@ def fori_loop(
                 in_axes=(CARRY, *roles),
                 out_axes=(CARRY, None),
                 length=max(upper - lower, 0),
+                unroll=1 if unroll is None else unroll,
             )
             return loop(jnp.int32(lower), *args)[0][1]
         loop = while_loop(kind, lambda i, *_: i < upper, body, in_axes=(CARRY, *roles))

@@ -69,6 +69,12 @@ class List(Module, list[Any]):
             else:
                 list.append(self, value)
 
+    def _put(self, name: Any, value: Any) -> None:
+        if isinstance(name, str):
+            super()._put(name, value)
+        else:
+            list.__setitem__(self, name, value)
+
     def _empty(self) -> None:
         list.clear(self)
         super()._empty()
@@ -142,6 +148,9 @@ class Dict(Module, dict[Any, Any]):
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         dict.update(self, items)
+
+    def _put(self, name: Any, value: Any) -> None:
+        dict.__setitem__(self, name, value)
 
     def _empty(self) -> None:
         dict.clear(self)

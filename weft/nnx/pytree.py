@@ -235,6 +235,10 @@ class Pytree:
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         vars(self).update(items)
 
+    def _put(self, name: Any, value: Any) -> None:
+        """Another array in the place of one, which is no change of structure."""
+        vars(self)[name] = value
+
     def _empty(self) -> None:
         for name in [name for name in vars(self) if name != "_watch"]:
             del vars(self)[name]

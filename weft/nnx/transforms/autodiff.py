@@ -1,0 +1,401 @@
+"""Derivatives with respect to arguments, and to parts of the state of objects."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft import lifting
+from weft.errors import TransformArgumentError
+from weft.lifting import DIFF, Roles
+from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
+from weft.nnx.graph import GraphDef, VariableDef, put_together, take_apart
+from weft.nnx.kinds import Param
+from weft.nnx.splitting import state
+from weft.nnx.state import from_flat_state, to_flat_state
+from weft.nnx.transforms.calls import MISSING, Call, opened, recorded, transformed
+from weft.nnx.transforms.kind import ObjectKind, is_object
+from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.transforms.symbols import DiffState
+from weft.nnx.variables import Variable
+
+Argnums = int | DiffState | Sequence[int | DiffState]
+
+
+def value_and_grad(
+    f: Callable[..., Any] = MISSING,
+    *,
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: tuple[Any, ...] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` of a function of objects.
+
+    Args:
+        f: returns a scalar, or with `has_aux` a pair of a scalar and anything; without it, a
+            decorator.
+        argnums: which arguments are differentiated, by position. Of an object that is its `Param`
+            variables; `DiffState(position, filter)` says it otherwise.
+        has_aux: whether `f` returns a pair.
+        holomorphic: as for `jax.grad`.
+        allow_int: as for `jax.grad`.
+        reduce_axes: only `()`, as for `jax.grad`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        A function whose result is that of `f`, and for each of `argnums` the gradients: of an
+            object a `State` with the variables that are differentiated. Where objects are plain
+            pytrees, all its variables are, and the gradients are an object like it.
+
+    Raises:
+        TransformArgumentError: if there is no such argument, or `reduce_axes` are given.
+        InconsistentAliasError: if one variable is differentiated at one place and not at another.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+        >>> loss, grads = nnx.value_and_grad(lambda m: m.w**2)(model)
+        >>> float(loss), float(grads.w[...])
+        (9.0, 6.0)
+    """
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "allow_int": allow_int}
+    options |= {"holomorphic": holomorphic, "reduce_axes": reduce_axes}
+    options |= {"graph": graph, "graph_updates": graph_updates}
+    if f is MISSING:
+        return functools.partial(value_and_grad, **options)
+    return _differentiated("value_and_grad", f, **options)
+
+
+def grad(
+    f: Callable[..., Any] = MISSING,
+    *,
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+    reduce_axes: tuple[Any, ...] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """The gradients of `value_and_grad`; with `has_aux` a pair of them and the rest.
+
+    Args:
+        f: see `value_and_grad`.
+        argnums: likewise.
+        has_aux: likewise.
+        holomorphic: likewise.
+        allow_int: likewise.
+        reduce_axes: likewise.
+        graph: likewise.
+        graph_updates: likewise.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
+        >>> grads = nnx.grad(lambda m: m.w * m.n, argnums=nnx.DiffState(0, nnx.BatchStat))(model)
+        >>> grads.to_pure_dict()
+        {'n': Array(3., dtype=float32)}
+    """
+    options: dict[str, Any] = {"argnums": argnums, "has_aux": has_aux, "allow_int": allow_int}
+    options |= {"holomorphic": holomorphic, "reduce_axes": reduce_axes}
+    options |= {"graph": graph, "graph_updates": graph_updates}
+    if f is MISSING:
+        return functools.partial(grad, **options)
+    both = _differentiated("grad", f, **options)
+
+    @functools.wraps(f)
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+        result, grads = both(*args, **kwargs)
+        return (grads, result[1]) if has_aux else grads
+
+    return gradients
+
+
+def vjp(
+    f: Callable[..., Any] = MISSING,
+    *primals: Any,
+    has_aux: bool = False,
+    reduce_axes: tuple[Any, ...] = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """`jax.vjp` of a function of objects.
+
+    Args:
+        f: returns arrays, or with `has_aux` a pair of those and anything; without it, a decorator.
+        *primals: its arguments.
+        has_aux: whether `f` returns a pair.
+        reduce_axes: only `()`, as for `jax.vjp`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        What `f` returns, and a function from a cotangent of it to a tuple of gradients, one for
+        each argument, as `value_and_grad` gives them; with `has_aux` also the rest.
+
+    Raises:
+        TransformArgumentError: if `f` returns an object where an array is differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> out, pullback = nnx.vjp(lambda w, x: w * x, nnx.Param(jnp.array(3.0)), 2.0)
+        >>> gradients = pullback(jnp.array(1.0))
+        >>> float(out), float(gradients[0][...]), float(gradients[1])
+        (6.0, 2.0, 3.0)
+    """
+    options: dict[str, Any] = {"has_aux": has_aux, "reduce_axes": reduce_axes}
+    options |= {"graph": graph, "graph_updates": graph_updates}
+    if f is MISSING:
+        return functools.partial(vjp, **options)
+    if not primals:
+        return functools.partial(vjp, f, **options)
+    if reduce_axes != ():
+        raise TransformArgumentError(f"vjp: reduce_axes={reduce_axes!r} is not known to JAX.")
+    kind = ObjectKind("vjp", *references_and_structure(graph, graph_updates))
+    wanted = _Wanted("vjp", range(len(primals)), kind)
+    with opened(Call("vjp", f, primals, ("primals", "the result"))):
+        fn = recorded(_of_arrays("vjp", f, has_aux))
+        lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=has_aux)
+        out, backward, *aux = lifted(*primals)
+    of_primals = wanted.of(primals)
+
+    def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
+        return tuple(of_primals(backward(cotangent)))
+
+    return (out, jax.tree_util.Partial(pullback, backward), *aux)
+
+
+def jvp(
+    f: Callable[..., Any] = MISSING,
+    primals: tuple[Any, ...] = MISSING,
+    tangents: tuple[Any, ...] = MISSING,
+    *,
+    has_aux: bool = False,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """`jax.jvp` of a function of objects.
+
+    Args:
+        f: returns arrays, or with `has_aux` a pair of those and anything; without it, a decorator.
+        primals: its arguments.
+        tangents: one for each of them; of an object a `State`, or an object like it, with the
+            tangents of some or all of its variables.
+        has_aux: whether `f` returns a pair.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        What `f` returns, and its tangent; with `has_aux` also the rest.
+
+    Raises:
+        TransformArgumentError: if there are not as many tangents as arguments, or `f` returns an
+            object where an array is differentiated.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.array(3.0)))
+        >>> out, tangent = nnx.jvp(lambda m: m.w**2, (model,), (nnx.state(model),))
+        >>> float(out), float(tangent)
+        (9.0, 18.0)
+    """
+    options: dict[str, Any] = {"has_aux": has_aux, "graph": graph, "graph_updates": graph_updates}
+    if f is MISSING:
+        return functools.partial(jvp, **options)
+    if primals is MISSING:
+        return functools.partial(jvp, f, **options)
+    if tangents is MISSING or len(primals) != len(tangents):
+        n = 0 if tangents is MISSING else len(tangents)
+        raise TransformArgumentError(
+            f"jvp: there are {len(primals)} primals and {n} tangents; give one for each."
+        )
+    kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates))
+    pushed = [_of_primal(*pair) for pair in zip(primals, tangents, strict=True)]
+    objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
+    flat = take_apart((tuple(objects), ()))
+    groups: list[dict[int, Any]] = [{} for _ in objects]
+    of_objects = [t for _, of_arg, _ in pushed for t in of_arg]
+    for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
+        i: Any = path[1]
+        if path[2:] in of_objects[i]:
+            value = of_objects[i][path[2:]]
+            groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
+    of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
+    with opened(Call("jvp", f, primals, ("primals", "the result"))):
+        fn = recorded(_of_arrays("jvp", f, has_aux))
+        wrt = tuple(roles for roles, _, _ in pushed)
+        return lifting.jvp(kind, fn, wrt=wrt, has_aux=has_aux)(primals, [*groups, *of_arrays])
+
+
+def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
+    """The roles in an argument, the tangents of its objects by path, and those of its arrays."""
+    leaves, tree = jax.tree.flatten(primal, is_leaf=is_object)
+    found = tree.flatten_up_to(tangent)
+    roles, of_objects, of_arrays = [], [], []
+    for x, t in zip(leaves, found, strict=True):
+        if not is_object(x):
+            roles.append(DIFF)
+            of_arrays.append(t)
+            continue
+        items = to_flat_state(state(t) if is_object(t) else t)
+        by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
+        of_objects.append(by_path)
+        roles.append(Roles(((PathIn(frozenset(by_path)), DIFF), (Everything(), None))))
+    return tree.unflatten(roles), of_objects, of_arrays
+
+
+def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """A function that refuses to return objects where its result is differentiated."""
+
+    def checked(*args: Any) -> Any:
+        result = f(*args)
+        value = result[0] if has_aux else result
+        if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
+            raise TransformArgumentError(
+                f"{name}: the function returns an object where its result is differentiated; "
+                "return arrays, and the object with has_aux=True beside them."
+            )
+        return result
+
+    return checked
+
+
+def _differentiated(
+    name: str,
+    f: Callable[..., Any],
+    *,
+    argnums: Argnums,
+    has_aux: bool,
+    reduce_axes: Any,
+    graph: bool | None,
+    graph_updates: bool | None,
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    if reduce_axes != ():
+        raise TransformArgumentError(f"{name}: reduce_axes={reduce_axes!r} is not known to JAX.")
+    kind = ObjectKind(name, *references_and_structure(graph, graph_updates))
+    wanted = _Wanted(name, argnums, kind)
+
+    def call(*args: Any) -> tuple[Any, Any]:
+        differentiate = lifting.value_and_grad(
+            kind, recorded(f), wrt=wanted.roles(args), has_aux=has_aux, **options
+        )
+        result, grads = differentiate(*args)
+        return result, wanted.pick(wanted.of(args)(grads))
+
+    return transformed(name, f, call, ("argnums", "the result"))
+
+
+class _Wanted:
+    """Which arguments are differentiated, and which part of the objects in them.
+
+    Args:
+        name: of the transformation, for errors.
+        argnums: as the user gave them.
+        kind: how objects cross.
+    """
+
+    def __init__(self, name: str, argnums: Argnums, kind: ObjectKind):
+        self._name, self._kind = name, kind
+        self._is_one = isinstance(argnums, int | DiffState)
+        self._given = (argnums,) if isinstance(argnums, int | DiffState) else tuple(argnums)
+        for given in self._given:
+            if not isinstance(given, int | DiffState):
+                raise TransformArgumentError(
+                    f"{name}: argnums has {given!r}; give positions of arguments, or "
+                    "nnx.DiffState(position, filter)."
+                )
+
+    def _by_position(self, n: int) -> dict[int, Predicate | None]:
+        """By position, which part of an object is differentiated; None for the usual one."""
+        filters = {}
+        for given in self._given:
+            number = given.argnum if isinstance(given, DiffState) else given
+            if not -n <= number < n:
+                raise TransformArgumentError(
+                    f"{self._name}: argnums has {number}, and the function was called with {n} "
+                    "arguments by position; give positions that there are."
+                )
+            is_part = isinstance(given, DiffState)
+            filters[number % n] = to_predicate(given.filter) if is_part else None
+        return filters
+
+    def roles(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """For the engine."""
+        filters = self._by_position(len(args))
+        usual = OfType(Param) if self._kind.structure else Everything()
+
+        def of(where: Predicate | None, x: Any) -> Any:
+            is_part = is_object(x)
+            return Roles(((where or usual, DIFF), (Everything(), None))) if is_part else DIFF
+
+        return tuple(
+            jax.tree.map(functools.partial(of, filters[i]), arg, is_leaf=is_object)
+            if i in filters
+            else None
+            for i, arg in enumerate(args)
+        )
+
+    def of(self, args: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], list[Any]]:
+        """From the engine's gradients to those for each argument, as users know them."""
+        filters = self._by_position(len(args))
+        found = [x for x in jax.tree.leaves(args, is_leaf=is_object) if is_object(x)]
+        paths = take_apart((tuple(found), ())).graphdef.paths
+        made = [jax.tree.map(_shape_of, arg, is_leaf=is_object) for arg in args]
+
+        def of_object(x: Any, gradient: Any, is_whole: bool) -> Any:
+            if not isinstance(x, _Shape):
+                return gradient
+            items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
+            if x.graphdef.root.__class__ is VariableDef:
+                return items[0][1] if items else None
+            if not is_whole:
+                return from_flat_state(items)
+            by_path = dict(items)
+            return put_together(x.graphdef, [by_path[path] for path in x.graphdef.paths])[0]
+
+        def as_users_know(grads: tuple[Any, ...]) -> list[Any]:
+            return [
+                None
+                if gradient is None
+                else jax.tree.map(
+                    functools.partial(
+                        of_object, is_whole=filters[i] is None and not self._kind.structure
+                    ),
+                    shape,
+                    gradient,
+                    is_leaf=lambda x: isinstance(x, _Shape),
+                )
+                for i, (shape, gradient) in enumerate(zip(made, grads, strict=True))
+            ]
+
+        return as_users_know
+
+    def pick(self, of_args: Sequence[Any]) -> Any:
+        """What belongs to `argnums`, of something for each argument."""
+        n = len(of_args)
+        found = [
+            of_args[(given.argnum if isinstance(given, DiffState) else given) % n]
+            for given in self._given
+        ]
+        return found[0] if self._is_one else tuple(found)
+
+
+class _Shape(NamedTuple):
+    """Stands for an object, without its values."""
+
+    graphdef: GraphDef
+
+
+def _shape_of(x: Any) -> Any:
+    return _Shape(take_apart(x).graphdef) if is_object(x) else 0

@@ -1,0 +1,389 @@
+"""How objects cross a JAX transformation.
+
+All objects of a call cross together, so that what they share is there once. A group of an object's
+state maps the number of a value among all of the call's to the variable or array itself; what comes
+back has only what the function has changed. The static half is the graph without its values; it
+comes back only where references or static attributes have changed, or objects are returned.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft.core.tracing import current_trace
+from weft.errors import BranchObjectsError, StateFilterError, TraceContextError
+from weft.lifting import Kind, Roles
+from weft.nnx.filters import Path, Predicate, to_predicate
+from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, put_together, take_apart
+from weft.nnx.pytree import Pytree
+from weft.nnx.spmd import add_axis, remove_axis
+from weft.nnx.state import shown_path
+from weft.nnx.transforms.calls import (
+    captured_output,
+    changed_in_loop,
+    inconsistent_aliases,
+    shared_in_tree_mode,
+)
+from weft.nnx.variables import Variable, metadata_key
+
+Group = dict[int, Any]
+Groups = tuple[Group, ...]
+Wanted = tuple[tuple[Any, Any], ...]
+
+
+class _Static(NamedTuple):
+    """What of the objects of a call is no array.
+
+    Attributes:
+        graphdef: of the pair of these objects and no results, without metadata.
+        places: for each value, the object among them and the group of it that it is in.
+        owners: for a value that is no variable whose attribute it is, by index.
+    """
+
+    graphdef: GraphDef
+    places: tuple[tuple[int, int], ...]
+    owners: tuple[tuple[int, Hashable] | None, ...]
+
+
+class _Changed(NamedTuple):
+    """What has become of the graph.
+
+    Attributes:
+        graphdef: of the pair of the objects that went in and of the results.
+        origins: for each object in it the index of the one that went in, None for a new one.
+        keys: for each value in it the number of the one that went in, or a number after those.
+    """
+
+    graphdef: GraphDef
+    origins: tuple[int | None, ...]
+    keys: tuple[int, ...]
+
+
+class _Inner(NamedTuple):
+    """The objects inside, and what their values were at first."""
+
+    objects: list[Any]
+    values: list[Any]
+    metadata: list[Any]
+
+
+def is_object(x: Any) -> bool:
+    """Whether `x` is an object or a variable, which is known by reference."""
+    return isinstance(x, Pytree | Variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectKind(Kind):
+    """The kind of objects and variables; see `weft.lifting.crossing.Kind`.
+
+    Attributes:
+        transformation: its name, for errors.
+        references: whether an object may be met twice.
+        structure: whether changes of references and of static attributes come back.
+        is_loop: whether the function runs several times on what it carries.
+    """
+
+    transformation: str
+    references: bool = True
+    structure: bool = True
+    is_loop: bool = False
+
+    def wanted(self, roles: Roles) -> Wanted:
+        return tuple(roles)
+
+    def is_carrier(self, x: Any) -> bool:
+        return is_object(x)
+
+    def split(self, carriers: Sequence[Any], filters: Sequence[Wanted]):
+        flat = take_apart((tuple(carriers), ()), with_metadata=False)
+        grouping = _Grouping(filters, ())
+        self._check_aliases(flat, grouping)
+        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
+        places = []
+        for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
+            _, i, g = grouping.place(path, leaf)
+            groups[i][g][n] = leaf
+            places.append((i, g))
+        index = {id(x): i for i, x in enumerate(flat.objects)}
+        owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
+        return flat, _Static(flat.graphdef, tuple(places), owners), groups
+
+    def merge(self, static: _Static, groups: Sequence[Groups]):
+        leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
+        (carriers, _), objects = put_together(static.graphdef, leaves)
+        held = [
+            leaf if variable is None else variable
+            for variable, leaf in _values(static, objects, leaves)
+        ]
+        values = [x._value if isinstance(x, Variable) else x for x in held]
+        metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
+        return _Inner(objects, values, metadata), list(carriers)
+
+    def collect(
+        self,
+        inner: _Inner,
+        static: _Static,
+        carriers: Sequence[Any],
+        filters: Sequence[Wanted],
+        new: Sequence[Any],
+        new_filters: Sequence[Wanted],
+    ):
+        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
+        new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
+        if not self.structure:
+            for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
+                if variable is not None and _is_changed(variable, inner, n):
+                    i, g = static.places[n]
+                    groups[i][g][n] = variable
+            if not new:
+                return None, groups, new_groups
+            carriers = ()
+        flat = take_apart((tuple(carriers), tuple(new)), with_metadata=False)
+        is_same = self.structure and _is_same(flat, inner, static)
+        grouping = _Grouping(filters, new_filters)
+        if not is_same:
+            self._check_captured(flat, inner, static)
+            self._check_aliases(flat, grouping)
+        known = _known(inner, static)
+        keys = []
+        for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
+            owner = flat.owners[n]
+            key = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
+            if key is None:
+                key = len(inner.values) + n
+                part, i, g = grouping.place(path, leaf)
+                (groups, new_groups)[part][i][g][key] = leaf
+            elif _is_changed(leaf, inner, key):
+                i, g = static.places[key]
+                groups[i][g][key] = leaf
+            keys.append(key)
+        if is_same:
+            return None, groups, new_groups
+        origin = {id(x): i for i, x in enumerate(inner.objects)}
+        origins = tuple(origin.get(id(x)) for x in flat.objects)
+        if self.is_loop and self.structure:
+            _check_loop(static, filters, flat.graphdef, origins)
+        return _Changed(flat.graphdef, origins, tuple(keys)), groups, new_groups
+
+    def _check_captured(self, flat: Flat, inner: _Inner, static: _Static) -> None:
+        """Refuses objects from outside, and where structure stays outside those that went in."""
+        here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
+        for i, x in enumerate(flat.objects):
+            if id(x) not in inside:
+                if _trace_of(x) != here:
+                    raise captured_output(x, _first_paths(flat.graphdef)[i])
+            elif not self.structure:
+                paths = _first_paths(static.graphdef), _first_paths(flat.graphdef)
+                raise shared_in_tree_mode(x, paths[0][inside[id(x)]], paths[1][i])
+
+    def _check_aliases(self, flat: Flat, grouping: "_Grouping") -> None:
+        """Refuses objects that are met twice, where that is not allowed or they cross twice."""
+        for index, path in flat.again:
+            first = _first_paths(flat.graphdef)[index]
+            if not self.references or (not self.structure and path[0] == 1):
+                raise shared_in_tree_mode(flat.objects[index], first, path)
+            if grouping.is_same(first, path):
+                continue
+            for leaf_path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+                if leaf_path[: len(first)] == first:
+                    other = (*path, *leaf_path[len(first) :])
+                    roles = grouping.role(leaf_path, leaf), grouping.role(other, leaf)
+                    if roles[0] != roles[1] or type(roles[0]) is not type(roles[1]):
+                        raise inconsistent_aliases(leaf, (leaf_path, roles[0]), (other, roles[1]))
+
+    def commit(
+        self,
+        outer: Flat,
+        static: _Changed | None,
+        groups: Sequence[Groups | None],
+        new_groups: Sequence[Groups],
+    ) -> list[Any]:
+        found = dict(_entries(groups))
+        kept = [(outer.leaves[n], outer.owners[n], found[n]) for n in found if n < len(outer.leaves)]
+        here = current_trace()
+        for leaf, owner, _ in kept:
+            what = leaf if owner is None else owner[0]
+            if _trace_of(what) != here:
+                raise TraceContextError(type(what).__name__)
+        for leaf, owner, value in kept:
+            _write(leaf, owner, value)
+        if static is None:
+            return []
+        found.update(_entries(new_groups))
+        leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
+        existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
+        (_, new), _ = put_together(static.graphdef, leaves, existing=existing)
+        return list(new)
+
+    def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
+        change = add_axis if sign > 0 else remove_axis
+
+        def changed(x: Any) -> Any:
+            if not isinstance(x, Variable) or not x._metadata:
+                return x
+            copied = x.copy()
+            change(copied, axis, metadata)
+            return copied
+
+        return {n: changed(x) for n, x in group.items()}
+
+    def union(self, group: Group, other: Group) -> Group:
+        return {**group, **other}
+
+    def join(self, statics: Sequence[Any]) -> Any:
+        if any(static != statics[0] for static in statics[1:]):
+            raise BranchObjectsError(
+                f"nnx.{self.transformation}: the branches change the references or static "
+                "attributes of an object, or make attributes, in different ways; what comes out "
+                "must look alike whichever of them is taken. Do it in all of them, or before."
+            )
+        return statics[0]
+
+
+class _Grouping:
+    """To which group of which object a value belongs, and what was said of that group."""
+
+    def __init__(self, of_args: Sequence[Wanted], of_results: Sequence[Wanted]):
+        self._wanted = of_args, of_results
+        self._predicates: Any = [
+            [[to_predicate(where) for where, _ in of_object] for of_object in of_part]
+            for of_part in self._wanted
+        ]
+
+    def place(self, path: Path, leaf: Any) -> tuple[int, int, int]:
+        """Whether it is among the arguments or results, which of the objects there, which group.
+
+        Raises:
+            StateFilterError: if no filter matches.
+        """
+        part, i, *below = path
+        predicates: list[Predicate] = self._predicates[part][i]
+        for g, matches in enumerate(predicates):
+            if matches(tuple(below), leaf):
+                return part, i, g  # pyright: ignore[reportReturnType]
+        wanted = [where for where, _ in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        raise StateFilterError(
+            f"no filter matches {shown_path(tuple(below))!r}, a {type(leaf).__name__}; the filters "
+            f"are {wanted!r}; add `...` as the last."
+        )
+
+    def role(self, path: Path, leaf: Any) -> Any:
+        """What was said of a value."""
+        part, i, g = self.place(path, leaf)
+        return self._wanted[part][i][g][1]
+
+    def is_same(self, path: Path, other: Path) -> bool:
+        """Whether the same one thing is said of all that is below either path."""
+        of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return len(of_path) == 1 and of_path == of_other
+
+
+def _values(
+    static: _Static, objects: Iterable[Any], leaves: Sequence[Any]
+) -> Iterator[tuple[Variable[Any] | None, Any]]:
+    """Each value with its variable, if it is in one."""
+    variables = (x for x in objects if isinstance(x, Variable))
+    for leaf, owner in zip(leaves, static.owners, strict=True):
+        yield (next(variables) if owner is None else None), leaf
+
+
+def _known(inner: _Inner, static: _Static) -> dict[Any, int]:
+    """The numbers of the values that went in, by variable, or by owner and attribute."""
+    known: dict[Any, int] = {}
+    for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
+        owner = static.owners[n]
+        known[id(variable) if owner is None else (id(inner.objects[owner[0]]), owner[1])] = n
+    return known
+
+
+def _is_same(flat: Flat, inner: _Inner, static: _Static) -> bool:
+    """Whether the graph is as it was, with the same objects at the same places."""
+    return (
+        len(flat.objects) == len(inner.objects)
+        and all(a is b for a, b in zip(flat.objects, inner.objects, strict=True))
+        and flat.graphdef == static.graphdef
+    )
+
+
+def _is_changed(leaf: Any, inner: _Inner, n: int) -> bool:
+    before, now = inner.values[n], leaf
+    if isinstance(leaf, Variable):
+        now = leaf._value
+        if leaf._metadata is not inner.metadata[n]:
+            return True
+    if now is before:
+        return False
+    old, new = jax.tree.leaves(before), jax.tree.leaves(now)
+    return (
+        len(old) != len(new)
+        or any(a is not b for a, b in zip(old, new, strict=True))
+        or jax.tree.structure(before) != jax.tree.structure(now)
+    )
+
+
+def _first_paths(graphdef: GraphDef) -> dict[int, Path]:
+    """Where each object was met first."""
+    paths: dict[int, Path] = {}
+
+    def walk(part: Any, path: Path) -> None:
+        if isinstance(part, VariableDef):
+            paths[part.index] = path
+        elif isinstance(part, NodeDef):
+            if part.index is not None:
+                paths[part.index] = path
+            for name, below in part.attributes:
+                walk(below, (*path, name))
+
+    walk(graphdef.root, ())
+    return paths
+
+
+def _trace_of(x: Any) -> Any:
+    return x._trace if isinstance(x, Variable) else x._watch.trace
+
+
+def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:
+    return (item for of_object in groups for group in of_object or () for item in group.items())
+
+
+def _write(leaf: Any, owner: Any, value: Any) -> None:
+    """Gives a variable, or an attribute that is an array, a new value."""
+    if owner is not None:
+        owner[0]._put(owner[1], value)
+        return
+    object.__setattr__(leaf, "_value", value._value)
+    if metadata_key(value) != metadata_key(leaf):
+        leaf.set_metadata(dict(value._metadata))
+
+
+def _check_loop(
+    static: _Static, filters: Sequence[Wanted], after: GraphDef, origins: Sequence[int | None]
+) -> None:
+    """Refuses changes of the graph, but of what each iteration has for itself."""
+
+    def is_own(path: Path) -> bool:
+        roles = [role for _, role in filters[path[1]]]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        return all(isinstance(role, int) for role in roles)
+
+    def compare(a: Any, b: Any, path: Path) -> None:
+        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+            old, new = dict(a.attributes), dict(b.attributes)
+            for name in {**old, **new}:
+                if name in old and name in new:
+                    compare(old[name], new[name], (*path, name))
+                elif not is_own((*path, name)):
+                    change = "makes an attribute" if name in new else "removes the attribute"
+                    raise changed_in_loop((*path, name), change)
+            return
+        if isinstance(b, Ref | NodeDef | VariableDef):
+            b_index = origins[b.index] if b.index is not None else None
+            same = type(a) is type(b) and a.index == b_index
+        else:
+            same = a == b
+        if not same and not is_own(path):
+            raise changed_in_loop(path, "changes a reference or static value")
+
+    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.root))
+    compare(old, new, (0,))

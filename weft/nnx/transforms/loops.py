@@ -1,0 +1,108 @@
+"""while_loop and fori_loop: what they carry may hold objects, which are changed where they are."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from weft import lifting
+from weft.lifting import CARRY
+from weft.nnx.transforms.calls import Call, opened, recorded
+from weft.nnx.transforms.carry import with_objects, without_objects
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.modes import references_and_structure
+
+T = TypeVar("T")
+
+
+def while_loop(
+    cond_fun: Callable[[T], Any],
+    body_fun: Callable[[T], T],
+    init_val: T,
+    *,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> T:
+    """`jax.lax.while_loop` of a carry that may hold objects.
+
+    Args:
+        cond_fun: takes the carry and returns whether to go on. What it changes is dropped.
+        body_fun: takes the carry and returns the next one, with the same objects in it.
+        init_val: the first carry.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        The last carry, with the objects of `init_val`.
+
+    Raises:
+        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
+        LoopStructureError: if it changes attributes or references of an object.
+        TransformArgumentError: if it returns another object than it was given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> counter = nnx.Dict(n=nnx.Variable(jnp.array(0)))
+        >>> def body(c):
+        ...     c.n[...] += 1
+        ...     return c
+        >>> nnx.while_loop(lambda c: c.n < 5, body, counter) is counter, int(counter.n)
+        (True, 5)
+    """
+    loop = lifting.while_loop(
+        ObjectKind("while_loop", *references_and_structure(graph, graph_updates), is_loop=True),
+        cond_fun,
+        recorded(_boxing(body_fun)),
+        in_axes=CARRY,
+    )
+    with opened(Call("while_loop", body_fun, (init_val,), ("init_val", "the result"))):
+        return with_objects(init_val, loop(init_val))
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fun: Callable[[Any, T], T],
+    init_val: T,
+    *,
+    unroll: int | bool | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> T:
+    """`jax.lax.fori_loop` of a carry that may hold objects.
+
+    Args:
+        lower: the first index.
+        upper: the index after the last.
+        body_fun: takes the index and the carry, and returns the next carry.
+        init_val: the first carry.
+        unroll: how many iterations are written out, where both bounds are Python numbers.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        The last carry, with the objects of `init_val`. What is raised: see `while_loop`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> total = nnx.Variable(jnp.array(0))
+        >>> def body(i, total):
+        ...     total[...] += i
+        ...     return total
+        >>> int(nnx.fori_loop(0, 5, body, total))
+        10
+    """
+    loop = lifting.fori_loop(
+        ObjectKind("fori_loop", *references_and_structure(graph, graph_updates), is_loop=True),
+        lower,
+        upper,
+        recorded(_boxing(body_fun)),
+        in_axes=CARRY,
+        unroll=unroll,
+    )
+    with opened(Call("fori_loop", body_fun, (init_val,), ("init_val", "the result"))):
+        return with_objects(init_val, loop(init_val))
+
+
+def _boxing(body_fun: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: without_objects(args[-1], body_fun(*args))

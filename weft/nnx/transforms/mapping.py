@@ -1,0 +1,193 @@
+"""vmap, shard_map and pmap: one function for each index of an axis, or each device."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from weft import lifting
+from weft.nnx.transforms.calls import MISSING, StaticArguments, recorded, transformed
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.transforms.symbols import as_roles
+
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+
+
+def vmap(
+    f: Callable[..., Any] = MISSING,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    axis_name: Any = None,
+    axis_size: int | None = None,
+    spmd_axis_name: Any = None,
+    transform_metadata: Mapping[Any, Any] = _NONE,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """`jax.vmap` of a function of objects: `in_axes=(1, 0)` means what it says.
+
+    Args:
+        f: the function; without it, a decorator.
+        in_axes: for each argument an axis or None, or a pytree prefix of such; for an object an
+            axis of all its state, or `StateAxes`.
+        out_axes: for the results, likewise. Arguments come back as they went.
+        axis_name: of the new axis, for collectives.
+        axis_size: where no argument tells it.
+        spmd_axis_name: the mesh axis over which the new axis is laid.
+        transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in the metadata of
+            variables.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Raises:
+        InconsistentAliasError: if one object is at two places with different axes.
+        CapturedObjectError: if an object that is no argument is returned.
+        AxisSizeError: if the mapped axes do not agree.
+        VariableAxisError: if a variable whose axis is None differs from index to index.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> a = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))))
+        >>> b = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))))
+        >>> nnx.vmap(lambda a, b: a.w @ b.w, in_axes=(1, 0))(a, b)
+        Array([2., 2., 2.], dtype=float32)
+    """
+    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates}
+    options |= {"axis_name": axis_name, "axis_size": axis_size, "spmd_axis_name": spmd_axis_name}
+    options |= {"transform_metadata": transform_metadata}
+    if f is MISSING:
+        return functools.partial(vmap, in_axes=in_axes, out_axes=out_axes, **options)
+    mapped = lifting.vmap(
+        ObjectKind("vmap", *references_and_structure(graph, graph_updates)),
+        recorded(f),
+        in_axes=as_roles(in_axes),
+        out_axes=as_roles(out_axes),
+        axis_size=axis_size,
+        axis_name=axis_name,
+        spmd_axis_name=spmd_axis_name,
+        metadata=dict(transform_metadata),
+    )
+    return transformed("vmap", f, mapped)
+
+
+def pmap(
+    f: Callable[..., Any] = MISSING,
+    *,
+    axis_name: Any = None,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Sequence[int] = (),
+    devices: Sequence[Any] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    transform_metadata: Mapping[Any, Any] = _NONE,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """A function of objects on several devices, of which each has one index of the mapped axes.
+
+    Args:
+        f: the function; without it, a decorator.
+        axis_name: of the mapped axis, for collectives.
+        in_axes: as for `vmap`, with axes from 0.
+        out_axes: likewise.
+        static_broadcasted_argnums: arguments that are hashable values and no arrays.
+        devices: on which to run; by default as many of `jax.devices(backend)` as are needed.
+        backend: where `devices` are not given.
+        axis_size: how many devices, where neither `devices` nor arguments tell it.
+        donate_argnums: accepted for programs that have it; no memory is given away.
+        transform_metadata: see `vmap`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Raises:
+        AxisSizeError: if the mapped axes do not agree, or there are fewer devices than they need.
+    """
+    options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates, "backend": backend}
+    options |= {"axis_name": axis_name, "axis_size": axis_size, "devices": devices}
+    options |= {"static_broadcasted_argnums": static_broadcasted_argnums}
+    options |= {"donate_argnums": donate_argnums, "transform_metadata": transform_metadata}
+    if f is MISSING:
+        return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **options)
+    if devices is None and (backend is not None or axis_size is not None):
+        devices = jax.devices(backend)[:axis_size]
+    static = StaticArguments(f, static_broadcasted_argnums)
+    mapped = lifting.pmap(
+        ObjectKind("pmap", *references_and_structure(graph, graph_updates)),
+        recorded(static.fn),
+        axis_name="devices" if axis_name is None else axis_name,
+        in_axes=as_roles(in_axes),
+        out_axes=as_roles(out_axes),
+        devices=devices,
+        metadata=dict(transform_metadata),
+    )
+    return transformed("pmap", f, lambda *args: mapped(*static.wrapped(args)))
+
+
+def shard_map(
+    f: Callable[..., Any] = MISSING,
+    *,
+    mesh: Mesh | AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    axis_names: frozenset[str] | set[str] = frozenset(),
+    check_vma: bool = True,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """`jax.shard_map` of a function of objects: one program per device, on the parts there.
+
+    Args:
+        f: the function, of the parts of its arguments on one device; without it, a decorator.
+        mesh: the devices.
+        in_specs: for each argument a `PartitionSpec`, or a pytree prefix of such; for an object
+            one for all its state, or `StateSharding`.
+        out_specs: for the results, likewise. Arguments come back as they went.
+        axis_names: the axes of the mesh that `f` sees; by default all.
+        check_vma: as for `jax.shard_map`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Raises:
+        InconsistentAliasError: if one object is at two places with different specifications.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from jax.sharding import Mesh, PartitionSpec as P
+        >>> from weft import nnx
+        >>> mesh = Mesh(jax.devices()[:1], ("data",))
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones(3)))
+        >>> f = nnx.shard_map(
+        ...     lambda m, x: m.w * x, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+        ... )
+        >>> f(model, jnp.ones(3))
+        Array([1., 1., 1.], dtype=float32)
+    """
+    if f is MISSING:
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+            graph=graph,
+            graph_updates=graph_updates,
+        )
+    mapped = lifting.shard_map(
+        ObjectKind("shard_map", *references_and_structure(graph, graph_updates)),
+        recorded(f),
+        mesh=mesh,
+        in_specs=as_roles(in_specs),
+        out_specs=as_roles(out_specs),
+        axis_names=frozenset(axis_names),
+        check_vma=check_vma,
+    )
+    return transformed("shard_map", f, mapped, ("in_specs", "out_specs"))

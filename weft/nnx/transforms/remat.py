@@ -1,0 +1,55 @@
+"""remat: what a function of objects computes is computed again in the backward pass."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from weft import lifting
+from weft.nnx.transforms.calls import MISSING, StaticArguments, recorded, transformed
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.modes import references_and_structure
+
+
+def remat(
+    f: Callable[..., Any] = MISSING,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    policy: Callable[..., bool] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """`jax.checkpoint` of a function of objects.
+
+    Args:
+        f: the function; without it, a decorator.
+        prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
+        static_argnums: arguments that are hashable values and no arrays.
+        policy: what to keep, one of `jax.checkpoint_policies`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w = nnx.Param(jnp.array(2.0))
+        >>> nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...]
+        Array(0., dtype=float32)
+    """
+    if f is MISSING:
+        return functools.partial(
+            remat,
+            prevent_cse=prevent_cse,
+            static_argnums=static_argnums,
+            policy=policy,
+            graph=graph,
+            graph_updates=graph_updates,
+        )
+    static = StaticArguments(f, static_argnums)
+    lifted = lifting.remat(
+        ObjectKind("remat", *references_and_structure(graph, graph_updates)),
+        recorded(static.fn),
+        prevent_cse=prevent_cse,
+        policy=policy,
+    )
+    return transformed("remat", f, lambda *args: lifted(*static.wrapped(args)))

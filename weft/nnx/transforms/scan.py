@@ -1,0 +1,133 @@
+"""scan: a function of objects in a loop over an axis."""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from weft import lifting
+from weft.errors import TransformArgumentError
+from weft.nnx.transforms.calls import MISSING, recorded, transformed
+from weft.nnx.transforms.carry import with_objects, without_objects
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.transforms.symbols import Carry, as_roles
+
+
+def scan(
+    f: Callable[..., Any] = MISSING,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Any = (Carry, 0),
+    out_axes: Any = (Carry, 0),
+    transform_metadata: Mapping[Any, Any] = MappingProxyType({}),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., Any]:
+    """`jax.lax.scan` of a function of objects.
+
+    Args:
+        f: the body; without it, a decorator.
+        length: the number of iterations, where no argument tells it.
+        reverse: whether to run from the last index to the first.
+        unroll: as for `jax.lax.scan`.
+        _split_transpose: as for `jax.lax.scan`.
+        in_axes: for each argument `Carry`, an axis, or None for what all iterations share; for an
+            object also `StateAxes`.
+        out_axes: for each result `Carry` or the axis along which it is stacked; a single one if
+            there is one result. Arguments that are no carry come back as they went.
+        transform_metadata: see `nnx.vmap`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Raises:
+        TransformArgumentError: if a carry has no counterpart among the results, or the body
+            returns another object than it was given.
+        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
+        LoopStructureError: if it changes attributes or references of a carried or shared object.
+        RoleError: if it changes what is shared.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> layers = nnx.Dict(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
+        >>> nnx.scan(lambda x, layer: x * layer.w, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(
+        ...     jnp.array(1.0), layers
+        ... )
+        Array(6., dtype=float32)
+    """
+    if f is MISSING:
+        return functools.partial(
+            scan,
+            length=length,
+            reverse=reverse,
+            unroll=unroll,
+            _split_transpose=_split_transpose,
+            in_axes=in_axes,
+            out_axes=out_axes,
+            transform_metadata=transform_metadata,
+            graph=graph,
+            graph_updates=graph_updates,
+        )
+    carries = _carries(in_axes), _carries(out_axes)
+    if len(carries[0]) != len(carries[1]):
+        raise TransformArgumentError(
+            f"scan: in_axes={_shown(in_axes)} has {len(carries[0])} Carry and out_axes="
+            f"{_shown(out_axes)} has {len(carries[1])}; what is carried in is also returned, so "
+            "each Carry of one needs its counterpart in the other."
+        )
+    pairs = tuple(zip(*carries, strict=True))
+    looped = lifting.scan(
+        ObjectKind("scan", *references_and_structure(graph, graph_updates), is_loop=True),
+        recorded(_boxing(f, pairs)),
+        in_axes=as_roles(in_axes),
+        out_axes=as_roles(out_axes),
+        length=length,
+        reverse=reverse,
+        unroll=unroll,
+        split_transpose=_split_transpose,
+        metadata=dict(transform_metadata),
+    )
+
+    def call(*args: Any) -> Any:
+        return _changed(args, looped(*args), pairs, with_objects)
+
+    return transformed("scan", f, call)
+
+
+_Pairs = tuple[tuple[int | None, int | None], ...]
+
+
+def _carries(axes: Any) -> list[int | None]:
+    """Where the carries are; None for the only argument or result."""
+    if axes is Carry:
+        return [None]
+    at = list(axes) if isinstance(axes, tuple | list) else []
+    return [i for i, axis in enumerate(at) if axis is Carry]
+
+
+def _shown(axes: Any) -> str:
+    return repr(axes).replace(repr(Carry), "Carry")
+
+
+def _boxing(f: Callable[..., Any], pairs: _Pairs) -> Callable[..., Any]:
+    return lambda *args: _changed(args, f(*args), pairs, without_objects)
+
+
+def _changed(args: Any, result: Any, pairs: _Pairs, change: Callable[[Any, Any], Any]) -> Any:
+    """The results with each carry changed, by what the carry was that came in."""
+    for i, j in pairs:
+        given = args[0 if i is None else i]
+        if j is None:
+            result = change(given, result)
+        elif not isinstance(result, tuple | list) or j >= len(result):
+            raise TransformArgumentError(
+                f"scan: the body returns {type(result).__name__}, and out_axes says that its "
+                f"result {j} is the carry; return a tuple with one entry for each of out_axes."
+            )
+        else:
+            result = (*result[:j], change(given, result[j]), *result[j + 1 :])
+    return result

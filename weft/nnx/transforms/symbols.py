@@ -1,0 +1,189 @@
+"""What a user says of the state of an argument where JAX has an axis, a number or a sharding.
+
+`StateAxes`, `StateSharding` and `DiffState` speak of a part of an object's state at a time, each
+part by a filter. The first filter that matches takes a value.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+from weft.errors import TransformArgumentError
+from weft.lifting import CARRY, Roles
+from weft.nnx.filters import Filter, Path, PathIn, predicates, to_predicate
+from weft.nnx.graph import children
+from weft.nnx.pytree import Pytree
+from weft.nnx.variables import Variable
+
+
+class Carry:
+    """Stands in `in_axes` and `out_axes` of a scan for what is handed to the next iteration."""
+
+
+class _ByFilter:
+    """Filters, and what is said of what they match."""
+
+    def __init__(self, by_filter: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
+        items = by_filter.items() if isinstance(by_filter, Mapping) else by_filter
+        self._items = tuple(items)
+        self._predicates = predicates([where for where, _ in self._items])
+
+    @property
+    def filters(self) -> tuple[Any, ...]:
+        """The filters, as functions of a path and a variable."""
+        return self._predicates
+
+    def map_prefix(self, path: Path, variable: Any) -> Any:
+        """What is said of a variable.
+
+        Args:
+            path: where it is.
+            variable: the variable.
+
+        Raises:
+            TransformArgumentError: if no filter matches.
+        """
+        for matches, (_, said) in zip(self._predicates, self._items, strict=True):
+            if matches(path, variable):
+                return said
+        raise TransformArgumentError(
+            f"no filter of {self!r} matches the {type(variable).__name__} at {path!r}; add `...` "
+            "as the last."
+        )
+
+    @property
+    def roles(self) -> Roles:
+        """For the engine."""
+        said = (_role(what) for _, what in self._items)
+        return Roles(zip(self._predicates, said, strict=True))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.roles == other.roles  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.roles))
+
+    def __repr__(self) -> str:
+        items = ", ".join(f"{_name(where)}: {_name(said)}" for where, said in self._items)
+        return f"{type(self).__name__}({{{items}}})"
+
+
+def _name(x: Any) -> str:
+    return "..." if x is ... else x.__name__ if isinstance(x, type) else repr(x)
+
+
+class StateAxes(_ByFilter):
+    """For each part of an object's state the axis that is mapped.
+
+    Args:
+        filter_axes: from filters to an axis, None to share, or for a scan `Carry`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones((2, 3))), n=nnx.BatchStat(jnp.array(1.0)))
+        >>> axes = nnx.StateAxes({nnx.Param: 1, ...: None})
+        >>> nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=axes)(model)
+        Array([3., 3., 3.], dtype=float32)
+    """
+
+    def __init__(self, filter_axes: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
+        super().__init__(filter_axes)
+
+    @property
+    def axes(self) -> tuple[Any, ...]:
+        """The axes, in the filters' order."""
+        return tuple(axis for _, axis in self._items)
+
+    def items(self) -> Iterable[tuple[Filter, Any]]:
+        """Pairs of a filter and an axis."""
+        return zip(self.filters, self.axes, strict=True)
+
+
+class StateSharding(_ByFilter):
+    """For each part of an object's state how it is laid over devices.
+
+    Args:
+        filter_sharding: from filters to a sharding, or for `shard_map` a `PartitionSpec`.
+
+    Example:
+        >>> from jax.sharding import PartitionSpec as P
+        >>> StateSharding({...: P("data")}).shardings
+        (PartitionSpec('data',),)
+    """
+
+    def __init__(self, filter_sharding: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
+        super().__init__(filter_sharding)
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The shardings, in the filters' order."""
+        return tuple(sharding for _, sharding in self._items)
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffState:
+    """An argument, and which part of its state is differentiated.
+
+    Attributes:
+        argnum: its position.
+        filter: of the part.
+    """
+
+    argnum: int
+    filter: Any
+
+    def map_prefix(self, path: Path, variable: Any) -> bool:
+        """Whether a variable is differentiated."""
+        return to_predicate(self.filter)(path, variable)
+
+
+def _role(said: Any) -> Any:
+    return CARRY if said is Carry else said
+
+
+def as_roles(prefix: Any) -> Any:
+    """A prefix of arguments or results, as the engine knows it.
+
+    Args:
+        prefix: what the user gave: axes or shardings, `Carry`, `StateAxes`, `StateSharding`, or
+            objects with axes in the place of variables (see `nnx.prefix`), in pytrees.
+    """
+    if isinstance(prefix, list):
+        prefix = tuple(prefix)
+    return jax.tree.map(_as_role, prefix, is_leaf=_is_symbol)
+
+
+def _is_symbol(x: Any) -> bool:
+    return x is None or x is Carry or isinstance(x, _ByFilter | Pytree | Variable)
+
+
+def _as_role(x: Any) -> Any:
+    if isinstance(x, _ByFilter):
+        return x.roles
+    if isinstance(x, Pytree):
+        return _roles_of_object(x)
+    if isinstance(x, Variable):
+        raise TransformArgumentError(
+            f"a {type(x).__name__} stands where an axis or a sharding is expected; give the axis "
+            "of the whole variable in its place."
+        )
+    return _role(x)
+
+
+def _roles_of_object(prefix: Pytree) -> Roles:
+    by_role: dict[Hashable, list[Path]] = {}
+
+    def walk(x: Any, path: Path) -> None:
+        if isinstance(x, Variable):
+            _as_role(x)
+        below = children(x)
+        for name, value in below:
+            walk(value, (*path, name))
+        if not below and not isinstance(x, Pytree):
+            by_role.setdefault(_role(x), []).append(path)
+
+    walk(prefix, ())
+    return Roles((PathIn(frozenset(paths)), role) for role, paths in by_role.items())
