@@ -15,7 +15,7 @@ class BatchShardingError(WeftError, ValueError):
     """An input batch cannot be laid over the mesh."""
 
 
-class NoMeshError(WeftError, RuntimeError):
+class NoMeshError(WeftError, RuntimeError, ValueError):
     """A mesh is needed and none is set."""
 
 

@@ -303,7 +303,8 @@ def as_abstract(tree: Any, graph: bool | None = None) -> Any:
     """
 
     def abstract(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x
+        is_kept = is_array(x) or isinstance(x, jax.Ref)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_kept else x
 
     def of_leaf(_: Path, x: Any) -> Any:
         if isinstance(x, Variable):

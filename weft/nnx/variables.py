@@ -25,7 +25,9 @@ from weft.errors import (
     VariableOperationError,
     VariableTypeError,
 )
+from weft.nnx.eager_sharding import laid_out, named_layout
 from weft.nnx.initial_metadata import HOOKS, VariableMetadata
+from weft.nnx.references import held, held_at_first, with_defaults, write
 from weft.nnx.structure import EPOCH, Fixed
 
 A = TypeVar("A")
@@ -49,8 +51,15 @@ class Variable(Generic[A]):
         **metadata: what else is known of it. `on_get_value`, `on_set_value` and `on_create_value`
             are functions of the variable and a value, which give the value to use instead, or
             tuples of such; a subclass can have them as methods. `tag` is what string filters look
-            for; `sharding_names` are the logical names of its axes; with `mutable=False` the value
-            stays.
+            for; with `mutable=False` the value stays. `out_sharding` lays the value over a mesh
+            (`weft.nnx.eager_sharding`); with `ref=True` it is held in a `jax.Ref`
+            (`weft.nnx.references`).
+
+    Raises:
+        NoMeshError: if the value is to be laid out, and there is no mesh.
+        MeshError: if the mesh has no axis of a name, or there are more names than axes.
+        AxisMetadataError: if `out_sharding` is no layout.
+        VariableArgumentError: with `ref=True`, if the value is no array.
 
     Example:
         >>> step = Variable(jnp.array(3))
@@ -69,12 +78,18 @@ class Variable(Generic[A]):
             metadata, value = {**metadata, **value.entries()}, value.raw_value
         if self._hooks:
             metadata = {**self._hooks, **metadata}
+        given, metadata = metadata, with_defaults(metadata)
+        if metadata:
+            metadata = named_layout(metadata, type(self).__name__)
         set_(self, "_metadata", metadata)
         set_(self, "_trace", current_trace())
         set_(self, "_watched", False)
         if "on_create_value" in metadata:
             value = _called(metadata["on_create_value"], self, value)
-        set_(self, "_value", self.create_value(value))
+        value = self.create_value(value)
+        if metadata or isinstance(value, jax.Ref):
+            value = _as_asked(value, metadata, given, type(self).__name__)
+        set_(self, "_value", value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -99,8 +114,18 @@ class Variable(Generic[A]):
 
     @property
     def sharding_names(self) -> Any:
-        """The logical names of the value's axes, None where nothing is said of them."""
-        return self._metadata.get("sharding_names")
+        """How the value's axes are laid out, None where nothing is said of them."""
+        return self._metadata.get("out_sharding")
+
+    @property
+    def ref(self) -> bool:
+        """Whether the value was asked to be held in a `jax.Ref` (`weft.nnx.references`)."""
+        return bool(self._metadata.get("ref"))
+
+    @property
+    def hijax(self) -> bool:
+        """Whether that was asked for under this name."""
+        return bool(self._metadata.get("hijax"))
 
     def create_value(self, value: A) -> A:
         """What a new variable holds; subclasses may make something else of it."""
@@ -112,9 +137,12 @@ class Variable(Generic[A]):
         Args:
             index: gives a part of it.
         """
-        value = self._value
-        if "on_get_value" in self._metadata:
-            value = _called(self._metadata["on_get_value"], self, value)
+        value, metadata = self._value, self._metadata
+        if metadata:
+            if isinstance(value, jax.Ref):
+                value = value[...]
+            if "on_get_value" in metadata:
+                value = _called(metadata["on_get_value"], self, value)
         return value if index is _MISSING else value[index]  # pyright: ignore[reportIndexIssue]
 
     def set_value(self, value: A, *, index: Any = _MISSING) -> None:
@@ -127,15 +155,27 @@ class Variable(Generic[A]):
         Raises:
             ImmutableVariableError: if the variable has the metadata `mutable=False`.
             TraceContextError: inside of a transformation that it did not go through.
+            VariableShapeError: if the value is held in a `jax.Ref`, and the shape is another.
         """
         self._check_writable()
         if isinstance(value, Variable):
             value = value.get_value()
+        has_hook = "on_set_value" in self._metadata
+        if isinstance(self._value, jax.Ref) and not has_hook:
+            write(self._value, value, ... if index is _MISSING else index, _shown(self))
+            return
         if index is not _MISSING:
-            value = _with_part(self._value, index, value)
-        if "on_set_value" in self._metadata:
+            value = _with_part(_read(self._value), index, value)
+        if has_hook:
             value = _called(self._metadata["on_set_value"], self, value)
-        object.__setattr__(self, "_value", value)
+        self._put(value)
+
+    def _put(self, value: Any) -> None:
+        """Puts a value in the place of the one that is there, or into its reference."""
+        if isinstance(self._value, jax.Ref) and not isinstance(value, jax.Ref):
+            write(self._value, value, ..., _shown(self))
+        else:
+            object.__setattr__(self, "_value", value)
 
     def get_raw_value(self) -> A:
         """The value without hooks."""
@@ -145,10 +185,11 @@ class Variable(Generic[A]):
         """Sets the value without hooks; see `set_value`."""
         if not _unsafe_bypass_check:
             self._check_writable()
-        object.__setattr__(self, "_value", value)
+        self._put(value)
 
     def _check_writable(self) -> None:
-        if self._trace != current_trace():
+        # A reference may be written to in any trace: JAX carries the change out of it.
+        if self._trace != current_trace() and not isinstance(self._value, jax.Ref):
             raise TraceContextError(_shown(self))
         if not self._metadata.get("mutable", True):
             raise ImmutableVariableError(_shown(self))
@@ -252,11 +293,17 @@ class Variable(Generic[A]):
         """A variable of its own.
 
         Args:
-            value: what it holds, by default the same.
+            value: what it holds, by default the same; what is in a `jax.Ref` is copied.
             **updates: metadata that it has instead.
         """
         new = self._value if value is _MISSING else value
-        return type(self).from_metadata(new, {**self._metadata, **updates})
+        metadata = {**self._metadata, **updates}
+        if metadata:
+            metadata = (
+                with_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
+            )
+            new = held(_read(new) if _copy_ref else new, metadata)
+        return type(self).from_metadata(new, metadata)
 
     replace = copy
     to_state = copy
@@ -273,15 +320,15 @@ class Variable(Generic[A]):
                 "own class."
             )
         self._check_writable()
-        object.__setattr__(self, "_value", other._value)
-        self.set_metadata(dict(other._metadata))
+        self._put(_read(other._value))
+        self.set_metadata(_of_other(self, other))
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Takes over the value, and metadata that differs."""
         self._check_writable()
-        object.__setattr__(self, "_value", variable_state._value)
+        self._put(_read(variable_state._value))
         if metadata_key(self) != metadata_key(variable_state):
-            self.set_metadata(dict(variable_state._metadata))
+            self.set_metadata(_of_other(self, variable_state))
 
     # Axes.
 
@@ -325,7 +372,7 @@ class Variable(Generic[A]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._check_writable()
-        if index is ... and isinstance(self._value, jax.Array | np.ndarray):
+        if index is ... and isinstance(self._value, jax.Array | np.ndarray | jax.Ref):
             self.set_value(_like(self._value, value))
         else:
             self.set_value(value, index=index)
@@ -369,10 +416,11 @@ class Variable(Generic[A]):
         return jax.device_get(self.get_value()).__array__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"value": self._value, "metadata": self._metadata}
+        return {"value": _read(self._value), "metadata": self._metadata}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        made = type(self).from_metadata(state["value"], state["metadata"])
+        value = held(state["value"], state["metadata"])
+        made = type(self).from_metadata(value, state["metadata"])
         for name in ("_metadata", "_trace", "_watched", "_value"):
             object.__setattr__(self, name, getattr(made, name))
 
@@ -409,6 +457,30 @@ def _register(cls: type[Variable[Any]]) -> None:
 _register(Variable)
 
 
+def _read(value: Any) -> Any:
+    """What is held, without the reference that holds it."""
+    return value[...] if isinstance(value, jax.Ref) else value
+
+
+def _as_asked(value: Any, metadata: dict[str, Any], given: dict[str, Any], what: str) -> Any:
+    """The value of a new variable as its metadata asks for it."""
+    if isinstance(value, jax.Ref):
+        raise VariableArgumentError(
+            f"a {what} was given a jax.Ref; give it the array, and ref=True."
+        )
+    if metadata.get("out_sharding") is not None:
+        value = laid_out(value, metadata, what)
+    if "ref" in metadata or "hijax" in metadata:
+        value = held_at_first(value, metadata, given, what)
+    return value
+
+
+def _of_other(variable: Variable[Any], other: Variable[Any]) -> dict[str, Any]:
+    """The metadata of another variable, for one that is held in a reference or not, as before."""
+    kept = {k: v for k, v in variable._metadata.items() if k in ("ref", "hijax")}
+    return {**{k: v for k, v in other._metadata.items() if k not in ("ref", "hijax")}, **kept}
+
+
 def _with_part(value: Any, index: Any, part: Any) -> Any:
     if isinstance(value, jax.Array):
         return value.at[index].set(part)
@@ -419,7 +491,7 @@ def _with_part(value: Any, index: Any, part: Any) -> Any:
     return changed
 
 
-def _like(before: jax.Array | np.ndarray, value: Any) -> Any:
+def _like(before: Any, value: Any) -> Any:
     """A value as large as the one that was there, as for the items of an array."""
     if isinstance(value, Variable):
         value = value.get_value()

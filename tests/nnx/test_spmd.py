@@ -1,0 +1,211 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft import nnx
+from weft.errors import (
+    AxisMetadataError,
+    LogicalAxisError,
+    MeshError,
+    NoMeshError,
+    PartitionNameError,
+    TraceContextError,
+    VariableArgumentError,
+)
+from weft.nnx.spmd import (
+    PARTITION_NAME,
+    abstract_with_sharding,
+    add_axis,
+    get_abstract_model,
+    get_named_sharding,
+    get_partition_spec,
+    logical_axis_rules,
+    remove_axis,
+    use_eager_sharding,
+    with_partitioning,
+)
+
+LAYERS = {PARTITION_NAME: "layers"}
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+class Model(nnx.Module):
+    """Variables with and without a layout, of several kinds."""
+
+    def __init__(self):
+        init = with_partitioning(jax.nn.initializers.ones, ("data", "model"))
+        self.kernel = nnx.Param(init(jax.random.key(0), (4, 8)))
+        self.bias = nnx.Param(jnp.ones(8))
+        self.pair = nnx.Param({"a": jnp.ones((4, 2)), "b": jnp.ones(4)}, out_sharding=("embed",))
+        self.step, self.rest, self.size = nnx.Variable(3), jnp.ones(2), 7
+
+
+RULES = (("embed", "model"),)
+
+
+def model():
+    with use_eager_sharding(False):
+        return Model()
+
+
+def test_partition_specs():
+    with logical_axis_rules(RULES):
+        specs = get_partition_spec(nnx.state(model()))
+        assert nnx.to_pure_dict(specs) == {
+            "kernel": P("data", "model"), "bias": P(), "pair": P("model"), "step": None,
+            "rest": P(),
+        }  # fmt: skip
+        assert type(specs.kernel) is nnx.Param and specs.kernel.sharding_names == ("data", "model")
+        of_model = get_partition_spec(model())
+        assert of_model.kernel.get_value() == P("data", "model") and of_model.size == 7
+    assert get_partition_spec({"a": jnp.ones(2), "b": 3, "c": None}) == {
+        "a": P(), "b": None, "c": None,
+    }  # fmt: skip
+    assert get_partition_spec(nnx.Param({"a": jnp.ones(2)})).get_value() == {"a": P()}
+    assert get_partition_spec(nnx.Param(jnp.ones(2), ref=True)).get_value() == P()
+
+
+def test_named_shardings_lay_out_a_model(mesh):
+    state = nnx.state(model(), nnx.Param)
+    with logical_axis_rules(RULES):
+        shardings = get_named_sharding(state, mesh)
+    assert shardings.kernel.get_value() == NamedSharding(mesh, P("data", "model"))
+    del state["pair"], shardings["pair"]
+    placed = jax.device_put(state, shardings)
+    assert placed.kernel.get_value().sharding.spec == P("data", "model")
+    assert jax.jit(lambda s: s, out_shardings=shardings)(state).kernel.sharding_names
+
+
+def test_layouts_that_a_mesh_cannot_have(mesh):
+    with pytest.raises(MeshError, match=r"'pair' is to be laid out as P\('embed',\), and the mesh"):
+        get_named_sharding(nnx.state(model()), mesh)
+    with pytest.raises(VariableArgumentError, match="was given 3 for the mesh"):
+        get_named_sharding(nnx.state(model()), 3)
+    w = nnx.Param(jnp.ones(2), out_sharding=("embed",), sharding_rules=RULES, eager_sharding=False)
+    with (
+        logical_axis_rules([("embed", "data")]),
+        pytest.raises(LogicalAxisError, match=r"the layout of 'a/w': .*fight"),
+    ):
+        get_partition_spec({"a": {"w": w}})
+
+
+def test_an_abstract_model(mesh):
+    with logical_axis_rules(RULES):
+        graphdef, state = get_abstract_model(Model, mesh)
+    kernel = state.kernel.get_value()
+    assert kernel.shape == (4, 8) and state.step.shape == ()
+    assert kernel.sharding == NamedSharding(mesh, P("data", "model"))
+    assert state.pair["a"].sharding.spec == P("model") and state.rest.sharding.spec == P()
+    assert nnx.merge(graphdef, state).kernel.sharding_names == ("data", "model")
+    with pytest.raises(MeshError, match="the mesh has the axes 'data', 'model'"):
+        get_abstract_model(Model, mesh)
+    with (
+        use_eager_sharding(False),
+        pytest.raises(MeshError, match=r"the layout of 'pair': .*'embed'"),
+    ):
+        get_abstract_model(Model, mesh)
+
+
+def test_abstract_values_get_their_layout(mesh):
+    with use_eager_sharding(False):
+        abstract = jax.eval_shape(lambda: nnx.state(Model()))
+    with jax.set_mesh(mesh), logical_axis_rules(RULES):
+        laid = abstract_with_sharding(abstract)
+    assert laid.kernel.get_value().sharding.spec == P("data", "model")
+    assert laid.bias.get_value().sharding is None and laid.pair["b"].sharding.spec == P("model")
+    assert abstract_with_sharding(nnx.state(model(), "no tag")) == nnx.State({})
+    abstract.kernel.set_metadata(mesh=mesh)
+    assert abstract_with_sharding(abstract.kernel).get_value().sharding.mesh == mesh
+    abstract.kernel.del_metadata("mesh")
+    with pytest.raises(NoMeshError, match="'kernel' is to be laid out as"):
+        abstract_with_sharding(abstract)
+
+
+def test_initializers_with_a_layout(mesh):
+    w = nnx.Param(
+        with_partitioning(
+            jax.nn.initializers.he_normal(),
+            ("data",),
+            mesh,
+            on_get_value=lambda _, x: x + 1,
+            tag="a",
+        )(jax.random.key(0), (4, 8)),
+        tag="b",
+    )
+    assert w.get_raw_value().sharding.spec == P("data") and w.mesh == mesh and w.tag == "a"
+    assert jnp.allclose(w.get_value(), w.get_raw_value() + 1)
+
+
+def param(names=("data", "model"), **metadata):
+    return nnx.Param(jnp.ones((4, 8)), out_sharding=names, eager_sharding=False, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("index", "names"),
+    [
+        (0, ("layers", "data", "model")), (1, ("data", "layers", "model")),
+        (2, ("data", "model", "layers")), (-1, ("data", "model", "layers")),
+        (-3, ("layers", "data", "model")),
+    ],
+)  # fmt: skip
+def test_names_gain_and_lose_an_axis(index, names):
+    w = param()
+    assert add_axis(w, index, LAYERS) is w and w.sharding_names == names
+    assert remove_axis(w, index, LAYERS).sharding_names == ("data", "model")
+
+
+def test_an_axis_without_a_name_is_given_back():
+    w = param(("layers", "data", None))
+    for entry in ("layers", "data"):
+        assert w.sharding_names[0] == entry
+        remove_axis(w, 0, {})
+    assert w.sharding_names == (None,)
+    new = param((None,))
+    for variable in (w, new):
+        add_axis(add_axis(variable, 0, {}), 1, {})
+    assert w.sharding_names == ("data", "layers", None)
+    assert new.sharding_names == (None, None, None)
+    assert list(w.get_metadata()) == ["out_sharding", "eager_sharding"]
+
+
+def test_other_metadata_with_an_entry_for_each_axis():
+    told = []
+    w = param(
+        sizes=(4, 8),
+        kind="a",
+        on_add_axis=lambda v, i, name: told.append((i, name, v.sharding_names)),
+        on_remove_axis=lambda v, i, name: told.append((i, name, v.sharding_names)),
+    )
+    add_axis(w, 0, {PARTITION_NAME: "layers", "sizes": 3, "kind": "b", "other": 1})
+    assert w.sizes == (3, 4, 8) and w.kind == "a" and not w.has_metadata("other")
+    remove_axis(w, 0, {PARTITION_NAME: "layers", "sizes": 3})
+    assert w.sizes == (4, 8)
+    assert told == [(0, "layers", ("layers", "data", "model")), (0, "layers", ("data", "model"))]
+    plain = nnx.Param(jnp.ones(2), on_add_axis=lambda v, i, name: told.append(name))
+    add_axis(plain, 0, {})
+    assert told[-1] is None and not plain.has_metadata("out_sharding")
+
+
+def test_layouts_of_other_forms(mesh):
+    with_mesh = add_axis(param(NamedSharding(mesh, P(None, "model"))), 0, {PARTITION_NAME: "data"})
+    assert with_mesh.sharding_names == NamedSharding(mesh, P("data", None, "model"))
+    assert add_axis(param(P("data")), 0, LAYERS).sharding_names == ("layers", "data")
+    assert add_axis(param(None), 0, LAYERS).sharding_names is None
+    tree = {"a": [param(), nnx.Param(1)], "b": 3}
+    assert add_axis(tree, 0, LAYERS)["a"][0].sharding_names == ("layers", "data", "model")
+
+
+def test_axes_that_are_not_there():
+    with pytest.raises(PartitionNameError, match=r"'a/w': axis 0 .* called 'data'.* as 'layers'"):
+        remove_axis({"a": {"w": param()}}, 0, LAYERS)
+    with pytest.raises(AxisMetadataError, match="no axis 5"):
+        add_axis(param(), 5, LAYERS)
+    w = param()
+    with pytest.raises(TraceContextError, match="Param of shape"):
+        jax.jit(lambda: add_axis(w, 0, LAYERS) and None)()

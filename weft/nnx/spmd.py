@@ -1,0 +1,397 @@
+"""Layouts of variables over a mesh, and their names when an axis comes or goes.
+
+A variable's metadata `out_sharding` has an entry for each axis of its value. From a tree of
+variables come the layouts that `jax.jit`, `jax.device_put` and checkpoints take. A transformation
+that takes an axis away, or adds one, tells the metadata by `remove_axis` and `add_axis`, so that
+both inside and outside it has as many entries as the value has axes.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.core.layout import AnyMesh, axes_of, fitting, get_global_mesh
+from weft.core.meta import PARTITION_NAME, Partitioned
+from weft.core.spmd import get_mesh, get_pspec, logical_axis_rules
+from weft.errors import (
+    AxisMetadataError,
+    LogicalAxisError,
+    MeshError,
+    NoMeshError,
+    VariableArgumentError,
+)
+from weft.nnx.eager_sharding import use_eager_sharding, using_eager_sharding
+from weft.nnx.graph import GraphDef, is_array
+from weft.nnx.initial_metadata import with_metadata
+from weft.nnx.splitting import split
+from weft.nnx.state import State
+from weft.nnx.variables import Variable
+
+A = TypeVar("A")
+
+__all__ = [
+    "PARTITION_NAME",
+    "abstract_with_sharding",
+    "add_axis",
+    "get_abstract_model",
+    "get_named_sharding",
+    "get_partition_spec",
+    "logical_axis_rules",
+    "remove_axis",
+    "use_eager_sharding",
+    "using_eager_sharding",
+    "with_partitioning",
+]
+
+_LEFT = "axes_that_left"
+"""The metadata entry in which `remove_axis` leaves what `add_axis` puts back."""
+
+
+def with_partitioning(
+    initializer: Callable[..., Any],
+    sharding: tuple[Any, ...],
+    mesh: Mesh | None = None,
+    **metadata: Any,
+) -> Callable[..., Any]:
+    """An initializer whose values become variables with a layout.
+
+    Args:
+        initializer: makes the value.
+        sharding: for each axis of the value a mesh axis or a logical name, a tuple of them, or
+            None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        **metadata: further metadata, and hooks (see `Variable`).
+
+    Example:
+        >>> from weft import nnx
+        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
+        >>> with use_eager_sharding(False):
+        ...     nnx.Param(init(jax.random.key(0), (4, 8))).sharding_names
+        (None, 'model')
+    """
+    return with_metadata(initializer, out_sharding=sharding, mesh=mesh, **metadata)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, Variable)
+
+
+def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
+    """A tree with `make(spec, path)` in the place of each value."""
+
+    def at(path: Any, x: Any) -> Any:
+        def plain(value: Any) -> Any:
+            is_kept = is_array(value) or isinstance(value, jax.Ref)
+            return make(PartitionSpec(), path) if is_kept else None
+
+        if not _is_variable(x):
+            return plain(x)
+        spec = _pspec_at(path, x)
+        return x.copy(jax.tree.map(plain, x._value) if spec is None else make(spec, path))
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+
+
+def _pspec_at(path: Any, variable: Variable[Any]) -> PartitionSpec | None:
+    """What the metadata says of the layout, with its names as mesh axes."""
+    try:
+        return get_pspec(variable.sharding_names, variable._metadata.get("sharding_rules"))
+    except LogicalAxisError as error:
+        raise LogicalAxisError(f"the layout of {_shown(path)!r}: {error}") from None
+
+
+def _shown(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: Any) -> NamedSharding:
+    unknown = {name for entry in spec for name in axes_of(entry)}.difference(mesh.axis_names)
+    if unknown:
+        raise MeshError(
+            f"{_shown(path)!r} is to be laid out as {spec}, and the mesh has the axes "
+            f"{', '.join(map(repr, mesh.axis_names))}; use one of those, or None, or enter "
+            "logical_axis_rules that say which mesh axis a logical name stands for."
+        )
+    return NamedSharding(mesh, spec)
+
+
+def get_partition_spec(tree: Any) -> Any:
+    """The layouts of a tree of variables.
+
+    Args:
+        tree: an object, a state, or any pytree of variables.
+
+    Returns:
+        The tree with a `PartitionSpec` in the place of each value: what `out_sharding` says, by
+        `sharding_rules` and those of `logical_axis_rules`; an empty one for an array without; None
+        for what is no array.
+
+    Raises:
+        LogicalAxisError: if rules are not in form, or those of a variable and of the context
+            differ.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w = nnx.Param(jnp.ones(4), out_sharding=("embed",), eager_sharding=False)
+        >>> with logical_axis_rules([("embed", "data")]):
+        ...     get_partition_spec(nnx.State({"w": w})).w.get_value()
+        P('data',)
+    """
+    return _layouts(lambda spec, _: spec, tree)
+
+
+def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
+    """The layouts of a tree of variables over a mesh.
+
+    Args:
+        tree: an object, a state, or any pytree of variables.
+        mesh: the mesh.
+
+    Returns:
+        As `get_partition_spec`, with a `NamedSharding` for each `PartitionSpec`.
+
+    Raises:
+        VariableArgumentError: if `mesh` is no mesh.
+        MeshError: if it has no axis of a name.
+        LogicalAxisError: see `get_partition_spec`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> get_named_sharding(nnx.Param(jnp.ones(4)), mesh).get_value().spec
+        P()
+    """
+    if not isinstance(mesh, AnyMesh):
+        raise VariableArgumentError(
+            f"get_named_sharding was given {mesh!r} for the mesh; give a jax.sharding.Mesh."
+        )
+    return _layouts(functools.partial(_sharding, mesh), tree)
+
+
+def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
+    """A copy of a tree whose abstract values know how they are laid out.
+
+    Args:
+        tree: an object, a state, or any pytree of variables, as `nnx.eval_shape` gives it.
+            Variables with `out_sharding` are changed whose value is a `jax.ShapeDtypeStruct`
+            without a layout.
+        graph: ignored, see `nnx.split`.
+
+    Raises:
+        NoMeshError: if there is no mesh, in the metadata of a variable or of `jax.set_mesh`.
+        MeshError: if a layout does not fit to the mesh or to a shape.
+
+    Warns:
+        ShardingWarning: if a mesh axis does not divide the axis that is split over it.
+
+    Example:
+        >>> from weft import nnx
+        >>> w = nnx.Param(
+        ...     jax.ShapeDtypeStruct((4,), "float32"), out_sharding=("data",), eager_sharding=False
+        ... )
+        >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+        ...     abstract_with_sharding(w).get_value().sharding.spec
+        P('data',)
+    """
+
+    def at(path: Any, x: Any) -> Any:
+        spec = _pspec_at(path, x) if _is_variable(x) else None
+        if spec is None:
+            return x
+        known = (x._metadata.get("mesh"), get_mesh(x.sharding_names), get_global_mesh())
+        mesh = next((m for m in known if m is not None), None)
+        if mesh is None:
+            raise NoMeshError(
+                f"{_shown(path)!r} is to be laid out as {spec}, and there is no mesh; enter "
+                "jax.set_mesh(mesh), or give the variable mesh=mesh."
+            )
+        return _laid(x, mesh, spec, path, keep=True)
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+
+
+def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = False) -> Any:
+    """What is abstract, in a variable or not, with a layout; `keep` keeps one that it has."""
+
+    def laid(value: Any) -> Any:
+        if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
+            return value
+        try:
+            entries = fitting(spec, value.shape, mesh)
+        except MeshError as error:
+            raise MeshError(f"the layout of {_shown(path)!r}: {error}") from None
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+
+    return x.copy(jax.tree.map(laid, x._value)) if _is_variable(x) else laid(x)
+
+
+def get_abstract_model(
+    init_fn: Callable[[], Any], mesh: Mesh, *, graph: bool | None = None
+) -> tuple[GraphDef, State]:
+    """A model that is not made: its description, and its state by shape and layout.
+
+    Args:
+        init_fn: makes the model; it is traced, and nothing is computed.
+        mesh: over which its variables are laid out.
+        graph: ignored, see `nnx.split`.
+
+    Returns:
+        The description, and a state whose values are `jax.ShapeDtypeStruct`s with shardings, as a
+        checkpoint is restored to.
+
+    Raises:
+        MeshError: see `abstract_with_sharding`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> make = lambda: nnx.Dict(w=nnx.Param(jnp.ones(4), out_sharding=("data",)))
+        >>> graphdef, state = get_abstract_model(make, mesh)
+        >>> state.w.get_value().sharding.spec
+        P('data',)
+    """
+    kept: list[GraphDef] = []
+
+    def parts() -> State:
+        graphdef, state = split(init_fn())
+        kept.append(graphdef)
+        return state
+
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        state = jax.eval_shape(parts)
+
+    def at(path: Any, x: Any) -> Any:
+        spec = _pspec_at(path, x) if _is_variable(x) else None
+        return _laid(x, mesh, spec or PartitionSpec(), path)
+
+    state = jax.tree_util.tree_map_with_path(at, state, is_leaf=_is_variable)
+    return kept[0], state
+
+
+def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
+    """Tells variables that their values have gained an axis.
+
+    Their metadata is changed: `out_sharding` gets an entry at the place of the axis, and so does
+    each other entry of the metadata that is a tuple and that `transform_metadata` has a value for.
+    Then the hook `on_add_axis` is called.
+
+    Args:
+        tree: a variable, or a pytree of them; of which some may have no layout.
+        index: where the new axis is in the value that has it; -1 is its last axis.
+        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name it gets back the
+            entry that the last `remove_axis` without a name took away, or else is not split.
+
+    Returns:
+        The tree.
+
+    Raises:
+        AxisMetadataError: if the metadata cannot have an axis there.
+        TraceContextError: if a variable is of another trace.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "model"), eager_sharding=False)
+        >>> add_axis(w, 0, {PARTITION_NAME: "layers"}).sharding_names
+        ('layers', None, 'model')
+    """
+    return _told(_add, tree, index, transform_metadata)
+
+
+def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
+    """Tells variables that their values have lost an axis; the inverse of `add_axis`.
+
+    Args:
+        tree: a variable, or a pytree of them; of which some may have no layout.
+        index: where the axis is in the value that still has it; -1 is its last axis.
+        transform_metadata: `{PARTITION_NAME: name}` says what the axis is called. Without a name,
+            its entry is kept aside, for `add_axis`.
+
+    Returns:
+        The tree.
+
+    Raises:
+        PartitionNameError: if the axis is called something else.
+        AxisMetadataError: if the metadata has no such axis.
+        TraceContextError: if a variable is of another trace.
+    """
+    return _told(_remove, tree, index, transform_metadata)
+
+
+def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
+    if _is_variable(tree):
+        return change(tree, index, params)
+
+    def at(path: Any, x: Any) -> Any:
+        try:
+            return change(x, index, params) if _is_variable(x) else x
+        except AxisMetadataError as error:
+            error.path = "/".join(part for part in (_shown(path), error.path) if part)
+            raise
+
+    return jax.tree_util.tree_map_with_path(at, tree, is_leaf=_is_variable)
+
+
+def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
+    if not variable._metadata:
+        return variable
+    changed, left = {}, variable._metadata.get(_LEFT, ())
+    for entry, axis in _entries(variable, params):
+        if entry == "out_sharding" and PARTITION_NAME not in params and left:
+            axis, changed[_LEFT] = left[-1], left[:-1]
+        changed[entry] = _renamed(variable, entry, "add_axis", index, axis)
+    _change(variable, changed)
+    variable.add_axis(index, params.get(PARTITION_NAME))
+    return variable
+
+
+def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
+    if not variable._metadata:
+        return variable
+    changed, left = {}, variable._metadata.get(_LEFT, ())
+    for entry, axis in _entries(variable, params):
+        if entry == "out_sharding" and PARTITION_NAME not in params:
+            names = tuple(_spec(variable._metadata[entry]))
+            axis = names[index] if -len(names) <= index < len(names) else None
+            changed[_LEFT] = (*left, axis)
+        changed[entry] = _renamed(variable, entry, "remove_axis", index, axis)
+    _change(variable, changed)
+    variable.remove_axis(index, params.get(PARTITION_NAME))
+    return variable
+
+
+def _entries(variable: Variable[Any], params: Mapping[Any, Any]) -> list[tuple[str, Any]]:
+    """The metadata that has an entry for each axis, and that of the axis in question."""
+    metadata = variable._metadata
+    found = [(k, v) for k, v in params.items() if isinstance(metadata.get(k), tuple)]
+    if metadata.get("out_sharding") is not None:
+        found.append(("out_sharding", params.get(PARTITION_NAME)))
+    return found
+
+
+def _spec(layout: Any) -> Any:
+    return layout.spec if isinstance(layout, NamedSharding) else layout
+
+
+def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: Any) -> Any:
+    layout = variable._metadata[entry]
+    box = Partitioned(variable._value, tuple(_spec(layout)))
+    names = getattr(box, change)(index, {PARTITION_NAME: axis}).names
+    if isinstance(layout, NamedSharding):
+        return NamedSharding(layout.mesh, PartitionSpec(*names))
+    return names
+
+
+def _change(variable: Variable[Any], changed: dict[str, Any]) -> None:
+    if changed:
+        metadata = {**variable._metadata, **changed}
+        if not metadata.get(_LEFT, True):
+            del metadata[_LEFT]
+        variable.set_metadata(metadata)
