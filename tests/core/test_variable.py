@@ -155,19 +155,19 @@ def test_a_parameter_of_another_shape_is_refused():
 
 def test_the_shape_is_checked_in_boxes_and_trees():
     boxed = Partitioned(jnp.ones(3), ("a",))
-    check_shape("w", "/", boxed, jax.nn.initializers.ones, ((3,),), {})
+    check_shape(bind({}), "w", boxed, jax.nn.initializers.ones, ((3,),), {})
     tree = {"u": jnp.ones(3), "v": jnp.ones(())}
-    check_shape("w", "/", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (3,), {})
+    check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (3,), {})
     with pytest.raises(ScopeParamShapeError, match=r"has shape \(3,\), but .* makes \(4,\)"):
-        check_shape("w", "/", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (), {"n": 4})
+        check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (), {"n": 4})
 
 
 def test_the_shape_is_checked_without_calling_an_initializer_that_is_told_the_shape():
     def init_fn(key, shape, dtype=None):
         pytest.fail("the shape is known")
 
-    check_shape("w", "/", jnp.ones((2, 3)), init_fn, ((2, 3), float), {})
-    check_shape("w", "/", jnp.ones((2, 3)), init_fn, ([2, 3],), {})
+    check_shape(bind({}), "w", jnp.ones((2, 3)), init_fn, ((2, 3), float), {})
+    check_shape(bind({}), "w", jnp.ones((2, 3)), init_fn, ([2, 3],), {})
 
 
 def test_a_dtype_may_differ():

@@ -134,6 +134,8 @@ def unbox(tree: Any) -> Any:
         >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
         {'b': 0.0, 'w': 1.0}
     """
+    if jax.tree_util.all_leaves((tree,)) and not is_axis_metadata(tree):
+        return tree  # most often it is an array
     return map_axis_meta(lambda box: unbox(box.unbox()), tree)
 
 

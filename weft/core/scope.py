@@ -74,13 +74,13 @@ class Scope:
     Args:
         variables: the collections below this scope. Those that are not mutable are never written
             to; of the others, a copy of the dicts is.
-        rngs: keys by the name of their stream.
+        rngs: keys by the name of their stream; by default those of the parent.
         name: the scope's name.
         mutable: the collections that can be changed.
         parent: the scope above, None for a root.
-        path: the names from the root to this scope.
+        path: of a root that is not the outermost: where it is there.
         debug_path: the same for messages, with the names of transformations.
-        flags: values that this scope and those below can ask for.
+        flags: values that this scope and those below can ask for; by default those of the parent.
 
     Example:
         >>> scope = Scope({"params": {"dense": {"bias": 1.0}}})
@@ -102,25 +102,44 @@ class Scope:
         self.name = name
         self.mutable = mutable
         self.parent = parent
-        self.path = path
-        self.debug_path = debug_path or path
-        self.flags: Mapping[str, Any] = FrozenDict(flags or {})
-        self.rngs = {
-            stream: key if isinstance(key, Stream) else Stream(key)
-            for stream, key in (rngs or {}).items()
-        }
-        self._reserved: dict[str, set[str | None]] = {}
+        self._reserved: dict[str | None, set[str]] = {}  # names by collection; None: scopes
         self._ended = False
         if parent is None:
-            self._trunk = Trunk(variables, mutable, self.debug_path)
+            self._above, self._debug_above = path, debug_path or path
+            self._trunk = Trunk(variables, mutable, self._debug_above)
             self._below: Path = ()
             self._counts = Counts()
         else:
+            self._above, self._debug_above = parent._above, parent._debug_above
             self._trunk = parent._trunk
             self._below = (*parent._below, name or "")
             self._counts = parent._counts
+        self.flags: Mapping[str, Any] = (
+            FrozenDict(flags or {}) if parent is None or flags else parent.flags
+        )
+        if rngs:
+            self.rngs = {
+                stream: key if isinstance(key, Stream) else Stream(key)
+                for stream, key in rngs.items()
+            }
+
+    @functools.cached_property
+    def rngs(self) -> dict[str, Stream]:
+        """The PRNG streams, as this scope sees them."""
+        above = {} if self.parent is None else self.parent.rngs
+        return {name: stream.at(self._below[-1]) for name, stream in above.items()}
 
     # The tree.
+
+    @property
+    def path(self) -> Path:
+        """The names from the root to this scope."""
+        return (*self._above, *self._below)
+
+    @property
+    def debug_path(self) -> Path:
+        """The path for messages, with the names of transformations."""
+        return (*self._debug_above, *self._below)
 
     @property
     def root(self) -> "Scope":
@@ -135,7 +154,12 @@ class Scope:
     @property
     def invalid(self) -> bool:
         """Whether the scope or one above has come to its end."""
-        return self._ended or (self.parent is not None and self.parent.invalid)
+        scope = self
+        while scope is not None:
+            if scope._ended:
+                return True
+            scope = scope.parent
+        return False
 
     def invalidate(self) -> None:
         """Ends the scope and those below: whatever uses them from now on is an error."""
@@ -156,8 +180,10 @@ class Scope:
             name: of a child scope, or of a variable.
             col: the variable's collection; None asks for a child scope.
         """
-        taken = self._reserved.get(name, ())
-        return bool(taken) if col is None else (None in taken or col in taken)
+        taken = self._reserved
+        if col is None:
+            return any(name in names for names in taken.values())
+        return name in taken.get(col, ()) or name in taken.get(None, ())
 
     def reserve(self, name: str, col: str | None = None) -> None:
         """Takes a name.
@@ -176,11 +202,11 @@ class Scope:
             raise ScopeNameError(name, self.path_text)
         if self.name_reserved(name, col):
             raise NameInUseError(col or "scopes", name, self.path_text)
-        self._reserved.setdefault(name, set()).add(col)
+        self._reserved.setdefault(col, set()).add(name)
 
     def release(self, name: str, col: str | None = None) -> None:
         """Gives a name free again; see `reserve`."""
-        self._reserved.get(name, set()).discard(col)
+        self._reserved.get(col, set()).discard(name)
 
     def default_name(self, prefix: str) -> str:
         """The first of `prefix0`, `prefix1` ... that is free."""
@@ -202,18 +228,9 @@ class Scope:
         """
         self._check_valid()
         name = self.default_name(prefix) if name is None else name
-        if not reuse or name not in self._reserved:
+        if not (reuse and self.name_reserved(name)):
             self.reserve(name)
-        return Scope(
-            {},
-            {stream: rng.at(name) for stream, rng in self.rngs.items()},
-            name=name,
-            mutable=self.mutable,
-            parent=self,
-            path=(*self.path, name),
-            debug_path=(*self.debug_path, name),
-            flags=self.flags,
-        )
+        return Scope({}, name=name, mutable=self.mutable, parent=self)
 
     def child(
         self,
@@ -381,7 +398,7 @@ class Scope:
             ScopeParamShapeError: if the parameter has another shape than `init_fn` makes.
         """
         self.reserve(name, "params")
-        value = self.get_variable("params", name, MISSING)
+        value = self._trunk.entries("params", self._below).get(name, MISSING)
         if value is MISSING:
             if not self.is_mutable_collection("params"):
                 if self.is_collection_empty("params"):
@@ -391,7 +408,7 @@ class Scope:
             value = init_fn(self.make_rng("params"), *init_args, **init_kwargs)
             self.put_variable("params", name, value)
         else:
-            check_shape(name, self.path_text, value, init_fn, init_args, init_kwargs)
+            check_shape(self, name, value, init_fn, init_args, init_kwargs)
         return meta.unbox(value) if unbox else value
 
     # PRNG streams and flags.

@@ -52,7 +52,7 @@ class Trunk:
         found = self.collections.get(col, _EMPTY)
         for depth, name in enumerate(path):
             found = found.get(name, _EMPTY)
-            if not isinstance(found, Mapping):
+            if type(found) is not dict and not isinstance(found, Mapping):
                 where = "/".join(("", *self._path, *path[: depth + 1]))
                 raise ScopeTreeError(col, where, found)
         return found

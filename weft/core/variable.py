@@ -1,6 +1,6 @@
 """A variable of a scope by reference, and the check of a parameter's shape."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax
@@ -60,8 +60,8 @@ class Variable(Generic[T]):
 
 
 def check_shape(
+    scope: "Scope",
     name: str,
-    path: str,
     value: Any,
     init_fn: Callable[..., Any],
     init_args: tuple[Any, ...],
@@ -70,8 +70,8 @@ def check_shape(
     """Refuses a parameter of another shape than its initializer makes.
 
     Args:
-        name: the parameter's name.
-        path: of its scope, as text.
+        scope: where the parameter is.
+        name: its name.
         value: its value.
         init_fn: the initializer.
         init_args: what it is given after a key.
@@ -88,10 +88,10 @@ def check_shape(
     )
     for found, wanted in zip(jax.tree.leaves(value), jax.tree.leaves(expected), strict=False):
         if jax.numpy.shape(found) != wanted.shape:
-            raise ScopeParamShapeError(name, path, jax.numpy.shape(found), wanted.shape)
+            found = jax.numpy.shape(found)
+            raise ScopeParamShapeError(name, scope.path_text, found, wanted.shape)
 
 
 def _as_shape(x: Any) -> tuple[int, ...] | None:
-    if isinstance(x, Collection) and all(isinstance(n, int) for n in x):
-        return tuple(x)
-    return None
+    is_shape = isinstance(x, tuple | list) and {int}.issuperset(map(type, x))
+    return tuple(x) if is_shape else None

@@ -120,6 +120,7 @@ class Module(ModuleVariables):
             parent = current_module()
             set_(self, "parent", parent)
         if isinstance(parent, Scope):
+            self._state.adopted = {}
             self._bind(parent)
         elif isinstance(parent, Module):
             parent._take_in(self)
@@ -150,12 +151,14 @@ class Module(ModuleVariables):
 
     def _bind(self, scope: Scope) -> None:
         object.__setattr__(self, "scope", scope)
+        held = vars(self)
         for name in self._field_names:
-            value = self.__dict__.get(name)
-            if isinstance(value, Module | list | tuple | dict | FrozenDict):
+            value = held.get(name)
+            # `isinstance` takes its time with a class that is abstract, as `FrozenDict` is.
+            if isinstance(value, _HOLDERS) or FrozenDict in type(value).__mro__:
                 adopted = map_submodules(self._adopt, value, _is_module, name)
                 if adopted is not value:
-                    self._state.given[name] = value
+                    self._state.given = {**self._state.given, name: value}
                     object.__setattr__(self, name, adopted)
 
     def _rebind(self, scope: Any) -> None:
@@ -523,6 +526,9 @@ class Module(ModuleVariables):
             **kwargs,
         )
         return tabulated(*args)
+
+
+_HOLDERS = (Module, list, tuple, dict)
 
 
 def _check_instance(x: Any, method: str) -> None:

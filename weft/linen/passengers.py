@@ -424,5 +424,4 @@ def _check_target(fn: Any, target: Any) -> None:
 def arrive(boarding: Boarding, carriage: Carriage) -> None:
     """Goes on naming submodules where the functions have stopped."""
     for module, cursor in zip(boarding.modules, carriage.manifest.cursors or (), strict=False):
-        if module._state.names_submodules:
-            module._state.cursor.update(cursor)
+        module._state.named_elsewhere(cursor)

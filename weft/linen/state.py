@@ -2,7 +2,8 @@
 
 import contextlib
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import MultipleMethodsCompactError, NameInUseError
@@ -20,8 +21,15 @@ class Setup(enum.Enum):
     DONE = enum.auto()
 
 
+_NOTHING: Any = MappingProxyType({})
+
+
 class State:
     """The part of a module that is not its fields.
+
+    Modules are many, and most of them have no submodules and no names to remember. So an instance
+    holds what differs from the values of the class, and its containers come with their first entry:
+    what is not there is not followed by the garbage collector, which runs more than once a trace.
 
     Attributes:
         setup: how far `setup` is.
@@ -33,18 +41,17 @@ class State:
             their bound copies. The originals are kept, so that no identity is used twice.
     """
 
-    def __init__(self) -> None:
-        self.setup = Setup.DUE
-        self.in_compact = False
-        self.children: dict[str, Module] = {}
-        self.given: dict[str, Any] = {}
-        self.inside: frozenset[Any] = frozenset()
-        self.adopted: dict[int, tuple[Module, Module]] = {}
-        self._taken: list[tuple[str, str | None]] = []
-        self._method = ""
-        self._named_by: dict[str, tuple[str, Module]] = {}
-        self._name_scopes: set[str] = set()
-        self._places: list[tuple[Scope | None, dict[str, int]]] = [(None, {})]
+    setup = Setup.DUE
+    in_compact = False
+    children: "dict[str, Module]" = _NOTHING
+    given: dict[str, Any] = _NOTHING
+    inside: frozenset[Any] = frozenset()
+    adopted: "dict[int, tuple[Module, Module]]"
+    _taken: dict[str | None, list[str]] = _NOTHING
+    _method = ""
+    _named_by: "dict[str, tuple[str, Module]]" = _NOTHING
+    _name_scopes: frozenset[str] = frozenset()
+    _places: "list[tuple[Scope | None, dict[str, int]]]" = _NOTHING
 
     @property
     def setup_is_due(self) -> bool:
@@ -57,12 +64,12 @@ class State:
     @property
     def place(self) -> "Scope | None":
         """Where submodules are made, if that is below a scope with the name of a method."""
-        return self._places[-1][0]
+        return self._places[-1][0] if self._places else None
 
     @property
     def cursor(self) -> dict[str, int]:
         """By class name, how many submodules of this place have been named by themselves."""
-        return self._places[-1][1]
+        return self._places[-1][1] if self._places else _NOTHING
 
     @property
     def names_submodules(self) -> bool:
@@ -72,12 +79,16 @@ class State:
     def begin_compact(self, module: "Module", method: str) -> None:
         """A compact method gives the names again that it gave when it was called before."""
         scope: Any = module.scope
-        for name, col in self._taken:
-            scope.release(name, col)
-            if col is None and (child := self.children.pop(name, None)):
-                self._named_by[name] = self._method, child
-        self._taken.clear()
-        self._places[0][1].clear()
+        for col, names in self._taken.items():
+            for name in names:
+                scope.release(name, col)
+                if col is None and (child := self.children.pop(name, None)):
+                    if not self._named_by:
+                        self._named_by = {}
+                    self._named_by[name] = self._method, child
+        self._taken = _NOTHING
+        if self._places:
+            self._places[0][1].clear()
         self.in_compact = True
         self._method = method
 
@@ -98,28 +109,45 @@ class State:
                 raise MultipleMethodsCompactError(
                     type(module).__name__, name, (method, self._method)
                 )
+        if not self.children:
+            self.children = {}
         self.children[name] = child
         self.note(name, None)
 
     def note(self, name: str, col: str | None) -> None:
         """Notes a name that the next call of a compact method may give again."""
         if self.in_compact:
-            self._taken.append((name, col))
+            if not self._taken:
+                self._taken = {}
+            self._taken.setdefault(col, []).append(name)
 
     def next_name(self, prefix: str) -> str:
         """A name for a submodule that has none."""
-        n = self.cursor.get(prefix, 0)
-        self.cursor[prefix] = n + 1
+        cursor = self._all_places()[-1][1]
+        n = cursor.get(prefix, 0)
+        cursor[prefix] = n + 1
         return f"{prefix}_{n}"
+
+    def named_elsewhere(self, cursor: Mapping[str, int]) -> None:
+        """Takes over how many submodules another copy of the module has named by themselves."""
+        if cursor and self.names_submodules:
+            self._all_places()[-1][1].update(cursor)
+
+    def _all_places(self) -> "list[tuple[Scope | None, dict[str, int]]]":
+        """The places that are open, the module's own scope first, each with its cursor."""
+        if not self._places:
+            self._places = [(None, {})]
+        return self._places
 
     @contextlib.contextmanager
     def at(self, place: "Scope | None" = None) -> Iterator[None]:
         """A context in which submodules are made at a place, by default the module's own scope."""
-        self._places.append(self._places[0] if place is None else (place, {}))
+        places = self._all_places()
+        places.append(places[0] if place is None else (place, {}))
         try:
             yield
         finally:
-            self._places.pop()
+            places.pop()
 
     def name_scope(self, module: "Module", name: str) -> contextlib.AbstractContextManager[None]:
         """A context in which submodules are made below a scope with the name of a method.
@@ -130,7 +158,7 @@ class State:
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
             raise NameInUseError("compact_name_scope", name, module._shown)
-        self._name_scopes.add(name)
+        self._name_scopes |= {name}
         return self.at(scope.push(name, reuse=True))
 
     def resume(
@@ -144,8 +172,8 @@ class State:
         """Goes on where another copy of the module is."""
         scope: Any = module.scope
         self.in_compact, self.inside = in_compact, inside
-        if place is None:
+        if place is not None:
+            self._name_scopes |= {place}
+            self._all_places().append((scope.push(place, reuse=True), dict(cursor)))
+        elif cursor:
             self._places = [(None, dict(cursor))]
-        else:
-            self._name_scopes.add(place)
-            self._places.append((scope.push(place, reuse=True), dict(cursor)))
