@@ -60,9 +60,11 @@ def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
             rest = {k: v for k, v in metadata.items() if k != name}
             metadata = {**rest, "out_sharding": metadata[name]}
     layout = metadata.get("out_sharding")
+    if layout is None:
+        return metadata
     if isinstance(layout, list):
         metadata = {**metadata, "out_sharding": tuple(layout)}
-    elif not (layout is None or isinstance(layout, tuple | PartitionSpec | NamedSharding)):
+    elif not isinstance(layout, tuple | PartitionSpec | NamedSharding):
         raise AxisMetadataError(
             f"a {what} was given out_sharding={layout!r}; expected one entry for each axis of the "
             f"value, as ({layout!r},), a PartitionSpec, or a NamedSharding."

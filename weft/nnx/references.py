@@ -39,7 +39,10 @@ class VarDefaults(Mapping[str, bool]):
         return 2
 
 
-class VarDefaultsContext(Setting, default=VarDefaults()):
+_NONE = VarDefaults()
+
+
+class VarDefaultsContext(Setting, default=_NONE):
     """The setting of `var_defaults`."""
 
 
@@ -75,7 +78,7 @@ def var_defaults(
 def with_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
     """The metadata of a new variable: `ref` and `hijax` where they hold, and not where not."""
     now = VarDefaultsContext.current()
-    if not (now.ref or now.hijax or "ref" in metadata or "hijax" in metadata):
+    if now is _NONE and not ("ref" in metadata or "hijax" in metadata):
         return metadata
     asked = {name: metadata.get(name, now[name]) for name in now}
     rest = {name: v for name, v in metadata.items() if name not in asked}
@@ -86,7 +89,7 @@ def held(value: Any, metadata: Mapping[str, Any]) -> Any:
     """A value as a variable with this metadata holds it: an array in a reference, or as it is."""
     if "ref" in metadata or "hijax" in metadata:
         return jax.new_ref(value) if isinstance(value, jax.Array | np.ndarray) else value
-    return value[...] if isinstance(value, jax.Ref) else value
+    return value
 
 
 def held_at_first(value: Any, metadata: dict[str, Any], given: Mapping[str, Any], what: str) -> Any:

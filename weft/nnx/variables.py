@@ -87,7 +87,7 @@ class Variable(Generic[A]):
         if "on_create_value" in metadata:
             value = _called(metadata["on_create_value"], self, value)
         value = self.create_value(value)
-        if metadata or isinstance(value, jax.Ref):
+        if metadata or type(value) is jax.Ref:
             value = _as_asked(value, metadata, given, type(self).__name__)
         set_(self, "_value", value)
 
@@ -139,8 +139,8 @@ class Variable(Generic[A]):
         """
         value, metadata = self._value, self._metadata
         if metadata:
-            if isinstance(value, jax.Ref):
-                value = value[...]
+            if "ref" in metadata or "hijax" in metadata:
+                value = _read(value)
             if "on_get_value" in metadata:
                 value = _called(metadata["on_get_value"], self, value)
         return value if index is _MISSING else value[index]  # pyright: ignore[reportIndexIssue]
@@ -161,18 +161,25 @@ class Variable(Generic[A]):
         if isinstance(value, Variable):
             value = value.get_value()
         has_hook = "on_set_value" in self._metadata
-        if isinstance(self._value, jax.Ref) and not has_hook:
+        if not has_hook and self._is_held():
             write(self._value, value, ... if index is _MISSING else index, _shown(self))
             return
         if index is not _MISSING:
-            value = _with_part(_read(self._value), index, value)
+            before = _read(self._value) if self._is_held() else self._value
+            value = _with_part(before, index, value)
         if has_hook:
             value = _called(self._metadata["on_set_value"], self, value)
         self._put(value)
 
+    def _is_held(self) -> bool:
+        """Whether the value is in a `jax.Ref`; metadata is asked first, as it answers sooner."""
+        metadata = self._metadata
+        is_asked = "ref" in metadata or "hijax" in metadata
+        return is_asked and isinstance(self._value, jax.Ref)
+
     def _put(self, value: Any) -> None:
         """Puts a value in the place of the one that is there, or into its reference."""
-        if isinstance(self._value, jax.Ref) and not isinstance(value, jax.Ref):
+        if self._is_held() and not isinstance(value, jax.Ref):
             write(self._value, value, ..., _shown(self))
         else:
             object.__setattr__(self, "_value", value)
@@ -189,7 +196,7 @@ class Variable(Generic[A]):
 
     def _check_writable(self) -> None:
         # A reference may be written to in any trace: JAX carries the change out of it.
-        if self._trace != current_trace() and not isinstance(self._value, jax.Ref):
+        if self._trace != current_trace() and not self._is_held():
             raise TraceContextError(_shown(self))
         if not self._metadata.get("mutable", True):
             raise ImmutableVariableError(_shown(self))
@@ -302,7 +309,7 @@ class Variable(Generic[A]):
             metadata = (
                 with_defaults(metadata) if "ref" in updates or "hijax" in updates else metadata
             )
-            new = held(_read(new) if _copy_ref else new, metadata)
+            new = held(_read(new) if _copy_ref and self._is_held() else new, metadata)
         return type(self).from_metadata(new, metadata)
 
     replace = copy
@@ -320,13 +327,14 @@ class Variable(Generic[A]):
                 "own class."
             )
         self._check_writable()
-        self._put(_read(other._value))
+        self._put(_read(other._value) if other._is_held() else other._value)
         self.set_metadata(_of_other(self, other))
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
         """Takes over the value, and metadata that differs."""
         self._check_writable()
-        self._put(_read(variable_state._value))
+        other = variable_state
+        self._put(_read(other._value) if other._is_held() else other._value)
         if metadata_key(self) != metadata_key(variable_state):
             self.set_metadata(_of_other(self, variable_state))
 
@@ -372,7 +380,8 @@ class Variable(Generic[A]):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._check_writable()
-        if index is ... and isinstance(self._value, jax.Array | np.ndarray | jax.Ref):
+        is_array = isinstance(self._value, jax.Array | np.ndarray) or self._is_held()
+        if index is ... and is_array:
             self.set_value(_like(self._value, value))
         else:
             self.set_value(value, index=index)
