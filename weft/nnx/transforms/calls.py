@@ -220,8 +220,8 @@ def by_position(
 def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose result is noted in the call that is open, for errors."""
 
-    def run(*args: Any) -> Any:
-        result = fn(*args)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = fn(*args, **kwargs)
         if (call := current_call()) is not None:
             call.result = result
         return result

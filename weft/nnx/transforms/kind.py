@@ -172,7 +172,7 @@ class ObjectKind(Kind):
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
-                if _trace_of(x) != here:
+                if trace_of(x) != here:
                     raise captured_output(x, _first_paths(flat.graphdef)[i])
             elif not self.structure:
                 paths = _first_paths(static.graphdef), _first_paths(flat.graphdef)
@@ -205,7 +205,7 @@ class ObjectKind(Kind):
         here = current_trace()
         for leaf, owner, _ in kept:
             what = leaf if owner is None else owner[0]
-            if _trace_of(what) != here:
+            if trace_of(what) != here:
                 raise TraceContextError(type(what).__name__)
         for leaf, owner, value in kept:
             _write(leaf, owner, value)
@@ -340,8 +340,19 @@ def _first_paths(graphdef: GraphDef) -> dict[int, Path]:
     return paths
 
 
-def _trace_of(x: Any) -> Any:
+def trace_of(x: Any) -> Any:
+    """The trace in which an object or variable was made."""
     return x._trace if isinstance(x, Variable) else x._watch.trace
+
+
+def watched(x: Any) -> bool:
+    """Has an object or variable watched from now on, and says whether it was before."""
+    if isinstance(x, Variable):
+        before = x._watched
+        object.__setattr__(x, "_watched", True)
+        return before
+    before, x._watch.watched = x._watch.watched, True
+    return before
 
 
 def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:

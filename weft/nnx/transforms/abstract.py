@@ -1,0 +1,119 @@
+"""eval_shape, make_jaxpr and checkify: what a call would return, do, or go wrong with."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import checkify as jax_checkify
+
+from weft import lifting
+from weft.lifting.crossing import depart, run
+from weft.nnx.splitting import as_abstract
+from weft.nnx.transforms.calls import (
+    MISSING,
+    Call,
+    StaticArguments,
+    opened,
+    recorded,
+    transformed,
+)
+from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.modes import references_and_structure
+
+
+def eval_shape(
+    f: Callable[..., Any],
+    *args: Any,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """What a function would return, with shapes in place of arrays. Nothing is computed.
+
+    Args:
+        f: the function; the objects that it is given are copies, and those it makes hold shapes.
+        *args: its arguments.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+        **kwargs: its arguments by name.
+
+    Example:
+        >>> from weft import nnx
+        >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
+        ShapeDtypeStruct(shape=(3,), dtype=float32)
+    """
+    kind = ObjectKind("eval_shape", *references_and_structure(graph, graph_updates))
+    abstract_args, abstract_kwargs = as_abstract((args, kwargs))
+    call = recorded(lambda args, kwargs: f(*args, **kwargs))
+    with opened(Call("eval_shape", f, (abstract_args, abstract_kwargs), ("args", "the result"))):
+        return lifting.eval_shape(kind, call)(abstract_args, abstract_kwargs)
+
+
+def make_jaxpr(
+    f: Callable[..., Any] = MISSING,
+    *,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    static_argnums: int | Sequence[int] = (),
+) -> Callable[..., Any]:
+    """`jax.make_jaxpr` of a function of objects.
+
+    Args:
+        f: the function; without it, a decorator.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+        static_argnums: arguments that are hashable values and no arrays.
+
+    Returns:
+        A function of the arguments. What goes in and comes out are the values of objects and the
+        arrays, in the order of the arguments; the values that a call would change come out first.
+
+    Example:
+        >>> from weft import nnx
+        >>> w = nnx.Param(jax.numpy.float32(1.0))
+        >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, 2.0))
+        { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
+    """
+    if f is MISSING:
+        return functools.partial(
+            make_jaxpr, graph=graph, graph_updates=graph_updates, static_argnums=static_argnums
+        )
+    kind = ObjectKind("make_jaxpr", *references_and_structure(graph, graph_updates))
+    static = StaticArguments(f, static_argnums)
+    fn = recorded(static.fn)
+
+    def call(*args: Any) -> Any:
+        _, cargo = depart(kind, static.wrapped(args), None)
+        return jax.make_jaxpr(lambda cargo: run(kind, lambda args: fn(*args), cargo))(cargo)
+
+    return transformed("make_jaxpr", f, call)
+
+
+def checkify(
+    f: Callable[..., Any],
+    errors: Any = jax_checkify.user_checks,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.experimental.checkify.checkify` of a function of objects.
+
+    Args:
+        f: the function.
+        errors: which checks are made.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        A function that returns the error, which may be none, and the result of `f`.
+
+    Example:
+        >>> from weft import nnx
+        >>> def positive(m):
+        ...     jax_checkify.check(m.n > 0, "not positive")
+        >>> error, _ = nnx.checkify(positive)(nnx.Dict(n=nnx.Variable(jax.numpy.array(-1))))
+        >>> error.get().split(" (")[0]
+        'not positive'
+    """
+    kind = ObjectKind("checkify", *references_and_structure(graph, graph_updates))
+    return transformed("checkify", f, lifting.checkify(kind, recorded(f), errors=errors))
