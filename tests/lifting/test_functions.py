@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from weft.lifting.functions import AtFirstCall, by_value, shared_by_equal_functions
@@ -171,3 +172,18 @@ def test_a_function_is_compared_as_it_is_when_it_is_first_called():
     assert AtFirstCall(again, object).value is not shared.value
     change_again(5)
     assert AtFirstCall(again, object).value is shared.value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        optax.identity,
+        optax.set_to_zero,
+        lambda: optax.adam(1e-3),
+        lambda: optax.sgd(optax.linear_schedule(1.0, 0.1, 10)),
+    ],
+    ids=["identity", "zero", "adam", "schedule"],
+)
+def test_functions_that_a_library_makes_are_the_same(make):
+    assert by_value(make()) == by_value(make()) != by_value(optax.scale(2.0))
+    assert by_value(optax.identity()) != by_value(optax.set_to_zero())

@@ -10,7 +10,9 @@ from weft.errors._checkpoints import *
 from weft.errors._configs import *
 from weft.errors._functional import *
 from weft.errors._hierarchy import *
+from weft.errors._layers import *
 from weft.errors._layouts import *
+from weft.errors._learning import *
 from weft.errors._lifting import *
 from weft.errors._modules import *
 from weft.errors._objects import *

@@ -173,8 +173,9 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         items = tuple((_of_value(k, above), _of_value(v, above)) for k, v in value.items())
         return type(value), items
     if isinstance(value, types.FunctionType):
-        fixed = value.__closure__ is None and _is_of_library(value)
-        return Same(value) if fixed else _of_function(value, above)
+        # One that stands in another function is made anew by each call of that.
+        fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
+        return Same(value) if fixed and _is_of_library(value) else _of_function(value, above)
     if isinstance(value, types.MethodType | functools.partial):
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):

@@ -1,0 +1,116 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import AverageLeafError, AverageStructureError
+from weft.nnx.ema import EMA
+from weft.nnx.graph import take_apart
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(2), out_sharding=("a",), eager_sharding=False)
+        self.layers = [nnx.Dict(b=nnx.Param(jnp.zeros(3)))]
+        self.mean = nnx.BatchStat(jnp.zeros(1))
+
+
+def test_averages_follow_the_values():
+    model = Model()
+    ema = EMA(model, 0.5)
+    for value in (8.0, 4.0, 2.0):
+        model.w[...] = value
+        ema.update(model)
+    assert ema.params.w.tolist() == [3.0, 3.0] and ema.params.layers[0].b.tolist() == [0, 0, 0]
+    assert model.w[0] == 2.0 and ema.decay == 0.5
+
+
+def test_a_filter_says_of_what_there_are_averages():
+    model = Model()
+    ema = EMA(model, 0.9, only=[nnx.Param])
+    assert nnx.to_flat_state(nnx.state(ema)).paths == (
+        ("params", "layers", 0, "b"),
+        ("params", "w"),
+    )
+    ema.update(model)
+    ema.update(nnx.state(model, nnx.Param))
+    ema.update(nnx.to_pure_dict(nnx.state(model)))
+    assert type(ema.params.w) is nnx.Param
+    assert ema.params.w.get_metadata() == model.w.get_metadata() and ema.params.w is not model.w
+
+
+def test_the_model_with_averages_shares_all_else():
+    model = Model()
+    ema = EMA(model, 0.5, only=nnx.Param)
+    model.w[...] = 4.0
+    ema.update(model)
+    averaged = ema.apply_to(model)
+    assert type(averaged) is Model and averaged.w.tolist() == [2.0, 2.0] and model.w[0] == 4.0
+    assert averaged.mean is model.mean and averaged.layers is not model.layers
+    state = ema.apply_to(nnx.state(model))
+    assert type(state) is nnx.State and state.w[0] == 2.0
+
+
+def test_shared_variables_have_one_average():
+    model = Model()
+    model.tied = model.w
+    ema = EMA(model, 0.5)
+    model.w[...] = 4.0
+    ema.update(model)
+    averaged = ema.apply_to(model)
+    assert averaged.tied is averaged.w and averaged.w[0] == 2.0
+
+
+def test_dtypes_stay_and_values_may_be_pytrees():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2, jnp.bfloat16)), t=nnx.Param({"x": jnp.ones(1)}))
+    ema = EMA(model, 0.25)
+    ema.update({"w": jnp.zeros(2), "t": nnx.Param({"x": jnp.zeros(1)})})
+    assert ema.params.w.dtype == jnp.bfloat16 and ema.params.w[0] == 0.25
+    assert ema.params.t["x"][0] == 0.25
+
+
+def test_a_decay_that_is_an_array_changes_without_a_new_trace():
+    model, traces = Model(), []
+
+    @jax.jit
+    def step(ema, model):
+        traces.append(1)
+        ema.update(model)
+        return ema
+
+    ema = EMA(model, jnp.array(0.5))
+    model.w[...] = 1.0
+    ema = step(ema, model)
+    ema.decay = jnp.array(1.0)
+    ema = step(ema, model)
+    assert len(traces) == 1 and ema.params.w[0] == 0.5
+    assert take_apart(EMA(model, 0.5, only=nnx.Param)).is_sure
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("w"), "no value for 'w', of which there is an average"),
+        (lambda s: s["layers"][0].pop("b"), "no value for 'layers/0/b'"),
+        (lambda s: s.update(w=jnp.zeros(3)), r"value for 'w' has shape \(3,\).* average \(2,\)"),
+        (lambda s: s.update(q=1.0), "a value for 'q', of which there is no average"),
+    ],
+    ids=["missing", "missing below", "shape", "extra"],
+)
+def test_values_that_do_not_fit_change_nothing(change, message):
+    ema = EMA(Model(), 0.5)
+    values = jax.tree.map(lambda x: x + 1, nnx.to_pure_dict(nnx.state(Model())))
+    change(values)
+    with pytest.raises(AverageStructureError, match=message):
+        ema.update(values)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), nnx.to_pure_dict(nnx.state(ema)))
+
+
+def test_only_variables_have_averages():
+    model = Model()
+    model.layers.append(jnp.ones(2))
+    message = r"a ArrayImpl at 'layers/1', and only variables have averages; .* only=nnx.Param"
+    with pytest.raises(AverageLeafError, match=message):
+        EMA(model, 0.5)
+    EMA(model, 0.5, only=nnx.Param)

@@ -1,0 +1,159 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import nnx
+from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
+from weft.nnx.graph import take_apart
+from weft.nnx.metrics import (
+    Accuracy,
+    Average,
+    Metric,
+    MetricState,
+    MultiMetric,
+    Statistics,
+    Welford,
+)
+
+BATCHES = st.lists(
+    st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=4), min_size=1, max_size=4
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(BATCHES)
+def test_batches_count_as_their_values_at_once(batches):
+    average, welford = Average(), Welford()
+    for batch in batches:
+        average.update(values=np.array(batch, np.float32))
+        welford.update(values=jnp.array(batch))
+    values = np.concatenate([np.array(batch, np.float64) for batch in batches])
+    statistics = welford.compute()
+    assert isinstance(statistics, Statistics)
+    np.testing.assert_allclose(average.compute(), values.mean(), atol=1e-4)
+    np.testing.assert_allclose(statistics.mean, values.mean(), atol=1e-4)
+    np.testing.assert_allclose(statistics.standard_deviation, values.std(), atol=1e-2)
+    error = statistics.standard_deviation / np.sqrt(values.size)
+    np.testing.assert_allclose(statistics.standard_error_of_mean, error, rtol=1e-5)
+
+
+def test_an_average_of_numbers_masks_and_dtypes():
+    loss = Average("loss")
+    loss.update(loss=1)
+    loss.update(loss=nnx.Variable(jnp.array(2.0)), other="ignored")
+    loss.update(loss=jnp.ones((2, 2), jnp.bfloat16) * 3, mask=jnp.array([[True], [False]]))
+    assert float(loss.compute()) == 9 / 4 and int(loss.count[...]) == 4
+    loss.update(loss=7.0, mask=jnp.array(False))
+    loss.update(loss=jnp.array([jnp.nan, 9 / 4]), mask=np.array([0, 1]))
+    assert float(loss.compute()) == 9 / 4
+    assert loss.total.dtype == jnp.float32 and loss.count.dtype == jnp.int32
+    loss.reset()
+    assert np.isnan(loss.compute())
+
+
+def test_many_small_values_of_low_precision():
+    average = Average()
+    average.update(values=jnp.full(1000, 1.0, jnp.bfloat16))
+    assert float(average.total[...]) == 1000
+
+
+def test_welford_of_nothing_and_of_empty_batches():
+    welford = Welford("x")
+    assert welford.compute().mean == 0 and np.isnan(welford.compute().standard_deviation)
+    welford.update(x=jnp.array([1.0, 3.0]))
+    welford.update(x=jnp.zeros((0,)))
+    assert welford.compute().mean == 2 and welford.compute().standard_deviation == 1
+    welford.reset()
+    assert welford.count[...] == welford.m2[...] == welford.mean[...] == 0
+
+
+def test_accuracy_of_classes_and_of_yes_and_no():
+    accuracy = Accuracy()
+    logits = jnp.array([[[0.1, 0.9], [0.8, 0.2]]])
+    accuracy.update(logits=logits, labels=jnp.array([[1, 1]]), step=3)
+    assert accuracy.compute() == 0.5
+    accuracy.update(logits=logits, labels=jnp.array([[1, 0]]), mask=jnp.array([[True, False]]))
+    assert accuracy.compute() == pytest.approx(2 / 3)
+    binary = Accuracy(0.5)
+    binary.update(logits=jnp.array([0.1, 0.5, 0.6, 0.7]), labels=jnp.array([0, 1, 1, 0]))
+    assert binary.compute() == 0.5 and binary.threshold == 0.5
+
+
+def test_several_metrics_are_updated_together():
+    metrics = MultiMetric(loss=Average("loss"), accuracy=Accuracy(), inner=MultiMetric(n=Average()))
+    update = {"logits": jnp.array([[0.0, 1.0]]), "labels": jnp.array([1]), "loss": 2.0, "values": 3}
+    metrics.update(**update)
+    values = metrics.compute()
+    assert list(values) == ["loss", "accuracy", "inner"] and values["inner"] == {"n": 3}
+    assert values["loss"] == 2 and values["accuracy"] == 1 and metrics.loss.count[...] == 1
+    metrics.reset()
+    assert np.isnan(metrics.compute()["loss"])
+    assert list(nnx.merge(*metrics.split()).compute()) == ["loss", "accuracy", "inner"]
+    assert take_apart(metrics).is_sure
+
+
+def test_metrics_go_through_transformations():
+    @jax.jit
+    def step(metric, x):
+        metric.update(values=x)
+        return metric
+
+    metric = step(step(Average(), jnp.ones(3)), jnp.zeros(1))
+    assert metric.compute() == 0.75 and type(metric.total) is MetricState
+    graphdef, states, rest = metric.split(MetricState, ...)
+    assert len(nnx.to_flat_state(states)) == 2 and not rest
+    assert graphdef == nnx.graphdef(Average()) != nnx.graphdef(Average("x"))
+
+
+def test_a_metric_of_ones_own_that_misses_a_method():
+    class Mine(Metric):
+        def __init__(self):
+            self.x = MetricState(jnp.array(0))
+
+    mine = Mine()
+    for call, name in (
+        (mine.reset, "reset"),
+        (mine.update, "update"),
+        (mine.compute, "compute"),
+        (lambda: type("Other", (Metric,), {})(), "__init__"),
+    ):
+        with pytest.raises(MetricMethodError, match=f"does not define {name}; a metric has"):
+            call()
+
+
+@pytest.mark.parametrize("metric", [Average("loss"), Welford("loss")], ids=["Average", "Welford"])
+def test_an_argument_is_missing_or_no_array(metric):
+    name = type(metric).__name__
+    with pytest.raises(MetricArgumentError, match=f"{name}.update needs .* 'loss', .* 'values'; s"):
+        metric.update(values=1.0)
+    with pytest.raises(MetricArgumentError, match=r"given none; say metric.update\(loss=...\)"):
+        metric.update()
+    with pytest.raises(MetricArgumentError, match=f"{name}.update was given loss='a'; give an arr"):
+        metric.update(loss="a")
+
+
+def test_masks_logits_and_labels_that_do_not_fit():
+    message = r"Average.update was given a mask of shape \(2,\) for values of shape \(2, 3\)"
+    with pytest.raises(MetricValueError, match=message):
+        Average().update(values=jnp.ones((2, 3)), mask=jnp.ones(2))
+    with pytest.raises(MetricValueError, match=r"mask of shape \(1, 3\) for values of shape \(3,"):
+        Average().update(values=jnp.ones(3), mask=jnp.ones((1, 3)))
+    message = r"logits of shape \(2, 3\) and labels of shape \(3,\); .* logits are \(\*batch, n\)"
+    with pytest.raises(MetricValueError, match=message):
+        Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.array([1, 1, 1]))
+    with pytest.raises(MetricValueError, match=r"logits are with a threshold \(\*batch\)"):
+        Accuracy(0.5).update(logits=jnp.ones((2, 3)), labels=jnp.array([1, 1]))
+    with pytest.raises(MetricValueError, match=r"labels of dtype float32; give integers"):
+        Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.ones(2))
+
+
+def test_metrics_that_cannot_be_made():
+    with pytest.raises(MetricArgumentError, match="threshold is 1, a int; give a float, or None"):
+        Accuracy(1)
+    with pytest.raises(MetricArgumentError, match="the metric 'loss' is 3, which has not the meth"):
+        MultiMetric(loss=3)
+    with pytest.raises(MetricArgumentError, match="given the name 'compute', which is a method of"):
+        MultiMetric(compute=Average())

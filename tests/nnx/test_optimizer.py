@@ -1,0 +1,455 @@
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from weft import nnx
+from weft.errors import (
+    GradientStructureError,
+    ImmutableVariableError,
+    OptimizerCallError,
+    OptimizerStateError,
+    StateFilterError,
+    TraceContextError,
+    TransformationTypeError,
+)
+from weft.nnx.optimizer import (
+    ModelAndOptimizer,
+    OptArray,
+    Optimizer,
+    OptState,
+    OptVariable,
+    to_opt_state,
+)
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        names = {"out_sharding": ("in", "out"), "eager_sharding": False}
+        self.kernel = nnx.Param(jnp.arange(6.0).reshape(2, 3), tag="kernel", **names)
+        self.layers = [nnx.Dict(bias=nnx.Param(jnp.ones(3)))]
+        self.mean = nnx.BatchStat(jnp.zeros(3))
+
+    def __call__(self, x):
+        return x @ self.kernel + self.layers[0].bias
+
+
+def ones_like(model, wrt=nnx.Param):
+    return jax.tree.map(jnp.ones_like, nnx.state(model, wrt))
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def values(x, *filters):
+    return nnx.to_pure_dict(nnx.state(x, *filters))
+
+
+def test_a_model_learns():
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    x, y = jnp.eye(2), jnp.array([[1.0, 0, 2], [3, 1, 0]])
+
+    def loss(params):
+        return jnp.mean((x @ params["kernel"] + params["layers"][0]["bias"] - y) ** 2)
+
+    losses = []
+    for _ in range(60):
+        value, grads = jax.value_and_grad(loss)(values(model, nnx.Param))
+        optimizer.update(model, grads)
+        losses.append(float(value))
+    assert losses[-1] < losses[0] / 50 and int(optimizer.step) == 60
+    assert optimizer.step.dtype == jnp.uint32
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.adamw(0.1, mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9)),
+        optax.inject_hyperparams(optax.adam)(0.1),
+        optax.named_chain(("a", optax.adam(0.1)), ("b", optax.scale(0.5))),
+        optax.MultiSteps(optax.adam(0.1), 2),
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        optax.multi_transform(
+            {"a": optax.adam(0.1), "b": optax.sgd(0.1)},
+            lambda params: jax.tree.map(lambda x: "ab"[x.ndim == 1], params),
+        ),
+    ],
+    ids=["sgd", "masked", "chain", "injected", "named", "steps", "adafactor", "partition"],
+)
+def test_updates_are_those_of_optax_on_plain_arrays(tx):
+    model = Model()
+    optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    params = values(model, nnx.Param)
+    state = tx.init(params)
+    for i in range(3):
+        grads = jax.tree.map(lambda x, i=i: x * (i + 1) - 0.5, params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        moved = optimizer.update(model, nnx.State(grads))
+        assert isinstance(moved, nnx.State)
+        same(nnx.to_pure_dict(moved), updates)
+        same(values(model, nnx.Param), params)
+    kept = [x.get_raw_value() for _, x in nnx.to_flat_state(nnx.state(optimizer.opt_state))]
+    arrays = [x for x in kept if isinstance(x, jax.Array)]
+    assert sorted(x.size for x in arrays) == sorted(x.size for x in jax.tree.leaves(state))
+    assert float(sum(x.sum() for x in arrays)) == pytest.approx(
+        float(sum(jnp.sum(x) for x in jax.tree.leaves(state))), rel=1e-5
+    )
+
+
+def test_what_is_kept_for_a_parameter_has_its_metadata():
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    count, mu = optimizer.opt_state[0].count, optimizer.opt_state[0].mu
+    assert type(count) is OptArray and type(mu.kernel) is OptVariable
+    assert issubclass(OptVariable, OptState) and issubclass(OptArray, OptState)
+    assert mu.kernel.get_metadata() == model.kernel.get_metadata()
+    assert mu["layers"][0]["bias"].get_metadata() == {}
+    optimizer.update(model, ones_like(model))
+    assert optimizer.opt_state[0].mu.kernel is mu.kernel and mu.kernel[0, 0] == pytest.approx(0.1)
+    moments = nnx.state(optimizer, OptVariable)
+    assert {path[:3] for path, _ in nnx.to_flat_state(moments)} == {
+        ("opt_state", 0, "mu"),
+        ("opt_state", 0, "nu"),
+    }
+
+
+def test_names_of_axes_stay_where_the_shape_is_that_of_the_parameter():
+    model = Model()
+    factored = Optimizer(model, optax.adafactor(0.1), wrt=nnx.Param).opt_state[0]
+    assert factored.v.kernel.sharding_names == ("in", "out")
+    assert factored.v_row.kernel.sharding_names is None and factored.v_row.kernel.tag == "kernel"
+    memory = Optimizer(model, optax.lbfgs(memory_size=4), wrt=nnx.Param).opt_state[0]
+    assert memory.params.kernel.sharding_names == ("in", "out")
+    assert memory.diff_params_memory.kernel.shape == (4, 2, 3)
+    assert memory.diff_params_memory.kernel.sharding_names == (None, "in", "out")
+
+
+def test_what_is_kept_lies_where_the_parameter_lies():
+    mesh = jax.make_mesh((2, 1), ("in", "out"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        model = Model()
+        sharding = NamedSharding(mesh, PartitionSpec("in", "out"))
+        model.kernel.set_value(jax.device_put(model.kernel[...], sharding))
+        optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        assert optimizer.opt_state[0].mu.kernel.get_value().sharding == sharding
+        optimizer.update(model, ones_like(model))
+        assert optimizer.opt_state[0].nu.kernel.get_value().sharding.is_equivalent_to(sharding, 2)
+
+
+def test_a_filter_says_what_moves():
+    model = Model()
+    before = values(model)
+    optimizer = Optimizer(model, optax.sgd(1.0), wrt=nnx.PathContains("bias"))
+    updates = optimizer.update(model, ones_like(model, ...))
+    assert list(updates) == ["layers"]
+    same(model.kernel[...], before["kernel"])
+    assert model.layers[0].bias[0] == 0
+    both = Optimizer(model, optax.sgd(1.0), wrt=[nnx.Param, nnx.BatchStat])
+    both.update(model, ones_like(model, ...))
+    assert both.wrt == (nnx.Param, nnx.BatchStat) and model.mean[0] == -1
+
+
+def test_gradients_come_as_states_dicts_arrays_or_models():
+    for grads in (
+        ones_like(Model()),
+        nnx.State(nnx.to_pure_dict(ones_like(Model()))),
+        nnx.to_pure_dict(ones_like(Model())),
+        jax.tree.map(jnp.ones_like, Model()),
+        {"kernel": jnp.ones((2, 3)), "layers": [{"bias": nnx.BatchStat(jnp.ones(3))}]},
+    ):
+        model = Model()
+        Optimizer(model, optax.sgd(1.0), wrt=nnx.Param).update(model, grads)
+        assert model.kernel[0].tolist() == [-1, 0, 1] and model.layers[0].bias[0] == 0
+
+
+def test_models_are_pytrees_of_variables_variables_and_objects_with_arrays():
+    tree = {"a": nnx.Param(jnp.ones(2)), "b": [nnx.Param(jnp.ones(1))]}
+    Optimizer(tree, optax.adam(0.1), wrt=nnx.Param).update(tree, nnx.state(tree))
+    assert tree["b"][0][0] == pytest.approx(0.9)
+    variable = nnx.Param(jnp.ones(2))
+    alone = Optimizer(variable, optax.adam(0.1), wrt=nnx.Param)
+    alone.update(variable, nnx.Param(jnp.ones(2)))
+    assert type(alone.opt_state[0].mu) is OptVariable and variable[0] == pytest.approx(0.9)
+    nested = nnx.Dict(w=nnx.Param({"x": jnp.ones(2), "y": jnp.ones(3)}))
+    Optimizer(nested, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param).update(nested, nnx.state(nested))
+    assert nested.w["y"].tolist() == [0, 0, 0]
+
+    class WithArrays(nnx.Module):
+        def __init__(self):
+            self.w, self.x, self.n = nnx.Param(jnp.ones(2)), jnp.ones(3), nnx.data(2.0)
+
+    model = WithArrays()
+    optimizer = Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=...)
+    assert type(optimizer.opt_state[0].trace.x) is OptArray
+    optimizer.update(model, nnx.state(model))
+    assert model.w[0] == 0.5 and model.x[0] == 0.5 and model.n == 1.0
+
+
+def test_a_shared_parameter_moves_once():
+    weight = nnx.Param(jnp.ones(2))
+    model = nnx.List([weight, weight])
+    optimizer = Optimizer(model, optax.sgd(0.25), wrt=nnx.Param)
+    optimizer.update(model, nnx.state(model))
+    assert model[1][0] == 0.75 and model[0] is weight is model[1]
+
+
+def test_values_keep_their_dtype_and_hooks_do_not_see_updates():
+    seen = []
+    model = nnx.Dict(
+        w=nnx.Param(jnp.ones(2, jnp.bfloat16), on_set_value=lambda v, x: seen.append(x) or x)
+    )
+    optimizer = Optimizer(model, optax.sgd(0.5, momentum=0.9), wrt=nnx.Param)
+    optimizer.update(model, {"w": jnp.ones(2)})
+    assert model.w.dtype == jnp.bfloat16 and not seen
+
+
+def test_values_in_references_are_written_to_them():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2), ref=True))
+    held = model.w.get_raw_value()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(model, {"w": jnp.ones(2)})
+    assert model.w.get_raw_value() is held and float(held[0]) == pytest.approx(0.9)
+    assert isinstance(optimizer.opt_state[0].mu.w.get_raw_value(), jax.Ref)
+
+
+def test_a_transformation_is_given_further_arguments():
+    model = nnx.Dict(w=nnx.Param(jnp.array([2.0])))
+    optimizer = Optimizer(model, optax.lbfgs(), wrt=nnx.Param)
+
+    def loss(params):
+        return jnp.sum(params["w"] ** 2)
+
+    grads = nnx.State({"w": nnx.Param(2 * model.w[...])})
+    optimizer.update(model, grads, grad=grads, value=loss(values(model)), value_fn=loss)
+    assert abs(float(model.w[0])) < 2
+    scale = Optimizer(model, optax.contrib.reduce_on_plateau(), wrt=nnx.Param)
+    scale.update(model, grads, value=1.0)
+    assert scale.opt_state.best_value[...] == 1
+
+
+def test_hyperparameters_are_variables_that_can_be_set():
+    model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+    optimizer = Optimizer(model, optax.inject_hyperparams(optax.sgd)(0.5), wrt=nnx.Param)
+    optimizer.opt_state.hyperparams["learning_rate"][...] = 0.25
+    optimizer.update(model, {"w": jnp.ones(2)})
+    assert model.w[0] == 0.75
+
+
+def test_an_optimizer_that_holds_the_model():
+    model = Model()
+    both = ModelAndOptimizer(model, optax.sgd(1.0))
+    assert both.model is model and both.wrt is nnx.Param
+    both.update(ones_like(model))
+    assert model.layers[0].bias[0] == 0
+    assert ("model", "kernel") in nnx.to_flat_state(nnx.state(both)).paths
+
+
+def test_optimizers_are_split_merged_and_copied():
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    optimizer.update(model, ones_like(model))
+    for other in (
+        nnx.merge(*nnx.split(optimizer), copy=True),
+        nnx.clone(optimizer),
+        copy.deepcopy(optimizer),
+        jax.tree.map(lambda x: x, optimizer),
+    ):
+        same(values(other), values(optimizer))
+        new = nnx.clone(model)
+        other.update(new, ones_like(model))
+        assert new.layers[0].bias[0] == pytest.approx(0.8, rel=1e-4) and int(optimizer.step) == 1
+    fresh = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    nnx.update(fresh, nnx.state(optimizer))
+    same(values(fresh), values(optimizer))
+
+
+def counted_step(traces):
+    @jax.jit
+    def step(model_and_optimizer, grads):
+        traces.append(1)
+        model, optimizer = model_and_optimizer
+        optimizer.update(model, grads)
+        return model, optimizer
+
+    return step
+
+
+def test_twenty_equal_optimizers_are_traced_once():
+    traces = []
+    step = counted_step(traces)
+    schedule = optax.linear_schedule
+    for make in (
+        lambda: optax.adam(1e-3),
+        lambda: optax.sgd(0.1),
+        lambda: optax.adamw(schedule(1.0, 0.1, 10), mask=lambda p: jax.tree.map(jnp.ndim, p)),
+        lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(schedule(1, 0.1, 9))),
+    ):
+        del traces[:]
+        for _ in range(20):
+            model = nnx.Dict(w=nnx.Param(jnp.ones((2, 2))))
+            step((model, Optimizer(model, make(), wrt=nnx.Param)), {"w": jnp.ones((2, 2))})
+        assert len(traces) == 1
+
+
+def test_twenty_optimizers_that_differ_each_take_their_own_step():
+    step = counted_step([])
+    for i in range(20):
+
+        def scaled(updates, state, params=None, factor=float(i)):
+            return jax.tree.map(lambda g: g * factor, updates), state
+
+        def shifted(updates, state, params=None, i=i):
+            return jax.tree.map(lambda g: g + jnp.float32(i), updates), state
+
+        rules = [optax.GradientTransformation(lambda params: (), f) for f in (scaled, shifted)]
+        tx = optax.chain(*rules, optax.sgd(optax.constant_schedule(float(i))))
+        model = nnx.Dict(w=nnx.Param(jnp.zeros(1)))
+        model, _ = step((model, Optimizer(model, tx, wrt=nnx.Param)), {"w": jnp.ones(1)})
+        assert model.w[0] == -2 * i * i
+
+
+def test_in_jit_an_optimizer_of_another_trace_is_refused():
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    with pytest.raises(TraceContextError, match="is changed inside of a JAX transformation"):
+        jax.jit(lambda grads: optimizer.update(model, grads) and None)(ones_like(model))
+    assert int(optimizer.step) == 0
+    same(values(model), values(Model()))
+
+
+@settings(deadline=None, max_examples=10)
+@given(
+    st.recursive(
+        st.lists(st.integers(1, 3), max_size=2),
+        lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1, max_size=2),
+        max_leaves=4,
+    )
+)
+def test_any_nesting_moves_as_on_plain_arrays(shapes):
+    def build(x):
+        if isinstance(x, dict):
+            return {name: build(value) for name, value in x.items()}
+        return nnx.Param(jnp.full(x, 2.0))
+
+    model = nnx.Dict(root=build(shapes))
+    tx = optax.sgd(0.5, momentum=0.5)
+    params = values(model)
+    updates, _ = tx.update(params, tx.init(params), params)
+    Optimizer(model, tx, wrt=nnx.Param).update(model, nnx.state(model))
+    same(values(model), optax.apply_updates(params, updates))
+
+
+# What does not fit.
+
+
+def test_an_optimizer_without_a_filter_or_a_transformation():
+    with pytest.raises(OptimizerCallError, match=r"nnx.Optimizer\(model, tx, wrt=nnx.Param\)"):
+        Optimizer(Model(), optax.adam(0.1))
+    with pytest.raises(TransformationTypeError, match=r"tx is 0.1, which has no init and update"):
+        Optimizer(Model(), 0.1, wrt=nnx.Param)  # pyright: ignore[reportArgumentType]
+
+
+def test_an_update_without_gradients():
+    model = Model()
+    with pytest.raises(OptimizerCallError, match=r"one argument; give the model and the gradients"):
+        Optimizer(model, optax.adam(0.1), wrt=nnx.Param).update(ones_like(model))
+
+
+def test_a_filter_that_misses():
+    message = r"wrt=<class .*Cache'> matches nothing in Model.*of the kinds BatchStat, Param"
+    with pytest.raises(StateFilterError, match=message):
+        Optimizer(Model(), optax.adam(0.1), wrt=nnx.Cache)
+    optimizer = Optimizer(Model(), optax.sgd(0.1), wrt=nnx.BatchStat)
+    other = nnx.Dict(w=nnx.Param(jnp.ones(1)))
+    with pytest.raises(StateFilterError, match=r"matches nothing in Dict.*of the kinds Param"):
+        optimizer.update(other, nnx.state(other))
+    with pytest.raises(StateFilterError, match=r"of the kinds \(none\)"):
+        optimizer.update({}, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: g.pop("kernel"), r"no gradient for 'kernel', a parameter that the filter Param"),
+        (lambda g: g["layers"][0].pop("bias"), r"no gradient for 'layers/0/bias'"),
+        (lambda g: g.update(kernel=None), r"no gradient for 'kernel'"),
+        (lambda g: g.update(kernel=jnp.ones(3)), r"'kernel' has shape \(3,\), and .* \(2, 3\)"),
+        (lambda g: g.update(other=nnx.Param(1.0)), r"gradient for 'other', and no parameter there"),
+    ],
+    ids=["missing", "missing below", "None", "shape", "extra"],
+)
+def test_gradients_that_do_not_fit_change_nothing(change, message):
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    grads = nnx.to_pure_dict(ones_like(model))
+    change(grads)
+    before = values((model, optimizer))
+    with pytest.raises(GradientStructureError, match=message):
+        optimizer.update(model, grads)
+    same(values((model, optimizer)), before)
+
+
+def test_a_parameter_that_is_not_to_change():
+    model = Model()
+    optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    model.layers[0].bias.set_metadata(mutable=False)
+    before = values((model, optimizer))
+    with pytest.raises(ImmutableVariableError, match="Param at 'layers/0/bias' is written to"):
+        optimizer.update(model, ones_like(model))
+    same(values((model, optimizer)), before)
+    frozen = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    model.layers[0].bias.set_metadata(mutable=True)
+    frozen.update(model, ones_like(model))
+
+
+def test_an_optimizer_of_another_model():
+    optimizer = Optimizer(Model(), optax.adam(0.1), wrt=nnx.Param)
+    larger = Model()
+    larger.extra = nnx.Param(jnp.ones(1))
+    with pytest.raises(OptimizerStateError, match=r"the model has 'extra' .* the optimizer has no"):
+        optimizer.update(larger, ones_like(larger))
+    smaller = nnx.Dict(kernel=nnx.Param(jnp.ones((2, 3))))
+    message = r"the optimizer has 'layers/0/bias' among the parameters and the model has not"
+    with pytest.raises(OptimizerStateError, match=message):
+        optimizer.update(smaller, ones_like(smaller))
+
+
+def test_errors_of_a_transformation_are_its_own():
+    def update(updates, state, params=None):
+        raise ValueError("of my own")
+
+    model = Model()
+    tx = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(ValueError, match="of my own"):
+        Optimizer(model, tx, wrt=nnx.Param).update(model, ones_like(model))
+
+
+def test_a_transformation_that_gives_another_state():
+    def update(updates, state, params=None):
+        return updates, ({"a": 0},)
+
+    tx = optax.GradientTransformation(lambda params: ({"count": jnp.zeros(())},), update)
+    model = Model()
+    optimizer = Optimizer(model, tx, wrt=nnx.Param)
+    message = r"the state of the optimizer has count at '0', and .* has given a for it"
+    with pytest.raises(OptimizerStateError, match=message):
+        optimizer.update(model, ones_like(model))
+    same(values(model), values(Model()))
+
+
+def test_a_state_of_a_transformation_as_variables():
+    params = nnx.State({"w": nnx.Param(jnp.ones(2), tag="a")})
+    kept = to_opt_state({"of": params, "xs": [1, None]})
+    assert type(kept["of"].w) is OptVariable and kept["of"].w.tag == "a"
+    assert type(kept["xs"]) is nnx.List and kept["xs"][1] is None and kept["xs"][0][...] == 1

@@ -1,0 +1,120 @@
+"""Moving averages of a model's variables."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from weft.errors import AverageLeafError, AverageStructureError
+from weft.nnx.filters import Filter, Path, to_predicate
+from weft.nnx.graph import put_together, take_apart
+from weft.nnx.pytree import Pytree, static
+from weft.nnx.splitting import state
+from weft.nnx.state import shown_path, to_flat_state
+from weft.nnx.state_dict import kept, leaves_of, raw
+from weft.nnx.variables import Variable
+
+M = TypeVar("M")
+
+
+class EMA(Pytree):
+    """An exponential moving average of each variable of a model.
+
+    Args:
+        params: the model, or a state of it, whose values the averages begin with.
+        decay: what part of an average stays in an update; an array if it is to change.
+        only: a filter of the variables.
+        graph: ignored, see `nnx.split`.
+
+    Attributes:
+        params: the averages, variables at the paths of those of the model.
+        decay: as it was given.
+        filter: the filter; static.
+
+    Raises:
+        AverageLeafError: if the filter matches an array that is no variable.
+
+    Example:
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+        >>> ema = EMA(model, decay=0.75)
+        >>> model.w[...] = 4.0
+        >>> ema.update(model)
+        >>> ema.apply_to(model).w.tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self, params: Any, decay: float, *, only: Filter = ..., graph: bool | None = None):
+        self.decay = decay
+        self.filter = static(tuple(only) if isinstance(only, list) else only)
+        self.params = kept(state(params, self.filter), _average)
+
+    def update(self, updates: Any) -> None:
+        """Moves the averages: `average = decay * average + (1 - decay) * value`.
+
+        Args:
+            updates: the model, or a state of it with variables or arrays.
+
+        Raises:
+            AverageStructureError: if it has not the variables that the averages are of, or they
+                have other shapes.
+        """
+        given, averages = leaves_of(updates), dict(to_flat_state(self.params))
+        matches = to_predicate(self.filter)
+        for path, x in given.items():
+            if path not in averages and matches(path, x):
+                raise AverageStructureError(
+                    f"there is a value for {shown_path(path)!r}, of which there is no average; "
+                    "update with the variables that the averages were made of."
+                )
+        moved = [
+            (average, self._moved(path, raw(average), given)) for path, average in averages.items()
+        ]
+        for average, value in moved:
+            average.set_raw_value(value)
+
+    def _moved(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
+        if path not in given:
+            raise AverageStructureError(
+                f"there is no value for {shown_path(path)!r}, of which there is an average; update "
+                "with the variables that the averages were made of."
+            )
+        value = raw(given[path])
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (average, value)]
+        if shapes[0] != shapes[1]:
+            raise AverageStructureError(
+                f"the value for {shown_path(path)!r} has shape {shapes[1]}, and its average "
+                f"{shapes[0]}; update with the variables that the averages were made of."
+            )
+
+        def mean(a: Any, x: Any) -> jax.Array:
+            return jnp.asarray(self.decay * a + (1 - self.decay) * x, jnp.result_type(a))
+
+        return jax.tree.map(mean, average, value)
+
+    def apply_to(self, model: M) -> M:
+        """The model with the averages in place of its variables.
+
+        Args:
+            model: the model; it stays as it is. What there is no average of is shared with it.
+
+        Example:
+            >>> from weft import nnx
+            >>> model = nnx.Dict(w=nnx.Param(1.0))
+            >>> EMA(model, 0.5).apply_to(model).w is model.w
+            False
+        """
+        averages = dict(to_flat_state(self.params))
+        flat = take_apart(model)
+        pairs = zip(flat.graphdef.paths, flat.leaves, strict=True)
+        leaves = [averages.get(path, leaf) for path, leaf in pairs]
+        return put_together(flat.graphdef, leaves, share=True)[0]
+
+
+def _average(path: Path, x: Any) -> Any:
+    if not isinstance(x, Variable):
+        raise AverageLeafError(
+            f"there is a {type(x).__name__} at {shown_path(path)!r}, and only variables have "
+            "averages; make it a variable, or say only=nnx.Param."
+        )
+    return x.copy()

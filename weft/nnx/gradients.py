@@ -1,0 +1,59 @@
+"""Gradients as they are given, brought into the form of the parameters that they are of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import GradientStructureError
+from weft.nnx.filters import Filter, Path, to_predicate
+from weft.nnx.state import State, from_flat_state, shown_path
+from weft.nnx.state_dict import leaves_of, raw
+from weft.nnx.variables import Variable
+
+
+def gradients_like(parameters: Mapping[Path, Any], grads: Any, wrt: Filter) -> State:
+    """The values of gradients, as a state with the paths of the parameters.
+
+    Args:
+        parameters: the variables or arrays that are to move.
+        grads: the gradients: a state, nested dicts or a model, of variables or arrays.
+        wrt: the filter that the parameters were found by. Gradients that it does not match are left
+            out.
+
+    Raises:
+        GradientStructureError: if a parameter has no gradient, a gradient no parameter, or one
+            another shape.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> w, grads = nnx.Param(jnp.ones(2)), {"w": jnp.zeros(2), "n": 1.0}
+        >>> gradients_like({("w",): w}, grads, nnx.Param).to_pure_dict()
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    given = leaves_of(grads)
+    for path, x in parameters.items():
+        _check(path, raw(x), raw(given.get(path)), wrt)
+    matches = to_predicate(wrt)
+    for path, x in given.items():
+        if path not in parameters and isinstance(x, Variable) and matches(path, x):
+            raise GradientStructureError(
+                f"there is a gradient for {shown_path(path)!r}, and no parameter there, or the "
+                "same as at another path; give the gradients with respect to the variables of the "
+                "model itself."
+            )
+    return from_flat_state((path, raw(given.get(path))) for path in parameters)
+
+
+def _check(path: Path, parameter: Any, gradient: Any, wrt: Filter) -> None:
+    if gradient is None and parameter is not None:
+        name = wrt.__name__ if isinstance(wrt, type) else wrt
+        raise GradientStructureError(
+            f"there is no gradient for {shown_path(path)!r}, a parameter that the filter {name} "
+            f"selects; take the gradients with argnums=nnx.DiffState(0, {name})."
+        )
+    shape, size = getattr(parameter, "shape", None), getattr(gradient, "shape", None)
+    if shape is not None and size is not None and shape != size:
+        raise GradientStructureError(
+            f"the gradient for {shown_path(path)!r} has shape {size}, and the parameter {shape}; "
+            "give the gradient of a scalar loss with respect to it."
+        )

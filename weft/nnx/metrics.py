@@ -1,0 +1,349 @@
+"""Metrics: objects that add up what batches say, and compute a value of all of them.
+
+A metric is updated with keyword arguments and takes those that it knows by name, so that several
+can be updated with the same ones (`MultiMetric`).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from weft import struct
+from weft.errors import MetricArgumentError, MetricMethodError, MetricValueError
+from weft.nnx.filters import Filter
+from weft.nnx.pytree import Pytree
+from weft.nnx.splitting import split
+from weft.nnx.variables import A, Variable
+
+
+class MetricState(Variable[A]):
+    """What a metric adds up."""
+
+    __slots__ = ()
+
+
+class Metric(Pytree):
+    """Base class of metrics.
+
+    Example:
+        >>> class Largest(Metric):
+        ...     def __init__(self):
+        ...         self.value = MetricState(jnp.array(-jnp.inf))
+        ...     def reset(self):
+        ...         self.value[...] = -jnp.inf
+        ...     def update(self, *, values, **_):
+        ...         self.value[...] = jnp.maximum(self.value, values.max())
+        ...     def compute(self):
+        ...         return self.value[...]
+        >>> largest = Largest()
+        >>> largest.update(values=jnp.array([1.0, 3.0]))
+        >>> float(largest.compute())
+        3.0
+    """
+
+    def __init__(self) -> None:
+        raise _unwritten(self, "__init__")
+
+    def reset(self) -> None:
+        """Forgets all updates."""
+        raise _unwritten(self, "reset")
+
+    def update(self, **kwargs: Any) -> None:
+        """Takes in a batch.
+
+        Args:
+            **kwargs: arrays; those that the metric does not know are ignored.
+        """
+        raise _unwritten(self, "update")
+
+    def compute(self) -> Any:
+        """The value of all batches."""
+        raise _unwritten(self, "compute")
+
+    def split(self, *filters: Filter) -> Any:
+        """The metric as a description and states; see `nnx.split`.
+
+        Args:
+            *filters: for each a state.
+        """
+        return split(self, *filters)
+
+
+def _unwritten(metric: Metric, method: str) -> MetricMethodError:
+    return MetricMethodError(
+        f"{type(metric).__name__} does not define {method}; a metric has the methods __init__, "
+        "update, compute and reset."
+    )
+
+
+def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
+    if name not in given:
+        raise MetricArgumentError(
+            f"{type(metric).__name__}.update needs the keyword argument {name!r}, and was given "
+            f"{', '.join(map(repr, given)) or 'none'}; say metric.update({name}=...)."
+        )
+    value = given[name]
+    if not isinstance(value, jax.Array | np.ndarray | Variable | int | float | np.generic):
+        raise MetricArgumentError(
+            f"{type(metric).__name__}.update was given {name}={value!r}; give an array or a number."
+        )
+    return jnp.asarray(value)
+
+
+class Average(Metric):
+    """The mean of all values.
+
+    Args:
+        argname: the keyword argument that has them.
+
+    Attributes:
+        total: their sum.
+        count: how many they are.
+
+    Example:
+        >>> loss = Average("loss")
+        >>> loss.update(loss=jnp.array([1.0, 2.0]))
+        >>> loss.update(loss=6.0)
+        >>> float(loss.compute())
+        3.0
+    """
+
+    def __init__(self, argname: str = "values"):
+        self.argname = argname
+        self.total = MetricState(jnp.array(0, jnp.float32))
+        self.count = MetricState(jnp.array(0, jnp.int32))
+
+    def reset(self) -> None:
+        """Forgets all values."""
+        self.total[...] = 0
+        self.count[...] = 0
+
+    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
+        """Takes in values.
+
+        Args:
+            mask: which of them count; all by default. It is broadcast to them.
+            **kwargs: the values, an array or a number; other arguments are ignored.
+
+        Raises:
+            MetricArgumentError: if the values are missing, or are no array.
+            MetricValueError: if the mask cannot be broadcast to them.
+        """
+        values = _argument(self, self.argname, kwargs)
+        if mask is None:
+            self.total[...] += values.sum()
+            self.count[...] += values.size
+            return
+        mask = jnp.asarray(mask, bool)
+        _check_mask(self, mask, values)
+        mask = jnp.broadcast_to(mask, values.shape)
+        self.total[...] += jnp.where(mask, values, 0).sum()
+        self.count[...] += mask.sum()
+
+    def compute(self) -> Float[Array, ""]:
+        """The mean; NaN of no values."""
+        return self.total[...] / self.count[...]
+
+
+def _check_mask(metric: Metric, mask: Array, values: Array) -> None:
+    fits = mask.ndim <= values.ndim and all(
+        m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
+    )
+    if not fits:
+        raise MetricValueError(
+            f"{type(metric).__name__}.update was given a mask of shape {mask.shape} for values of "
+            f"shape {values.shape}; give one that can be broadcast to them."
+        )
+
+
+@struct.dataclass
+class Statistics:
+    """A mean, and how far values are from it.
+
+    Attributes:
+        mean: the mean.
+        standard_error_of_mean: the deviation that the mean is expected to have.
+        standard_deviation: that of the values.
+    """
+
+    mean: Float[Array, ""]
+    standard_error_of_mean: Float[Array, ""]
+    standard_deviation: Float[Array, ""]
+
+
+class Welford(Metric):
+    """Mean, deviation and error of all values, in one pass (Welford, 1962; Chan et al., 1979).
+
+    Args:
+        argname: the keyword argument that has them.
+
+    Attributes:
+        count: how many they are.
+        mean: their mean.
+        m2: the sum of the squares of their distances from it.
+
+    Example:
+        >>> metric = Welford()
+        >>> metric.update(values=jnp.array([1.0, 2.0, 3.0, 4.0]))
+        >>> float(metric.compute().mean), float(metric.compute().standard_deviation)
+        (2.5, 1.1180...)
+    """
+
+    def __init__(self, argname: str = "values"):
+        self.argname = argname
+        self.count = MetricState(jnp.array(0, jnp.int32))
+        self.mean = MetricState(jnp.array(0, jnp.float32))
+        self.m2 = MetricState(jnp.array(0, jnp.float32))
+
+    def reset(self) -> None:
+        """Forgets all values."""
+        self.count[...] = 0
+        self.mean[...] = 0
+        self.m2[...] = 0
+
+    def update(self, **kwargs: Any) -> None:
+        """Takes in values.
+
+        Args:
+            **kwargs: the values, an array or a number; other arguments are ignored.
+
+        Raises:
+            MetricArgumentError: if the values are missing, or are no array.
+        """
+        values = _argument(self, self.argname, kwargs)
+        if not values.size:
+            return
+        before, count = self.count[...], self.count[...] + values.size
+        mean, distance = values.mean(), values.mean() - self.mean[...]
+        self.m2[...] += jnp.square(values - mean).sum() + distance**2 * before * values.size / count
+        self.mean[...] += distance * values.size / count
+        self.count[...] = count
+
+    def compute(self) -> Statistics:
+        """The statistics; deviation and error of no values are NaN."""
+        variance = self.m2[...] / self.count[...]
+        deviation = jnp.sqrt(variance)
+        return Statistics(self.mean[...], deviation / jnp.sqrt(self.count[...]), deviation)
+
+
+class Accuracy(Average):
+    """How often a prediction is right.
+
+    Args:
+        threshold: from which logit on a prediction says yes, for two classes; by default the
+            prediction is the class of the largest logit.
+        argname: ignored, as the arguments are `logits` and `labels`.
+
+    Raises:
+        MetricArgumentError: if the threshold is no float.
+
+    Example:
+        >>> accuracy = Accuracy()
+        >>> accuracy.update(logits=jnp.array([[0.1, 0.9], [0.8, 0.2]]), labels=jnp.array([1, 1]))
+        >>> float(accuracy.compute())
+        0.5
+    """
+
+    def __init__(self, threshold: float | None = None, argname: str = "values"):
+        super().__init__(argname)
+        if threshold is not None and not isinstance(threshold, float):
+            raise MetricArgumentError(
+                f"threshold is {threshold!r}, a {type(threshold).__name__}; give a float, or None "
+                "for the class of the largest logit."
+            )
+        self.threshold = threshold
+
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        *,
+        logits: Num[Array, "*batch classes"],
+        labels: Int[Array, "*batch"],
+        mask: Bool[Array, "..."] | None = None,
+        **_: Any,
+    ) -> None:
+        """Takes in predictions.
+
+        Args:
+            logits: a logit for each class, or with a threshold one of shape `(*batch,)`.
+            labels: the true classes, or with a threshold 0 and 1.
+            mask: which of them count; all by default.
+            **_: other arguments are ignored.
+
+        Raises:
+            MetricValueError: if the shapes do not fit, or labels are no integers.
+        """
+        batch = logits.shape if self.threshold is not None else logits.shape[:-1]
+        if labels.shape != batch:
+            classes = "with a threshold (*batch)" if self.threshold is not None else "(*batch, n)"
+            raise MetricValueError(
+                f"Accuracy.update was given logits of shape {logits.shape} and labels of shape "
+                f"{labels.shape}; labels have one for each prediction, (*batch), and logits are "
+                f"{classes}."
+            )
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            raise MetricValueError(
+                f"Accuracy.update was given labels of dtype {labels.dtype}; give integers, such "
+                "as labels.astype(int)."
+            )
+        if self.threshold is None:
+            predictions = logits.argmax(-1)
+        else:
+            predictions = logits > self.threshold
+        super().update(mask, **{self.argname: predictions == labels})
+
+
+class MultiMetric(Metric):
+    """Several metrics, which are updated together.
+
+    Args:
+        **metrics: the metrics by name; each becomes an attribute of that name.
+
+    Raises:
+        MetricArgumentError: if one of them is no metric, or has the name of a method.
+
+    Example:
+        >>> metrics = MultiMetric(loss=Average("loss"), size=Average("size"))
+        >>> metrics.update(loss=1.0, size=4)
+        >>> {name: float(value) for name, value in metrics.compute().items()}
+        {'loss': 1.0, 'size': 4.0}
+    """
+
+    def __init__(self, **metrics: Any):
+        for name, metric in metrics.items():
+            if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
+                raise MetricArgumentError(
+                    f"the metric {name!r} is {metric!r}, which has not the methods update, compute "
+                    "and reset; give a metric, such as nnx.metrics.Average()."
+                )
+            if hasattr(MultiMetric, name):
+                raise MetricArgumentError(
+                    f"a metric was given the name {name!r}, which is a method of MultiMetric; "
+                    "give it another."
+                )
+        self._metric_names = tuple(metrics)
+        for name, metric in metrics.items():
+            setattr(self, name, metric)
+
+    def _metrics(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._metric_names}
+
+    def reset(self) -> None:
+        """Resets all of them."""
+        for metric in self._metrics().values():
+            metric.reset()
+
+    def update(self, **updates: Any) -> None:
+        """Updates all of them.
+
+        Args:
+            **updates: the arguments that they need; each takes those that it knows.
+        """
+        for metric in self._metrics().values():
+            metric.update(**updates)
+
+    def compute(self) -> dict[str, Any]:
+        """Their values, by name."""
+        return {name: metric.compute() for name, metric in self._metrics().items()}

@@ -1,0 +1,270 @@
+"""Optimizers: transformations of optax that keep their state in variables, and move a model's.
+
+What a transformation keeps for a parameter is a variable with the parameter's metadata, so that it
+is laid out as the parameter is; what it keeps beside them is a variable without. An update reads
+all values, calls the transformation on plain arrays once, and writes all values; nothing is written
+if anything does not fit.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Sharding
+
+from weft.errors import (
+    ImmutableVariableError,
+    OptimizerCallError,
+    OptimizerStateError,
+    StateFilterError,
+    TransformationTypeError,
+)
+from weft.nnx.filters import Filter, Path
+from weft.nnx.gradients import gradients_like
+from weft.nnx.graph import is_array, iter_graph
+from weft.nnx.kinds import Param
+from weft.nnx.pytree import Pytree, static
+from weft.nnx.references import held
+from weft.nnx.splitting import pure, state
+from weft.nnx.state import State, from_flat_state, shown_path, to_flat_state
+from weft.nnx.state_dict import StateDict, kept, matched, raw, values_of
+from weft.nnx.updating import update
+from weft.nnx.variables import Variable
+
+A = TypeVar("A")
+M = TypeVar("M")
+_MISSING: Any = object()
+
+
+class OptState(Variable[A]):
+    """Part of the state of an optimizer."""
+
+    __slots__ = ()
+
+
+class OptArray(OptState[A]):
+    """What an optimizer keeps beside the parameters, such as a count."""
+
+    __slots__ = ()
+
+
+class OptVariable(OptState[A]):
+    """What an optimizer keeps for a parameter, with the metadata of the parameter."""
+
+    __slots__ = ()
+
+
+def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
+    """The state of a transformation with variables for its leaves.
+
+    Args:
+        tree: the state, with variables in it for what is kept of a variable.
+        shapes: the shapes of the parameters. Where what is kept has another shape, names of axes
+            that do not fit are left out.
+
+    Example:
+        >>> from weft import nnx
+        >>> kept = to_opt_state(optax.adam(0.1).init(nnx.State({"w": nnx.Param(jnp.ones(2))})))
+        >>> type(kept[0].count).__name__, type(kept[0].mu.w).__name__
+        ('OptArray', 'OptVariable')
+    """
+    shapes = shapes or {}
+
+    def make(path: Path, x: Any) -> OptState[Any]:
+        if not isinstance(x, Variable):
+            return OptArray(x)
+        value, metadata = raw(x), x.get_metadata()
+        metadata.pop("mutable", None)
+        shape, axes = getattr(value, "shape", None), metadata.get("out_sharding")
+        if axes is not None and path in shapes and shape not in (None, shapes[path]):
+            del metadata["out_sharding"]
+            if shape[1:] == shapes[path] and not isinstance(axes, Sharding):
+                metadata["out_sharding"] = (None, *axes)  # one for each of the last steps
+        return OptVariable.from_metadata(held(value, metadata), metadata)
+
+    return kept(tree, make)
+
+
+class Optimizer(Pytree, Generic[M]):
+    """Moves the parameters of a model by a transformation of optax.
+
+    Args:
+        model: the model, or any pytree of variables.
+        tx: the transformation.
+        wrt: a filter of the parameters.
+        graph: ignored, see `nnx.split`.
+
+    Attributes:
+        step: how many updates there were.
+        tx: the transformation; static.
+        opt_state: its state, with variables for its leaves.
+        wrt: the filter; static.
+
+    Raises:
+        TransformationTypeError: if `tx` is no transformation.
+        StateFilterError: if `wrt` matches nothing in the model.
+        OptimizerCallError: without `wrt`.
+
+    Example:
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
+        >>> optimizer = Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
+        >>> _ = optimizer.update(model, nnx.State({"w": jnp.ones(2)}))
+        >>> model.w.tolist(), int(optimizer.step)
+        ([0.5, 0.5], 1)
+    """
+
+    def __init__(
+        self,
+        model: M,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Filter = _MISSING,
+        graph: bool | None = None,
+    ):
+        if wrt is _MISSING:
+            raise OptimizerCallError(
+                "an optimizer needs wrt, the filter of what it moves; say "
+                "nnx.Optimizer(model, tx, wrt=nnx.Param)."
+            )
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            raise TransformationTypeError(
+                f"tx is {tx!r}, which has no init and update; give a transformation of optax, such "
+                "as optax.adam(1e-3)."
+            )
+        self.step = OptState(jnp.array(0, jnp.uint32))
+        self.tx = static(tx)
+        self.wrt = static(tuple(wrt) if isinstance(wrt, list) else wrt)
+        parameters = {path: _plain(x) for path, x in _parameters(model, self.wrt).items()}
+        shapes = {path: raw(x).shape for path, x in parameters.items() if is_array(raw(x))}
+        self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
+
+    def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
+        """Moves the parameters of a model.
+
+        Args:
+            model: the model.
+            grads: the gradients, at the paths of the parameters: a state, nested dicts, or a model.
+                What `wrt` does not match is left out.
+            **kwargs: what the transformation takes further, such as `value`; it is given the values
+                of variables in them.
+
+        Returns:
+            By how much each parameter was moved, a state of arrays.
+
+        Raises:
+            GradientStructureError: if a parameter has no gradient, a gradient no parameter, or one
+                another shape.
+            StateFilterError: if `wrt` matches nothing in the model.
+            OptimizerStateError: if the optimizer was made for other parameters.
+            ImmutableVariableError: if a parameter is not to change.
+            OptimizerCallError: without gradients.
+        """
+        if grads is _MISSING:
+            raise OptimizerCallError(
+                "update was given one argument; give the model and the gradients, as in "
+                "optimizer.update(model, grads), or make a nnx.ModelAndOptimizer."
+            )
+        parameters = _parameters(model, self.wrt)
+        params = from_flat_state((path, raw(x)) for path, x in parameters.items())
+        before = values_of(self.opt_state)
+        _check_mutable(parameters)
+        given = gradients_like(parameters, grads, self.wrt)
+        try:
+            updates, after = self.tx.update(given, before, params, **pure(kwargs))
+        except (TypeError, ValueError):
+            _check_parameters(self.opt_state, parameters)
+            raise
+        moved = optax.apply_updates(params, updates)
+        changes = list(matched(self.opt_state, after))
+        arrays: list[tuple[Path, Any]] = []
+        for path, x in parameters.items():
+            if isinstance(x, Variable):
+                changes.append((x, _at(moved, path)))
+            else:
+                arrays.append((path, _at(moved, path)))
+        for variable, value in changes:
+            variable.set_raw_value(value)
+        if arrays:
+            update(model, from_flat_state(arrays))
+        self.step.set_raw_value(self.step.get_raw_value() + 1)
+        return updates
+
+
+class ModelAndOptimizer(Optimizer[M]):
+    """An optimizer that holds the model.
+
+    Args:
+        model: the model.
+        tx: see `Optimizer`.
+        wrt: see `Optimizer`.
+
+    Attributes:
+        model: the model.
+
+    Example:
+        >>> from weft import nnx
+        >>> both = ModelAndOptimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.sgd(0.5))
+        >>> _ = both.update(nnx.State({"w": jnp.ones(2)}))
+        >>> both.model.w.tolist()
+        [0.5, 0.5]
+    """
+
+    def __init__(self, model: M, tx: optax.GradientTransformation, *, wrt: Filter = Param):
+        super().__init__(model, tx, wrt=wrt)
+        self.model = model
+
+    def update(self, grads: Any, /, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Moves the parameters of the model; see `Optimizer.update`.
+
+        Args:
+            grads: the gradients.
+            **kwargs: what the transformation takes further.
+        """
+        return super().update(self.model, grads, **kwargs)
+
+
+def _plain(x: Any) -> Any:
+    """A variable that holds its value itself, as transformations look into variables."""
+    return type(x).from_metadata(raw(x), x.get_metadata()) if isinstance(x, Variable) else x
+
+
+def _at(tree: Any, path: Path) -> Any:
+    """What a nested state has at a path; an empty path is that of a model that is a variable."""
+    at = tree.raw_mapping if isinstance(tree, State) else tree
+    for part in path:
+        at = at[part]
+    return at
+
+
+def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
+    found = dict(to_flat_state(state(model, wrt)))
+    if not found or (len(found) == 1 and isinstance(found.get(()), State)):
+        there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
+        raise StateFilterError(
+            f"wrt={wrt!r} matches nothing in {type(model).__name__}, so there is nothing to "
+            f"optimize; its variables are of the kinds {', '.join(there) or '(none)'}."
+        )
+    return found
+
+
+def _check_mutable(parameters: dict[Path, Any]) -> None:
+    for path, x in parameters.items():
+        if isinstance(x, Variable) and not x.get_metadata("mutable", True):
+            raise ImmutableVariableError(f"{type(x).__name__} at {shown_path(path)!r}")
+
+
+def _check_parameters(opt_state: Any, parameters: dict[Path, Any]) -> None:
+    for _, x in iter_graph(opt_state):
+        if isinstance(x, StateDict) and (paths := set(dict(to_flat_state(x)))) != set(parameters):
+            path = sorted(paths ^ set(parameters), key=str)[0]
+            has, lacks = (
+                ("the optimizer", "the model")
+                if path in paths
+                else ("the model", "the state of the optimizer")
+            )
+            raise OptimizerStateError(
+                f"{has} has {shown_path(path)!r} among the parameters and {lacks} has not; make "
+                "the optimizer for the model that it is to update."
+            ) from None

@@ -1,0 +1,150 @@
+"""A state that is kept in an object, and notices when it is changed.
+
+A `State` is a mapping that anybody may change without anyone noticing, so a call that remembers how
+an object looks would have to look again each time. What optimizers and averages keep for each
+parameter is a `StateDict`: the same paths and values in dicts that notice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from weft.errors import OptimizerStateError
+from weft.nnx.containers import Dict, List
+from weft.nnx.filters import Path
+from weft.nnx.graph import children, is_array
+from weft.nnx.pytree import Pytree
+from weft.nnx.state import State, shown_path
+from weft.nnx.variables import Variable
+
+
+class StateDict(Dict):
+    """A dict in the place of a `State`, nested as that is.
+
+    Args:
+        *args: as for `dict`.
+        **kwargs: as for `dict`.
+
+    Example:
+        >>> from weft import nnx
+        >>> kept = StateDict({"layer": {"kernel": nnx.Param(1.0)}})
+        >>> kept.layer.kernel[...], kept["layer"]["kernel"][...]
+        (1.0, 1.0)
+    """
+
+
+def kept(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A pytree with variables for its leaves, and containers that notice changes.
+
+    Args:
+        tree: the pytree; states in it become a `StateDict`, lists and dicts a `List` and a `Dict`.
+        make: from a path and a variable or another leaf to the variable in its place.
+        path: where in a larger one that is; in a state, where in the state.
+
+    Example:
+        >>> from weft import nnx
+        >>> kept({"count": 0}, lambda path, x: nnx.Variable(x)).count[...]
+        0
+    """
+    if isinstance(tree, Variable):
+        return make(path, tree)
+    kind = type(tree)
+    if kind is State:
+        mapping = tree.raw_mapping
+        return StateDict({name: kept(value, make, (name,)) for name, value in mapping.items()})
+    if kind is dict:
+        return Dict({name: kept(value, make, (*path, name)) for name, value in tree.items()})
+    if kind is list:
+        return List([kept(value, make, (*path, i)) for i, value in enumerate(tree)])
+    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if below and below[0] is tree:
+        return make(path, tree)
+    parts = [kept(value, make, (*path, i)) for i, value in enumerate(below)]
+    return jax.tree.unflatten(structure, parts)
+
+
+def raw(x: Any) -> Any:
+    """The array or other value of a variable, without hooks; another leaf as it is."""
+    if not isinstance(x, Variable):
+        return x
+    value = x.get_raw_value()
+    return value[...] if isinstance(value, jax.Ref) else value
+
+
+def values_of(tree: Any) -> Any:
+    """The pytree that `kept` was given, with the present values of the variables.
+
+    Args:
+        tree: what `kept` has made.
+    """
+    if isinstance(tree, Variable):
+        return raw(tree)
+    if isinstance(tree, Dict):
+        values = {name: values_of(value) for name, value in tree.items()}
+        return State(values, _copy=False) if isinstance(tree, StateDict) else values
+    if isinstance(tree, List):
+        return [values_of(value) for value in tree]
+    below, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is not tree)
+    if below and below[0] is tree:
+        return tree
+    return jax.tree.unflatten(structure, [values_of(value) for value in below])
+
+
+def matched(tree: Any, values: Any, path: Path = ()) -> Iterator[tuple[Variable[Any], Any]]:
+    """The variables of what `kept` has made, each with its value in another pytree.
+
+    Args:
+        tree: what `kept` has made.
+        values: a pytree like what `kept` was given.
+        path: where in a larger one that is.
+
+    Raises:
+        OptimizerStateError: if the values are nested in another way.
+    """
+    if isinstance(tree, Variable):
+        yield tree, values
+        return
+    there, given = children(tree), dict(children(values))
+    if len(there) != len(given) or any(name not in given for name, _ in there):
+        names = ", ".join(str(name) for name, _ in there) or "nothing"
+        raise OptimizerStateError(
+            f"the state of the optimizer has {names} at {shown_path(path) or 'its root'!r}, and "
+            f"its transformation has given {', '.join(map(str, given)) or repr(values)} for it; an "
+            "update must give a state of the structure that init has given."
+        )
+    for name, value in there:
+        yield from matched(value, given[name], (*path, name))
+
+
+def leaves_of(tree: Any) -> dict[Path, Any]:
+    """The variables and other leaves of a model, a state or nested dicts, by path.
+
+    Args:
+        tree: any of these. What an object has at two places is there at the first.
+
+    Example:
+        >>> list(leaves_of({"a": {"b": 1.0}, "c": None}))
+        [('a', 'b')]
+    """
+    found: dict[Path, Any] = {}
+    seen: set[int] = set()
+    is_object = isinstance(tree, Pytree)
+
+    def walk(x: Any, path: Path) -> None:
+        if isinstance(x, Variable) or is_array(x):
+            if not (is_object and isinstance(x, Variable) and id(x) in seen):
+                found[path] = x
+                seen.add(id(x))
+        elif below := children(x):
+            if isinstance(x, Pytree):
+                if id(x) in seen:
+                    return
+                seen.add(id(x))
+            for name, value in below:
+                walk(value, (*path, name))
+        elif not (x is None or isinstance(x, Mapping | Sequence | Pytree)):
+            found[path] = x
+
+    walk(tree, ())
+    return found

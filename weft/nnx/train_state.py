@@ -1,0 +1,114 @@
+"""A model's description, its parameters, their optimizer and the step, as one pytree.
+
+For training loops that are functions of pytrees: the model is split, and what a step changes is in
+a new train state. `Optimizer` is for loops that change objects.
+"""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from weft import struct
+from weft.nnx.gradients import gradients_like
+from weft.nnx.graph import GraphDef
+from weft.nnx.state import State, from_flat_state, to_flat_state
+from weft.nnx.variables import Variable
+
+
+class TrainState(struct.PyTreeNode):
+    """The state of a simple training loop; derive from it to add fields.
+
+    Attributes:
+        graphdef: the description of the model.
+        params: its parameters.
+        opt_state: the state of the optimizer.
+        step: how many times gradients were applied.
+        tx: the optimizer; part of the structure.
+
+    Example:
+        >>> from weft import nnx
+        >>> graphdef, params = nnx.split(nnx.Dict(w=nnx.Param(jnp.ones(2))))
+        >>> train_state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+        >>> train_state = train_state.apply_gradients(params)
+        >>> int(train_state.step), train_state.params.w.tolist()
+        (1, [0.5, 0.5])
+    """
+
+    graphdef: GraphDef
+    params: State
+    opt_state: optax.OptState
+    step: jax.Array
+    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+
+    @classmethod
+    def create(
+        cls,
+        graphdef: GraphDef,
+        *,
+        params: State,
+        tx: optax.GradientTransformation,
+        step: int = 0,
+        **kwargs: Any,
+    ) -> Self:
+        """A state with a fresh optimizer state.
+
+        Args:
+            graphdef: the description of the model.
+            params: its parameters.
+            tx: the optimizer.
+            step: how many steps were taken.
+            **kwargs: the fields of a derived class.
+        """
+        return cls(
+            graphdef=graphdef,
+            params=params,
+            opt_state=tx.init(params),
+            step=jnp.asarray(step),
+            tx=tx,
+            **kwargs,
+        )
+
+    def apply(self, state: State | str, *states: State | str) -> Any:
+        """Calls a method of the model purely; see `nnx.call`.
+
+        Args:
+            state: a state of the model, or the name of a field that is one.
+            *states: further ones.
+
+        Example:
+            >>> from weft import nnx
+            >>> class Scale(nnx.Module):
+            ...     def __init__(self):
+            ...         self.factor = nnx.Param(jnp.array(2.0))
+            ...     def __call__(self, x):
+            ...         return x * self.factor
+            >>> graphdef, params = nnx.split(Scale())
+            >>> state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
+            >>> y, _ = state.apply("params")(3.0)
+            >>> float(y)
+            6.0
+        """
+        found = [getattr(self, s) if isinstance(s, str) else s for s in (state, *states)]
+        return self.graphdef.apply(*found)
+
+    def apply_gradients(self, grads: State, **kwargs: Any) -> Self:
+        """The state after one step of the optimizer.
+
+        Args:
+            grads: the gradients, at the paths of the parameters; variables or arrays.
+            **kwargs: other fields to change.
+
+        Raises:
+            GradientStructureError: if a parameter has no gradient, or one of another shape.
+        """
+        parameters = dict(to_flat_state(self.params))
+        values = to_flat_state(gradients_like(parameters, grads, ...))
+        like = from_flat_state(
+            (path, x.replace(value) if isinstance(x := parameters[path], Variable) else value)
+            for path, value in values
+        )
+        updates, opt_state = self.tx.update(like, self.opt_state, self.params)
+        params = optax.apply_updates(self.params, updates)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
