@@ -1,0 +1,84 @@
+"""Convolutions of NNX: what they hold, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from weft import nnx
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.nnx.nn.conv import Conv
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 4))
+
+
+def test_a_window_of_one_position_is_a_linear_map():
+    layer = Conv(4, 5, 1, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(layer(X), X @ layer.kernel[0], rtol=1e-5, atol=1e-6)
+    assert (layer.kernel_size, layer.kernel_shape, layer.bias.shape) == ((1,), (1, 4, 5), (5,))
+
+
+def test_any_number_of_batch_axes():
+    layer = Conv(4, 5, 3, rngs=nnx.Rngs(0))
+    y = layer(X)
+    np.testing.assert_allclose(layer(X[0]), y[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(layer(X[None])[0], y, rtol=1e-5, atol=1e-6)
+
+
+def test_a_causal_convolution_sees_no_later_position():
+    layer = Conv(4, 5, 3, padding="CAUSAL", rngs=nnx.Rngs(0))
+    later = layer(X.at[:, 3:].set(0))
+    np.testing.assert_allclose(layer(X)[:, :3], later[:, :3], rtol=1e-6)
+
+
+def test_a_mask_is_state_and_zeroes_weights():
+    mask = jnp.zeros((3, 4, 5)).at[1].set(1)
+    layer = Conv(4, 5, 3, mask=mask, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(layer(X), X @ layer.kernel[1], rtol=1e-5, atol=1e-6)
+    assert nnx.to_flat_state(nnx.state(layer)).paths == (("bias",), ("kernel",), ("mask",))
+
+
+def test_equal_layers_have_equal_descriptions():
+    options = {"strides": [2], "padding": [(1, 0)], "input_dilation": [1]}
+    layers = [Conv(4, 5, [3], **options, rngs=nnx.Rngs(seed)) for seed in range(2)]
+    assert nnx.graphdef(layers[0]) == nnx.graphdef(layers[1])
+    assert layers[0].padding == ((1, 0),)
+    assert layers[0](X).shape == (2, 3, 5)
+
+
+def test_the_result_is_laid_out_as_asked():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((2, 6, 4)), P("data"))
+        y = Conv(4, 6, 3, rngs=nnx.Rngs(0))(x, out_sharding=P("data", None, "model"))
+    assert y.sharding.spec == P("data", None, "model")
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 3), (4,), (6, 0)])
+def test_an_input_that_does_not_fit_is_shown(shape):
+    layer = Conv(4, 5, (3,), rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError) as caught:
+        layer(jnp.ones(shape))
+    assert str(caught.value) == (
+        f"Conv with in_features=4 and kernel_size=(3,) was given an input of shape {shape}; "
+        "expected (..., *spatial, 4) with 1 spatial axes."
+    )
+
+
+def test_a_mask_of_another_shape_is_shown_with_the_layer():
+    message = r"kernel_size=\(3,\) has a mask of shape \(3,\); expected that of the kernel, \(3, 4,"
+    with pytest.raises(ArgumentShapeError, match=message):
+        Conv(4, 5, 3, mask=jnp.ones(3), rngs=nnx.Rngs(0))
+    layer = Conv(4, 5, 3, rngs=nnx.Rngs(0))
+    layer.mask = jnp.ones(3)
+    with pytest.raises(ArgumentShapeError, match=message):
+        layer(X)
+
+
+def test_channels_that_cannot_be_shared_out_and_paddings_that_are_unknown_are_refused():
+    with pytest.raises(ArgumentShapeError, match=r"feature_group_count=3.*in_features=4 and out_f"):
+        Conv(4, 6, 3, feature_group_count=3, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentValueError, match="padding='FULL' is neither one of"):
+        Conv(4, 6, 3, padding="FULL", rngs=nnx.Rngs(0))(X)

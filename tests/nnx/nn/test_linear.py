@@ -1,0 +1,123 @@
+"""Linear maps of NNX: what they compute, what they hold, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.nnx.nn.linear import Linear, LinearGeneral
+
+X = jax.random.normal(jax.random.key(0), (2, 3, 4))
+
+
+def test_a_linear_map_is_a_product_plus_a_bias():
+    layer = Linear(4, 5, bias_init=jax.nn.initializers.ones, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(layer(X), X @ layer.kernel[...] + 1, rtol=1e-6)
+    assert (layer.in_features, layer.out_features, layer.bias.shape) == (4, 5, (5,))
+    assert Linear(4, 5, use_bias=False, rngs=nnx.Rngs(0)).bias is None
+
+
+def test_each_parameter_takes_a_key_of_the_stream_params():
+    rngs = nnx.Rngs(0, params=1)
+    Linear(4, 5, rngs=rngs)
+    assert (int(rngs.params.count[...]), int(rngs.default.count[...])) == (2, 0)
+    Linear(4, 5, use_bias=False, rngs=rngs)
+    assert int(rngs.params.count[...]) == 3
+
+
+def test_metadata_is_that_of_the_layer_and_of_the_initializer():
+    init = nnx.with_metadata(jax.nn.initializers.ones, tag="head")
+    layer = Linear(
+        4, 5, kernel_init=init, kernel_metadata={"tag": "x", "more": 1}, rngs=nnx.Rngs(0)
+    )
+    assert layer.kernel.get_metadata() == {"tag": "head", "more": 1}
+    general = LinearGeneral(4, (5, 2), kernel_init=init, bias_metadata={"a": 1}, rngs=nnx.Rngs(0))
+    assert (general.kernel.tag, general.kernel.shape) == ("head", (4, 5, 2))
+    assert general.bias.get_metadata() == {"a": 1}
+
+
+def test_equal_layers_have_equal_descriptions():
+    one, other = (nnx.split(Linear(4, 5, rngs=nnx.Rngs(seed)))[0] for seed in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != nnx.graphdef(Linear(4, 5, precision="highest", rngs=nnx.Rngs(0)))
+
+
+def test_a_general_map_contracts_any_axes():
+    layer = LinearGeneral((3, 4), (5, 2), axis=(1, -1), rngs=nnx.Rngs(0))
+    expected = jnp.einsum("bij,ijkl->bkl", X, layer.kernel[...])
+    np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-6)
+    each = LinearGeneral(4, 5, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    expected = jnp.einsum("bti,bio->bto", X, each.kernel[...])
+    np.testing.assert_allclose(each(X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_another_product_is_asked_for_what_was_given_alone():
+    seen = []
+
+    def product(*args, **kwargs):
+        seen.append(sorted(kwargs))
+        return jax.lax.dot_general(*args, **kwargs)
+
+    options = {"dot_general": product, "rngs": nnx.Rngs(0)}
+    Linear(4, 5, **options)(X)
+    Linear(4, 5, preferred_element_type=jnp.float32, **options)(X)
+    LinearGeneral(4, 5, dot_general_cls=lambda: product, rngs=nnx.Rngs(0))(X)
+    assert seen == [["precision"], ["precision", "preferred_element_type"], ["precision"]]
+
+
+def test_a_layer_trains_in_jit():
+    layer = Linear(4, 1, rngs=nnx.Rngs(0))
+    graphdef, state = nnx.split(layer)
+
+    @jax.jit
+    def step(state):
+        loss, grads = jax.value_and_grad(lambda s: jnp.mean((nnx.merge(graphdef, s)(X) - 1) ** 2))(
+            state
+        )
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
+
+    first, state = step(state)
+    for _ in range(5):
+        last, state = step(state)
+    assert last < first
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3,), ()])
+def test_a_linear_map_names_itself_and_the_sizes_that_disagree(shape):
+    layer = Linear(4, 5, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError) as caught:
+        layer(jnp.ones(shape))
+    assert str(caught.value) == (
+        f"Linear with in_features=4 and out_features=5 was given an input of shape {shape}; "
+        "expected (..., 4)."
+    )
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4), (2, 4, 3), (3,)])
+def test_a_general_map_names_the_axes_that_disagree(shape):
+    layer = LinearGeneral((2, 4), 5, axis=(1, 2), rngs=nnx.Rngs(0))
+    if shape == (3, 2, 4):
+        assert layer(jnp.ones(shape)).shape == (3, 5)
+        return
+    message = rf"axis=\(1, 2\) and out_features=\(5,\) was given an input of shape .{shape[0]}.*"
+    with pytest.raises(ArgumentShapeError, match=message + r"sizes \(2, 4\) of its axes \(1, 2\)"):
+        layer(jnp.ones(shape))
+
+
+def test_a_general_map_names_batch_axes_and_axes_that_are_one():
+    layer = LinearGeneral(4, 5, batch_axis={0: 2}, rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError, match=r"batch_axis=\{0: 2\}.*\(2, 4\) of its axes"):
+        layer(jnp.ones((3, 4)))
+    twice = LinearGeneral((4, 4), 5, axis=(-1, 1), rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentShapeError, match=r"of its axes \(1, 1\)"):
+        twice(jnp.ones((4, 4)))
+
+
+def test_sizes_that_do_not_fit_are_refused_when_the_layer_is_made():
+    with pytest.raises(ArgumentShapeError, match=r"in_features=\(4,\) and axis=\(1, 2\)"):
+        LinearGeneral(4, 5, axis=(1, 2), rngs=nnx.Rngs(0))
+    with pytest.raises(ArgumentValueError, match=r"batch_axis=\{1: 3\}.*the first axes, \(0,\)"):
+        LinearGeneral(4, 5, batch_axis={1: 3}, rngs=nnx.Rngs(0))

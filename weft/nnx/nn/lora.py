@@ -1,0 +1,194 @@
+"""Low-rank adaptation: what is learned beside a map that stays as it is (Hu et al., 2021)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from weft import functional
+from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.initializers import he_uniform, zeros
+from weft.nnx.kinds import Param
+from weft.nnx.module import Module
+from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
+from weft.nnx.nn.linear import Linear
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, new_param
+from weft.nnx.rngs import Rngs
+from weft.nnx.variables import Variable
+from weft.typing import DType
+
+__all__ = ["LoRA", "LoRALinear", "LoRAParam"]
+
+default_a_initializer = he_uniform()
+
+
+class LoRAParam(Param[Any]):
+    """A parameter of a low-rank map, which can be learned while others stay."""
+
+    __slots__ = ()
+
+
+class LoRA(Module):
+    """A linear map of low rank, and what another module makes of the same input.
+
+    The result is `(x @ lora_a) @ lora_b + base_module(x)`. The parameters are `lora_a`, shape
+    `(in_features, lora_rank)`, and `lora_b`, shape `(lora_rank, out_features)`.
+
+    Args:
+        in_features: the size of the last axis of the input.
+        lora_rank: the rank.
+        out_features: the size of the last axis of the result.
+        base_module: what is called on the same input; by default nothing is added.
+        dtype: of the computation; by default the one to which input and parameters promote.
+        param_dtype: of the parameters.
+        a_initializer: makes `lora_a`.
+        b_initializer: makes `lora_b`; zeros, so that the map starts as that of `base_module`.
+        lora_param_type: the class of the variables.
+        promote_dtype: gives input and parameters the dtype of the computation.
+        rngs: its stream `params` gives a key for each parameter.
+        a_metadata: of the variable `lora_a`.
+        b_metadata: of the variable `lora_b`.
+
+    Raises:
+        ArgumentValueError: if `base_module` cannot be called.
+
+    Example:
+        >>> from weft import nnx
+        >>> rngs = nnx.Rngs(0)
+        >>> layer = LoRA(3, 2, 4, base_module=Linear(3, 4, rngs=rngs), rngs=rngs)
+        >>> layer(jnp.ones((16, 3))).shape
+        (16, 4)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        lora_rank: int,
+        out_features: int,
+        *,
+        base_module: Callable[..., Any] | None = None,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
+        promote_dtype: PromoteDtype = promote_dtype,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+    ):
+        if base_module is not None and not callable(base_module):
+            raise ArgumentValueError(
+                f"LoRA was given base_module={base_module!r}, which cannot be called; expected a "
+                "module with a __call__, or None."
+            )
+        self.in_features = in_features
+        self.out_features = out_features
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.lora_param_type = lora_param_type
+        self.base_module = base_module
+        self.promote_dtype = promote_dtype
+        shape = (in_features, lora_rank)
+        self.lora_a = new_param(
+            a_initializer, rngs, shape, param_dtype, a_metadata, lora_param_type
+        )
+        shape = (lora_rank, out_features)
+        self.lora_b = new_param(
+            b_initializer, rngs, shape, param_dtype, b_metadata, lora_param_type
+        )
+
+    def __call__(self, x: Num[Array, "*batch input"], **kwargs: Any) -> Num[Array, "*batch output"]:
+        """Applies the map.
+
+        Args:
+            x: the input.
+            **kwargs: for `base_module`.
+
+        Raises:
+            ArgumentShapeError: if the last axis of the input has another size.
+        """
+        given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
+        if given.shape[-1:] != a.shape[:1]:
+            raise ArgumentShapeError(
+                f"LoRA with in_features={self.in_features} and out_features={self.out_features} "
+                f"was given an input of shape {given.shape}; expected (..., {a.shape[0]})."
+            )
+        y = functional.dense(functional.dense(given, a), b)
+        return y if self.base_module is None else y + self.base_module(x, **kwargs)
+
+
+class LoRALinear(Linear):
+    """A `Linear` with a linear map of low rank beside it.
+
+    The parameters are those of `Linear`, and those of the attribute `lora`, a `LoRA`.
+
+    Args:
+        in_features: the size of the last axis of the input.
+        out_features: the size of the last axis of the result.
+        lora_rank: the rank.
+        lora_dtype: of the computation of low rank.
+        lora_param_dtype: of its parameters.
+        a_initializer: see `LoRA`, as for the following.
+        b_initializer: makes `lora_b`.
+        lora_param_type: the class of the variables.
+        lora_promote_dtype: gives input and parameters the dtype of the computation.
+        rngs: its stream `params` gives a key for each parameter.
+        a_metadata: of the variable `lora_a`.
+        b_metadata: of the variable `lora_b`.
+        **kwargs: for `Linear`.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = LoRALinear(3, 4, lora_rank=2, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((16, 3))).shape, layer.lora.lora_a.shape
+        ((16, 4), (3, 2))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        lora_rank: int,
+        lora_dtype: DType | None = None,
+        lora_param_dtype: DType = jnp.float32,
+        a_initializer: Initializer = default_a_initializer,
+        b_initializer: Initializer = zeros,
+        lora_param_type: type[Variable[Any]] = LoRAParam,
+        lora_promote_dtype: PromoteDtype = promote_dtype,
+        rngs: Rngs,
+        a_metadata: Metadata = NO_METADATA,
+        b_metadata: Metadata = NO_METADATA,
+        **kwargs: Any,
+    ):
+        super().__init__(in_features, out_features, rngs=rngs, **kwargs)
+        self.lora = LoRA(
+            in_features,
+            lora_rank,
+            out_features,
+            dtype=lora_dtype,
+            param_dtype=lora_param_dtype,
+            a_initializer=a_initializer,
+            b_initializer=b_initializer,
+            lora_param_type=lora_param_type,
+            promote_dtype=lora_promote_dtype,
+            rngs=rngs,
+            a_metadata=a_metadata,
+            b_metadata=b_metadata,
+        )
+
+    def __call__(
+        self, x: Num[Array, "*batch input"], out_sharding: Any = None
+    ) -> Num[Array, "*batch output"]:
+        """Applies both maps.
+
+        Args:
+            x: the input.
+            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+
+        Raises:
+            ArgumentShapeError: if the last axis of the input has another size.
+        """
+        return super().__call__(x, out_sharding=out_sharding) + self.lora(x)
