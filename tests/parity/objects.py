@@ -1,0 +1,150 @@
+"""Runs a program on NNX of Flax and of Weft, and compares what comes of it."""
+
+import inspect
+
+import flax.nnx
+import jax
+import numpy as np
+import pytest
+
+import weft.nnx
+
+# What Flax alone keeps beside the metadata that was given.
+OF_FLAX = ("eager_sharding", "hijax", "ref")
+
+
+def same(program, tolerance=1e-5):
+    """Runs `program(nnx)` on both.
+
+    It returns results, which must be close and have the same dtypes, and objects, whose variables
+    must have the same paths, classes, metadata and bits, and whose attributes the same values.
+    """
+    of_flax, theirs = program(flax.nnx)
+    of_weft, ours = program(weft.nnx)
+    assert described(theirs) == described(ours)
+    same_arrays(of_flax, of_weft, tolerance)
+
+
+def same_arrays(of_flax, of_weft, tolerance=1e-5):
+    """Compares two trees of arrays: structure, dtypes, shapes, and values to a tolerance."""
+    theirs, structure = jax.tree.flatten(of_flax)
+    ours, our_structure = jax.tree.flatten(of_weft)
+    assert structure == our_structure
+    for a, b in zip(theirs, ours, strict=True):
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        as_floats = (np.asarray(x, complex if np.iscomplexobj(x) else float) for x in (a, b))
+        np.testing.assert_allclose(*as_floats, rtol=tolerance, atol=tolerance)
+
+
+def described(x):
+    """An object in plain Python: variables with class, metadata and bits, attributes by name."""
+    if isinstance(x, flax.nnx.Variable | weft.nnx.Variable):
+        metadata = {k: described(v) for k, v in x.get_metadata().items() if k not in OF_FLAX}
+        return type(x).__name__, metadata, described(x.get_raw_value())
+    if isinstance(x, flax.nnx.Pytree | weft.nnx.Pytree):
+        attributes = {k: described(v) for k, v in vars(x).items() if not k.startswith("_")}
+        return type(x).__name__, dict(sorted(attributes.items()))
+    if isinstance(x, jax.Array) and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return "key", np.asarray(jax.random.key_data(x)).tolist()
+    if isinstance(x, jax.Array | np.ndarray):
+        return str(x.dtype), x.shape, np.asarray(x).tobytes()
+    if isinstance(x, flax.nnx.State | weft.nnx.State):
+        return {k: described(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [described(v) for v in x]
+    if isinstance(x, type):
+        return x.__name__
+    if callable(x):
+        return getattr(x, "__name__", type(x).__name__)
+    return str(x) if type(x).__name__ == "FrozenDict" else x
+
+
+def same_error(program):
+    """Runs a program that raises on both; what catches the error of Flax catches that of Weft."""
+    with pytest.raises(Exception) as theirs:
+        program(flax.nnx)
+    with pytest.raises(Exception) as ours:
+        program(weft.nnx)
+    known = next(c for c in type(theirs.value).__mro__ if c.__module__ == "builtins")
+    assert issubclass(type(ours.value), known)
+    return str(ours.value)
+
+
+def same_signature(name, method="__init__"):
+    """Compares names, kinds and order of parameters, and defaults that are plain values."""
+
+    def parameters(nnx):
+        signature = inspect.signature(getattr(getattr(nnx, name), method))
+        return [
+            (p.name, p.kind, p.default if isinstance(p.default, PLAIN) else _name(p.default))
+            for p in signature.parameters.values()
+        ]
+
+    assert parameters(flax.nnx) == parameters(weft.nnx)
+
+
+PLAIN = (bool, int, float, str, tuple, type(None))
+
+
+def _name(x):
+    return x.__name__ if isinstance(x, type) else type(x).__name__
+
+
+def named(cases):
+    """A parametrization over keyword arguments, with ids that show their names."""
+    return pytest.mark.parametrize("kwargs", cases, ids=lambda k: ",".join(k) or "default")
+
+
+X = jax.random.normal(jax.random.key(1), (2, 3, 4, 5))
+
+
+def applied(name, *args, x=X, call=(), **kwargs):
+    """A program that makes a layer and applies it, which compares the streams too."""
+
+    def program(nnx):
+        rngs = nnx.Rngs(0, params=7)
+        layer = getattr(nnx, name)(*args, rngs=rngs, **kwargs)
+        return layer(x, *call), [layer, rngs]
+
+    return program
+
+
+def twice(function):
+    """A function in place of one of JAX's, which doubles what it gives."""
+
+    def call(*args, **kwargs):
+        return 2 * function(*args, **kwargs)
+
+    return call
+
+
+def in_half(args, /, *, dtype=None, inexact=True):
+    """A function in place of `promote_dtype`."""
+    assert dtype is None and inexact
+    return tuple(None if x is None else jax.numpy.asarray(x, "bfloat16") for x in args)
+
+
+def tolerance(kwargs):
+    """How close the results of a layer have to be, by the dtypes that it is given."""
+    rough = {"dtype", "param_dtype", "promote_dtype", "preferred_element_type"}
+    return 2e-2 if kwargs.keys() & rough else 1e-5
+
+
+normal = jax.nn.initializers.normal(1.0)
+# The options of all layers with a kernel and a bias.
+COMMON = [
+    {},
+    {"dtype": "bfloat16"},
+    {"dtype": "float16"},
+    {"param_dtype": "bfloat16"},
+    {"param_dtype": "bfloat16", "dtype": "float32"},
+    {"param_dtype": "complex64"},
+    {"precision": "highest"},
+    {"precision": ("default", "highest")},
+    {"kernel_init": jax.nn.initializers.ones},
+    {"bias_init": normal},
+    {"promote_dtype": in_half},
+    {"preferred_element_type": "bfloat16"},
+    {"kernel_metadata": {"out_sharding": ("a", "b"), "eager_sharding": False}},
+    {"kernel_metadata": {"tag": "k"}, "bias_metadata": {"tag": "b", "sizes": (1, 2)}},
+]
