@@ -1,0 +1,65 @@
+"""Einsums of NNX: the same programs on Flax and on Weft."""
+
+import jax.numpy as jnp
+import pytest
+
+from tests.parity.objects import (
+    COMMON,
+    X,
+    applied,
+    named,
+    normal,
+    same,
+    same_error,
+    same_signature,
+    tolerance,
+    twice,
+)
+
+
+@named([*COMMON, {"einsum_op": twice(jnp.einsum)}])
+def test_einsum(kwargs):
+    same(applied("Einsum", "abcd,dfe->abfce", (5, 3, 6), (3, 6), **kwargs), tolerance(kwargs))
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "kernel", "bias"),
+    [
+        ("abcd , dn -> abcn", (5, 6), (6,)),
+        ("...d,dn->...n", (5, 6), (6,)),
+        ("abcd,ndh->hnabc", (6, 5, 2), (2, 6)),
+        ("abcd,cdn->abn", [4, 5, 6], [6]),
+        ("abcd,cd->ab", (4, 5), ()),
+        ("abcd,den->aben", (5, 2, 3), (6,)),
+        ("abcd,d...->abc...", (5, 2), (2,)),
+        ("abcd,de->abce", (5, 6), None),
+    ],
+)
+def test_einsum_of_other_subscripts(subscripts, kernel, bias):
+    same(applied("Einsum", subscripts, kernel, bias, bias_init=normal))
+
+
+def test_other_subscripts_for_a_call():
+    same(
+        applied("Einsum", "abcd,de->abce", (5, 6), (6,), bias_init=normal, call=("abcd,de->eabc",))
+    )
+
+
+FAILURES = {
+    "no result": ("ab,bc", (5, 3)),
+    "no result of a call": ("ab,bc->ac", (5, 3), None, "abc"),
+    "three operands": ("a,b,c->abc", (5,)),
+    "axes of the kernel": ("ab,bcd->ac", (5, 3)),
+    "sizes of the kernel": ("ab,bc->ac", (4, 3)),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES.values(), ids=FAILURES)
+def test_what_catches_an_error_of_flax_catches_that_of_weft(case):
+    subscripts, kernel, bias, call = (*case, None, None)[:4]
+    same_error(lambda nnx: nnx.Einsum(subscripts, kernel, bias, rngs=nnx.Rngs(0))(X[0, 0], call))
+
+
+@pytest.mark.parametrize("method", ["__init__", "__call__"])
+def test_signatures(method):
+    same_signature("Einsum", method)
