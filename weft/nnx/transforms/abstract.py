@@ -66,8 +66,8 @@ def make_jaxpr(
         static_argnums: arguments that are hashable values and no arrays.
 
     Returns:
-        A function of the arguments. What goes in and comes out are the values of objects and the
-        arrays, in the order of the arguments; the values that a call would change come out first.
+        A function of the arguments. What goes in are the values of objects, in the order of their
+        names, and arrays; what comes out is what `f` returns. Objects stay as they are.
 
     Example:
         >>> from weft import nnx
@@ -85,7 +85,7 @@ def make_jaxpr(
 
     def call(*args: Any) -> Any:
         _, cargo = depart(kind, static.wrapped(args), None)
-        return jax.make_jaxpr(lambda cargo: run(kind, lambda args: fn(*args), cargo))(cargo)
+        return jax.make_jaxpr(lambda cargo: run(kind, lambda args: fn(*args), cargo).packed)(cargo)
 
     return transformed("make_jaxpr", f, call)
 

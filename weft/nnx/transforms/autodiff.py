@@ -318,13 +318,17 @@ class _Wanted:
 
     def _by_position(self, n: int) -> dict[int, Predicate | None]:
         """By position, which part of an object is differentiated; None for the usual one."""
-        filters = {}
+        filters: dict[int, Predicate | None] = {}
         for given in self._given:
             number = given.argnum if isinstance(given, DiffState) else given
             if not -n <= number < n:
                 raise TransformArgumentError(
                     f"{self._name}: argnums has {number}, and the function was called with {n} "
                     "arguments by position; give positions that there are."
+                )
+            if number % n in filters:
+                raise TransformArgumentError(
+                    f"{self._name}: argnums has {number} twice; give each argument once."
                 )
             is_part = isinstance(given, DiffState)
             filters[number % n] = to_predicate(given.filter) if is_part else None
@@ -336,8 +340,11 @@ class _Wanted:
         usual = OfType(Param) if self._kind.structure else Everything()
 
         def of(where: Predicate | None, x: Any) -> Any:
-            is_part = is_object(x)
-            return Roles(((where or usual, DIFF), (Everything(), None))) if is_part else DIFF
+            if not is_object(x):
+                return DIFF
+            # A variable that is an argument itself is meant as a whole, whatever it is for.
+            where = where or (Everything() if isinstance(x, Variable) else usual)
+            return Roles(((where, DIFF), (Everything(), None)))
 
         return tuple(
             jax.tree.map(functools.partial(of, filters[i]), arg, is_leaf=is_object)

@@ -11,6 +11,7 @@ look alike, and by all functions that are the same by value.
 
 import functools
 import inspect
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -216,8 +217,8 @@ class _Plan:
         trace: in which the objects can be written to.
         at: positions of the objects, and weak references to them.
         names: likewise for those given by name.
-        n_first: how many arguments are left out of what JAX is given, where those are the first;
-            None where they are not.
+        n_first: how many arguments come before those that JAX is given; more than there can be
+            where objects come later.
         program: what is called.
         donated: the variables whose values are given away.
         kept: the other variables.
@@ -236,7 +237,8 @@ class _Plan:
         self.at = [(i, weakref.ref(x, forget)) for i, x in found.at]
         self.names = [(name, weakref.ref(x, forget)) for name, x in found.names]
         positions = [i for i, _ in found.at]
-        self.n_first = len(positions) if positions == list(range(len(positions))) else None
+        at_front = positions == list(range(len(positions)))
+        self.n_first = len(positions) if at_front else sys.maxsize
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is with the same objects at the same places."""
@@ -379,6 +381,9 @@ def _is_hole_or_object(x: Any) -> bool:
 class JitWrapped:
     """A function of objects under `jax.jit`; made by `nnx.jit`."""
 
+    # What each call reads is not among the attributes that are taken over from the function.
+    __slots__ = ("__dict__", "__weakref__", "_last")
+
     def __init__(self, fn: Callable[..., Any], options: _Options):
         functools.update_wrapper(self, fn)
         self._fn, self._options = fn, options
@@ -391,32 +396,35 @@ class JitWrapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._last
         # What follows is the price of a call.
-        if plan is None or plan.epoch is not EPOCH.now or kwargs or plan.n_first is None:
+        if (
+            plan is None
+            or plan.epoch is not EPOCH.now
+            or kwargs
+            or len(args) < plan.n_first
+        ):
             return self._call_as_found(args, kwargs)
         for i, ref in plan.at:
-            if i >= len(args) or args[i] is not ref():
+            if args[i] is not ref():
                 return self._call_as_found(args, kwargs)
-        return self._call_planned(plan, args[plan.n_first :])
-
-    def _call_planned(self, plan: _Plan, rest: Sequence[Any], **named: Any) -> Any:
-        kept = plan.kept
+        donated, kept = plan.donated, plan.kept
         result, of_donated, of_kept, more, written = plan.jitted(
-            [variable._value for variable in plan.donated],
+            [variable._value for variable in donated],
             [variable._value for variable in kept],
-            *rest,
-            **named,
+            *args[plan.n_first :],
         )
-        if more is not None or plan.trace != current_trace():
-            objects = tuple(ref() for _, ref in (*plan.at, *plan.names))
-            flat = take_apart((objects, ()), with_metadata=False)
-            return self._finish(plan.program, flat, (result, of_donated, of_kept, more, written))
+        if more is not None or plan.trace is not current_trace():
+            return self._finish_planned(plan, (result, of_donated, of_kept, more, written))
         if of_donated:
-            deque(map(_set_value, plan.donated, of_donated), 0)
+            deque(map(_set_value, donated, of_donated), 0)
         if of_kept:
             at = written.at
             changed = kept if len(at) == len(kept) else [kept[i] for i in at]
             deque(map(_set_value, changed, of_kept), 0)
         return result
+
+    def _finish_planned(self, plan: _Plan, outputs: tuple[Any, ...]) -> Any:
+        objects = tuple(ref() for _, ref in (*plan.at, *plan.names))
+        return self._finish(plan.program, take_apart((objects, ()), with_metadata=False), outputs)
 
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call for which the last plan does not hold."""
@@ -428,7 +436,8 @@ class JitWrapped:
                 positions, of_names = [i for i, _ in at], [name for name, _ in names]
                 rest = [x for i, x in enumerate(args) if i not in positions]
                 named = {k: x for k, x in kwargs.items() if k not in of_names}
-                return self._call_planned(plan, rest, **named)
+                values = ([x._value for x in found] for found in (plan.donated, plan.kept))
+                return self._finish_planned(plan, plan.jitted(*values, *rest, **named))
             except _HiddenObject:
                 self._has_hidden = True
         return self._call_found(_found_anywhere(self._options, args, kwargs))

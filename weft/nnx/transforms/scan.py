@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import jax
+
 from weft import lifting
 from weft.errors import TransformArgumentError
 from weft.nnx.transforms.calls import MISSING, recorded, transformed
@@ -72,6 +74,13 @@ def scan(
             graph=graph,
             graph_updates=graph_updates,
         )
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        for axis in axes if isinstance(axes, tuple | list) else ():
+            if axis is not Carry and any(x is Carry for x in jax.tree.leaves(axis)):
+                raise TransformArgumentError(
+                    f"scan: {name}={_shown(axes)} has a Carry inside of an entry; a whole argument "
+                    "or result is the carry, or nnx.StateAxes({...: nnx.Carry}) of an object."
+                )
     carries = _carries(in_axes), _carries(out_axes)
     if len(carries[0]) != len(carries[1]):
         raise TransformArgumentError(

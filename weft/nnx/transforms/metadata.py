@@ -1,0 +1,88 @@
+"""transform_metadata: axes come and go in the metadata of variables, where no axis is mapped here."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from weft.core.meta import PARTITION_NAME
+from weft.lifting import CARRY, Roles
+from weft.lifting.roles import broadcast_roles, roles_of_carrier
+from weft.nnx.filters import to_predicate
+from weft.nnx.graph import take_apart
+from weft.nnx.spmd import add_axis, remove_axis
+from weft.nnx.transforms.calls import MISSING, by_position
+from weft.nnx.transforms.kind import is_object
+from weft.nnx.transforms.symbols import as_roles
+from weft.nnx.variables import Variable
+
+
+def transform_metadata(
+    f: Callable[..., Any] = MISSING,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    partition: str | None,
+    graph: bool | None = None,
+) -> Callable[..., Any]:
+    """A function whose variables have lost the mapped axis in their metadata, too.
+
+    Under `jax.vmap`, or under `nnx.vmap` without `transform_metadata=`, a variable's value has one
+    axis less than outside. This takes the entry of that axis out of the metadata for the time of
+    the function, and puts one into that of variables that the function returns.
+
+    Args:
+        f: the function; without it, a decorator.
+        in_axes: as for `nnx.vmap`.
+        out_axes: likewise.
+        partition: what the axis is called.
+        graph: see `nnx.set_graph_mode`; metadata is the same either way.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> @nnx.vmap(axis_size=3)
+        ... @nnx.transform_metadata(partition="layers")
+        ... def create():
+        ...     return nnx.Param(jnp.ones(4), out_sharding=("model",), eager_sharding=False)
+        >>> create().out_sharding
+        ('layers', 'model')
+    """
+    if f is MISSING:
+        return functools.partial(
+            transform_metadata, in_axes=in_axes, out_axes=out_axes, partition=partition, graph=graph
+        )
+    params = {PARTITION_NAME: partition}
+    in_roles, out_roles = as_roles(in_axes), as_roles(out_axes)
+
+    @functools.wraps(f)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        args = by_position(f, args, kwargs) if kwargs else args
+        given = list(_mapped(args, in_roles, "in_axes"))
+        for variable, axis in given:
+            remove_axis(variable, axis, params)
+        result = f(*args)
+        returned = _mapped(result, out_roles, "out_axes")
+        known = {id(variable) for variable, _ in given}
+        for variable, axis in [*given, *(item for item in returned if id(item[0]) not in known)]:
+            add_axis(variable, axis, params)
+        return result
+
+    return wrapper
+
+
+def _mapped(tree: Any, roles: Any, what: str) -> list[tuple[Variable[Any], int]]:
+    """The variables in a tree that have the mapped axis, each once."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_object)
+    found: dict[int, tuple[Variable[Any], int]] = {}
+    for x, role in zip(leaves, broadcast_roles(roles, tree, is_object, what), strict=True):
+        if not is_object(x):
+            continue
+        of_object: Roles = roles_of_carrier(role)
+        flat = take_apart(x)
+        for path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
+            axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
+            if isinstance(leaf, Variable) and axis is not None and axis is not CARRY:
+                found.setdefault(id(leaf), (leaf, axis))
+    return list(found.values())
