@@ -55,6 +55,10 @@ class VariableShapeError(ObjectError, ValueError):
     """A value does not have the shape that its variable keeps."""
 
 
+class ObjectArgumentError(ObjectError, TypeError):
+    """A function about objects was given what it cannot take."""
+
+
 class AttributeMarkError(ObjectError, ValueError):
     """An attribute's value does not fit to what was said of it, that it is data or static."""
 

@@ -20,6 +20,8 @@ from weft.nnx.pytree import Pytree
 from weft.nnx.structure import Fixed
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
+_NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
 
 class Ref(NamedTuple):
     """An object that came before."""
@@ -61,11 +63,14 @@ class GraphDef:
     Attributes:
         root: of the outermost object.
         paths: where its values are.
+        outer: which of its objects were others before, on whose places they are put by
+            `nnx.unflatten`: pairs of the index here and there.
     """
 
-    def __init__(self, root: Any, paths: Sequence[Path]):
+    def __init__(self, root: Any, paths: Sequence[Path], outer: Mapping[int, int] = _NOTHING):
         self.root = root
         self.paths = tuple(paths)
+        self.outer = tuple(sorted(outer.items()))
         self._hash = hash(root)
 
     @property
@@ -91,8 +96,30 @@ class GraphDef:
         found = (part for part in _parts(self.root) if isinstance(part, NodeDef))
         return [item for node in found for item in node.attributes]
 
+    def with_outer_index(self, outer: Mapping[int, int]) -> "GraphDef":
+        """The description with other objects that its own were before, by index."""
+        return GraphDef(self.root, self.paths, outer)
+
+    def with_no_outer_index(self) -> "GraphDef":
+        """The description of objects that all are new."""
+        return self.with_outer_index(_NOTHING)
+
+    def with_same_outer_index(self) -> "GraphDef":
+        """The description of objects that are those of this description."""
+        return self.with_outer_index({part.index: part.index for part in self._objects()})
+
+    def with_matching_outer_index(self, other: "GraphDef") -> "GraphDef":
+        """The description of objects that were those of another one's `outer`, by index."""
+        own, outer = {part.index for part in self._objects()}, dict(other.outer)
+        return self.with_outer_index({i: outer[i] for i in own & set(outer)})
+
+    def _objects(self) -> Iterator[Any]:
+        return (part for part in self.nodes if part.index is not None)
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, GraphDef) and self._hash == other._hash and self.root == other.root
+        if not isinstance(other, GraphDef) or self._hash != other._hash:
+            return False
+        return self.root == other.root and self.outer == other.outer
 
     def __hash__(self) -> int:
         return self._hash
@@ -122,7 +149,7 @@ class Flat:
         leaves: its variables, and the values that are none.
         owners: for a value that is no variable the object whose attribute it is, and the
             attribute's name.
-        objects: the objects and variables, by index.
+        objects: the objects and variables, by index, without those that were known.
         again: where an object was met that had come before, and its index.
         is_sure: whether all that is static, and each container, is of a kind that cannot change
             unnoticed.
@@ -139,9 +166,10 @@ class Flat:
 class _Walk:
     """One walk through a graph."""
 
-    def __init__(self, with_metadata: bool) -> None:
+    def __init__(self, with_metadata: bool, known: Mapping[Any, int]) -> None:
         self.with_metadata = with_metadata
-        self.index: dict[int, int] = {}
+        self.index = {id(x): i for x, i in known.items()}
+        self.next = 1 + max(self.index.values(), default=-1)
         self.objects: list[Any] = []
         self.again: list[tuple[int, Path]] = []
         self.leaves: list[Any] = []
@@ -156,11 +184,11 @@ class _Walk:
             self._leaf(x, path, None)
             self.is_sure &= all(map(_cannot_change, x._metadata.values()))
             metadata = metadata_key(x) if self.with_metadata else NO_METADATA
-            return VariableDef(type(x), len(self.objects) - 1, metadata)
+            return VariableDef(type(x), self.index[id(x)], metadata)
         if isinstance(x, Pytree):
             if (known := self._met(x, path)) is not None:
                 return known
-            index = len(self.objects) - 1
+            index = self.index[id(x)]
             attributes = tuple(
                 (name, self._attribute(x, name, value, (*path, name))) for name, value in x._items()
             )
@@ -188,7 +216,8 @@ class _Walk:
         if id(x) in self.index:
             self.again.append((self.index[id(x)], path))
             return Ref(self.index[id(x)])
-        self.index[id(x)] = len(self.objects)
+        self.index[id(x)] = self.next
+        self.next += 1
         self.objects.append(x)
         return None
 
@@ -234,24 +263,26 @@ def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
         return None
-    return [(_key(path[0]), value) for path, value in items], tree
+    return [(key_of(path[0]), value) for path, value in items], tree
 
 
-def _key(key: Any) -> Hashable:
+def key_of(key: Any) -> Hashable:
+    """The name, key or index that a part of a path of JAX stands for."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)
     return key
 
 
-def take_apart(x: Any, with_metadata: bool = True) -> Flat:
+def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING) -> Flat:
     """A graph as a description and values.
 
     Args:
         x: an object, a variable, or a pytree of them.
         with_metadata: whether the description has the metadata of variables.
+        known: the indices of objects that another description has; this one refers to them.
     """
-    walk = _Walk(with_metadata)
+    walk = _Walk(with_metadata, known)
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
     return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.again, walk.is_sure)
@@ -261,7 +292,8 @@ def put_together(
     graphdef: GraphDef,
     leaves: Iterable[Any],
     share: bool = False,
-    existing: Mapping[int, Any] = MappingProxyType({}),
+    existing: Mapping[int, Any] = _NOTHING,
+    known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any]]:
     """The graph of a description and values.
 
@@ -272,12 +304,14 @@ def put_together(
         share: whether variables among the values are used themselves.
         existing: objects that are used, by index; they get the attributes of the description, and
             variables keep their values.
+        known: the objects of other descriptions to which this one refers, by index.
 
     Returns:
         The outermost object, and all objects by index.
 
     Raises:
-        GraphStructureError: if there are more or fewer values than the description has.
+        GraphStructureError: if there are more or fewer values than the description has, or it
+            refers to an object that is not known.
     """
     leaves = list(leaves)
     if len(leaves) != graphdef.num_leaves:
@@ -286,10 +320,15 @@ def put_together(
             "those that nnx.flatten gave."
         )
     rest = iter(leaves)
-    objects: list[Any] = []
+    objects: dict[int, Any] = dict(known)
 
     def build(part: Any) -> Any:
         if isinstance(part, Ref):
+            if part.index not in objects:
+                raise GraphStructureError(
+                    f"the description refers to object {part.index} of another one, with which it "
+                    "was split; merge both inside of one nnx.merge_context(), that one first."
+                )
             return objects[part.index]
         if isinstance(part, Fixed):
             return part.value
@@ -304,17 +343,22 @@ def put_together(
                 made = value if share else value.copy()
             else:
                 made = part.type.from_metadata(value, dict(metadata))
-            objects.append(made)
+            objects[part.index] = made
             return made
         if part.index is None:
             return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
         is_new = part.index not in existing
         made = part.type.__new__(part.type) if is_new else existing[part.index]
-        objects.append(made)
+        objects[part.index] = made
         made._become([(name, build(below)) for name, below in part.attributes], dict(part.marks))
         return made
 
-    return build(graphdef.root), objects
+    return build(graphdef.root), [objects[i] for i in sorted(objects)]
+
+
+def leaf_parts(graphdef: GraphDef) -> list[Any]:
+    """What the description has for each of its values."""
+    return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | Leaf)]
 
 
 # Walks without taking apart.

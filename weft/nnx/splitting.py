@@ -10,9 +10,19 @@ from typing import Any, TypeVar
 
 import jax
 
-from weft.errors import GraphStructureError
+from weft.errors import GraphStructureError, ObjectArgumentError
 from weft.nnx.filters import Filter, Path, grouped, to_predicate
-from weft.nnx.graph import Flat, GraphDef, is_array, put_together, take_apart
+from weft.nnx.graph import (
+    Flat,
+    GraphDef,
+    VariableDef,
+    is_array,
+    leaf_parts,
+    put_together,
+    take_apart,
+)
+from weft.nnx.graph_state import GraphState
+from weft.nnx.ref_map import RefMap
 from weft.nnx.state import (
     FlatState,
     from_flat_state,
@@ -62,22 +72,39 @@ def _items(flat: Flat) -> list[tuple[Path, Any]]:
 
 
 def merge(
-    graphdef: GraphDef, /, *states: Any, copy: bool = False, recreate_variables: bool = True
+    graphdef_or_graphstate: Any,
+    /,
+    *states: Any,
+    copy: bool = False,
+    recreate_variables: bool = True,
 ) -> Any:
-    """The object of a description and states; the inverse of `split`.
+    """The object of a description and states; the inverse of `split` and `unpack`.
 
     Args:
-        graphdef: the description.
+        graphdef_or_graphstate: the description, or a state of `unpack`, which knows it.
         *states: together they have a value for each of its paths.
         copy: whether the object has copies of the variables in the states.
         recreate_variables: ignored; variables are made of values that are none.
 
     Raises:
         GraphStructureError: if a value is missing or has no place.
+        ObjectArgumentError: if the first argument is no description.
     """
+    graphdef, states = _with_description(graphdef_or_graphstate, states)
     found = dict(to_flat_state(merge_state(*states))) if states else {}
     _check_paths(graphdef, found)
     return put_together(graphdef, [found[path] for path in graphdef.paths], share=not copy)[0]
+
+
+def _with_description(first: Any, states: tuple[Any, ...]) -> tuple[GraphDef, tuple[Any, ...]]:
+    if isinstance(first, GraphState):
+        return first._graphdef, (first, *states)
+    if isinstance(first, GraphDef):
+        return first, states
+    raise ObjectArgumentError(
+        f"merge was given a {type(first).__name__} first; give the description that nnx.split "
+        "gave, and then the states, or what nnx.unpack gave."
+    )
 
 
 def _check_paths(graphdef: GraphDef, found: Mapping[Path, Any]) -> None:
@@ -92,6 +119,31 @@ def _check_paths(graphdef: GraphDef, found: Mapping[Path, Any]) -> None:
             f"the state {what} {shown}, which the description has"
             + ("; give all the states that split gave." if missing else " not; take it out.")
         )
+
+
+def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
+    """An object as states that know its description.
+
+    Args:
+        node: an object, or a pytree of objects.
+        *filters: for each a state with what it matches; without any, one state with everything.
+        graph: ignored, see `split`.
+
+    Returns:
+        A `GraphState`, or several.
+
+    Raises:
+        StateFilterError: if no filter matches a value.
+
+    Example:
+        >>> from weft import nnx
+        >>> params, rest = unpack(nnx.Dict(w=nnx.Param(1.0), n=nnx.Cache(2)), nnx.Param, ...)
+        >>> nnx.merge(params, rest).w.get_value(), list(rest)
+        (1.0, ['n'])
+    """
+    graphdef, *states = split(node, *filters)
+    made = [GraphState(graphdef, state) for state in states]
+    return made[0] if len(made) == 1 else tuple(made)
 
 
 def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
@@ -240,7 +292,13 @@ as_pure = pure
 
 
 def flatten(
-    node: Any, /, *, with_paths: bool = True, graph: bool | None = None
+    node: Any,
+    /,
+    *,
+    with_paths: bool = True,
+    ref_index: RefMap | None = None,
+    ref_outer_index: Mapping[Any, int] | None = None,
+    graph: bool | None = None,
 ) -> tuple[GraphDef, Any]:
     """An object as a description and a flat state.
 
@@ -248,6 +306,10 @@ def flatten(
         node: an object, or a pytree of objects.
         with_paths: otherwise there is, in place of the flat state, a list of what the variables
             hold.
+        ref_index: the objects that other descriptions have, to which this one refers, by index;
+            those of this one are added.
+        ref_outer_index: indices of objects in another description, which this one keeps of those
+            that it has.
         graph: ignored, see `split`.
 
     Example:
@@ -256,11 +318,19 @@ def flatten(
         >>> nnx.unflatten(graphdef, leaves)[0][...]
         1.0
     """
-    flat = take_apart(node)
+    known = RefMap() if ref_index is None else ref_index
+    first = 1 + max(known.values(), default=-1)
+    flat = take_apart(node, known=known)
+    graphdef, new = flat.graphdef, list(enumerate(flat.objects, first))
+    if ref_index is not None:
+        ref_index.update((x, i) for i, x in new)
+    if ref_outer_index is not None:
+        there = {i: ref_outer_index[x] for i, x in new if x in ref_outer_index}
+        graphdef = graphdef.with_outer_index(there)
     if with_paths:
-        return flat.graphdef, FlatState(_items(flat), sort=False)
+        return graphdef, FlatState(_items(flat), sort=False)
     leaves = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
-    return flat.graphdef, leaves
+    return graphdef, leaves
 
 
 def unflatten(
@@ -268,6 +338,8 @@ def unflatten(
     state: Any,
     /,
     *,
+    index_ref: dict[int, Any] | None = None,
+    outer_index_outer_ref: Mapping[int, Any] | None = None,
     copy_variables: bool = False,
     recreate_variables: bool = True,
 ) -> Any:
@@ -276,16 +348,37 @@ def unflatten(
     Args:
         graphdef: the description.
         state: a state, or a list of values in the order of the description.
+        index_ref: the objects of other descriptions to which this one refers, by index; those of
+            this one are added.
+        outer_index_outer_ref: objects that are not made anew but changed, by the index that the
+            description keeps of them (see `GraphDef.outer`).
         copy_variables: whether the object has copies of the variables in the state.
         recreate_variables: ignored, see `merge`.
 
     Raises:
-        GraphStructureError: if a value is missing or has no place.
+        GraphStructureError: if a value is missing or has no place, or the description refers to
+            an object that is not there.
     """
     if isinstance(state, list) and not isinstance(state, FlatState):
-        return put_together(graphdef, state, share=not copy_variables)[0]
-    nested = from_flat_state(state) if isinstance(state, FlatState) else state
-    return merge(graphdef, nested, copy=copy_variables)
+        leaves = state
+    else:
+        found = dict(state if isinstance(state, FlatState) else to_flat_state(state))
+        _check_paths(graphdef, found)
+        leaves = [found[path] for path in graphdef.paths]
+    there = outer_index_outer_ref or {}
+    existing = {i: there[outer] for i, outer in graphdef.outer if outer in there}
+    root, objects = put_together(
+        graphdef, leaves, not copy_variables, existing, known=index_ref or {}
+    )
+    for part, leaf in zip(leaf_parts(graphdef), leaves, strict=True):
+        variable = existing.get(part.index) if isinstance(part, VariableDef) else None
+        if isinstance(variable, Variable) and variable is not leaf:
+            is_variable = isinstance(leaf, Variable)
+            variable.update_from_state(leaf) if is_variable else variable.set_raw_value(leaf)
+    if index_ref is not None:
+        indices = sorted({*index_ref, *(n.index for n in graphdef.nodes if n.index is not None)})
+        index_ref.update(zip(indices, objects, strict=True))
+    return root
 
 
 def as_abstract(tree: Any, graph: bool | None = None) -> Any:

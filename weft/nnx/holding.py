@@ -1,0 +1,89 @@
+"""Copies of objects whose variables are held in another way."""
+
+from typing import Any, TypeVar
+
+from weft.errors import GraphStructureError
+from weft.nnx.filters import All, Filter, OfType, to_predicate
+from weft.nnx.graph import find_duplicates, put_together, take_apart
+from weft.nnx.references import held_at_first
+from weft.nnx.state import shown_path
+from weft.nnx.variables import Variable
+
+A = TypeVar("A")
+
+
+def vars_as(
+    node: A,
+    /,
+    *,
+    hijax: bool | None = None,
+    ref: bool | None = None,
+    mutable: bool | None = None,
+    only: Filter = ...,
+    allow_duplicates: bool = False,
+) -> A:
+    """A copy of an object in which variables are held in another way.
+
+    Args:
+        node: the object, or a pytree of objects. Variables that are held so already are shared
+            with the copy.
+        hijax: whether the values are held in a `jax.Ref`; another name for `ref`.
+        ref: whether the values are held in a `jax.Ref` (`weft.nnx.references`).
+        mutable: whether the values can be changed.
+        only: a filter of the variables that are meant.
+        allow_duplicates: whether a variable may be there twice, as it may not in what a function
+            takes whose variables are held in a `jax.Ref`.
+
+    Raises:
+        GraphStructureError: if a variable is there twice.
+        VariableArgumentError: if a value that is no array shall be held in a `jax.Ref`.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = vars_as(nnx.Dict(n=nnx.Variable(jnp.array(0))), ref=True)
+        >>> @jax.jit
+        ... def step(model):
+        ...     model.n[...] += 1
+        >>> step(model)
+        >>> int(model.n)
+        1
+    """
+    asked = {"hijax": hijax, "ref": ref, "mutable": mutable}
+    wanted = {name: value for name, value in asked.items() if value is not None}
+    matches = to_predicate(All(OfType(Variable), only))
+    flat = take_apart(node)
+    leaves = [
+        _held_as(x, wanted) if matches(path, x) else x
+        for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)
+    ]
+    for first, *others in [] if allow_duplicates or not wanted else _duplicates(node, only):
+        raise GraphStructureError(
+            f"the variable at {shown_path(first)!r} is also at "
+            f"{', '.join(repr(shown_path(path)) for path in others)}, and JAX takes a reference "
+            "once; give allow_duplicates=True, or a copy at one place."
+        )
+    return put_together(flat.graphdef, leaves, share=True)[0]
+
+
+with_vars = vars_as
+
+
+def _duplicates(node: Any, only: Filter) -> list[Any]:
+    return find_duplicates(node, only=All(OfType(Variable), only))
+
+
+def _held_as(variable: Variable[Any], wanted: dict[str, bool]) -> Variable[Any]:
+    there = {"mutable": True, "hijax": False, "ref": False, **variable.get_metadata()}
+    updates = {name: value for name, value in wanted.items() if there[name] != value}
+    if not updates:
+        return variable
+    value = variable.get_raw_value()
+    if updates.get("ref") or updates.get("hijax"):
+        metadata = {**variable.get_metadata(), **updates}
+        value = held_at_first(value, metadata, updates, type(variable).__name__)
+    new = variable.copy(value, **updates)
+    if updates.get("mutable"):
+        new.del_metadata("mutable")
+    return new

@@ -1,0 +1,73 @@
+"""What is said of each value of an object, by filter, as a prefix of its tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from weft.errors import ObjectArgumentError, StateFilterError
+from weft.nnx.filters import Path, predicates
+from weft.nnx.graph import key_of
+from weft.nnx.state import shown_path
+from weft.nnx.variables import Variable
+
+
+def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
+    """A copy of a tree that has in the place of each variable and array what is said of it.
+
+    It can stand where JAX takes a prefix of the tree: `in_axes`, `in_shardings`, `in_specs`.
+
+    Args:
+        node: an object, a state, or a pytree of them.
+        filter_map: from filters to what is said of what they match; or a function of a path and a
+            variable or value; or an `nnx.StateAxes`.
+        graph: ignored, see `nnx.split`.
+
+    Raises:
+        StateFilterError: if no filter matches a value.
+        ObjectArgumentError: if `filter_map` is something else.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = nnx.Dict(w=nnx.Param(jnp.ones((3, 2))), n=nnx.BatchStat(jnp.ones(())))
+        >>> axes = prefix(model, {nnx.Param: 0, ...: None})
+        >>> jax.vmap(lambda m: m.w.sum() + m.n, in_axes=(axes,))(model)
+        Array([3., 3., 3.], dtype=float32)
+    """
+    said = _function(filter_map)
+
+    def at(path: Any, x: Any) -> Any:
+        return said(tuple(map(key_of, path)), x)
+
+    is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
+    return jax.tree_util.tree_map_with_path(at, node, is_leaf=is_variable)
+
+
+def _function(filter_map: Any) -> Callable[[Path, Any], Any]:
+    if isinstance(filter_map, Mapping):
+        filters = list(filter_map)
+        return _by_filter(filters, list(filter_map.values()))
+    if callable(getattr(filter_map, "map_prefix", None)):
+        return filter_map.map_prefix
+    if callable(filter_map):
+        return filter_map
+    raise ObjectArgumentError(
+        f"prefix was given {filter_map!r}; give a dict from filters to what is said of what they "
+        "match, such as {nnx.Param: 0, ...: None}, or a function of a path and a value."
+    )
+
+
+def _by_filter(filters: list[Any], values: list[Any]) -> Callable[[Path, Any], Any]:
+    matching = predicates(filters)
+
+    def said(path: Path, x: Any) -> Any:
+        for matches, value in zip(matching, values, strict=True):
+            if matches(path, x):
+                return value
+        raise StateFilterError(
+            f"no filter matches {shown_path(path)!r}, a {type(x).__name__}; the filters are "
+            f"{filters!r}; add `...` as the last."
+        )
+
+    return said
