@@ -1,0 +1,421 @@
+"""Attention with several heads, to the input itself or to another one.
+
+Queries, keys and values are linear maps `query`, `key`, `value` of the inputs, with an axis for the
+heads; `out` maps what the heads found back. To decode, `init_cache` makes room for all positions,
+and each call with `decode=True` has a single one, which is added to the cache and attends to all
+that are there.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
+from weft.functional.attention_cache import attention_cache_step
+from weft.functional.initializers import zeros
+from weft.functional.mask_arrays import combine_masks, make_attention_mask, make_causal_mask
+from weft.nnx.kinds import Cache
+from weft.nnx.module import Module
+from weft.nnx.nn.attention_functions import dot_product_attention
+from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
+from weft.nnx.nn.linear import DotGeneral, LinearGeneral
+from weft.nnx.nn.modes import drawn_key, kept_stream, mode_of
+from weft.nnx.nn.normalization import LayerNorm
+from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, default_kernel_init
+from weft.nnx.rngs import Rngs, RngStream
+from weft.typing import DType
+
+__all__ = [
+    "MultiHeadAttention",
+    "combine_masks",
+    "dot_product_attention",
+    "make_attention_mask",
+    "make_causal_mask",
+]
+
+
+class MultiHeadAttention(Module):
+    """Attention with several heads (Vaswani et al., 2017).
+
+    Args:
+        num_heads: how many heads share the features.
+        in_features: of the queries' input.
+        qkv_features: of all heads together; by default `in_features`.
+        out_features: of the result; by default `in_features`.
+        num_kv_heads: how many heads there are of keys and values, each of which several heads of
+            the queries share (Ainslie et al., 2023); by default `num_heads`.
+        in_kv_features: of the input of keys and values; by default `in_features`.
+        dtype: of the computation; by default the one to which inputs and parameters promote.
+        param_dtype: of the parameters.
+        broadcast_dropout: whether all examples and heads drop the same.
+        dropout_rate: of the weights of attention.
+        deterministic: the mode in which nothing is dropped, set by `model.train()` and
+            `model.eval()`; None if every call says it, where there is dropout.
+        precision: of the multiplications, as in `jax.lax.dot_general`.
+        kernel_init: makes the kernels.
+        out_kernel_init: makes that of `out`; by default `kernel_init`.
+        bias_init: makes the biases.
+        out_bias_init: makes that of `out`; by default `bias_init`.
+        use_bias: whether the maps have biases.
+        attention_fn: computes the attention; is given those options of `dot_product_attention`
+            whose names are among its parameters.
+        decode: the mode in which keys and values are kept in the cache, see above; None if every
+            call says it.
+        normalize_qk: whether queries and keys pass a layer norm (Dehghani et al., 2023).
+        qkv_promote_dtype: gives inputs and parameters of `query`, `key` and `value` one dtype.
+        out_promote_dtype: likewise of `out`.
+        ln_promote_dtype: likewise of the layer norms.
+        qkv_dot_general: multiplies in `query`, `key` and `value`.
+        out_dot_general: multiplies in `out`.
+        qkv_dot_general_cls: makes such a function, and goes before it.
+        out_dot_general_cls: likewise.
+        rngs: its stream `params` gives the keys of the parameters; where there is dropout, the
+            layer gets a stream of its own from the stream `dropout`.
+        keep_rngs: whether it gets that; otherwise calls have to give one.
+        kernel_metadata: of the kernels' variables, but not that of `out`.
+        out_kernel_metadata: of that of `out`.
+        bias_metadata: of the biases' variables, but not that of `out`.
+        out_bias_metadata: of that of `out`.
+        query_ln_scale_metadata: of the scale of the layer norm of queries.
+        key_ln_scale_metadata: of that of keys.
+
+    Raises:
+        ArgumentValueError: if features or heads cannot be shared out evenly.
+
+    Example:
+        >>> from weft import nnx
+        >>> layer = MultiHeadAttention(2, 8, qkv_features=6, decode=False, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((1, 5, 8))).shape, layer.key.kernel.shape
+        ((1, 5, 8), (8, 2, 3))
+        >>> layer.init_cache((1, 5, 8))
+        >>> layer(jnp.ones((1, 1, 8)), decode=True).shape, int(layer.cache_index[...])
+        ((1, 1, 8), 1)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        qkv_features: int | None = None,
+        out_features: int | None = None,
+        num_kv_heads: int | None = None,
+        in_kv_features: int | None = None,
+        *,
+        dtype: DType | None = None,
+        param_dtype: DType = jnp.float32,
+        broadcast_dropout: bool = True,
+        dropout_rate: float = 0.0,
+        deterministic: bool | None = None,
+        precision: lax.PrecisionLike = None,
+        kernel_init: Initializer = default_kernel_init,
+        out_kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros,
+        out_bias_init: Initializer | None = None,
+        use_bias: bool = True,
+        attention_fn: Callable[..., Array] = dot_product_attention,
+        decode: bool | None = None,
+        normalize_qk: bool = False,
+        qkv_promote_dtype: PromoteDtype = promote_dtype,
+        out_promote_dtype: PromoteDtype = promote_dtype,
+        ln_promote_dtype: PromoteDtype = promote_dtype,
+        qkv_dot_general: DotGeneral | None = None,
+        out_dot_general: DotGeneral | None = None,
+        qkv_dot_general_cls: Callable[[], DotGeneral] | None = None,
+        out_dot_general_cls: Callable[[], DotGeneral] | None = None,
+        rngs: Rngs,
+        keep_rngs: bool = True,
+        kernel_metadata: Metadata = NO_METADATA,
+        out_kernel_metadata: Metadata = NO_METADATA,
+        bias_metadata: Metadata = NO_METADATA,
+        out_bias_metadata: Metadata = NO_METADATA,
+        query_ln_scale_metadata: Metadata = NO_METADATA,
+        key_ln_scale_metadata: Metadata = NO_METADATA,
+    ):
+        self.num_heads, self.in_features = num_heads, in_features
+        self.qkv_features = in_features if qkv_features is None else qkv_features
+        self.out_features = in_features if out_features is None else out_features
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.in_kv_features = in_features if in_kv_features is None else in_kv_features
+        self.dtype, self.param_dtype, self.precision = dtype, param_dtype, precision
+        self.broadcast_dropout, self.dropout_rate = broadcast_dropout, dropout_rate
+        self.deterministic, self.decode = deterministic, decode
+        self.use_bias, self.attention_fn, self.normalize_qk = use_bias, attention_fn, normalize_qk
+        self.qkv_promote_dtype, self.out_promote_dtype = qkv_promote_dtype, out_promote_dtype
+        self.ln_promote_dtype = ln_promote_dtype
+        self.qkv_dot_general, self.out_dot_general = qkv_dot_general, out_dot_general
+        self.qkv_dot_general_cls = qkv_dot_general_cls
+        self.out_dot_general_cls = out_dot_general_cls
+        self.head_dim = self._head_dim()
+
+        qkv = kernel_init, bias_init, kernel_metadata, bias_metadata
+        out = out_kernel_init or kernel_init, out_bias_init or bias_init
+        self._make_qkv(rngs, *qkv)
+        self._make_norms(rngs, query_ln_scale_metadata, key_ln_scale_metadata)
+        self._make_out(rngs, *out, out_kernel_metadata, out_bias_metadata)
+        drops = keep_rngs and dropout_rate > 0
+        self.rngs = kept_stream(rngs, "dropout", "MultiHeadAttention") if drops else None
+        self.cached_key: Cache[Array] | None = None
+        self.cached_value: Cache[Array] | None = None
+        self.cache_index: Cache[Array] | None = None
+
+    def _make_qkv(
+        self,
+        rngs: Rngs,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        options: dict[str, Any] = {
+            **self._linear_options(),
+            "promote_dtype": self.qkv_promote_dtype,
+            "dot_general": self.qkv_dot_general,
+            "dot_general_cls": self.qkv_dot_general_cls,
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+            "kernel_metadata": kernel_metadata,
+            "bias_metadata": bias_metadata,
+            "rngs": rngs,
+        }
+        heads, kv_heads = (self.num_heads, self.head_dim), (self.num_kv_heads, self.head_dim)
+        self.query = LinearGeneral(self.in_features, heads, **options)
+        self.key = LinearGeneral(self.in_kv_features, kv_heads, **options)
+        self.value = LinearGeneral(self.in_kv_features, kv_heads, **options)
+
+    def _make_norms(self, rngs: Rngs, *metadata: Metadata) -> None:
+        def make(scale_metadata: Metadata) -> LayerNorm:
+            return LayerNorm(
+                self.head_dim,
+                use_bias=False,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                promote_dtype=self.ln_promote_dtype,
+                scale_metadata=scale_metadata,
+                rngs=rngs,
+            )
+
+        norms = map(make, metadata) if self.normalize_qk else (None, None)
+        self.query_ln, self.key_ln = norms
+
+    def _make_out(
+        self,
+        rngs: Rngs,
+        kernel_init: Initializer,
+        bias_init: Initializer,
+        kernel_metadata: Metadata,
+        bias_metadata: Metadata,
+    ) -> None:
+        self.out = LinearGeneral(
+            (self.num_heads, self.head_dim),
+            self.out_features,
+            axis=(-2, -1),
+            promote_dtype=self.out_promote_dtype,
+            dot_general=self.out_dot_general,
+            dot_general_cls=self.out_dot_general_cls,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            kernel_metadata=kernel_metadata,
+            bias_metadata=bias_metadata,
+            rngs=rngs,
+            **self._linear_options(),
+        )
+
+    def _linear_options(self) -> dict[str, Any]:
+        return {
+            "use_bias": self.use_bias,
+            "dtype": self.dtype,
+            "param_dtype": self.param_dtype,
+            "precision": self.precision,
+        }
+
+    def _head_dim(self) -> int:
+        if self.qkv_features % self.num_heads:
+            raise ArgumentValueError(
+                f"MultiHeadAttention has {self.qkv_features} features for queries, keys and "
+                f"values, which cannot be shared out among num_heads={self.num_heads}; give "
+                "qkv_features, a multiple of it."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ArgumentValueError(
+                f"MultiHeadAttention was given num_heads={self.num_heads} and "
+                f"num_kv_heads={self.num_kv_heads}; expected that equally many heads of queries "
+                "share each head of keys."
+            )
+        return self.qkv_features // self.num_heads
+
+    def __call__(
+        self,
+        inputs_q: Float[Array, "*batch queries features"],
+        inputs_k: Float[Array, "*batch keys kv_features"] | None = None,
+        inputs_v: Float[Array, "*batch keys kv_features"] | None = None,
+        *,
+        mask: Bool[Array, "#*batch #heads #queries #keys"] | None = None,
+        deterministic: bool | None = None,
+        rngs: Rngs | RngStream | Array | None = None,
+        sow_weights: bool = False,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        out_sharding: Any = None,
+        qkv_sharding: Any = None,
+    ) -> Float[Array, "*batch queries out_features"]:
+        """Applies attention.
+
+        Args:
+            inputs_q: what asks.
+            inputs_k: what is compared with it; by default `inputs_q`.
+            inputs_v: what is averaged; by default `inputs_k`.
+            mask: True, or not 0, where a query may attend to a key.
+            deterministic: goes before the attribute.
+            rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
+            sow_weights: whether to keep the weights of attention, before anything is dropped, as
+                `attention_weights`, an `Intermediate`.
+            decode: goes before the attribute.
+            is_causal: whether each query attends only to keys that are no later than itself, as
+                it always does with `decode`.
+            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+            qkv_sharding: how queries, keys and values are laid out.
+
+        Raises:
+            ArgumentValueError: if there are values without keys.
+            ArgumentShapeError: if the shapes do not fit each other, the layer or the cache.
+            MissingModeError: if a mode is neither given nor set.
+            MissingCacheError: if there is no cache to decode with.
+            InvalidRngError: if there is no stream to draw from.
+        """
+        if inputs_k is None:
+            if inputs_v is not None:
+                raise ArgumentValueError(
+                    f"{self._shown()} was given inputs_v without inputs_k; give inputs_k, which "
+                    "is used for both where inputs_v is left out."
+                )
+            inputs_k = inputs_q
+        if inputs_v is None:
+            inputs_v = inputs_k
+        self._check_features(inputs_q, inputs_k, inputs_v)
+        query = self.query(inputs_q, qkv_sharding)
+        key = self.key(inputs_k, qkv_sharding)
+        value = self.value(inputs_v, qkv_sharding)
+        if self.query_ln is not None and self.key_ln is not None:
+            query, key = self.query_ln(query), self.key_ln(key)
+        if mode_of(self, "decode", decode):
+            key, value, mask = self._decode(query, key, value, mask)
+            is_causal = False
+        deterministic, dropout_rng = self._dropout(deterministic, rngs)
+        options = {
+            "mask": mask,
+            "dropout_rng": dropout_rng,
+            "dropout_rate": self.dropout_rate,
+            "broadcast_dropout": self.broadcast_dropout,
+            "deterministic": deterministic,
+            "dtype": self.dtype,
+            "precision": self.precision,
+            "module": self if sow_weights else None,
+            "is_causal": is_causal,
+        }
+        if self.attention_fn is not dot_product_attention:
+            options = _accepted(self.attention_fn, options)
+        return self.out(self.attention_fn(query, key, value, **options), out_sharding)
+
+    def init_cache(self, input_shape: Sequence[int], dtype: DType = jnp.float32) -> None:
+        """Makes an empty cache: the variables `cached_key`, `cached_value` and `cache_index`.
+
+        Args:
+            input_shape: of the input with all positions, `(*batch, length, features)`.
+            dtype: of the cache.
+
+        Raises:
+            ArgumentShapeError: if the shape has no length and features.
+        """
+        if len(input_shape) < 2:
+            raise ArgumentShapeError(
+                f"{self._shown()} was to make a cache for an input of shape {tuple(input_shape)}; "
+                f"expected (*batch, length, {self.in_features})."
+            )
+        shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
+        self.cached_key = Cache(jnp.zeros(shape, dtype))
+        self.cached_value = Cache(jnp.zeros(shape, dtype))
+        self.cache_index = Cache(jnp.zeros((), jnp.int32))
+
+    def set_view(
+        self,
+        deterministic: bool | None = None,
+        decode: bool | None = None,
+        batch_size: int | Sequence[int] | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        """Sets the modes, and makes a cache, see `nnx.view`.
+
+        Args:
+            deterministic: None leaves it as it is.
+            decode: None leaves it as it is.
+            batch_size: of a new cache, one size or several; None for no new cache.
+            max_length: how many positions it has room for.
+
+        Raises:
+            ArgumentValueError: if only one of `batch_size` and `max_length` is given.
+        """
+        if (batch_size is None) != (max_length is None):
+            raise ArgumentValueError(
+                f"{self._shown()} was to make a cache for batch_size={batch_size} and "
+                f"max_length={max_length}; give both, or none for no new cache."
+            )
+        if deterministic is not None:
+            self.deterministic = deterministic
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None and max_length is not None:
+            batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+            self.init_cache((*batch, max_length, self.in_features), self.dtype or jnp.float32)
+
+    def _shown(self) -> str:
+        return f"MultiHeadAttention with num_heads={self.num_heads}, in_features={self.in_features}"
+
+    def _check_features(self, inputs_q: Array, inputs_k: Array, inputs_v: Array) -> None:
+        expected = {
+            "inputs_q": (inputs_q, self.in_features),
+            "inputs_k": (inputs_k, self.in_kv_features),
+            "inputs_v": (inputs_v, self.in_kv_features),
+        }
+        for name, (x, features) in expected.items():
+            if x.ndim < 2 or x.shape[-1] != features:
+                raise ArgumentShapeError(
+                    f"{self._shown()}, in_kv_features={self.in_kv_features} was given {name} of "
+                    f"shape {x.shape}; expected (*batch, length, {features})."
+                )
+
+    def _decode(
+        self, query: Array, key: Array, value: Array, mask: Array | None
+    ) -> tuple[Array, Array, Array | None]:
+        """Keys and values of all positions so far, and the mask that hides the others."""
+        of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
+        if of_key is None or of_value is None or at is None:
+            raise MissingCacheError(self._shown(), self.in_features)
+        index = at.get_value()
+        keys, values, seen = attention_cache_step(
+            *(of_key.get_value(), of_value.get_value(), index),
+            *(query, key, value),
+            layer=self._shown(),
+        )
+        of_key.set_value(keys)
+        of_value.set_value(values)
+        at.set_value(index + 1)
+        return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
+
+    def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
+        """Whether nothing is dropped, and the key that draws what is."""
+        if self.dropout_rate == 0.0 or mode_of(self, "deterministic", deterministic):
+            return True, None
+        given = self.rngs if rngs is None else rngs
+        return False, drawn_key(given, "dropout", self._shown())
+
+
+def _accepted(fn: Callable[..., Array], options: dict[str, Any]) -> dict[str, Any]:
+    """The options that a function knows."""
+    known = inspect.signature(fn).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return options
+    return {name: x for name, x in options.items() if name in known}

@@ -1,0 +1,87 @@
+"""Attention as a function of queries, keys and values, with the options of the layer.
+
+A function with the parameters of `dot_product_attention`, or some of them, can take its place as
+the `attention_fn` of a layer.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from weft import functional
+from weft.functional.attention_weights import (
+    attention_weights,
+    check_attention_shapes,
+    drop_attention_weights,
+)
+from weft.nnx.kinds import Intermediate
+from weft.nnx.module import Module
+from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
+from weft.typing import DType
+
+__all__ = ["dot_product_attention"]
+
+
+def dot_product_attention(
+    query: Float[Array, "*batch target heads dim"],
+    key: Float[Array, "*batch source kv_heads dim"],
+    value: Float[Array, "*batch source kv_heads value_dim"],
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: DType | None = None,
+    precision: lax.PrecisionLike = None,
+    module: Module | None = None,
+    promote_dtype: PromoteDtype = promote_dtype,
+    is_causal: bool = False,
+) -> Float[Array, "*batch target heads value_dim"]:
+    """The values, averaged with the weights of attention (Vaswani et al., 2017).
+
+    The weights are `softmax(query · key / sqrt(dim) + bias)`.
+
+    Args:
+        query: what asks.
+        key: what is compared with the queries. Where it has fewer heads, consecutive heads of the
+            queries share one (Ainslie et al., 2023).
+        value: what is averaged.
+        bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
+        mask: True, or not 0, where a query may attend, likewise.
+        broadcast_dropout: whether all examples and heads drop the same.
+        dropout_rng: the key that draws what is dropped.
+        dropout_rate: of the weights.
+        deterministic: whether nothing is dropped.
+        dtype: of the computation; by default the one to which query, key and value promote.
+        precision: of the multiplications, as in `jax.lax.dot_general`.
+        module: keeps the weights, before anything is dropped, as its `attention_weights`, an
+            `Intermediate`.
+        promote_dtype: gives query, key and value the dtype of the computation.
+        is_causal: whether each query attends only to keys that are no later than itself.
+
+    Raises:
+        ArgumentShapeError: if the shapes do not fit.
+        ArgumentValueError: if there is no key to drop with.
+
+    Example:
+        >>> x = jnp.ones((1, 3, 2, 4))
+        >>> dot_product_attention(x, x[:, :, :1], x[:, :, :1]).shape
+        (1, 3, 2, 4)
+    """
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    check_attention_shapes(query, key, value, shared_heads=True)
+    if is_causal:
+        targets, sources = (jnp.arange(x.shape[-3]) for x in (query, key))
+        earlier = functional.causal_mask(targets[:, None], sources)
+        mask = earlier if mask is None else jnp.logical_and(mask, earlier)
+    weights = attention_weights(query, key, bias=bias, mask=mask, precision=precision)
+    if module is not None:
+        module.sow(Intermediate, "attention_weights", weights)
+    if dropout_rate != 0.0 and not deterministic:
+        weights = drop_attention_weights(
+            weights, rate=dropout_rate, prng_key=dropout_rng, broadcast=broadcast_dropout
+        )
+    return functional.attention_context(weights, value, precision=precision)
