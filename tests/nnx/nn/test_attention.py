@@ -1,0 +1,249 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import (
+    ArgumentShapeError,
+    ArgumentValueError,
+    InvalidRngError,
+    MissingCacheError,
+    MissingModeError,
+    RngArgumentError,
+)
+from weft.nnx.kinds import Cache, Intermediate
+from weft.nnx.module import Module, view
+from weft.nnx.nn.attention import MultiHeadAttention, combine_masks, make_causal_mask
+from weft.nnx.rngs import Rngs
+from weft.nnx.splitting import merge, split
+from weft.nnx.state import to_flat_state
+
+X = jax.random.normal(jax.random.key(1), (2, 5, 8))
+OTHER = jax.random.normal(jax.random.key(2), (2, 7, 6))
+
+
+def attention(*args, **kwargs):
+    return MultiHeadAttention(*(args or (2, 8)), **{"decode": False, "rngs": Rngs(0), **kwargs})
+
+
+def close(x, y):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def by_hand(layer, x, other, mask=None):
+    def project(linear, x):
+        return jnp.einsum("bld,dhf->blhf", x, linear.kernel[...]) + linear.bias[...]
+
+    query, key, value = (
+        project(layer.query, x),
+        project(layer.key, other),
+        project(layer.value, other),
+    )
+    logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
+    logits = logits if mask is None else jnp.where(mask, logits, -1e30)
+    found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
+    return jnp.einsum("bqhf,hfo->bqo", found, layer.out.kernel[...]) + layer.out.bias[...]
+
+
+def test_by_hand():
+    layer = attention(2, 8, 6, 3, in_kv_features=6)
+    close(layer(X, OTHER), by_hand(layer, X, OTHER))
+    layer = attention()
+    mask = jnp.tril(jnp.ones((5, 5), bool))
+    close(layer(X, mask=make_causal_mask(X[..., 0])), by_hand(layer, X, X, mask))
+    close(layer(X, is_causal=True), by_hand(layer, X, X, mask))
+
+
+def test_the_ways_to_give_inputs():
+    layer = attention()
+    np.testing.assert_array_equal(layer(X), layer(X, X, X))
+    np.testing.assert_array_equal(layer(X, 2 * X), layer(X, 2 * X, 2 * X))
+    close(layer(X[0]), layer(X)[0])
+
+
+def test_masks_are_combined():
+    layer = attention()
+    valid = jnp.arange(5)[None, None, None] < 3
+    both = layer(X, mask=combine_masks(make_causal_mask(X[..., 0]), jnp.ones((2, 1, 5, 5)) * valid))
+    close(both, layer(X, mask=valid, is_causal=True))
+
+
+def test_normalised_queries_and_keys_do_not_depend_on_their_size():
+    layer = attention(normalize_qk=True, use_bias=False)
+    np.testing.assert_allclose(layer(100 * X, 30 * X, X), layer(X), rtol=1e-2, atol=1e-3)
+    assert layer.query_ln.scale.shape == (4,) and layer.query_ln.bias is None
+
+
+def test_weights_are_kept():
+    layer = attention(dropout_rate=0.5, deterministic=False)
+    layer(X, sow_weights=True)
+    layer(X)
+    assert isinstance(layer.attention_weights, Intermediate)
+    (weights,) = layer.attention_weights.get_value()
+    assert weights.shape == (2, 2, 5, 5)
+    close(weights.sum(-1), 1)
+
+
+def test_dropout_follows_the_modes():
+    class Model(Module):
+        def __init__(self):
+            self.layers = [attention(dropout_rate=0.5, deterministic=None)]
+
+        def __call__(self, x, **kwargs):
+            return self.layers[0](x, **kwargs)
+
+    model, plain = Model(), attention()(X)
+    with pytest.raises(MissingModeError, match=r"MultiHeadAttention .* deterministic=None itself"):
+        model(X)
+    model.eval()
+    np.testing.assert_array_equal(model(X), plain)
+    assert not jnp.allclose(model(X, deterministic=False), plain)
+    model.train()
+    assert not jnp.allclose(model(X), model(X))
+    np.testing.assert_array_equal(model(X, deterministic=True), plain)
+    given = [model(X, rngs=rngs) for rngs in (Rngs(3), Rngs(dropout=3), Rngs(3).default)]
+    np.testing.assert_array_equal(given[0], given[1])
+    np.testing.assert_array_equal(given[0], given[2])
+    key = jax.random.fold_in(jax.random.key(3), 0)
+    np.testing.assert_array_equal(given[0], model(X, rngs=key))
+
+
+def test_without_streams_of_its_own():
+    layer = attention(dropout_rate=0.5, deterministic=False, keep_rngs=False)
+    assert layer.rngs is None and attention().rngs is None
+    assert layer(X, rngs=Rngs(0)).shape == X.shape
+    with pytest.raises(
+        InvalidRngError, match=r"num_heads=2, in_features=8 drops at random, and ha"
+    ):
+        layer(X)
+    with pytest.raises(RngArgumentError, match="was given rngs=0; expected PRNG streams"):
+        layer(X, rngs=0)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_kv_heads": 1, "normalize_qk": True}])
+def test_decoding_gives_what_causal_attention_gives(kwargs):
+    layer = attention(**kwargs)
+    layer.init_cache(X.shape)
+    assert layer.cached_key.shape == (2, 5, layer.num_kv_heads, 4)
+    whole = layer(X, is_causal=True)
+    graphdef, state = split(layer)
+
+    @jax.jit
+    def step(state, x):
+        inner = merge(graphdef, state)
+        y = inner(x, decode=True)
+        return y, split(inner)[1]
+
+    for i in range(5):
+        y, state = step(state, X[:, i : i + 1])
+        close(y, whole[:, i : i + 1])
+    decoded = merge(graphdef, state)
+    assert decoded.cache_index[...] == 5
+    close(decoded(X, is_causal=True), whole)
+
+
+def test_decoding_is_causal_by_itself():
+    a, b = attention(decode=True), attention(decode=True)
+    for layer in (a, b):
+        layer.init_cache(X.shape)
+    for i in range(3):
+        x = X[:, i : i + 1]
+        close(a(x), b(x, is_causal=True))
+
+
+def test_decoding_with_a_mask_of_the_cache():
+    layer = attention(decode=True)
+    layer.init_cache(X.shape)
+    first_only = jnp.arange(5)[None, None, None] == 0
+    for i in range(2):
+        y = layer(X[:, i : i + 1], mask=first_only)
+    close(y, layer(X[:, 1:2], X[:, :1], decode=False))
+
+
+def test_a_cache_in_half_precision():
+    layer = attention(decode=True)
+    layer.init_cache(X.shape, jnp.bfloat16)
+    y = layer(X[:, :1])
+    assert layer.cached_value.dtype == jnp.bfloat16
+    np.testing.assert_allclose(y, attention()(X[:, :1]), atol=2e-2)
+
+
+def test_views_decode_with_a_cache_of_their_own():
+    model = attention(dtype=jnp.float16)
+    decoder = view(model, decode=True, batch_size=2, max_length=9)
+    assert decoder.query.kernel is model.query.kernel and model.cached_key is None
+    assert decoder.cached_key.shape == (2, 9, 2, 4) and decoder.cached_key.dtype == jnp.float16
+    assert decoder(X[:, :1]).shape == (2, 1, 8)
+    several = view(model, batch_size=(3, 2), max_length=9, deterministic=True)
+    assert several.cached_key.shape == (3, 2, 9, 2, 4) and several.decode is False
+    caches = [path for path, v in to_flat_state(split(decoder)[1]) if isinstance(v, Cache)]
+    assert caches == [("cache_index",), ("cached_key",), ("cached_value",)]
+    with pytest.raises(ArgumentValueError, match="batch_size=2 and max_length=None; give both, or"):
+        view(model, batch_size=2)
+
+
+def test_errors_of_decoding():
+    layer = attention(decode=None)
+    with pytest.raises(MissingModeError, match="MultiHeadAttention was called with decode=None"):
+        layer(X)
+    with pytest.raises(
+        MissingCacheError, match=r"in_features=8 was called .*\(\(batch, length, 8\)"
+    ):
+        layer(X[:, :1], decode=True)
+    with pytest.raises(
+        ArgumentShapeError, match=r"input of shape \(8,\); expected \(\*batch, leng"
+    ):
+        layer.init_cache((8,))
+    layer.init_cache(X.shape)
+    with pytest.raises(ArgumentShapeError, match=r"expects \(2, 1, 2, 4\): give one position at a"):
+        layer(X[:, :2], decode=True)
+    with pytest.raises(ArgumentShapeError, match="batch that the cache was made with"):
+        layer(X[:1, :1], decode=True)
+    assert layer.cache_index[...] == 0 and (layer.cached_key[...] == 0).all()
+
+
+def test_attention_may_be_computed_by_another_function():
+    seen = {}
+
+    def some(query, key, value, mask=None, dtype=None):
+        seen["some"] = mask.shape, dtype
+        return value
+
+    def anything(*args, **kwargs):
+        seen["anything"] = len(args), sorted(kwargs)
+        return args[2]
+
+    attention(attention_fn=some, dtype=jnp.float16)(X, mask=jnp.ones((2, 1, 5, 5)))
+    attention(attention_fn=anything)(X)
+    assert seen["some"] == ((2, 1, 5, 5), jnp.float16)
+    assert seen["anything"] == (
+        3,
+        ["broadcast_dropout", "deterministic", "dropout_rate", "dropout_rng", "dtype", "is_causal",
+         "mask", "module", "precision"],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, inputs", [
+    ("inputs_q", (X[..., :6], OTHER)),
+    ("inputs_k", (X, X)),
+    ("inputs_v", (X, OTHER, X)),
+    ("inputs_q", (X[0, 0], OTHER)),
+])  # fmt: skip
+def test_inputs_that_do_not_fit(name, inputs):
+    with pytest.raises(ArgumentShapeError, match=rf"in_kv_features=6 was given {name} of shape \("):
+        attention(2, 8, in_kv_features=6)(*inputs)
+
+
+def test_bad_arguments():
+    with pytest.raises(
+        ArgumentValueError, match=r"8 features .* among num_heads=3; give qkv_feature"
+    ):
+        attention(3, 8)
+    with pytest.raises(ArgumentValueError, match="num_heads=4 and num_kv_heads=3; expected that"):
+        attention(4, 8, num_kv_heads=3)
+    with pytest.raises(
+        ArgumentValueError, match="was given inputs_v without inputs_k; give inputs_k"
+    ):
+        attention()(X, None, X)
+    with pytest.raises(ArgumentShapeError, match=r"mask has shape \(2, 1, 5, 6\), which does not"):
+        attention()(X, mask=jnp.ones((2, 1, 5, 6)))
