@@ -6,6 +6,7 @@ that mends it.
 """
 
 from weft.errors._base import WeftError as WeftError
+from weft.errors._cells import *
 from weft.errors._checkpoints import *
 from weft.errors._configs import *
 from weft.errors._functional import *

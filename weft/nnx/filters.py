@@ -37,7 +37,9 @@ class WithTag:
     tag: str
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
-        tag = x.get_metadata("tag", None) if hasattr(x, "get_metadata") else None
+        # A PRNG stream, which is no variable, has one as well.
+        is_variable = hasattr(x, "get_metadata")
+        tag = x.get_metadata("tag", None) if is_variable else getattr(x, "tag", None)
         return tag == self.tag
 
 
