@@ -17,6 +17,7 @@ def custom_vjp(
     backward_fn: Callable[..., Any],
     *,
     wrt: Any,
+    of_state: bool = False,
 ) -> Callable[..., Any]:
     """`jax.custom_vjp` of a function that takes carriers.
 
@@ -28,6 +29,8 @@ def custom_vjp(
         backward_fn: takes that, and a cotangent of the result; returns one gradient for each
             argument, and for each group of state, that is DIFF, in order.
         wrt: a prefix of the arguments: DIFF where `backward_fn` gives a gradient, None elsewhere.
+        of_state: whether `backward_fn` also takes the cotangents of what was changed: the groups of
+            each carrier.
 
     Returns:
         A function like `fn`. What `fn` changes comes from `forward_fn` where derivatives are taken.
@@ -46,7 +49,8 @@ def custom_vjp(
             return results._replace(packed=value), residuals
 
         def backward(residuals: Any, cotangents: Results) -> tuple[list[Any], None]:
-            return list(backward_fn(residuals, cotangents.packed)), None
+            of_parcels = ([parcel.groups for parcel in cotangents.parcels],) if of_state else ()
+            return list(backward_fn(residuals, cotangents.packed, *of_parcels)), None
 
         pure.defvjp(forward, backward)
         return commit(kind, outer, pure(diff, rest))

@@ -100,6 +100,7 @@ from weft.nnx.nn.lora import LoRA, LoRALinear, LoRAParam
 from weft.nnx.nn.lstm import LSTMCell, OptimizedLSTMCell
 from weft.nnx.nn.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from weft.nnx.nn.pooling import avg_pool, max_pool, min_pool, pool
+from weft.nnx.nn.recurrent import RNN, Bidirectional
 from weft.nnx.nn.stochastic import Dropout
 from weft.nnx.nn.weight_norms import SpectralNorm, WeightNorm
 from weft.nnx.node_states import NodeStates, from_tree, to_tree
@@ -174,6 +175,7 @@ from weft.nnx.train_state import TrainState
 from weft.nnx.transforms.abstract import checkify, eval_shape, make_jaxpr
 from weft.nnx.transforms.autodiff import grad, jvp, value_and_grad, vjp
 from weft.nnx.transforms.branches import cond, switch
+from weft.nnx.transforms.custom_rules import custom_jvp, custom_vjp
 from weft.nnx.transforms.jit import JitWrapped, cached_partial, jit, jit_partial
 from weft.nnx.transforms.loops import fori_loop, while_loop
 from weft.nnx.transforms.mapping import pmap, shard_map, vmap
@@ -297,6 +299,8 @@ __all__ = [
     "jvp",
     "cond",
     "switch",
+    "custom_vjp",
+    "custom_jvp",
     "JitWrapped",
     "jit",
     "jit_partial",
@@ -370,6 +374,8 @@ __all__ = [
     "max_pool",
     "min_pool",
     "pool",
+    "RNN",
+    "Bidirectional",
     "Dropout",
     "SpectralNorm",
     "WeightNorm",

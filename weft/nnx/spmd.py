@@ -325,6 +325,12 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
     return _told(_remove, tree, index, transform_metadata)
 
 
+def name_next_axis(variable: Variable[Any], name: str | None) -> None:
+    """Says what the axis is called that `add_axis` without a name adds next."""
+    if variable._metadata.get("out_sharding") is not None:
+        _change(variable, {_LEFT: (*variable._metadata.get(_LEFT, ()), name)})
+
+
 def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     if _is_variable(tree):
         return change(tree, index, params)

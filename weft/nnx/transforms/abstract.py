@@ -16,6 +16,7 @@ from weft.nnx.transforms.calls import (
     StaticArguments,
     opened,
     recorded,
+    taking_named,
     transformed,
 )
 from weft.nnx.transforms.kind import ObjectKind
@@ -72,7 +73,7 @@ def make_jaxpr(
     Example:
         >>> from weft import nnx
         >>> w = nnx.Param(jax.numpy.float32(1.0))
-        >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, 2.0))
+        >>> print(nnx.make_jaxpr(lambda w, x: w + x)(w, jax.numpy.float32(2.0)))
         { lambda ; a:f32[] b:f32[]. let c:f32[] = add a b in (c,) }
     """
     if f is MISSING:
@@ -81,10 +82,10 @@ def make_jaxpr(
         )
     kind = ObjectKind("make_jaxpr", *references_and_structure(graph, graph_updates))
     static = StaticArguments(f, static_argnums)
-    fn = recorded(static.fn)
+    fn = recorded(taking_named(static.fn))
 
-    def call(*args: Any) -> Any:
-        _, cargo = depart(kind, static.wrapped(args), None)
+    def call(kwargs: dict[str, Any], *args: Any) -> Any:
+        _, cargo = depart(kind, (kwargs, *static.wrapped(args)), None)
         return jax.make_jaxpr(lambda cargo: run(kind, lambda args: fn(*args), cargo).packed)(cargo)
 
     return transformed("make_jaxpr", f, call)
@@ -116,4 +117,6 @@ def checkify(
         'not positive'
     """
     kind = ObjectKind("checkify", *references_and_structure(graph, graph_updates))
-    return transformed("checkify", f, lifting.checkify(kind, recorded(f), errors=errors))
+    return transformed(
+        "checkify", f, lifting.checkify(kind, recorded(taking_named(f)), errors=errors)
+    )

@@ -22,7 +22,6 @@ from weft.nnx.filters import Path
 from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
 
-
 MISSING: Any = object()
 
 
@@ -147,9 +146,9 @@ def shared_in_tree_mode(x: Any, first: Path, second: Path) -> Exception:
     call = current_call()
     return SharedObjectError(
         f"{call.title if call is not None else 'a transformation'} with graph=False or "
-        f"graph_updates=False: one {_shown(x)} is at {_place(first)} and at {_place(second)}; there "
-        "an object is a plain pytree, which has no shared references. Give nnx.clone(...) at one "
-        "place, or say graph=True, graph_updates=True."
+        f"graph_updates=False: one {_shown(x)} is at {_place(first)} and at {_place(second)}; "
+        "there an object is a plain pytree, which has no shared references. Give nnx.clone(...) "
+        "at one place, or say graph=True, graph_updates=True."
     )
 
 
@@ -186,35 +185,69 @@ def transformed(
     Args:
         transformation: its name.
         fn: the user's function, whose name and parameters the result has.
-        call: takes the arguments by position.
+        call: takes the arguments by position, and before them in a dict those that can only be
+            given by name.
         specs: the parameters that say what happens to arguments and to results.
+
+    Raises:
+        TransformArgumentError: if `fn` is a bound method.
     """
+    check_unbound(transformation, fn)
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
-            args = by_position(fn, args, kwargs)
+            args, kwargs = by_position(fn, args, kwargs)
         with opened(Call(transformation, fn, args, specs)):
-            return call(*args)
+            return call(kwargs, *args)
 
     return wrapper
 
 
 def by_position(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """All arguments by position.
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by position, and those that can only be given by name."""
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return args, kwargs  # the call itself says what is wrong
+    return bound.args, bound.kwargs
 
-    Raises:
-        TransformArgumentError: if one of them can only be given by its name.
+
+def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of what knows arguments by their position, and so has nothing to say of others.
+
+    Args:
+        transformation: its name.
+        call: takes the arguments by position.
     """
-    bound = inspect.signature(fn).bind(*args, **kwargs)
-    if bound.kwargs:
+
+    def checked(kwargs: dict[str, Any], *args: Any) -> Any:
+        if kwargs:
+            raise TransformArgumentError(
+                f"nnx.{transformation}: {', '.join(kwargs)} can only be given by name, and what is "
+                "said of arguments goes by position; make it a parameter that has one."
+            )
+        return call(*args)
+
+    return checked
+
+
+def taking_named(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that takes the arguments given by name first, in a dict."""
+    return lambda kwargs, *args: fn(*args, **kwargs)
+
+
+def check_unbound(transformation: str, fn: Any) -> None:
+    """Raises TransformArgumentError for a method of an object, which would capture the object."""
+    if inspect.ismethod(fn) and isinstance(fn.__self__, Pytree):
+        owner, name = type(fn.__self__).__name__, fn.__name__
         raise TransformArgumentError(
-            f"{getattr(fn, '__name__', fn)!s}: {', '.join(bound.kwargs)} can only be given by name, "
-            "and what is said of arguments goes by position; make it a parameter that has one."
+            f"nnx.{transformation}: {name} is a method of one {owner}, which would not go through "
+            f"the transformation; transform {owner}.{name} and give it the object as its first "
+            f"argument, or write @nnx.{transformation} above the method in the class."
         )
-    return bound.args
 
 
 def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -227,7 +260,6 @@ def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return run
-
 
 
 class StaticArguments:

@@ -15,198 +15,33 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from weft.core.tracing import current_trace
-from weft.lifting import Roles
-from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
+from weft.lifting.crossing import Parcel, Results, Static, commit
 from weft.lifting.functions import AtFirstCall
-from weft.lifting.roles import broadcast_roles
-from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat, take_apart
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
-from weft.nnx.transforms.calls import MISSING, Call, current_call, opened, recorded
-from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of, watched
+from weft.nnx.transforms.calls import MISSING, check_unbound
+from weft.nnx.transforms.jit_program import (
+    Found,
+    HiddenObject,
+    Layout,
+    Options,
+    Program,
+    found_anywhere,
+    found_at_top,
+    objects_at_top,
+)
+from weft.nnx.transforms.kind import ObjectKind, watched
 from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import StateSharding, as_roles
-from weft.nnx.variables import Variable, metadata_key
+from weft.nnx.variables import Variable
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _MAX_PLANS = 64
-
-
-class _Options(NamedTuple):
-    """What the user said of the function.
-
-    Attributes:
-        others: further parameters of `jax.jit`.
-    """
-
-    kind: ObjectKind
-    in_shardings: Any
-    out_shardings: Any
-    static_argnums: frozenset[int]
-    static_argnames: frozenset[str]
-    donate_argnums: frozenset[int]
-    donate_argnames: frozenset[str]
-    others: tuple[tuple[str, Any], ...]
-
-
-@jax.tree_util.register_static
-class _Hole:
-    """Stands in the arguments for the object with that index."""
-
-    def __init__(self, index: int):
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hole) and self.index == other.index
-
-    def __hash__(self) -> int:
-        return self.index
-
-
-@jax.tree_util.register_static
-class _Written:
-    """Which values come back.
-
-    Attributes:
-        at: the numbers of those that have changed, among those that were not given away.
-        is_all: whether nothing but values has changed, and no object is returned.
-    """
-
-    def __init__(self, at: tuple[int, ...], is_all: bool):
-        self.at, self.is_all = at, is_all
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Written) and (self.at, self.is_all) == (other.at, other.is_all)
-
-    def __hash__(self) -> int:
-        return hash(self.at)
-
-
-class _HiddenObject(Exception):
-    """Raised in a trace that finds an object inside of a container among the arguments."""
-
-
-class _Layout(NamedTuple):
-    """The objects of a call.
-
-    Attributes:
-        at: the positions of those that are arguments themselves; they are left out of what JAX is
-            given. Of others, which are inside of containers, there is a hole.
-        names: likewise, those given by name.
-        n_args: how many arguments are given by position.
-        static: the graph of all of them.
-        roles: what is said of each.
-        donated: whether its values are given away.
-        made: for each value the class and metadata of its variable, None for an attribute.
-    """
-
-    at: tuple[int, ...]
-    names: tuple[str, ...]
-    n_args: int
-    static: Any
-    roles: tuple[Roles, ...]
-    donated: tuple[bool, ...]
-    made: tuple[tuple[type[Variable[Any]], Any] | None, ...]
-
-
-class _Program:
-    """The function that JAX compiles, for objects that look alike."""
-
-    def __init__(self, fn: Callable[..., Any], options: _Options, layout: _Layout):
-        self._fn, self._options, self._layout = recorded(fn), options, layout
-        self._user_fn = fn
-        is_donated = [layout.donated[i] for i, _ in layout.static.places]
-        self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
-        self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
-        self.jitted = jax.jit(self._pure, **self._jit_options())
-
-    def _jit_options(self) -> dict[str, Any]:
-        of, layout = self._options, self._layout
-
-        def shifted(argnums: Iterable[int]) -> tuple[int, ...]:
-            left = (i for i in argnums if i not in layout.at)
-            return tuple(sorted(2 + i - sum(at < i for at in layout.at) for i in left))
-
-        result: dict[str, Any] = dict(of.others)
-        result["static_argnums"] = shifted(of.static_argnums)
-        result["static_argnames"] = tuple(sorted(of.static_argnames))
-        result["donate_argnums"] = (0, *shifted(of.donate_argnums))
-        result["donate_argnames"] = tuple(sorted(of.donate_argnames))
-        donated = None
-        if of.in_shardings is not None:
-            flat = [layout.roles[i][g][1] for i, g in layout.static.places]
-            donated, kept = ([flat[n] for n in at] for at in (self.donated, self.kept))
-            rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
-            left = (_without_state(x) for i, x in rest if i not in layout.at)
-            result["in_shardings"] = (donated, kept, *left)
-        if of.out_shardings is not None or donated is not None:
-            out = jax.tree.map(_packed, of.out_shardings, is_leaf=_is_of_state)
-            result["out_shardings"] = (out, donated, None, None, None)
-        return result
-
-    def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
-        layout, values = self._layout, self._in_order(donated, kept)
-        groups: list[tuple[dict[int, Any], ...]]
-        groups = [tuple({} for _ in roles) for roles in layout.roles]
-        for n, (i, g) in enumerate(layout.static.places):
-            groups[i][g][n] = self.as_leaf(n, values[n])
-        args, kwargs = list(rest), dict(named)
-        holes = map(_Hole, range(len(groups)))
-        for i in layout.at:
-            args.insert(i, next(holes))
-        kwargs.update(zip(layout.names, holes, strict=False))
-        leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_hole_or_object)
-        if any(map(is_object, leaves)):
-            raise _HiddenObject
-        packed = tree.unflatten(Parcel(groups[x.index]) if isinstance(x, _Hole) else x for x in leaves)
-        roles = tuple(layout.roles[x.index] if isinstance(x, _Hole) else None for x in leaves)
-        with opened(Call("jit", self._user_fn, (args, kwargs), ("in_shardings", "out_shardings"))):
-            results = run(
-                self._options.kind,
-                self._call,
-                Cargo(Static((layout.static, roles)), packed),
-                as_roles(self._options.out_shardings),
-            )
-        return self._outputs(results, values)
-
-    def _call(self, args: Any) -> Any:
-        if (call := current_call()) is not None:
-            call.args = args[0]
-        return self._fn(*args[0], **args[1])
-
-    def _in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
-        return [values[n] for n in range(len(values))]
-
-    def as_leaf(self, n: int, value: Any) -> Any:
-        """A value in a variable as it was, or itself."""
-        made = self._layout.made[n]
-        return value if made is None else made[0].from_metadata(value, made[1].value)
-
-    def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
-        """The result, the values to write, and where more has changed all that has."""
-        changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
-        made = self._layout.made
-        if results.static.value is not None or any(
-            isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
-            for n, x in changed.items()
-        ):
-            for n in self.donated:
-                i, g = self._layout.static.places[n]
-                # What was given away is gone outside.
-                results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
-            more = results.static, results.parcels
-            return results.packed, [], [], more, _Written((), False)
-        new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
-        at = tuple(i for i, n in enumerate(self.kept) if n in new)
-        donated = [new.get(n, values[n]) for n in self.donated]
-        return results.packed, donated, [new[self.kept[i]] for i in at], None, _Written(at, True)
 
 
 class _Plan:
@@ -229,7 +64,7 @@ class _Plan:
         "trace",
     )  # fmt: skip
 
-    def __init__(self, program: _Program, epoch: object, found: "_Found", forget: Any):
+    def __init__(self, program: Program, epoch: object, found: "Found", forget: Any):
         self.program, self.jitted, self.epoch = program, program.jitted, epoch
         self.trace = current_trace()
         self.donated = [found.flat.leaves[n] for n in program.donated]
@@ -249,146 +84,17 @@ class _Plan:
         )
 
 
-class _Found(NamedTuple):
-    """A call, taken apart.
-
-    Attributes:
-        flat: the graph of its objects.
-        layout: of the objects, for the program.
-        rest: what JAX is given of the arguments.
-        named: likewise, by name.
-        at: the objects that are arguments themselves, with their positions.
-        names: likewise, those given by name.
-    """
-
-    flat: Flat
-    layout: _Layout
-    rest: Sequence[Any]
-    named: dict[str, Any]
-    at: Sequence[tuple[int, Any]]
-    names: Sequence[tuple[str, Any]]
-
-    @property
-    def can_be_planned(self) -> bool:
-        """Whether all that a plan has to know of is told when it changes."""
-        here = current_trace()
-        return (
-            self.flat.is_sure
-            and all(isinstance(x, Variable) for x in self.flat.leaves)
-            and not any(isinstance(x, Variable) for _, x in (*self.at, *self.names))
-            and all(trace_of(x) == here for x in self.flat.objects)
-        )
-
-
-def _objects_at_top(options: _Options, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments that are objects, with their positions, and those given by name."""
-    at = [(i, x) for i, x in enumerate(args) if is_object(x) and i not in options.static_argnums]
-    names = sorted(
-        (name, x)
-        for name, x in kwargs.items()
-        if is_object(x) and name not in options.static_argnames
-    )
-    return at, names
-
-
-def _found_at_top(options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-    """A call with objects that are arguments themselves."""
-    at, names = _objects_at_top(options, args, kwargs)
-    said = _per_argument(options.in_shardings, len(args))
-    roles = [_roles(said[i]) for i, _ in at] + [_SHARED for _ in names]
-    donated = [i in options.donate_argnums for i, _ in at]
-    donated += [name in options.donate_argnames for name, _ in names]
-    positions, of_names = tuple(i for i, _ in at), tuple(name for name, _ in names)
-    rest = [x for i, x in enumerate(args) if i not in positions]
-    named = {name: x for name, x in kwargs.items() if name not in of_names}
-    objects = [x for _, x in (*at, *names)]
-    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
-    layout = _Layout(
-        positions, of_names, len(args), static, tuple(roles), tuple(donated), _made(flat)
-    )
-    return _Found(flat, layout, rest, named, at, names)
-
-
-def _found_anywhere(options: _Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Found:
-    """A call with objects that are also inside of containers: what is left of those has holes."""
-    said = _per_argument(options.in_shardings, len(args))
-    objects: list[Any] = []
-    roles: list[Roles] = []
-    donated: list[bool] = []
-
-    def hollowed(arg: Any, prefix: Any, is_donated: bool) -> Any:
-        leaves, tree = jax.tree.flatten(arg, is_leaf=is_object)
-        of_leaves = broadcast_roles(prefix, arg, is_object, "in_shardings")
-        for n, (x, role) in enumerate(zip(leaves, of_leaves, strict=True)):
-            if is_object(x):
-                leaves[n] = _Hole(len(objects))
-                objects.append(x)
-                roles.append(_roles(role))
-                donated.append(is_donated)
-        return tree.unflatten(leaves)
-
-    rest = [
-        x if i in options.static_argnums else hollowed(x, said[i], i in options.donate_argnums)
-        for i, x in enumerate(args)
-    ]
-    named = {
-        name: x
-        if name in options.static_argnames
-        else hollowed(x, None, name in options.donate_argnames)
-        for name, x in sorted(kwargs.items())
-    }
-    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
-    layout = _Layout((), (), len(args), static, tuple(roles), tuple(donated), _made(flat))
-    return _Found(flat, layout, rest, named, (), ())
-
-
-_SHARED = Roles(((Everything(), None),))
-
-
-def _roles(said: Any) -> Roles:
-    if said is None:
-        return _SHARED
-    return said.roles if isinstance(said, StateSharding) else Roles(((Everything(), said),))
-
-
-def _made(flat: Flat) -> tuple[Any, ...]:
-    return tuple(
-        (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
-    )
-
-
-def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
-    return shardings if isinstance(shardings, tuple | list) else [shardings] * n
-
-
-def _is_of_state(x: Any) -> bool:
-    return isinstance(x, StateSharding)
-
-
-def _without_state(shardings: Any) -> Any:
-    """What is said of an argument, where objects in it are left out."""
-    return jax.tree.map(lambda x: None if _is_of_state(x) else x, shardings, is_leaf=_is_of_state)
-
-
-def _packed(shardings: Any) -> Any:
-    return Parcel(shardings.shardings) if _is_of_state(shardings) else shardings
-
-
-def _is_hole_or_object(x: Any) -> bool:
-    return isinstance(x, _Hole) or is_object(x)
-
-
 class JitWrapped:
     """A function of objects under `jax.jit`; made by `nnx.jit`."""
 
     # What each call reads is not among the attributes that are taken over from the function.
     __slots__ = ("__dict__", "__weakref__", "_last")
 
-    def __init__(self, fn: Callable[..., Any], options: _Options):
+    def __init__(self, fn: Callable[..., Any], options: Options):
         functools.update_wrapper(self, fn)
         self._fn, self._options = fn, options
         # Functions that are equal by value share their programs.
-        self._programs: AtFirstCall[dict[Any, _Program]] = AtFirstCall((fn, options), dict)
+        self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
         self._plans: dict[Any, _Plan] = {}
         self._last: _Plan | None = None
         self._has_hidden = False
@@ -396,12 +102,7 @@ class JitWrapped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._last
         # What follows is the price of a call.
-        if (
-            plan is None
-            or plan.epoch is not EPOCH.now
-            or kwargs
-            or len(args) < plan.n_first
-        ):
+        if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
             return self._call_as_found(args, kwargs)
         for i, ref in plan.at:
             if args[i] is not ref():
@@ -430,17 +131,17 @@ class JitWrapped:
         """A call for which the last plan does not hold."""
         if not self._has_hidden:
             try:
-                at, names = _objects_at_top(self._options, args, kwargs)
+                at, names = objects_at_top(self._options, args, kwargs)
                 if (plan := self._plan(args, kwargs, at, names)) is None:
-                    return self._call_found(_found_at_top(self._options, args, kwargs))
+                    return self._call_found(found_at_top(self._options, args, kwargs))
                 positions, of_names = [i for i, _ in at], [name for name, _ in names]
                 rest = [x for i, x in enumerate(args) if i not in positions]
                 named = {k: x for k, x in kwargs.items() if k not in of_names}
                 values = ([x._value for x in found] for found in (plan.donated, plan.kept))
                 return self._finish_planned(plan, plan.jitted(*values, *rest, **named))
-            except _HiddenObject:
+            except HiddenObject:
                 self._has_hidden = True
-        return self._call_found(_found_anywhere(self._options, args, kwargs))
+        return self._call_found(found_anywhere(self._options, args, kwargs))
 
     def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
         """The plan of a call, made if there is none that holds; None if there cannot be one."""
@@ -449,7 +150,7 @@ class JitWrapped:
         if plan is None or not plan.fits(args, kwargs):
             while True:
                 epoch = EPOCH.now
-                found = _found_at_top(self._options, args, kwargs)
+                found = found_at_top(self._options, args, kwargs)
                 if not found.can_be_planned:
                     return None
                 if all(map(watched, found.flat.objects)):
@@ -473,23 +174,23 @@ class JitWrapped:
 
         return forget
 
-    def _program(self, layout: _Layout) -> _Program:
+    def _program(self, layout: Layout) -> Program:
         programs = self._programs.value
         if layout not in programs:
-            programs[layout] = _Program(self._fn, self._options, layout)
+            programs[layout] = Program(self._fn, self._options, layout)
         return programs[layout]
 
-    def _call_found(self, found: _Found) -> Any:
+    def _call_found(self, found: Found) -> Any:
         program, values = self._program_and_values(found)
         outputs = program.jitted(*values, *found.rest, **found.named)
         return self._finish(program, found.flat, outputs)
 
-    def _program_and_values(self, found: _Found) -> tuple[_Program, tuple[list[Any], list[Any]]]:
+    def _program_and_values(self, found: Found) -> tuple[Program, tuple[list[Any], list[Any]]]:
         program = self._program(found.layout)
         values = [x._value if isinstance(x, Variable) else x for x in found.flat.leaves]
         return program, ([values[n] for n in program.donated], [values[n] for n in program.kept])
 
-    def _finish(self, program: _Program, flat: Flat, outputs: tuple[Any, ...]) -> Any:
+    def _finish(self, program: Program, flat: Flat, outputs: tuple[Any, ...]) -> Any:
         """Writes what a call has changed, whatever it is, and returns its result."""
         result, of_donated, of_kept, more, written = outputs
         if more is None:
@@ -500,7 +201,7 @@ class JitWrapped:
         return commit(self._options.kind, flat, Results(*more, result))
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        found = _found_anywhere(self._options, args, kwargs)
+        found = found_anywhere(self._options, args, kwargs)
         program, values = self._program_and_values(found)
         return program.jitted, (*values, *found.rest), found.named
 
@@ -580,8 +281,8 @@ def jit(
         ... def double(model):
         ...     model.w[...] *= 2
         >>> double(model)
-        >>> model.w[...]
-        Array(2., dtype=float32, weak_type=True)
+        >>> float(model.w[...])
+        2.0
     """
     options: dict[str, Any] = {"in_shardings": in_shardings, "out_shardings": out_shardings}
     options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
@@ -590,13 +291,12 @@ def jit(
     modes = {"graph": graph, "graph_updates": graph_updates}
     if fun is MISSING:
         return functools.partial(jit, **options, **others, **modes)
+    check_unbound("jit", fun)
     kind = ObjectKind("jit", *references_and_structure(graph, graph_updates))
     static = _both_ways(fun, static_argnums, static_argnames)
     donated = _both_ways(fun, donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
-    return JitWrapped(
-        fun, _Options(kind, in_shardings, out_shardings, *static, *donated, given)
-    )
+    return JitWrapped(fun, Options(kind, in_shardings, out_shardings, *static, *donated, given))
 
 
 def _both_ways(

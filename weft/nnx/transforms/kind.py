@@ -201,7 +201,9 @@ class ObjectKind(Kind):
         new_groups: Sequence[Groups],
     ) -> list[Any]:
         found = dict(_entries(groups))
-        kept = [(outer.leaves[n], outer.owners[n], found[n]) for n in found if n < len(outer.leaves)]
+        kept = [
+            (outer.leaves[n], outer.owners[n], found[n]) for n in found if n < len(outer.leaves)
+        ]
         here = current_trace()
         for leaf, owner, _ in kept:
             what = leaf if owner is None else owner[0]

@@ -9,7 +9,13 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from weft import lifting
-from weft.nnx.transforms.calls import MISSING, StaticArguments, recorded, transformed
+from weft.nnx.transforms.calls import (
+    MISSING,
+    StaticArguments,
+    only_by_position,
+    recorded,
+    transformed,
+)
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
 from weft.nnx.transforms.symbols import as_roles
@@ -73,7 +79,7 @@ def vmap(
         spmd_axis_name=spmd_axis_name,
         metadata=dict(transform_metadata),
     )
-    return transformed("vmap", f, mapped)
+    return transformed("vmap", f, only_by_position("vmap", mapped))
 
 
 def pmap(
@@ -128,7 +134,8 @@ def pmap(
         devices=devices,
         metadata=dict(transform_metadata),
     )
-    return transformed("pmap", f, lambda *args: mapped(*static.wrapped(args)))
+    call = only_by_position("pmap", lambda *args: mapped(*static.wrapped(args)))
+    return transformed("pmap", f, call)
 
 
 def shard_map(
@@ -190,4 +197,6 @@ def shard_map(
         axis_names=frozenset(axis_names),
         check_vma=check_vma,
     )
-    return transformed("shard_map", f, mapped, ("in_specs", "out_specs"))
+    return transformed(
+        "shard_map", f, only_by_position("shard_map", mapped), ("in_specs", "out_specs")
+    )

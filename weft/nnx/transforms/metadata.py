@@ -1,4 +1,4 @@
-"""transform_metadata: axes come and go in the metadata of variables, where no axis is mapped here."""
+"""transform_metadata: axes come and go in the metadata of variables, and not in their values."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from weft.lifting import CARRY, Roles
 from weft.lifting.roles import broadcast_roles, roles_of_carrier
 from weft.nnx.filters import to_predicate
 from weft.nnx.graph import take_apart
-from weft.nnx.spmd import add_axis, remove_axis
-from weft.nnx.transforms.calls import MISSING, by_position
+from weft.nnx.spmd import add_axis, name_next_axis, remove_axis
+from weft.nnx.transforms.calls import MISSING, by_position, current_call
 from weft.nnx.transforms.kind import is_object
 from weft.nnx.transforms.symbols import as_roles
 from weft.nnx.variables import Variable
@@ -58,22 +58,28 @@ def transform_metadata(
 
     @functools.wraps(f)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        args = by_position(f, args, kwargs) if kwargs else args
-        given = list(_mapped(args, in_roles, "in_axes"))
-        for variable, axis in given:
+        args, kwargs = by_position(f, args, kwargs) if kwargs else (args, kwargs)
+        given = _mapped(args, in_roles, "in_axes")
+        call = current_call()
+        # A transformation of objects moves the axes itself, and has only to be told the name.
+        is_inside = call is not None and call.fn is wrapper
+        for variable, axis in () if is_inside else given.values():
             remove_axis(variable, axis, params)
-        result = f(*args)
-        returned = _mapped(result, out_roles, "out_axes")
-        known = {id(variable) for variable, _ in given}
-        for variable, axis in [*given, *(item for item in returned if id(item[0]) not in known)]:
-            add_axis(variable, axis, params)
+        result = f(*args, **kwargs)
+        made = _mapped(result, out_roles, "out_axes")
+        made = {key: item for key, item in made.items() if key not in given}
+        for variable, axis in (made if is_inside else {**given, **made}).values():
+            if is_inside:
+                name_next_axis(variable, partition)
+            else:
+                add_axis(variable, axis, params)
         return result
 
     return wrapper
 
 
-def _mapped(tree: Any, roles: Any, what: str) -> list[tuple[Variable[Any], int]]:
-    """The variables in a tree that have the mapped axis, each once."""
+def _mapped(tree: Any, roles: Any, what: str) -> dict[int, tuple[Variable[Any], int]]:
+    """The variables in a tree that have the mapped axis, by identity."""
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
     found: dict[int, tuple[Variable[Any], int]] = {}
     for x, role in zip(leaves, broadcast_roles(roles, tree, is_object, what), strict=True):
@@ -85,4 +91,4 @@ def _mapped(tree: Any, roles: Any, what: str) -> list[tuple[Variable[Any], int]]
             axis = next((r for where, r in of_object if to_predicate(where)(path, leaf)), None)
             if isinstance(leaf, Variable) and axis is not None and axis is not CARRY:
                 found.setdefault(id(leaf), (leaf, axis))
-    return list(found.values())
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft import lifting
-from weft.nnx.transforms.calls import MISSING, StaticArguments, recorded, transformed
+from weft.nnx.transforms.calls import MISSING, StaticArguments, recorded, taking_named, transformed
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
 
@@ -33,8 +33,8 @@ def remat(
         >>> import jax.numpy as jnp
         >>> from weft import nnx
         >>> w = nnx.Param(jnp.array(2.0))
-        >>> nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...]
-        Array(0., dtype=float32)
+        >>> float(nnx.grad(nnx.remat(lambda w, x: jnp.sin(w * x)))(w, 0.0)[...])
+        0.0
     """
     if f is MISSING:
         return functools.partial(
@@ -48,8 +48,8 @@ def remat(
     static = StaticArguments(f, static_argnums)
     lifted = lifting.remat(
         ObjectKind("remat", *references_and_structure(graph, graph_updates)),
-        recorded(static.fn),
+        recorded(taking_named(static.fn)),
         prevent_cse=prevent_cse,
         policy=policy,
     )
-    return transformed("remat", f, lambda *args: lifted(*static.wrapped(args)))
+    return transformed("remat", f, lambda kwargs, *args: lifted(kwargs, *static.wrapped(args)))

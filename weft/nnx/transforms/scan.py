@@ -9,7 +9,7 @@ import jax
 
 from weft import lifting
 from weft.errors import TransformArgumentError
-from weft.nnx.transforms.calls import MISSING, recorded, transformed
+from weft.nnx.transforms.calls import MISSING, only_by_position, recorded, transformed
 from weft.nnx.transforms.carry import with_objects, without_objects
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
@@ -104,7 +104,7 @@ def scan(
     def call(*args: Any) -> Any:
         return _changed(args, looped(*args), pairs, with_objects)
 
-    return transformed("scan", f, call)
+    return transformed("scan", f, only_by_position("scan", call))
 
 
 _Pairs = tuple[tuple[int | None, int | None], ...]

@@ -111,7 +111,7 @@ class StateSharding(_ByFilter):
     Example:
         >>> from jax.sharding import PartitionSpec as P
         >>> StateSharding({...: P("data")}).shardings
-        (PartitionSpec('data',),)
+        (P('data',),)
     """
 
     def __init__(self, filter_sharding: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):

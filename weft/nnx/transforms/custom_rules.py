@@ -1,0 +1,365 @@
+"""custom_vjp and custom_jvp: functions of objects that come with a derivative of their own."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft import lifting
+from weft.errors import TransformArgumentError
+from weft.lifting import DIFF, Roles
+from weft.lifting.crossing import Static
+from weft.nnx.filters import Everything, to_predicate
+from weft.nnx.graph import put_together, take_apart
+from weft.nnx.splitting import state
+from weft.nnx.state import from_flat_state, shown_path, to_flat_state
+from weft.nnx.transforms.calls import MISSING, Call, by_position, check_unbound, opened, recorded
+from weft.nnx.transforms.kind import ObjectKind, is_object
+from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.transforms.symbols import DiffState
+from weft.nnx.variables import Variable
+
+NondiffArgnums = int | DiffState | Sequence[int | DiffState]
+
+
+class _Objects:
+    """The objects in the arguments of a call, without their values."""
+
+    def __init__(self, args: tuple[Any, ...], where: Sequence[Any]):
+        leaves, self._tree = jax.tree.flatten(args, is_leaf=is_object)
+        of_arg = [len(jax.tree.leaves(arg, is_leaf=is_object)) for arg in args]
+        filters = [where[i] for i, n in enumerate(of_arg) for _ in range(n)]
+        self._is_object = [is_object(x) for x in leaves]
+        self._is_variable = [isinstance(x, Variable) for x in leaves]
+        self._is_wanted = [to_predicate(f) if f is not None else Everything() for f in filters]
+        flat = take_apart((tuple(x for x in leaves if is_object(x)), ()))
+        self._graphdefs = [take_apart(x).graphdef if is_object(x) else None for x in leaves]
+        # Variables without values, to make others like them.
+        self._leaves = [
+            (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
+            if isinstance(x, Variable)
+            else (path, jax.typeof(x))
+            for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)
+        ]
+
+    def roles(self) -> Any:
+        """What is differentiated, for the engine."""
+        return self._tree.unflatten(
+            Roles(((wanted, DIFF), (Everything(), None))) if is_object else DIFF
+            for is_object, wanted in zip(self._is_object, self._is_wanted, strict=True)
+        )
+
+    def as_given(self, groups: Sequence[dict[int, Any]], arrays: Any, is_whole: bool) -> Any:
+        """Values of the objects, and of the arrays, in the tree of the arguments.
+
+        Args:
+            groups: of each object, by the number of the value; zeros for those that are not there.
+            arrays: of each array; None for None everywhere.
+            is_whole: whether an object stands for an object, or else a `State`.
+        """
+        of_objects, of_arrays = iter(range(len(groups))), iter(arrays or ())
+        result = []
+        for at, is_object_here in enumerate(self._is_object):
+            if not is_object_here:
+                result.append(next(of_arrays) if arrays is not None else None)
+                continue
+            i = next(of_objects)
+            items = {
+                path[2:]: groups[i].get(n, _zeros_like(leaf))
+                for n, (path, leaf) in enumerate(self._leaves)
+                if path[1] == i
+            }
+            if self._is_variable[at]:
+                result.append(next(iter(items.values()), None))
+            elif is_whole:
+                graphdef: Any = self._graphdefs[at]
+                result.append(put_together(graphdef, [items[p] for p in graphdef.paths])[0])
+            else:
+                result.append(from_flat_state(items.items()))
+        return self._tree.unflatten(result)
+
+    def as_units(self, name: str, given: Any) -> list[Any]:
+        """What a rule returns for each argument, as the engine wants it: objects first.
+
+        Raises:
+            TransformArgumentError: if it does not fit the arguments.
+        """
+        args = self._tree.unflatten(range(self._tree.num_leaves))
+        if not isinstance(given, tuple | list) or len(given) != len(args):
+            n = len(given) if isinstance(given, tuple | list) else 1
+            raise TransformArgumentError(
+                f"{name}: the rule returns {n} values for {len(args)} arguments; return a tuple "
+                "with one for each, None for no gradient."
+            )
+        found: list[Any] = [None] * self._tree.num_leaves
+        for arg, value in zip(args, given, strict=True):
+            if value is not None:
+                jax.tree.map(
+                    found.__setitem__,
+                    arg,
+                    jax.tree.structure(arg).unflatten(jax.tree.structure(arg).flatten_up_to(value)),
+                    is_leaf=lambda x: x is None,
+                )
+        objects = [x for x, is_obj in zip(found, self._is_object, strict=True) if is_obj]
+        filters = [w for w, is_obj in zip(self._is_wanted, self._is_object, strict=True) if is_obj]
+        groups = [
+            self._group(name, i, value, wanted)
+            for i, (value, wanted) in enumerate(zip(objects, filters, strict=True))
+        ]
+        arrays = [x for x, is_obj in zip(found, self._is_object, strict=True) if not is_obj]
+        return [*groups, *arrays]
+
+    def _group(self, name: str, i: int, value: Any, wanted: Any) -> dict[int, Any]:
+        found = to_flat_state(state(value) if is_object(value) else {} if value is None else value)
+        by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in found}
+        group = {}
+        for n, (path, leaf) in enumerate(self._leaves):
+            if path[1] != i or not wanted(path[2:], leaf):
+                continue
+            if path[2:] in by_path:
+                x = by_path.pop(path[2:])
+                group[n] = leaf.copy(x) if isinstance(leaf, Variable) else x
+            else:
+                group[n] = _zeros_like(leaf)
+        if by_path:
+            raise TransformArgumentError(
+                f"{name}: the rule returns a gradient at {shown_path(next(iter(by_path)))!r}, "
+                "where the argument has no variable that is differentiated; take it out."
+            )
+        return group
+
+
+def _zeros_like(leaf: Any) -> Any:
+    def zeros(x: Any) -> Any:
+        is_float = jnp.issubdtype(x.dtype, jnp.inexact)
+        return jnp.zeros(x.shape, x.dtype) if is_float else np.zeros(x.shape, jax.dtypes.float0)
+
+    if isinstance(leaf, Variable):
+        return leaf.copy(jax.tree.map(zeros, leaf.get_raw_value()))
+    return zeros(leaf)
+
+
+class _WithRule:
+    """What functions with a rule of their own have in common."""
+
+    name: str
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        nondiff_argnums: NondiffArgnums,
+        graph: bool | None,
+        graph_updates: bool | None,
+    ):
+        check_unbound(self.name, fun)
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._kind = ObjectKind(self.name, *references_and_structure(graph, graph_updates))
+        given = (
+            (nondiff_argnums,)
+            if isinstance(nondiff_argnums, int | DiffState)
+            else tuple(nondiff_argnums)
+        )
+        self._fixed = frozenset(x for x in given if isinstance(x, int))
+        self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            args, kwargs = by_position(self._fun, args, kwargs)
+        at = {i % len(args) for i in self._fixed} if args else set()
+        fixed = [args[i] for i in sorted(at)]
+        others = tuple(x for i, x in enumerate(args) if i not in at)
+        where = [self._filters.get(i) for i in range(len(args)) if i not in at]
+
+        def bound(fn: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*others: Any) -> Any:
+                rest = iter(others)
+                given = iter(fixed)
+                every = (next(given) if i in at else next(rest) for i in range(len(args)))
+                return fn(*every, **kwargs)
+
+            return call
+
+        with opened(Call(self.name, self._fun, others, ("nondiff_argnums", "the result"))):
+            return self._lifted(bound, fixed, _Objects(others, where))(*others)
+
+    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
+        raise NotImplementedError
+
+    def _ruled(self, rule: Any, method: str) -> Any:
+        if rule is None:
+            raise TransformArgumentError(
+                f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; say "
+                f"f.{method} before it is called."
+            )
+        return rule
+
+
+class CustomVjp(_WithRule):
+    """A function with its own rule for gradients; made by `nnx.custom_vjp`."""
+
+    name = "custom_vjp"
+    _rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Sets the rule.
+
+        Args:
+            fwd: takes the arguments; returns the result, and what `bwd` needs: arrays and objects
+                in a pytree.
+            bwd: takes the arguments of `nondiff_argnums`, what `fwd` left and `g`; returns a tuple
+                with a gradient for each other argument, None for zeros: for an object a `State` or
+                an object of its class. `g` is a pair: cotangents of the arguments' state after the
+                call (a `State` for an object, None for an array), and the cotangent of the result.
+                Where objects are plain pytrees `g` is the latter alone.
+        """
+        self._rules = fwd, bwd
+
+    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
+        fwd, bwd = self._ruled(self._rules, "defvjp(fwd, bwd)")
+
+        def forward(*others: Any) -> tuple[Any, Any]:
+            result, residuals = bound(fwd)(*others)
+            flat = take_apart(residuals)
+            values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
+            return result, (Static(flat.graphdef), values)
+
+        def backward(residuals: Any, cotangent: Any, of_state: Any) -> list[Any]:
+            graphdef, values = residuals
+            g = cotangent
+            if self._kind.structure:
+                groups = [{n: x for group in of for n, x in group.items()} for of in of_state]
+                g = objects.as_given(groups, None, is_whole=False), cotangent
+            given = bwd(*fixed, put_together(graphdef.value, values)[0], g)
+            return objects.as_units(self.name, given)
+
+        return lifting.custom_vjp(
+            self._kind,
+            recorded(bound(self._fun)),
+            recorded(forward),
+            backward,
+            wrt=objects.roles(),
+            of_state=True,
+        )
+
+
+class CustomJvp(_WithRule):
+    """A function with its own rule for tangents; made by `nnx.custom_jvp`."""
+
+    name = "custom_jvp"
+    _rule: Callable[..., Any] | None = None
+
+    def defjvp(self, jvp: Callable[..., Any]) -> Callable[..., Any]:
+        """Sets the rule; usable as a decorator.
+
+        Args:
+            jvp: takes the arguments of `nondiff_argnums`, a tuple of the other arguments and a
+                tuple of their tangents: for an object a `State`, or where objects are plain pytrees
+                an object of its class. It returns the result and its tangent.
+        """
+        self._rule = jvp
+        return jvp
+
+    def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:
+        rule = self._ruled(self._rule, "defjvp(rule)")
+
+        def pushed(tangents: list[Any], *others: Any) -> tuple[Any, Any]:
+            groups = [x for x in tangents if isinstance(x, dict)]
+            arrays = tangents[len(groups) :]
+            is_whole = not self._kind.structure
+            return rule(*fixed, others, objects.as_given(groups, arrays, is_whole))
+
+        return lifting.custom_jvp(
+            self._kind, recorded(bound(self._fun)), pushed, wrt=objects.roles()
+        )
+
+
+def custom_vjp(
+    fun: Callable[..., Any] = MISSING,
+    *,
+    nondiff_argnums: NondiffArgnums = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """`jax.custom_vjp` of a function of objects.
+
+    Args:
+        fun: the function; without it, a decorator.
+        nondiff_argnums: arguments without a gradient, which `bwd` takes first; and
+            `DiffState(position, filter)` for an object of which only a part has one.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        The function, whose `defvjp(fwd, bwd)` sets the rule.
+
+    Raises:
+        TransformArgumentError: at the call, if there is no rule; at the gradient, if what the rule
+            returns does not fit the arguments.
+
+    Example:
+        >>> from weft import nnx
+        >>> @nnx.custom_vjp
+        ... def scaled(w, x):
+        ...     return w * x
+        >>> def fwd(w, x):
+        ...     return w * x, (w, x)
+        >>> def bwd(residuals, g):
+        ...     w, x = residuals
+        ...     _, out_g = g
+        ...     return nnx.Param(100 * out_g * x), out_g * w
+        >>> scaled.defvjp(fwd, bwd)
+        >>> float(nnx.grad(scaled)(nnx.Param(2.0), 3.0)[...])
+        300.0
+    """
+    if fun is MISSING:
+        return functools.partial(
+            custom_vjp, nondiff_argnums=nondiff_argnums, graph=graph, graph_updates=graph_updates
+        )
+    return CustomVjp(fun, nondiff_argnums, graph, graph_updates)
+
+
+def custom_jvp(
+    fun: Callable[..., Any] = MISSING,
+    *,
+    nondiff_argnums: NondiffArgnums = (),
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+) -> Any:
+    """`jax.custom_jvp` of a function of objects.
+
+    Args:
+        fun: the function; without it, a decorator.
+        nondiff_argnums: see `custom_vjp`.
+        graph: see `nnx.set_graph_mode`.
+        graph_updates: see `nnx.set_graph_updates`.
+
+    Returns:
+        The function, whose `defjvp(rule)` sets the rule.
+
+    Raises:
+        TransformArgumentError: at the call, if there is no rule.
+
+    Example:
+        >>> from weft import nnx
+        >>> @nnx.custom_jvp
+        ... def square(w):
+        ...     return w[...] ** 2
+        >>> @square.defjvp
+        ... def rule(primals, tangents):
+        ...     (w,), (t,) = primals, tangents
+        ...     return w[...] ** 2, 100 * w[...] * t[...]
+        >>> float(nnx.grad(square)(nnx.Param(3.0))[...])
+        300.0
+    """
+    if fun is MISSING:
+        return functools.partial(
+            custom_jvp, nondiff_argnums=nondiff_argnums, graph=graph, graph_updates=graph_updates
+        )
+    return CustomJvp(fun, nondiff_argnums, graph, graph_updates)

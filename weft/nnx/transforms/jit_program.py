@@ -1,0 +1,325 @@
+"""The function that JAX compiles for a jitted function of objects, and how a call is taken apart.
+
+Objects that are arguments themselves are left out of what JAX is given; in place of those inside of
+containers there is a hole. The values of all of them are two flat lists, of which the first is
+given away. Back come the values that have changed, with a note which those are, or where more than
+values has changed all that the engine brings back.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from weft.core.tracing import current_trace
+from weft.lifting import Roles
+from weft.lifting.crossing import Cargo, Parcel, Results, Static, run
+from weft.lifting.roles import broadcast_roles
+from weft.nnx.filters import Everything
+from weft.nnx.graph import Flat
+from weft.nnx.transforms.calls import Call, current_call, opened, recorded
+from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
+from weft.nnx.transforms.symbols import StateSharding, as_roles
+from weft.nnx.variables import Variable, metadata_key
+
+
+class Options(NamedTuple):
+    """What the user said of the function.
+
+    Attributes:
+        others: further parameters of `jax.jit`.
+    """
+
+    kind: ObjectKind
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: frozenset[int]
+    static_argnames: frozenset[str]
+    donate_argnums: frozenset[int]
+    donate_argnames: frozenset[str]
+    others: tuple[tuple[str, Any], ...]
+
+
+@jax.tree_util.register_static
+class Hole:
+    """Stands in the arguments for the object with that index."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Hole) and self.index == other.index
+
+    def __hash__(self) -> int:
+        return self.index
+
+
+@jax.tree_util.register_static
+class Written:
+    """Which values come back.
+
+    Attributes:
+        at: the numbers of those that have changed, among those that were not given away.
+        is_all: whether nothing but values has changed, and no object is returned.
+    """
+
+    def __init__(self, at: tuple[int, ...], is_all: bool):
+        self.at, self.is_all = at, is_all
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Written) and (self.at, self.is_all) == (other.at, other.is_all)
+
+    def __hash__(self) -> int:
+        return hash(self.at)
+
+
+class HiddenObject(Exception):
+    """Raised in a trace that finds an object inside of a container among the arguments."""
+
+
+class Layout(NamedTuple):
+    """The objects of a call.
+
+    Attributes:
+        at: the positions of those that are arguments themselves; they are left out of what JAX is
+            given. Of others, which are inside of containers, there is a hole.
+        names: likewise, those given by name.
+        n_args: how many arguments are given by position.
+        static: the graph of all of them.
+        roles: what is said of each.
+        donated: whether its values are given away.
+        made: for each value the class and metadata of its variable, None for an attribute.
+    """
+
+    at: tuple[int, ...]
+    names: tuple[str, ...]
+    n_args: int
+    static: Any
+    roles: tuple[Roles, ...]
+    donated: tuple[bool, ...]
+    made: tuple[tuple[type[Variable[Any]], Any] | None, ...]
+
+
+class Program:
+    """The function that JAX compiles, for objects that look alike."""
+
+    def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout):
+        self._fn, self._options, self._layout = recorded(fn), options, layout
+        self._user_fn = fn
+        is_donated = [layout.donated[i] for i, _ in layout.static.places]
+        self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
+        self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
+        self.jitted = jax.jit(self._pure, **self._jit_options())
+
+    def _jit_options(self) -> dict[str, Any]:
+        of, layout = self._options, self._layout
+
+        def shifted(argnums: Iterable[int]) -> tuple[int, ...]:
+            left = (i for i in argnums if i not in layout.at)
+            return tuple(sorted(2 + i - sum(at < i for at in layout.at) for i in left))
+
+        result: dict[str, Any] = dict(of.others)
+        result["static_argnums"] = shifted(of.static_argnums)
+        result["static_argnames"] = tuple(sorted(of.static_argnames))
+        result["donate_argnums"] = (0, *shifted(of.donate_argnums))
+        result["donate_argnames"] = tuple(sorted(of.donate_argnames))
+        donated = None
+        if of.in_shardings is not None:
+            flat = [layout.roles[i][g][1] for i, g in layout.static.places]
+            donated, kept = ([flat[n] for n in at] for at in (self.donated, self.kept))
+            rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
+            left = (_without_state(x) for i, x in rest if i not in layout.at)
+            result["in_shardings"] = (donated, kept, *left)
+        if of.out_shardings is not None or donated is not None:
+            out = jax.tree.map(_packed, of.out_shardings, is_leaf=_is_of_state)
+            result["out_shardings"] = (out, donated, None, None, None)
+        return result
+
+    def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
+        layout, values = self._layout, self._in_order(donated, kept)
+        groups: list[tuple[dict[int, Any], ...]]
+        groups = [tuple({} for _ in roles) for roles in layout.roles]
+        for n, (i, g) in enumerate(layout.static.places):
+            groups[i][g][n] = self.as_leaf(n, values[n])
+        args, kwargs = list(rest), dict(named)
+        holes = map(Hole, range(len(groups)))
+        for i in layout.at:
+            args.insert(i, next(holes))
+        kwargs.update(zip(layout.names, holes, strict=False))
+        leaves, tree = jax.tree.flatten((tuple(args), kwargs), is_leaf=_is_hole_or_object)
+        if any(map(is_object, leaves)):
+            raise HiddenObject
+        packed = tree.unflatten(
+            Parcel(groups[x.index]) if isinstance(x, Hole) else x for x in leaves
+        )
+        roles = tuple(layout.roles[x.index] if isinstance(x, Hole) else None for x in leaves)
+        with opened(Call("jit", self._user_fn, (args, kwargs), ("in_shardings", "out_shardings"))):
+            results = run(
+                self._options.kind,
+                self._call,
+                Cargo(Static((layout.static, roles)), packed),
+                as_roles(self._options.out_shardings),
+            )
+        return self._outputs(results, values)
+
+    def _call(self, args: Any) -> Any:
+        if (call := current_call()) is not None:
+            call.args = args[0]
+        return self._fn(*args[0], **args[1])
+
+    def _in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
+        return [values[n] for n in range(len(values))]
+
+    def as_leaf(self, n: int, value: Any) -> Any:
+        """A value in a variable as it was, or itself."""
+        made = self._layout.made[n]
+        return value if made is None else made[0].from_metadata(value, made[1].value)
+
+    def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
+        """The result, the values to write, and where more has changed all that has."""
+        changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
+        made = self._layout.made
+        if results.static.value is not None or any(
+            isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
+            for n, x in changed.items()
+        ):
+            for n in self.donated:
+                i, g = self._layout.static.places[n]
+                # What was given away is gone outside.
+                results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
+            more = results.static, results.parcels
+            return results.packed, [], [], more, Written((), False)
+        new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
+        at = tuple(i for i, n in enumerate(self.kept) if n in new)
+        donated = [new.get(n, values[n]) for n in self.donated]
+        return results.packed, donated, [new[self.kept[i]] for i in at], None, Written(at, True)
+
+
+class Found(NamedTuple):
+    """A call, taken apart.
+
+    Attributes:
+        flat: the graph of its objects.
+        layout: of the objects, for the program.
+        rest: what JAX is given of the arguments.
+        named: likewise, by name.
+        at: the objects that are arguments themselves, with their positions.
+        names: likewise, those given by name.
+    """
+
+    flat: Flat
+    layout: Layout
+    rest: Sequence[Any]
+    named: dict[str, Any]
+    at: Sequence[tuple[int, Any]]
+    names: Sequence[tuple[str, Any]]
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether all that a plan has to know of is told when it changes."""
+        here = current_trace()
+        return (
+            self.flat.is_sure
+            and all(isinstance(x, Variable) for x in self.flat.leaves)
+            and not any(isinstance(x, Variable) for _, x in (*self.at, *self.names))
+            and all(trace_of(x) == here for x in self.flat.objects)
+        )
+
+
+def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+    """The arguments that are objects, with their positions, and those given by name."""
+    at = [(i, x) for i, x in enumerate(args) if is_object(x) and i not in options.static_argnums]
+    names = sorted(
+        (name, x)
+        for name, x in kwargs.items()
+        if is_object(x) and name not in options.static_argnames
+    )
+    return at, names
+
+
+def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """A call with objects that are arguments themselves."""
+    at, names = objects_at_top(options, args, kwargs)
+    said = _per_argument(options.in_shardings, len(args))
+    roles = [_roles(said[i]) for i, _ in at] + [_SHARED for _ in names]
+    donated = [i in options.donate_argnums for i, _ in at]
+    donated += [name in options.donate_argnames for name, _ in names]
+    positions, of_names = tuple(i for i, _ in at), tuple(name for name, _ in names)
+    rest = [x for i, x in enumerate(args) if i not in positions]
+    named = {name: x for name, x in kwargs.items() if name not in of_names}
+    objects = [x for _, x in (*at, *names)]
+    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
+    layout = Layout(
+        positions, of_names, len(args), static, tuple(roles), tuple(donated), _made(flat)
+    )
+    return Found(flat, layout, rest, named, at, names)
+
+
+def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """A call with objects that are also inside of containers: what is left of those has holes."""
+    said = _per_argument(options.in_shardings, len(args))
+    objects: list[Any] = []
+    roles: list[Roles] = []
+    donated: list[bool] = []
+
+    def hollowed(arg: Any, prefix: Any, is_donated: bool) -> Any:
+        leaves, tree = jax.tree.flatten(arg, is_leaf=is_object)
+        of_leaves = broadcast_roles(prefix, arg, is_object, "in_shardings")
+        for n, (x, role) in enumerate(zip(leaves, of_leaves, strict=True)):
+            if is_object(x):
+                leaves[n] = Hole(len(objects))
+                objects.append(x)
+                roles.append(_roles(role))
+                donated.append(is_donated)
+        return tree.unflatten(leaves)
+
+    rest = [
+        x if i in options.static_argnums else hollowed(x, said[i], i in options.donate_argnums)
+        for i, x in enumerate(args)
+    ]
+    named = {
+        name: x
+        if name in options.static_argnames
+        else hollowed(x, None, name in options.donate_argnames)
+        for name, x in sorted(kwargs.items())
+    }
+    flat, static, _ = options.kind.split(objects, [options.kind.wanted(r) for r in roles])
+    layout = Layout((), (), len(args), static, tuple(roles), tuple(donated), _made(flat))
+    return Found(flat, layout, rest, named, (), ())
+
+
+_SHARED = Roles(((Everything(), None),))
+
+
+def _roles(said: Any) -> Roles:
+    if said is None:
+        return _SHARED
+    return said.roles if isinstance(said, StateSharding) else Roles(((Everything(), said),))
+
+
+def _made(flat: Flat) -> tuple[Any, ...]:
+    return tuple(
+        (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
+    )
+
+
+def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
+    return shardings if isinstance(shardings, tuple | list) else [shardings] * n
+
+
+def _is_of_state(x: Any) -> bool:
+    return isinstance(x, StateSharding)
+
+
+def _without_state(shardings: Any) -> Any:
+    """What is said of an argument, where objects in it are left out."""
+    return jax.tree.map(lambda x: None if _is_of_state(x) else x, shardings, is_leaf=_is_of_state)
+
+
+def _packed(shardings: Any) -> Any:
+    return Parcel(shardings.shardings) if _is_of_state(shardings) else shardings
+
+
+def _is_hole_or_object(x: Any) -> bool:
+    return isinstance(x, Hole) or is_object(x)
