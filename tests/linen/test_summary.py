@@ -72,7 +72,7 @@ def test_bytes_have_units_and_keys_have_sizes():
             self.param("big", jax.nn.initializers.zeros, (1000, 1000), jnp.bfloat16)
 
     rows = lines(Model().tabulate(KEY, console_kwargs=PLAIN))
-    assert rows[-1][4:] == ["1,000,000 (2.0 MB)", "1 (4 B)"]
+    assert rows[-1][4:] == ["1,000,000 (2.0 MB)", "1 (8 B)"]
 
 
 def test_paths_of_modules():

@@ -5,16 +5,12 @@ interceptor. FLOPs are those that XLA counts in the lowered call, and nothing is
 """
 
 import dataclasses
-import io
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from weft.core import meta
+from weft.core import tables
 from weft.core.filters import Filter
 from weft.linen.running import InterceptorContext, intercept_methods
 from weft.linen.variables import BUT_INTERMEDIATES
@@ -50,12 +46,6 @@ class Call:
         name = type(self.module).__name__
         return name if self.method == "__call__" else f"{name} ({self.method})"
 
-    @property
-    def inputs(self) -> Any:
-        """The arguments, without a list around a single one."""
-        every = [*self.args, self.kwargs] if self.kwargs else list(self.args)
-        return every[0] if len(every) == 1 else every
-
 
 def calls_of(
     module: "Module",
@@ -85,25 +75,21 @@ def calls_of(
         if context.method_name == "setup" or (path in seen and not show_repeated):
             return next_fun(*args, **kwargs)
         seen.add(path)
-        shapes_in = _abstract((tuple(args), dict(kwargs)))
+        shapes_in = tables.abstract((tuple(args), dict(kwargs)))
         module = context.module.clone(_reset_names=True)
         call = Call(module, path, context.method_name, *shapes_in)
         calls.append(call)
         result = next_fun(*args, **kwargs)
-        call.outputs = _abstract(result)
+        call.outputs = tables.abstract(result)
         return result
 
-    leaves, tree = jax.tree.flatten((rngs, args, dict(kwargs)))
-    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    arrays, fill = tables.filled((rngs, args, dict(kwargs)))
 
     def initialize(arrays: list[Any]) -> dict[str, Any]:
-        rest = iter(arrays)
-        filled = [next(rest) if a else x for x, a in zip(leaves, is_array, strict=True)]
-        rngs, args, kwargs = tree.unflatten(filled)
+        rngs, args, kwargs = fill(arrays)
         with intercept_methods(watch):
             return module.init(rngs, *args, mutable=mutable, **kwargs)
 
-    arrays = [x for x, a in zip(leaves, is_array, strict=True) if a]
     return calls, jax.eval_shape(initialize, arrays)
 
 
@@ -152,7 +138,7 @@ def tabulate(
     Example:
         >>> from weft import linen as nn
         >>> table = nn.tabulate(nn.Dense(2), jax.random.key(0), console_kwargs={"width": 80})
-        >>> "6 (24 B)" in table(jnp.ones((4, 2)))
+        >>> "6 (24 B)" in table(jax.numpy.ones((4, 2)))
         True
     """
 
@@ -172,80 +158,22 @@ def tabulate(
                 for col in cols
             ]
             seen.add(call.path)
-            shown = [_text(call.inputs), _text(call.outputs), *map(str, flops), *of_cols]
+            inputs = tables.text_of_inputs(call.args, call.kwargs)
+            shown = [inputs, tables.text(call.outputs), *map(str, flops), *of_cols]
             rows.append(["/".join(call.path), call.title, *shown])
         names = ["path", "module", "inputs", "outputs", *counts, *cols]
-        footers = [""] * (3 + len(counts)) + ["Total", *(_size(variables[col]) for col in cols)]
+        footers = [""] * (3 + len(counts)) + [
+            "Total",
+            *(tables.size(variables[col]) for col in cols),
+        ]
         options = {
             "title": f"{type(module).__name__} Summary",
-            "caption": f"\nTotal Parameters: {_size(variables)}",
+            "caption": f"\nTotal Parameters: {tables.size(variables)}",
             **table_kwargs,
         }
-        return _drawn(names, rows, footers, options, column_kwargs, console_kwargs)
+        return tables.drawn(names, rows, footers, options, column_kwargs, console_kwargs)
 
     return tabulated
-
-
-def _drawn(
-    names: list[str],
-    rows: list[list[str]],
-    footers: list[str],
-    options: dict[str, Any],
-    column_kwargs: Mapping[str, Any],
-    console_kwargs: Mapping[str, Any] | None,
-) -> str:
-    # Here, since rich takes longer to import than all modules of this package.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    defaults = {"show_header": True, "show_lines": True, "show_footer": True}
-    table = Table(**{**defaults, **options})
-    for name, footer in zip(names, footers, strict=True):
-        total = Text(footer, justify="right" if footer == "Total" else "default")
-        table.add_column(name, footer=total, **column_kwargs)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    terminal = {"force_terminal": True, "force_jupyter": False, **(console_kwargs or {})}
-    console = Console(file=io.StringIO(), **terminal)
-    console.print(table)
-    return "\n" + console.file.getvalue() + "\n"  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _abstract(tree: Any) -> Any:
-    def one(x: Any) -> Any:
-        if hasattr(x, "shape") and hasattr(x, "dtype"):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return x
-
-    return jax.tree.map(one, tree)
-
-
-def _text(value: Any) -> str:
-    """A tree of shapes in lines: `name: value` in dicts, `- value` in lists."""
-    if isinstance(value, Mapping):
-        items = ((f"{name}:", v) for name, v in value.items())
-        return "\n".join(_entry(mark, v) for mark, v in items) or "{}"
-    if isinstance(value, list | tuple):
-        return "\n".join(_entry("-", v) for v in value) or "[]"
-    if isinstance(value, meta.AxisMetadata):
-        names = getattr(value, "names", None)
-        where = f" P({', '.join(map(str, names))})" if names else f" {type(value).__name__}"
-        return _text(value.unbox()) + where
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
-    return getattr(value, "__name__", None) or str(value)
-
-
-def _entry(mark: str, value: Any) -> str:
-    text = _text(value)
-    nested = isinstance(value, Mapping | list | tuple) and bool(value)
-    if mark == "-":
-        return "- " + text.replace("\n", "\n  ")
-    if not nested:
-        return f"{mark} {text}"
-    step = "" if isinstance(value, list | tuple) else "  "
-    return f"{mark}\n{step}" + text.replace("\n", f"\n{step}")
 
 
 def _variables_text(collection: Any, call: Call, calls: list[Call], depth: int | None) -> str:
@@ -257,8 +185,8 @@ def _variables_text(collection: Any, call: Call, calls: list[Call], depth: int |
     counted = below if is_last else own
     if not jax.tree.leaves(counted):
         return ""
-    lines = _text(dict(sorted(own.items()))) + "\n\n" if own else ""
-    return lines + _size(counted)
+    lines = tables.text(dict(sorted(own.items()))) + "\n\n" if own else ""
+    return lines + tables.size(counted)
 
 
 def _is_child(path: Path, above: Path) -> bool:
@@ -271,63 +199,14 @@ def _at(collection: Any, path: Path) -> Mapping[str, Any]:
     return collection if isinstance(collection, Mapping) else {}
 
 
-def _size(tree: Any) -> str:
-    """How many numbers there are in a tree, and their bytes."""
-    leaves = [x for x in jax.tree.leaves(tree) if hasattr(x, "shape") and hasattr(x, "dtype")]
-    numbers = sum(math.prod(x.shape) for x in leaves)
-    size = sum(math.prod(x.shape) * jnp.dtype(_bits(x)).itemsize for x in leaves)
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{numbers:,} ({size if unit == 'B' else f'{size:.1f}'} {unit})"
-
-
-def _bits(x: Any) -> Any:
-    """The dtype of the numbers that a value is made of."""
-    return jnp.uint32 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype
-
-
 def _flops(call: Call, variables: dict[str, Any], rngs: Any, with_vjp: bool) -> int:
     """The FLOPs that XLA counts in a call, or in a call and the gradient of all that goes in."""
     given = {col: dict(below) for col, v in variables.items() if (below := _at(v, call.path))}
-    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
-    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.ShapeDtypeStruct)]
+    arrays, fill = tables.filled((call.args, call.kwargs))
 
     def run(variables: Any, arrays: list[Any]) -> Any:
-        filled = list(leaves)
-        for i, x in zip(at, arrays, strict=True):
-            filled[i] = x
-        args, kwargs = tree.unflatten(filled)
+        args, kwargs = fill(arrays)
         options = {"rngs": rngs, "mutable": True, "method": call.method}
-        result, changed = call.module.apply(variables, *args, **options, **kwargs)
-        return [x for x in jax.tree.leaves((result, changed)) if hasattr(x, "dtype")]
+        return call.module.apply(variables, *args, **options, **kwargs)
 
-    def backward(variables: Any, arrays: list[Any]) -> Any:
-        def f(floats: Any) -> Any:
-            return run(*_joined(floats, rest))
-
-        floats, rest = _parted((variables, arrays))
-        out, pullback = jax.vjp(f, floats)
-        return pullback(jax.tree.map(_cotangent, out))
-
-    lowered = jax.jit(backward if with_vjp else run).lower(given, [leaves[i] for i in at])
-    cost: Any = lowered.cost_analysis() or {}
-    return int(cost.get("flops", 0))
-
-
-def _cotangent(x: Any) -> Any:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    return x if is_float else np.zeros(x.shape, jax.dtypes.float0)
-
-
-def _parted(tree: Any) -> tuple[Any, Any]:
-    """A tree with what has gradients, and one with the rest."""
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
-    floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
-    return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
-
-
-def _joined(a: Any, b: Any) -> Any:
-    is_none = lambda x: x is None  # noqa: E731
-    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=is_none)
+    return tables.flops(run, given, arrays, with_vjp=with_vjp)
