@@ -8,7 +8,6 @@ from weft.core.filters import (
     DenyList,
     canonical,
     filter_to_set,
-    first_match,
     from_canonical,
     group_collections,
     in_filter,
@@ -68,9 +67,10 @@ def test_a_filter_is_empty_if_nothing_is_left_of_it(where):
 @given(st.lists(filters, max_size=4), names)
 @few
 def test_the_first_filter_that_matches_counts(wheres, name):
-    at = first_match(wheres, name)
+    groups = group_collections({name: 1}, wheres)
     matches = [in_filter(where, name) for where in wheres]
-    assert at == (matches.index(True) if any(matches) else None)
+    first = [matches.index(True)] if any(matches) else []
+    assert [i for i, group in enumerate(groups) if group] == first
 
 
 @given(st.dictionaries(names, st.integers()), st.lists(filters, max_size=4))

@@ -51,11 +51,6 @@ def in_filter(filter_like: Filter, col: str) -> bool:
     raise InvalidFilterError(filter_like)
 
 
-def first_match(filters: Collection[Filter], name: str) -> int | None:
-    """The index of the first filter that matches, or None."""
-    return next((i for i, where in enumerate(filters) if in_filter(where, name)), None)
-
-
 def filter_to_set(x: Filter) -> set[str]:
     """The names that a filter lists.
 
@@ -173,6 +168,8 @@ def group_collections(
     """
     groups: tuple[dict[str, Any], ...] = tuple({} for _ in col_filters)
     for name, value in xs.items():
-        if (at := first_match(col_filters, name)) is not None:
-            groups[at][name] = value
+        for where, group in zip(col_filters, groups, strict=True):
+            if in_filter(where, name):
+                group[name] = value
+                break
     return groups

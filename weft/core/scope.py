@@ -114,22 +114,25 @@ class Scope:
             self._trunk = parent._trunk
             self._below = (*parent._below, name or "")
             self._counts = parent._counts
-        self.flags: Mapping[str, Any] = (
+        self.flags: FrozenDict[str, Any] = (
             FrozenDict(flags or {}) if parent is None or flags else parent.flags
         )
-        if rngs:
-            self.rngs = {
+        self._rngs: dict[str, Stream] | None = None
+        if rngs or parent is None:
+            self._rngs = {
                 stream: key if isinstance(key, Stream) else Stream(key)
-                for stream, key in rngs.items()
+                for stream, key in (rngs or {}).items()
             }
 
-    @functools.cached_property
-    def rngs(self) -> dict[str, Stream]:
-        """The PRNG streams, as this scope sees them."""
-        above = {} if self.parent is None else self.parent.rngs
-        return {name: stream.at(self._below[-1]) for name, stream in above.items()}
-
     # The tree.
+
+    @property
+    def rngs(self) -> Mapping[str, Stream]:
+        """The PRNG streams, as this scope sees them."""
+        if self._rngs is None:
+            above: Any = self.parent
+            self._rngs = {name: s.at(self._below[-1]) for name, s in above.rngs.items()}
+        return self._rngs
 
     @property
     def path(self) -> Path:

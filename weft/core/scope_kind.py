@@ -113,10 +113,10 @@ class ScopeKind(Kind):
         groups: list[tuple[Group, ...]] = []
         for i, (scope, wanted) in enumerate(zip(carriers, filters, strict=True)):
             scope._check_valid()
-            wanted = [_as_select(where) for where in wanted]
+            wanted = tuple(map(_as_select, wanted))
             below = _below_another(carriers, i)
             if below is not None:
-                if tuple(map(_as_select, filters[below.root])) != tuple(wanted):
+                if tuple(map(_as_select, filters[below.root])) != wanted:
                     raise RoleError(
                         f"{self.transformation}: the scope {scope.path_text!r} is below "
                         f"{carriers[below.root].path_text!r}, which is lifted otherwise; lift both "
@@ -125,27 +125,27 @@ class ScopeKind(Kind):
                 statics.append(below)
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
                 continue
-            counts = Counts(scope._counts.below(scope._below))
-            variables = {col: scope._collection(col) for col in scope._trunk.collections}
-            variables = {col: entries for col, entries in variables.items() if entries}
+            counts = scope._counts.below(scope._below)
+            trunk = scope._trunk
+            found = {col: trunk.entries(col, scope._below) for col in trunk.collections}
+            variables = {col: entries for col, entries in found.items() if entries}
             of_vars = group_collections(variables, [where.variables for where in wanted])
             of_rngs = group_collections(scope.rngs, [where.rngs for where in wanted])
-            if self.folds:
-                of_rngs = tuple(_folded(streams, counts) for streams in of_rngs)
-            inside = counts.freeze()
             if not any(of_rngs):
                 # No key can be drawn inside, so it makes no difference which loops are around.
-                inside = dataclasses.replace(inside, loops=())
+                counts = FrozenCounts(counts.table)
+            elif self.folds:
+                folding = Counts(counts)
+                of_rngs = tuple(_folded(streams, folding) for streams in of_rngs)
+                counts = folding.freeze()
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
-            changeable = [intersect_filters(where.variables, where.out) for where in wanted]
-            mutable = intersect_filters(scope.mutable, _union_of(changeable))
             statics.append(
                 _Root(
-                    canonical(mutable),
-                    FrozenDict(scope.flags),
-                    inside,
+                    canonical(_mutable_inside(scope, wanted)),
+                    scope.flags,
+                    counts,
                     canonical(_union_of([where.variables for where in wanted])),
-                    within_settled=scope._trunk.settled,
+                    within_settled=trunk.settled,
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
@@ -214,9 +214,10 @@ class ScopeKind(Kind):
         for scope, drawn, of_scope in zip(outer, static, groups, strict=True):
             if drawn is None:
                 continue
-            scope._counts.update_below(scope._below, drawn)
+            if drawn.table:
+                scope._counts.update_below(scope._below, drawn)
             for group in of_scope:
-                if group is not None:
+                if group is not None and (group.firsts or group.variables):
                     _write(scope, group.firsts, only_new=True)
                     _write(scope, group.variables)
         return []
@@ -304,7 +305,15 @@ def _as_select(where: Any) -> Select:
 
 
 def _union_of(filters: Sequence[Filter]) -> Filter:
-    return functools.reduce(union_filters, filters, False)
+    return functools.reduce(union_filters, filters) if filters else False
+
+
+def _mutable_inside(scope: Scope, wanted: Sequence[Select]) -> Filter:
+    """Which of the collections that cross can be changed."""
+    if scope.mutable is False:
+        return False
+    changeable = [intersect_filters(where.variables, where.out) for where in wanted]
+    return intersect_filters(scope.mutable, _union_of(changeable))
 
 
 def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:

@@ -153,6 +153,9 @@ class Parcel:
     def __init__(self, groups: tuple[Any, ...]):
         self.groups = groups
 
+    def tree_flatten(self):
+        return self.groups, None
+
     def tree_flatten_with_keys(self):
         keys = (jax.tree_util.SequenceKey(i) for i in range(len(self.groups)))
         return tuple(zip(keys, self.groups, strict=True)), None
@@ -220,10 +223,15 @@ def depart(
         A handle for `commit`, which stays outside, and what crosses.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=kind.is_carrier)
-    flat = broadcast_roles(roles, args, kind.is_carrier, what)
-    at = [i for i, leaf in enumerate(leaves) if kind.is_carrier(leaf)]
+    flat: list[Any] = (
+        [None] * len(leaves)
+        if roles is None
+        else broadcast_roles(roles, args, kind.is_carrier, what)
+    )
+    at = []
     for i, leaf in enumerate(leaves):
         if kind.is_carrier(leaf):
+            at.append(i)
             role = of_carriers if flat[i] is None and of_carriers is not None else flat[i]
             flat[i] = roles_of_carrier(role)
         elif isinstance(flat[i], Roles):
@@ -291,6 +299,8 @@ def commit(kind: Kind, outer: Any, results: Results) -> Any:
         [parcel.groups for parcel in results.parcels],
         [leaves[i].groups for i in at],
     )
+    if not at:
+        return results.packed
     for i, carrier in zip(at, new, strict=True):
         leaves[i] = carrier
     return tree.unflatten(leaves)

@@ -155,15 +155,25 @@ def _names(code: types.CodeType) -> list[str]:
     return sorted({*code.co_names, *(name for c in inside for name in _names(c))})
 
 
+# Each of a module's fields goes through these whenever it crosses: a union that is made anew at
+# each look takes longer than the look.
+_PLAIN = (bool, int, str, bytes, type(None))
+_FRACTIONS = (float, complex)
+_UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType)
+_BY_EQUALITY = (enum.Enum, np.dtype, jax.sharding.Sharding, jax.sharding.PartitionSpec)
+
+
 def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
-    if value is None or isinstance(value, bool | int | str | bytes | enum.Enum):
+    if isinstance(value, _PLAIN):
         return type(value), value
-    if isinstance(value, float | complex):
+    if isinstance(value, tuple):
+        return type(value), tuple([_of_value(v, above) for v in value])
+    if isinstance(value, _UNCHANGING):
+        return Same(value)
+    if isinstance(value, _FRACTIONS):
         return type(value), repr(value)  # 0.0 and -0.0 are not the same here
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
-    if isinstance(value, tuple):
-        return type(value), tuple(_of_value(v, above) for v in value)
     if isinstance(value, frozenset):
         return type(value), frozenset(_of_value(v, above) for v in value)
     # What a function holds may change before it runs again; what is given beside it does not.
@@ -180,9 +190,7 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return Same(value)
-    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-        return Same(value)
-    if isinstance(value, np.dtype | jax.sharding.Sharding | jax.sharding.PartitionSpec):
+    if isinstance(value, _BY_EQUALITY):
         return type(value), value
     if callable(value) and type(value).__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
         return Same(value)  # jax.numpy.exp and the like

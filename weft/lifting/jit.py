@@ -78,9 +78,11 @@ class _Shared:
         return "compiled again, since these differ: " + "; ".join(differences(*self._traces))
 
     def _depart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cargo]:
-        static = {i % len(args) for i in self._static_argnums} if args else set()
-        args = tuple(Static(x) if i in static else x for i, x in enumerate(args))
-        kwargs = {k: Static(x) if k in self._static_argnames else x for k, x in kwargs.items()}
+        if self._static_argnums and args:
+            static = {i % len(args) for i in self._static_argnums}
+            args = tuple(Static(x) if i in static else x for i, x in enumerate(args))
+        if self._static_argnames:
+            kwargs = {k: Static(x) if k in self._static_argnames else x for k, x in kwargs.items()}
         return depart(self._kind, (args, kwargs), None, of_carriers=self._of_carriers)
 
 

@@ -142,6 +142,9 @@ class Logged:
         self.value = value
         self.manifest = carriage.manifest
 
+    def tree_flatten(self) -> tuple[tuple[Any], _Log]:
+        return (self.value,), _Log(self.manifest)
+
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[_NoKey, Any]], _Log]:
         return ((_NoKey(), self.value),), _Log(self.manifest)
 
@@ -260,9 +263,10 @@ class Boarding:
 
     def seats(self, tree: Any) -> Any:
         """A tree of arguments with seats where modules were."""
-        return jax.tree.map(
-            lambda x: self.seat(x) if _is_module(x) else x, tree, is_leaf=_is_module
-        )
+        if _is_module(tree):
+            return self.seat(tree)
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_module)
+        return structure.unflatten([self.seat(x) if _is_module(x) else x for x in leaves])
 
     def carriage(
         self, target: Any, captured: Sequence[tuple[Seat, ...]], options: dict[str, Any]
@@ -314,43 +318,41 @@ def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
     return run
 
 
-_HOLDERS = (FunctionType, MethodType, functools.partial)
+_HOLDERS = (FunctionType, MethodType, functools.partial, list, tuple, dict)
 
 
 def captured_modules(fn: Any) -> list[Module]:
     """The bound modules that a function sees, by itself or through functions that it sees."""
     found: dict[int, Module] = {}
     seen: set[int] = set()
-
-    def look(value: Any) -> None:
+    to_see = list(reversed(_held(fn)))
+    while to_see:
+        value = to_see.pop()
         if isinstance(value, Module):
             if value.scope is not None:
                 found[id(value)] = value
-        elif isinstance(value, list | tuple):
-            for x in value:
-                look(x)
-        elif isinstance(value, dict):
-            look(tuple(value.values()))
         elif isinstance(value, _HOLDERS) and id(value) not in seen:
             seen.add(id(value))
-            look(_held(value))
-
-    look(_held(fn))
+            to_see.extend(reversed(_held(value)))
     return list(found.values())
 
 
-def _held(fn: Any) -> tuple[Any, ...]:
-    """What a function holds."""
+def _held(fn: Any) -> Sequence[Any]:
+    """What a function or a container holds."""
+    if isinstance(fn, list | tuple):
+        return fn
+    if isinstance(fn, dict):
+        return tuple(fn.values())
     if isinstance(fn, functools.partial):
         return fn.func, fn.args, fn.keywords
     if isinstance(fn, MethodType):
         return fn.__func__, fn.__self__
-    if not isinstance(fn, FunctionType):
-        return ()
     held = []
     for cell in fn.__closure__ or ():
-        with contextlib.suppress(ValueError):  # a name that has no value yet
+        try:
             held.append(cell.cell_contents)
+        except ValueError:
+            continue  # a name that has no value yet
     return *held, fn.__defaults__, fn.__kwdefaults__
 
 
@@ -397,7 +399,8 @@ def board(
     """
     _check_target(fns[0], target)
     boarding = Boarding(target, token)
-    seats, args, kwargs = boarding.seats((target, args, dict(kwargs)))
+    seats = boarding.seats(target)
+    args, kwargs = boarding.seats((args, dict(kwargs)))
     captured = [tuple(map(boarding.seat, captured_modules(fn))) for fn in fns]
     options = {name: value for name, value in kwargs.items() if _is_option(value)}
     arrays = {name: value for name, value in kwargs.items() if name not in options}
@@ -410,6 +413,8 @@ def _is_option(value: Any) -> bool:
 
 
 def _check_target(fn: Any, target: Any) -> None:
+    if _is_module(target):
+        return
     leaves = jax.tree.leaves(target, is_leaf=_is_module)
     wrong = [x for x in leaves if not _is_module(x)] if leaves else [target]
     if wrong:

@@ -1,6 +1,5 @@
 """How functions of scopes are computed: jit, remat, and what can be known before."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,7 +111,9 @@ def jit(
 
     @functools.wraps(fn)
     def call(scope: Any, *args: Any, **kwargs: Any) -> Any:
-        with jax.default_device(device) if device is not None else contextlib.nullcontext():
+        if device is None:
+            return lifted(scope, *args, **kwargs)
+        with jax.default_device(device):
             return lifted(scope, *args, **kwargs)
 
     call.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]
