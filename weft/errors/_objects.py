@@ -10,11 +10,11 @@ class ObjectError(WeftError):
 class TraceContextError(ObjectError, RuntimeError):
     """An object was changed inside of a transformation that it did not go through."""
 
-    def __init__(self, message: str):
+    def __init__(self, what: str, transformation: str = "a JAX transformation", known: str = ""):
         super().__init__(
-            f"a {message} is changed inside of a JAX transformation, but was made outside of it, "
+            f"a {what} is changed inside of {transformation}, but was made outside of it, "
             "so a tracer would leak; give it to the transformed function as an argument, and "
-            "return what has changed."
+            "return what has changed." + (f" It {known}." if known else "")
         )
 
 

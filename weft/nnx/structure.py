@@ -9,8 +9,8 @@ it remembers; where they differ, it looks again, once.
 from typing import Any
 
 from weft.core.tracing import current_trace
-from weft.errors import TraceContextError
 from weft.lifting.functions import by_value
+from weft.nnx.naming import changed_elsewhere, origin
 
 
 class _Epoch:
@@ -28,14 +28,16 @@ class Watch:
 
     Attributes:
         trace: in which JAX trace the object was made.
+        origin: where the program made it.
         watched: whether a call remembers how the object looks.
         marks: by attribute, whether it was said to be data (True) or static (False).
     """
 
-    __slots__ = ("marks", "trace", "watched")
+    __slots__ = ("marks", "origin", "trace", "watched")
 
     def __init__(self) -> None:
         self.trace = current_trace()
+        self.origin = origin()
         self.watched = False
         self.marks: dict[str, bool] = {}
 
@@ -49,7 +51,7 @@ class Watch:
             TraceContextError: inside of a transformation that the object did not go through.
         """
         if self.trace != current_trace():
-            raise TraceContextError(type(what).__name__)
+            raise changed_elsewhere(what)
         if self.watched:
             EPOCH.now = object()
 

@@ -18,7 +18,6 @@ import numpy as np
 from weft.core.tracing import current_trace
 from weft.errors import (
     ImmutableVariableError,
-    TraceContextError,
     VariableArgumentError,
     VariableAttributeError,
     VariableMetadataError,
@@ -27,6 +26,7 @@ from weft.errors import (
 )
 from weft.nnx.eager_sharding import laid_out, named_layout
 from weft.nnx.initial_metadata import HOOKS, VariableMetadata
+from weft.nnx.naming import changed_elsewhere, origin
 from weft.nnx.references import held, held_at_first, with_defaults, write
 from weft.nnx.structure import EPOCH, Fixed
 
@@ -68,7 +68,7 @@ class Variable(Generic[A]):
         5
     """
 
-    __slots__ = ("__weakref__", "_metadata", "_trace", "_value", "_watched")
+    __slots__ = ("__weakref__", "_metadata", "_origin", "_trace", "_value", "_watched")
     __hash__ = None  # pyright: ignore[reportAssignmentType] - as of the arrays that they stand for
     _hooks: Mapping[str, Any] = {}
 
@@ -83,6 +83,7 @@ class Variable(Generic[A]):
             metadata = named_layout(metadata, type(self).__name__)
         set_(self, "_metadata", metadata)
         set_(self, "_trace", current_trace())
+        set_(self, "_origin", origin())
         set_(self, "_watched", False)
         if "on_create_value" in metadata:
             value = _called(metadata["on_create_value"], self, value)
@@ -197,7 +198,7 @@ class Variable(Generic[A]):
     def _check_writable(self) -> None:
         # A reference may be written to in any trace: JAX carries the change out of it.
         if self._trace != current_trace() and not self._is_held():
-            raise TraceContextError(_shown(self))
+            raise changed_elsewhere(self)
         if not self._metadata.get("mutable", True):
             raise ImmutableVariableError(_shown(self))
 
@@ -251,7 +252,7 @@ class Variable(Generic[A]):
             TraceContextError: inside of a transformation that the variable did not go through.
         """
         if self._trace != current_trace():
-            raise TraceContextError(_shown(self))
+            raise changed_elsewhere(self)
         if not args:
             changed = {**self._metadata, **metadata}
         elif len(args) == 1 and isinstance(args[0], Mapping) and not metadata:

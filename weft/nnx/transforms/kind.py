@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.core.tracing import current_trace
-from weft.errors import BranchObjectsError, StateFilterError, TraceContextError
+from weft.errors import BranchObjectsError, StateFilterError
 from weft.lifting import Kind, Roles
 from weft.nnx.filters import Path, Predicate, to_predicate
 from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, put_together, take_apart
+from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.spmd import add_axis, remove_axis
 from weft.nnx.state import shown_path
@@ -208,7 +209,7 @@ class ObjectKind(Kind):
         for leaf, owner, _ in kept:
             what = leaf if owner is None else owner[0]
             if trace_of(what) != here:
-                raise TraceContextError(type(what).__name__)
+                raise changed_elsewhere(what)
         for leaf, owner, value in kept:
             _write(leaf, owner, value)
         if static is None:
