@@ -5,7 +5,7 @@ objects that there are; that is slow, and no call pays for it.
 """
 
 import gc
-import sys
+import inspect
 from types import CodeType
 from typing import Any
 
@@ -16,7 +16,7 @@ Origin = tuple[CodeType, int]
 
 def origin() -> Origin:
     """Where the running code outside of Weft is, at a price that the making of an object can pay."""
-    frame = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weft."):
         frame = frame.f_back
     return frame.f_code, frame.f_lasti

@@ -13,7 +13,6 @@ import functools
 import inspect
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -109,18 +108,18 @@ class JitWrapped:
                 return self._call_as_found(args, kwargs)
         donated, kept = plan.donated, plan.kept
         result, of_donated, of_kept, more, written = plan.jitted(
-            [variable._value for variable in donated],
-            [variable._value for variable in kept],
+            [variable._value for variable in donated] if donated else donated,
+            [variable._value for variable in kept] if kept else kept,
             *args[plan.n_first :],
         )
         if more is not None or plan.trace is not current_trace():
             return self._finish_planned(plan, (result, of_donated, of_kept, more, written))
         if of_donated:
-            deque(map(_set_value, donated, of_donated), 0)
+            any(map(_set_value, donated, of_donated))  # all of them: each gives None
         if of_kept:
             at = written.at
             changed = kept if len(at) == len(kept) else [kept[i] for i in at]
-            deque(map(_set_value, changed, of_kept), 0)
+            any(map(_set_value, changed, of_kept))
         return result
 
     def _finish_planned(self, plan: _Plan, outputs: tuple[Any, ...]) -> Any:
@@ -198,7 +197,8 @@ class JitWrapped:
             values = zip(numbers, (*of_donated, *of_kept), strict=True)
             group = {n: program.as_leaf(n, value) for n, value in values}
             more = Static(None), [Parcel((group,))]
-        return commit(self._options.kind, flat, Results(*more, result))
+        static, parcels = more
+        return commit(self._options.kind, flat, Results(static, parcels, result))
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         found = found_anywhere(self._options, args, kwargs)

@@ -62,33 +62,11 @@ def scan(
         Array(6., dtype=float32)
     """
     if f is MISSING:
-        return functools.partial(
-            scan,
-            length=length,
-            reverse=reverse,
-            unroll=unroll,
-            _split_transpose=_split_transpose,
-            in_axes=in_axes,
-            out_axes=out_axes,
-            transform_metadata=transform_metadata,
-            graph=graph,
-            graph_updates=graph_updates,
-        )
-    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
-        for axis in axes if isinstance(axes, tuple | list) else ():
-            if axis is not Carry and any(x is Carry for x in jax.tree.leaves(axis)):
-                raise TransformArgumentError(
-                    f"scan: {name}={_shown(axes)} has a Carry inside of an entry; a whole argument "
-                    "or result is the carry, or nnx.StateAxes({...: nnx.Carry}) of an object."
-                )
-    carries = _carries(in_axes), _carries(out_axes)
-    if len(carries[0]) != len(carries[1]):
-        raise TransformArgumentError(
-            f"scan: in_axes={_shown(in_axes)} has {len(carries[0])} Carry and out_axes="
-            f"{_shown(out_axes)} has {len(carries[1])}; what is carried in is also returned, so "
-            "each Carry of one needs its counterpart in the other."
-        )
-    pairs = tuple(zip(*carries, strict=True))
+        options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll}
+        options |= {"_split_transpose": _split_transpose, "transform_metadata": transform_metadata}
+        options |= {"in_axes": in_axes, "out_axes": out_axes}
+        return functools.partial(scan, graph=graph, graph_updates=graph_updates, **options)
+    pairs = _pairs(in_axes, out_axes)
     looped = lifting.scan(
         ObjectKind("scan", *references_and_structure(graph, graph_updates), is_loop=True),
         recorded(_boxing(f, pairs)),
@@ -108,6 +86,25 @@ def scan(
 
 
 _Pairs = tuple[tuple[int | None, int | None], ...]
+
+
+def _pairs(in_axes: Any, out_axes: Any) -> _Pairs:
+    """Which argument and which result are each carry."""
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        for axis in axes if isinstance(axes, tuple | list) else ():
+            if axis is not Carry and any(x is Carry for x in jax.tree.leaves(axis)):
+                raise TransformArgumentError(
+                    f"scan: {name}={_shown(axes)} has a Carry inside of an entry; a whole argument "
+                    "or result is the carry, or nnx.StateAxes({...: nnx.Carry}) of an object."
+                )
+    carries = _carries(in_axes), _carries(out_axes)
+    if len(carries[0]) != len(carries[1]):
+        raise TransformArgumentError(
+            f"scan: in_axes={_shown(in_axes)} has {len(carries[0])} Carry and out_axes="
+            f"{_shown(out_axes)} has {len(carries[1])}; what is carried in is also returned, so "
+            "each Carry of one needs its counterpart in the other."
+        )
+    return tuple(zip(*carries, strict=True))
 
 
 def _carries(axes: Any) -> list[int | None]:
