@@ -15,7 +15,7 @@ Origin = tuple[CodeType, int]
 
 
 def origin() -> Origin:
-    """Where the running code outside of Weft is, at a price that the making of an object can pay."""
+    """Where the program is, outside of Weft; decoded only when it is asked for."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weft."):
         frame = frame.f_back
