@@ -193,7 +193,7 @@ def test_models_are_pytrees_of_variables_variables_and_objects_with_arrays():
     optimizer = Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=...)
     assert type(optimizer.opt_state[0].trace.x) is OptArray
     optimizer.update(model, nnx.state(model))
-    assert model.w[0] == 0.5 and model.x[0] == 0.5 and model.n == 1.0
+    assert model.w[0] == 0.5 and model.x[0] == 0.5 and model.n == 2.0
 
 
 def test_a_shared_parameter_moves_once():
@@ -202,6 +202,9 @@ def test_a_shared_parameter_moves_once():
     optimizer = Optimizer(model, optax.sgd(0.25), wrt=nnx.Param)
     optimizer.update(model, nnx.state(model))
     assert model[1][0] == 0.75 and model[0] is weight is model[1]
+    state = nnx.State({"a": weight, "b": weight})
+    Optimizer(state, optax.sgd(0.25), wrt=nnx.Param).update(state, {"a": jnp.ones(2)})
+    assert weight[0] == 0.5
 
 
 def test_values_keep_their_dtype_and_hooks_do_not_see_updates():
@@ -300,6 +303,47 @@ def test_twenty_equal_optimizers_are_traced_once():
             model = nnx.Dict(w=nnx.Param(jnp.ones((2, 2))))
             step((model, Optimizer(model, make(), wrt=nnx.Param)), {"w": jnp.ones((2, 2))})
         assert len(traces) == 1
+
+
+def test_one_trace_serves_fresh_models_with_equal_optimizers():
+    traces = []
+
+    @nnx.jit
+    def step(model, optimizer):
+        traces.append(1)
+        grads = nnx.grad(lambda model: jnp.sum(model(jnp.eye(2)) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(20):
+        model = Model()
+        optimizer = Optimizer(model, optax.adam(optax.constant_schedule(0.1)), wrt=nnx.Param)
+        step(model, optimizer)
+    step(model, optimizer)
+    assert len(traces) == 1 and int(optimizer.step) == 2
+    assert optimizer.opt_state[0].mu.kernel.sharding_names == ("in", "out")
+
+
+def test_optimizers_are_made_inside_of_transformations():
+    def make():
+        model = Model()
+        return model, Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    model, optimizer = nnx.jit(make)()
+    optimizer.update(model, ones_like(model))
+    _, abstract = nnx.eval_shape(make)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), values(abstract))
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), values(optimizer))
+
+    @nnx.vmap
+    def several(rate):
+        model = Model()
+        optimizer = Optimizer(model, optax.sgd(1.0, momentum=0.9), wrt=nnx.Param)
+        optimizer.update(model, jax.tree.map(lambda x: x * rate, ones_like(model)))
+        return model, optimizer
+
+    model, optimizer = several(jnp.array([0.0, 1.0]))
+    assert model.layers[0].bias[:, 0].tolist() == [1.0, 0.0]
+    assert optimizer.opt_state[0].trace.kernel.shape == (2, 2, 3)
 
 
 def test_twenty_optimizers_that_differ_each_take_their_own_step():

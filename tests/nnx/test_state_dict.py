@@ -70,7 +70,9 @@ def test_leaves_by_path():
     assert list(leaves_of(model)) == [("a", 0), ("a", 1)]
     assert list(leaves_of(nnx.state(model))) == [("a", 0), ("a", 1)]
     shared = nnx.Param(1)
-    assert list(leaves_of({"a": [shared, {}, ()], "b": shared, "c": None})) == [("a", 0), ("b",)]
+    tree = {"a": [shared, {}, ()], "b": shared, "c": None}
+    assert list(leaves_of(tree)) == [("a", 0), ("b",)]
+    assert list(leaves_of(tree, once=True)) == [("a", 0)]
     assert leaves_of(3) == {(): 3}
 
 

@@ -20,15 +20,15 @@ from weft.errors import (
     StateFilterError,
     TransformationTypeError,
 )
-from weft.nnx.filters import Filter, Path
+from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.gradients import gradients_like
 from weft.nnx.graph import is_array, iter_graph
 from weft.nnx.kinds import Param
 from weft.nnx.pytree import Pytree, static
 from weft.nnx.references import held
-from weft.nnx.splitting import pure, state
+from weft.nnx.splitting import pure
 from weft.nnx.state import State, from_flat_state, shown_path, to_flat_state
-from weft.nnx.state_dict import StateDict, kept, matched, raw, values_of
+from weft.nnx.state_dict import StateDict, kept, leaves_of, matched, raw, values_of
 from weft.nnx.updating import update
 from weft.nnx.variables import Variable
 
@@ -92,7 +92,7 @@ class Optimizer(Pytree, Generic[M]):
     Args:
         model: the model, or any pytree of variables.
         tx: the transformation.
-        wrt: a filter of the parameters.
+        wrt: a filter of the parameters, which are variables or arrays.
         graph: ignored, see `nnx.split`.
 
     Attributes:
@@ -239,7 +239,12 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
-    found = dict(to_flat_state(state(model, wrt)))
+    matches = to_predicate(wrt)
+    found = {
+        path: x
+        for path, x in leaves_of(model, once=True).items()
+        if (isinstance(x, Variable) or is_array(x)) and matches(path, x)
+    }
     if not found or (len(found) == 1 and isinstance(found.get(()), State)):
         there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
         raise StateFilterError(

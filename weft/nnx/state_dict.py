@@ -117,11 +117,13 @@ def matched(tree: Any, values: Any, path: Path = ()) -> Iterator[tuple[Variable[
         yield from matched(value, given[name], (*path, name))
 
 
-def leaves_of(tree: Any) -> dict[Path, Any]:
+def leaves_of(tree: Any, once: bool | None = None) -> dict[Path, Any]:
     """The variables and other leaves of a model, a state or nested dicts, by path.
 
     Args:
-        tree: any of these. What an object has at two places is there at the first.
+        tree: any of these.
+        once: whether a variable that is at two places is there at the first alone; by default so
+            in objects.
 
     Example:
         >>> list(leaves_of({"a": {"b": 1.0}, "c": None}))
@@ -129,11 +131,11 @@ def leaves_of(tree: Any) -> dict[Path, Any]:
     """
     found: dict[Path, Any] = {}
     seen: set[int] = set()
-    is_object = isinstance(tree, Pytree)
+    once = isinstance(tree, Pytree) if once is None else once
 
     def walk(x: Any, path: Path) -> None:
         if isinstance(x, Variable) or is_array(x):
-            if not (is_object and isinstance(x, Variable) and id(x) in seen):
+            if not (once and isinstance(x, Variable) and id(x) in seen):
                 found[path] = x
                 seen.add(id(x))
         elif below := children(x):
