@@ -35,12 +35,12 @@ def stepped(name, rngs_of_carry=None, **kwargs):
 OPTIONS = [
     {},
     {"dtype": "bfloat16"},
-    {"dtype": "float32", "param_dtype": "float32"},
-    {"carry_init": normal},
-    {"kernel_init": jax.nn.initializers.ones},
-    {"recurrent_kernel_init": normal},
-    {"bias_init": normal},
-    {"activation_fn": jax.nn.relu},
+    {
+        "kernel_init": jax.nn.initializers.ones,
+        "recurrent_kernel_init": normal,
+        "bias_init": normal,
+        "activation_fn": jax.nn.relu,
+    },
     {"promote_dtype": in_half},
     {"keep_rngs": True, "carry_init": normal},
     {
@@ -81,7 +81,7 @@ def test_low_precision_of_parameters():
     ],
     ids=["carry", "a stream", "default"],
 )
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", CELLS[1:3])
 def test_first_states(name, streams):
     same(stepped(name, streams, carry_init=normal))
 
@@ -128,14 +128,13 @@ FORMS = [
 
 
 @named(FORMS)
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["all", "lengths"])
-def test_forms(kwargs, lengths):
+def test_forms(kwargs):
     x = X.swapaxes(0, 1) if kwargs.get("time_major") else X
-    same(run(x=x, call={"seq_lengths": lengths}, **kwargs))
+    same(run(x=x, **kwargs))
 
 
 @named([f for f in FORMS if "unroll" not in f])
-def test_forms_in_the_call(kwargs):
+def test_forms_in_the_call_with_lengths(kwargs):
     x = X.swapaxes(0, 1) if kwargs.get("time_major") else X
     same(run(x=x, call={"return_carry": True, "seq_lengths": LENGTHS, **kwargs}))
 
