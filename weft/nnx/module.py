@@ -12,6 +12,7 @@ from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import iter_children, iter_graph
 from weft.nnx.kinds import Perturbation, variable_type_from_name
 from weft.nnx.pytree import Pytree
+from weft.nnx.sown import PLACE
 from weft.nnx.splitting import clone
 from weft.nnx.variables import Variable
 
@@ -56,12 +57,15 @@ class Module(Pytree):
             init_fn: makes what was left before the first time.
 
         Returns:
-            True.
+            Whether it is left: not inside of `nnx.capture`, if the kind is not asked for.
 
         Raises:
             GraphStructureError: if the attribute is something else.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
+        captured = vars(self).get(PLACE)
+        if captured is not None:
+            return captured.sow(kind, name, value, reduce_fn, init_fn)
         if there is _MISSING:
             setattr(self, name, kind(reduce_fn(init_fn(), value)))
             return True
@@ -83,6 +87,11 @@ class Module(Pytree):
             GraphStructureError: if the attribute is something else.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
+        captured = vars(self).get(PLACE)
+        if captured is not None:
+            there = captured.perturbation(kind, name, value)
+            if there is None:
+                return value
         if there is _MISSING:
             there = kind(jax.tree.map(jnp.zeros_like, value))
             setattr(self, name, there)

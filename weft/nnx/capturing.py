@@ -1,0 +1,179 @@
+"""Calls whose sown values are results."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from weft.errors import GraphStructureError, ObjectArgumentError
+from weft.nnx.filters import Path
+from weft.nnx.observing import leave_alone, modules_of, observe
+from weft.nnx.pytree import Pytree
+from weft.nnx.sown import PLACE, Captured
+from weft.nnx.state import State, from_flat_state, shown_path, to_flat_state
+from weft.nnx.structure import EPOCH
+from weft.nnx.variables import Variable
+
+_Kinds = tuple[type[Variable[Any]], ...]
+
+
+def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
+    return (*xs, x)
+
+
+def capture(
+    fn: Any,
+    /,
+    *var_types: type[Variable[Any]],
+    init: State | None = None,
+    method_outputs: type[Variable[Any]] | None = None,
+) -> Callable[..., Any]:
+    """A function that returns, beside its result, what modules sow and perturb in the call.
+
+    The modules are those among the arguments, and the module of `fn` if it is one or a method of
+    one. They are as before afterwards. Of kinds that are not asked for, they sow nothing.
+
+    Args:
+        fn: the function, a module or a method. Left out, the result is a decorator.
+        *var_types: kinds of variables; for each the call returns a state. What is of a kind that
+            is derived from another is in the first of the two.
+        init: what variables hold at first, by path, such as perturbations.
+        method_outputs: a kind under which the result of each method is sown as well, by its name.
+
+    Raises:
+        ObjectArgumentError: if a kind is no class of variables, or `fn` cannot be called.
+        GraphStructureError: if `init` has something at a path where no module is, or that is no
+            variable; or if two arguments sow at the same path.
+
+    Example:
+        >>> from weft import nnx
+        >>> class Double(nnx.Module):
+        ...     def __call__(self, x):
+        ...         self.sow(nnx.Intermediate, "doubled", 2 * x)
+        ...         return 2 * x + 1
+        >>> y, seen = capture(Double(), nnx.Intermediate)(3)
+        >>> y, seen.to_pure_dict()
+        (7, {'doubled': (6,)})
+    """
+    if isinstance(fn, type) and issubclass(fn, Variable):
+        kinds = (fn, *var_types)
+        return lambda fn: capture(fn, *kinds, init=init, method_outputs=method_outputs)
+    for kind in (*var_types, *([] if method_outputs is None else [method_outputs])):
+        if not (isinstance(kind, type) and issubclass(kind, Variable)):
+            raise ObjectArgumentError(
+                f"capture was given {kind!r}; give kinds of variables, such as nnx.Intermediate."
+            )
+    if not callable(fn):
+        raise ObjectArgumentError(
+            f"capture was given a {type(fn).__name__}, which cannot be called; give a function, a "
+            "module with a __call__, or a method."
+        )
+    owner: Any = fn if isinstance(fn, Pytree) else getattr(fn, "__self__", None)
+    function: Any = fn
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        roots = [owner, *args, *kwargs.values()]
+        open_modules = _Open([r for r in roots if r is not None], var_types, init, method_outputs)
+        try:
+            result = function(*args, **kwargs)
+            states = list(open_modules.states())
+        finally:
+            open_modules.close()
+        _clean(result)
+        return (result, *states) if var_types else result
+
+    return captured if owner is fn else functools.wraps(function)(captured)
+
+
+class _Open:
+    """The modules of one call, which take what is sown."""
+
+    def __init__(self, roots: list[Any], kinds: _Kinds, init: Any, outputs: Any):
+        self._kinds = kinds
+        self._modules: list[tuple[int, Path, Pytree]] = []
+        self._before: list[Any] = []
+        seen: set[int] = set()
+        for i, root in enumerate(roots):
+            for path, x in modules_of(root):
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    self._modules.append((i, path, x))
+        first = _by_module(init, {path for _, path, _ in self._modules})
+        for _, path, x in self._modules:
+            left = {name: v.copy() for name, v in first.get(path, {}).items()}
+            self._before.append(vars(x).get(PLACE))
+            _set(x, Captured(kinds, outputs, left))
+            if outputs is not None:
+                observe(x, _leave_output)
+
+    def states(self) -> Iterator[State]:
+        """What was left, by kind."""
+        found: dict[Path, tuple[int, Variable[Any]]] = {}
+        for i, path, x in self._modules:
+            for name, variable in vars(x)[PLACE].left._items():
+                where = (*path, name)
+                if where in found and found[where][0] != i:
+                    raise GraphStructureError(
+                        f"two modules among the arguments sow at {shown_path(where)!r}, so that "
+                        "one of the values would be lost; capture their calls one at a time, or "
+                        "give them together as one list or dict."
+                    )
+                found[where] = i, variable
+        for n, kind in enumerate(self._kinds):
+            others = self._kinds[:n]
+            yield from_flat_state(
+                (path, variable)
+                for path, (_, variable) in found.items()
+                if type(variable) in self._kinds
+                and isinstance(variable, kind)
+                and not isinstance(variable, others)
+            )
+
+    def close(self) -> None:
+        """Makes the modules what they were."""
+        for (_, _, x), before in zip(self._modules, self._before, strict=True):
+            leave_alone(x)
+            _set(x, before)
+
+
+def _set(x: Pytree, captured: Captured | None) -> None:
+    # Not by setattr, so that modules of another trace, which a function closes over, can sow.
+    if captured is None:
+        vars(x).pop(PLACE, None)
+    else:
+        vars(x)[PLACE] = captured
+    if x._watch.watched:
+        EPOCH.now = object()
+
+
+def _clean(result: Any) -> None:
+    """Takes away from copies that the function returns what only the originals lose."""
+    is_object = lambda x: isinstance(x, Pytree)  # noqa: E731
+    for root in jax.tree.leaves(result, is_leaf=is_object):
+        for _, x in modules_of(root) if is_object(root) else ():
+            leave_alone(x)
+            _set(x, None)
+
+
+def _by_module(init: Any, paths: set[Path]) -> Mapping[Path, dict[str, Variable[Any]]]:
+    found: dict[Path, dict[str, Variable[Any]]] = {}
+    for path, value in to_flat_state(init) if init is not None else ():
+        if path[:-1] not in paths or not isinstance(value, Variable):
+            what = "no module is there" if isinstance(value, Variable) else "that is no variable"
+            raise GraphStructureError(
+                f"init has a {type(value).__name__} at {shown_path(path)!r}, and {what}; give a "
+                "state as capture returns it for these arguments."
+            )
+        found.setdefault(path[:-1], {})[path[-1]] = value  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _leave_output(
+    x: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    result = method(*args, **kwargs)
+    captured = vars(x).get(PLACE)
+    if captured is not None and captured.outputs is not None:
+        captured.sow(captured.outputs, name, result, _append, tuple)
+    return result

@@ -1,0 +1,94 @@
+"""Calls of the methods of objects, seen by a function.
+
+For as long as it is observed an object has a class of its own, a subclass of the real one whose
+methods go through an observer. The class is a part of the object's structure, so copies of it that
+a transformation makes are observed as well.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from weft.nnx.containers import Dict, List
+from weft.nnx.graph import Path, iter_graph
+from weft.nnx.module import Module
+from weft.nnx.pytree import Pytree
+from weft.nnx.structure import EPOCH
+
+Observer = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""A function of the object, a method's name, the method and its arguments; it calls the method."""
+
+_CLASSES = "_observed_as"
+_OWN = (Pytree, Module, List, Dict)
+
+
+def modules_of(node: Any) -> Iterator[tuple[Path, Pytree]]:
+    """The objects in a tree that have methods of their users, with their paths."""
+    for path, x in iter_graph(node):
+        if isinstance(x, Pytree) and type(x) is not List and not isinstance(x, dict):
+            yield path, x
+
+
+def observe(x: Pytree, observer: Observer) -> None:
+    """Lets an observer see the calls of an object's methods.
+
+    Args:
+        x: the object.
+        observer: a function of a module, as classes are kept for each.
+    """
+    _become(x, _observed(type(x), observer))
+
+
+def leave_alone(x: Pytree) -> None:
+    """Undoes `observe`."""
+    if _CLASSES not in vars(type(x)) and hasattr(type(x), "_observed_class"):
+        _become(x, type(x)._observed_class)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def class_of(x: Any) -> type:
+    """The real class of an object."""
+    return getattr(type(x), "_observed_class", type(x))
+
+
+def _become(x: Pytree, cls: type) -> None:
+    object.__setattr__(x, "__class__", cls)
+    if x._watch.watched:
+        EPOCH.now = object()
+
+
+def _observed(cls: type, observer: Observer) -> type:
+    known = vars(cls).get(_CLASSES)
+    if known is None:
+        known = {}
+        setattr(cls, _CLASSES, known)
+    if observer not in known:
+        methods = {name: _method(name, fn, observer) for name, fn in _methods(cls).items()}
+        names = {"__qualname__": cls.__qualname__, "__module__": cls.__module__, "__slots__": ()}
+        body = {**names, **methods, "_observed_class": cls}
+        known[observer] = type(cls)(cls.__name__, (cls,), body)
+    return known[observer]
+
+
+def _methods(cls: type) -> dict[str, Any]:
+    """The methods of a class, without those of the bases that this library gives."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base in _OWN or base.__module__ in ("builtins", "typing"):
+            continue
+        for name, value in vars(base).items():
+            if name != "__call__" and name.startswith("_"):
+                continue
+            is_method = callable(value) and hasattr(value, "__get__")
+            if is_method and not isinstance(value, staticmethod | classmethod | type):
+                found[name] = value
+            else:
+                found.pop(name, None)
+    return found
+
+
+def _method(name: str, fn: Any, observer: Observer) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return observer(self, name, fn.__get__(self, type(self)), args, kwargs)
+
+    method.__name__ = name
+    method.__doc__ = getattr(fn, "__doc__", None)
+    return method

@@ -1,0 +1,260 @@
+"""Tables of objects: what goes into each call of a method, what comes out, and the variables.
+
+The model is run abstractly, on a copy whose methods are observed, so that nothing is computed and
+nothing of the model changes.
+"""
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from weft.core import tables
+from weft.core.meta import Partitioned
+from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
+from weft.nnx.filters import Path
+from weft.nnx.graph import iter_graph
+from weft.nnx.observing import class_of, modules_of, observe
+from weft.nnx.pytree import Pytree
+from weft.nnx.rngs import Rngs, RngStream
+from weft.nnx.splitting import merge, split
+from weft.nnx.variables import Variable
+
+_PLACE = "_place"
+"""The attribute that says where an object is; static, so that it goes through transformations."""
+
+
+@dataclasses.dataclass
+class CallInfo:
+    """One call of a method.
+
+    Attributes:
+        object_id: by identity, the object.
+        call_order: how many calls came before.
+        type: the class of the object.
+        path: of the object, and the method's name if it is another than `__call__`.
+        inputs_repr: the arguments as text.
+        outputs: the result; arrays are `jax.ShapeDtypeStruct`.
+        flops: what XLA counts in the call, if it was asked for.
+        vjp_flops: what it counts in the call and its gradient, if it was asked for.
+    """
+
+    object_id: int
+    call_order: int
+    type: type
+    path: Path
+    inputs_repr: str
+    outputs: Any
+    flops: int | None = None
+    vjp_flops: int | None = None
+
+
+@dataclasses.dataclass
+class _Run:
+    """What is noted while a model runs.
+
+    Attributes:
+        counts: the names of the columns of FLOPs.
+        ids: the identity of the object at a path.
+        calls: the calls, with the path of the object of each.
+        open: the paths of the objects whose methods are running.
+    """
+
+    counts: list[str]
+    ids: dict[Path, int]
+    calls: list[tuple[Path, CallInfo]] = dataclasses.field(default_factory=list)
+    open: list[Path] = dataclasses.field(default_factory=list)
+    token: object = dataclasses.field(default_factory=object)
+    seen: set[Path] = dataclasses.field(default_factory=set)
+
+
+class _Runs(threading.local):
+    def __init__(self) -> None:
+        self.open: list[_Run | None] = []
+
+
+_RUNS = _Runs()
+
+
+def without_streams(call: CallInfo) -> bool:
+    """Whether a call is not of a PRNG stream."""
+    return not issubclass(call.type, Rngs | RngStream)
+
+
+def tabulate(
+    obj: Any,
+    *input_args: Any,
+    depth: int | None = None,
+    method: str = "__call__",
+    row_filter: Callable[[CallInfo], bool] = without_streams,
+    table_kwargs: Mapping[str, Any] = {},
+    column_kwargs: Mapping[str, Any] = {},
+    console_kwargs: Mapping[str, Any] = {},
+    compute_flops: bool = False,
+    compute_vjp_flops: bool = False,
+    **input_kwargs: Any,
+) -> str:
+    """A table of the modules that a call uses.
+
+    Each method of each object has one line, for its first call.
+
+    Args:
+        obj: the model; it is not changed.
+        *input_args: of its method; `jax.ShapeDtypeStruct` will do for arrays.
+        depth: how far down objects have a line.
+        method: the method's name.
+        row_filter: which calls have a line; by default those of PRNG streams have none.
+        table_kwargs: for `rich.table.Table`.
+        column_kwargs: for each of its columns.
+        console_kwargs: for `rich.console.Console`, such as `width`.
+        compute_flops: whether to count the FLOPs of each call.
+        compute_vjp_flops: whether to count those of a gradient of each call.
+        **input_kwargs: further arguments of the method.
+
+    Raises:
+        GraphStructureError: if `obj` is no object.
+        ModuleAttributeNotFoundError: if it has no such method.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import nnx
+        >>> class Scale(nnx.Module):
+        ...     def __init__(self):
+        ...         self.factor = nnx.Param(jnp.ones(3))
+        ...     def __call__(self, x):
+        ...         return x * self.factor
+        >>> table = tabulate(Scale(), jnp.ones((2, 3)), console_kwargs={"width": 80})
+        >>> "factor: float32[3]" in table
+        True
+    """
+    if not isinstance(obj, Pytree):
+        raise GraphStructureError(
+            f"tabulate was given a {type(obj).__name__}; give an nnx.Module or nnx.Pytree."
+        )
+    if not callable(getattr(obj, method, None)):
+        raise ModuleAttributeNotFoundError(
+            f"{type(obj).__name__} has no method {method!r} to tabulate; give its name as method=."
+        )
+    counts = ["flops"] * compute_flops + ["vjp_flops"] * compute_vjp_flops
+    run = _Run(counts, {path: id(x) for path, x in modules_of(obj)})
+    _call_abstractly(obj, method, input_args, input_kwargs, run)
+    there, kinds = dict(modules_of(obj)), sorted(_by_kind(obj))
+    rows = [
+        _row(call, there[path], kinds, counts)
+        for path, call in run.calls
+        if (depth is None or len(path) <= depth) and row_filter(call)
+    ]
+    names = ["path", "type", "inputs", "outputs", *counts, *kinds]
+    totals = _by_kind(obj)
+    footers = [""] * (3 + len(counts)) + ["Total", *(tables.size(totals[k]) for k in kinds)]
+    options = {
+        "title": f"{type(obj).__name__} Summary",
+        "caption": f"\nTotal Parameters: {tables.size(totals)}",
+        **table_kwargs,
+    }
+    return tables.drawn(names, rows, footers, options, column_kwargs, console_kwargs)
+
+
+def _call_abstractly(
+    obj: Pytree, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], run: _Run
+) -> None:
+    graphdef, state = split(obj)
+    arrays, fill = tables.filled((state, args, kwargs))
+
+    def call(arrays: list[Any]) -> Any:
+        state, args, kwargs = fill(arrays)
+        copy = merge(graphdef, state, copy=True)
+        for path, x in list(modules_of(copy)):
+            # What was compiled in another run noted its calls there, so no two runs are alike.
+            vars(x)[_PLACE] = (run.token, path)
+            observe(x, _note)
+        getattr(copy, method)(*args, **kwargs)
+
+    _RUNS.open.append(run)
+    try:
+        jax.eval_shape(call, arrays)
+    finally:
+        _RUNS.open.pop()
+
+
+def _note(
+    x: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The observer: notes the first call of each method, but not those by the object itself."""
+    run = _RUNS.open[-1] if _RUNS.open else None
+    _, path = vars(x).get(_PLACE, (None, None))
+    if run is None or path is None or run.open[-1:] == [path]:
+        return method(*args, **kwargs)
+    where = path if name == "__call__" else (*path, name)
+    before = tables.abstract(split(x)) if run.counts else ()
+    call = None
+    if where not in run.seen:
+        run.seen.add(where)
+        inputs = tables.text_of_inputs(*tables.abstract((args, kwargs))) if args or kwargs else ""
+        call = CallInfo(run.ids[path], len(run.calls), class_of(x), where, inputs, None)
+        run.calls.append((path, call))
+    run.open.append(path)
+    try:
+        result = method(*args, **kwargs)
+    finally:
+        run.open.pop()
+    if call is not None:
+        call.outputs = tables.abstract(result)
+        # Afterwards, or what is compiled inside would be known, and its calls would not be seen.
+        for count in run.counts:
+            setattr(call, count, _flops(before, name, args, kwargs, count == "vjp_flops"))
+    return result
+
+
+def _flops(
+    before: tuple[Any, ...], name: str, args: tuple[Any, ...], kwargs: dict[str, Any], vjp: bool
+) -> int:
+    graphdef, state = before
+    arrays, fill = tables.filled(tables.abstract((state, args, kwargs)))
+
+    def run(arrays: list[Any]) -> Any:
+        state, args, kwargs = fill(arrays)
+        return getattr(merge(graphdef, state, copy=True), name)(*args, **kwargs)
+
+    _RUNS.open.append(None)
+    try:
+        return tables.flops(run, arrays, with_vjp=vjp)
+    finally:
+        _RUNS.open.pop()
+
+
+def _row(call: CallInfo, x: Pytree, kinds: list[str], counts: list[str]) -> list[str]:
+    own: dict[str, dict[str, Any]] = {}
+    for name, value in x._items():
+        if isinstance(value, Variable):
+            own.setdefault(_kind(value), {})[str(name)] = _with_layout(value)
+    below = _by_kind(x)
+    cells = []
+    for kind in kinds:
+        lines = tables.text(own[kind]) + "\n\n" if kind in own else ""
+        cells.append(lines + tables.size(below[kind]) if kind in below else "")
+    flops = [str(getattr(call, count)) for count in counts]
+    path = "/".join(map(str, call.path))
+    return [path, call.type.__name__, call.inputs_repr, tables.text(call.outputs), *flops, *cells]
+
+
+def _with_layout(variable: Variable[Any]) -> Any:
+    names, value = variable.sharding_names, tables.abstract(variable.get_raw_value())
+    return Partitioned(value, names) if isinstance(names, tuple) and names else value
+
+
+def _by_kind(x: Any) -> dict[str, list[Any]]:
+    """What the variables in an object hold, by their kind."""
+    found: dict[str, list[Any]] = {}
+    for _, variable in iter_graph(x):
+        if isinstance(variable, Variable):
+            found.setdefault(_kind(variable), []).append(variable.get_raw_value())
+    return found
+
+
+def _kind(variable: Variable[Any]) -> str:
+    """The most general class of a variable that says what it is for."""
+    classes = [c for c in type(variable).__mro__ if issubclass(c, Variable) and c is not Variable]
+    return classes[-1].__name__ if classes else Variable.__name__
