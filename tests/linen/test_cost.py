@@ -93,7 +93,7 @@ def objects_held(run):
 
 @pytest.mark.parametrize(
     ("layer", "at_most"),
-    [(Scale, 60), (Pair, 160), (nn.jit(Pair), 165)],
+    [(Scale, 56), (Pair, 152), (nn.jit(Pair), 163)],
     ids=["one parameter", "two submodules", "under jit"],
 )
 def test_calls_for_each_layer(layer, at_most):

@@ -157,7 +157,7 @@ class Scope:
     @property
     def invalid(self) -> bool:
         """Whether the scope or one above has come to its end."""
-        scope = self
+        scope: Scope | None = self
         while scope is not None:
             if scope._ended:
                 return True
@@ -183,10 +183,10 @@ class Scope:
             name: of a child scope, or of a variable.
             col: the variable's collection; None asks for a child scope.
         """
-        taken = self._reserved
-        if col is None:
-            return any(name in names for names in taken.values())
-        return name in taken.get(col, ()) or name in taken.get(None, ())
+        for of, names in self._reserved.items():
+            if name in names and (col is None or of is None or of == col):
+                return True
+        return False
 
     def reserve(self, name: str, col: str | None = None) -> None:
         """Takes a name.

@@ -266,6 +266,8 @@ class Boarding:
         if _is_module(tree):
             return self.seat(tree)
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_module)
+        if not any(map(_is_module, leaves)):
+            return tree
         return structure.unflatten([self.seat(x) if _is_module(x) else x for x in leaves])
 
     def carriage(

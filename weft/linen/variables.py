@@ -48,10 +48,11 @@ class ModuleVariables:
 
     def _owner(self, what: str) -> Scope:
         """The scope in which a variable can be made."""
-        scope = self._bound(f"{what} was asked for")
+        if self.scope is None:
+            raise UnboundModuleError(f"{what} was asked for", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
             raise CompactMethodError(what, self._shown)
-        return scope
+        return self.scope
 
     @property
     def variables(self) -> dict[str, Any]:
