@@ -236,10 +236,18 @@ _IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic)
 
 
 def _cannot_change(x: Any) -> bool:
-    """Whether a static value is of a kind that keeps its value; functions count as such."""
+    """Whether a static value keeps its value: what has a hash by value does, and functions."""
     if isinstance(x, tuple | frozenset):
         return all(map(_cannot_change, x))
-    return x is None or isinstance(x, _IMMUTABLE) or callable(x)
+    if x is None or x is ... or isinstance(x, _IMMUTABLE) or callable(x):
+        return True
+    if type(x).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        hash(x)
+    except TypeError:  # something in it has none
+        return False
+    return True
 
 
 def children(x: Any) -> list[tuple[Hashable, Any]]:
@@ -300,7 +308,7 @@ def put_together(
     Args:
         graphdef: the description.
         leaves: for each of its values a variable, of which a copy is used, or what a variable
-            holds.
+            holds. A copy has the `jax.Ref` of the variable, if there is one.
         share: whether variables among the values are used themselves.
         existing: objects that are used, by index; they get the attributes of the description, and
             variables keep their values.
@@ -340,7 +348,7 @@ def put_together(
             if part.index in existing:
                 made = existing[part.index]
             elif isinstance(value, Variable):
-                made = value if share else value.copy()
+                made = value if share else value.copy(_copy_ref=False)
             else:
                 made = part.type.from_metadata(value, dict(metadata))
             objects[part.index] = made

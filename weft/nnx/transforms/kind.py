@@ -181,8 +181,9 @@ class ObjectKind(Kind):
 
     def _check_aliases(self, flat: Flat, grouping: "_Grouping") -> None:
         """Refuses objects that are met twice, where that is not allowed or they cross twice."""
+        first_paths = _first_paths(flat.graphdef) if flat.again else {}
         for index, path in flat.again:
-            first = _first_paths(flat.graphdef)[index]
+            first = first_paths[index]
             if not self.references or (not self.structure and path[0] == 1):
                 raise shared_in_tree_mode(flat.objects[index], first, path)
             if grouping.is_same(first, path):
