@@ -90,6 +90,15 @@ def test_a_round_trip_changes_the_objects_that_went_in():
     assert current_update_context("t").inner_ref_outer_index is None
 
 
+def test_equal_descriptions_are_one_object():
+    with update_context("t"):
+        parts = []
+        for _ in range(2):
+            with split_context("t") as ctx:
+                parts.append(ctx.split(Model())[0])
+    assert parts[0] is parts[1]
+
+
 def test_inner_contexts_hide_outer_ones():
     with update_context("t") as outer:
         with update_context("t") as inner:

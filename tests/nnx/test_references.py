@@ -9,6 +9,7 @@ import pytest
 from weft import nnx
 from weft.errors import TraceContextError, VariableArgumentError, VariableShapeError
 from weft.nnx.references import var_defaults
+from weft.nnx.transforms.jit import jit
 
 NAMES = pytest.mark.parametrize("name", ["ref", "hijax"])
 
@@ -61,6 +62,21 @@ def test_functions_that_jax_transforms_write_to_it():
     assert jax.grad(lambda x: (w[...] * x).sum())(jnp.ones(2)).tolist() == [10, 5]
     with pytest.raises(TraceContextError, match="Param of shape"):
         jax.jit(lambda: w.set_metadata(a=1))()
+
+
+def test_it_goes_through_transformations_of_objects():
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(2), ref=True), n=nnx.Variable(jnp.array(0)))
+    held = model.w.get_raw_value()
+
+    @jit
+    def step(model):
+        model.w[...] += 1
+        model.n[...] += 1
+        return model.w.sum()
+
+    assert [float(step(model)) for _ in range(3)] == [2, 4, 6]
+    assert model.w[...].tolist() == [3, 3] and model.n[...] == 3
+    assert model.w.get_raw_value() is held and model.w.ref
 
 
 def test_hooks():

@@ -76,10 +76,16 @@ class SplitContext:
         return graphdef, *(groups if len(filters) > 1 else (groups,))
 
     def _flat(self, node: Any, with_paths: bool = True) -> tuple[GraphDef, Any]:
-        outer = None
-        if self.is_inner:
-            outer = current_update_context(self.ctxtag).inner_ref_outer_index
-        return flatten(node, with_paths=with_paths, ref_index=self.ref_index, ref_outer_index=outer)
+        update = current_update_context(self.ctxtag) if self.ctxtag is not None else None
+        graphdef, flat = flatten(
+            node,
+            with_paths=with_paths,
+            ref_index=self.ref_index,
+            ref_outer_index=update.inner_ref_outer_index if update is not None else None,
+        )
+        if update is not None and update.static_cache is not None:
+            graphdef = update.static_cache.setdefault(graphdef, graphdef)
+        return graphdef, flat
 
 
 @dataclasses.dataclass
@@ -132,6 +138,8 @@ class UpdateContext:
         outer_index_inner_ref: the objects that were made of them inside, by these indices.
         outer_index_outer_ref: the objects that went in, by index.
         inner_ref_outer_index: the objects that were made of them inside, with these indices.
+        static_cache: the descriptions that were split in the context; equal ones are one object,
+            which JAX finds sooner.
     """
 
     tag: Hashable
@@ -139,6 +147,7 @@ class UpdateContext:
     outer_index_inner_ref: dict[int, Any] | None = None
     outer_index_outer_ref: dict[int, Any] | None = None
     inner_ref_outer_index: RefMap | None = None
+    static_cache: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
 
     def flatten_end(self, ref_index: RefMap) -> None:
         """Notes what a split context has met; inside, that the inner objects are done with."""

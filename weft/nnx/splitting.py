@@ -5,7 +5,7 @@ the new object, so no value is copied on the way; `clone` is the copy. Inside of
 both are new, since JAX makes them anew.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -93,7 +93,12 @@ def merge(
     graphdef, states = _with_description(graphdef_or_graphstate, states)
     found = dict(to_flat_state(merge_state(*states))) if states else {}
     _check_paths(graphdef, found)
-    return put_together(graphdef, [found[path] for path in graphdef.paths], share=not copy)[0]
+    leaves = [found[path] for path in graphdef.paths]
+    return put_together(graphdef, _copies(leaves) if copy else leaves, share=True)[0]
+
+
+def _copies(leaves: Iterable[Any]) -> list[Any]:
+    return [x.copy() if isinstance(x, Variable) else x for x in leaves]
 
 
 def _with_description(first: Any, states: tuple[Any, ...]) -> tuple[GraphDef, tuple[Any, ...]]:
@@ -267,7 +272,7 @@ def map(
     """
     flat = take_apart(node)
     leaves = [f(path, x) for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)]
-    return put_together(flat.graphdef, leaves)[0]
+    return put_together(flat.graphdef, _copies(leaves), share=True)[0]
 
 
 def pure(tree: Any) -> Any:
@@ -368,7 +373,11 @@ def unflatten(
     there = outer_index_outer_ref or {}
     existing = {i: there[outer] for i, outer in graphdef.outer if outer in there}
     root, objects = put_together(
-        graphdef, leaves, not copy_variables, existing, known=index_ref or {}
+        graphdef,
+        _copies(leaves) if copy_variables else leaves,
+        True,
+        existing,
+        known=index_ref or {},
     )
     for part, leaf in zip(leaf_parts(graphdef), leaves, strict=True):
         variable = existing.get(part.index) if isinstance(part, VariableDef) else None
