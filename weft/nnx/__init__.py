@@ -171,6 +171,7 @@ from weft.nnx.state import (
     to_flat_state,
     to_pure_dict,
 )
+from weft.nnx.summary import tabulate
 from weft.nnx.train_state import TrainState
 from weft.nnx.transforms.abstract import checkify, eval_shape, make_jaxpr
 from weft.nnx.transforms.autodiff import grad, jvp, value_and_grad, vjp
@@ -400,6 +401,7 @@ __all__ = [
     "using_eager_sharding",
     "with_partitioning",
     # tables and text
+    "tabulate",
     "display",
     # modules of their own
     "initializers",
