@@ -6,6 +6,7 @@ does to it is seen outside.
 """
 
 from weft.nnx import metrics, traversals
+from weft.nnx.capturing import capture
 from weft.nnx.checks import check_pytree
 from weft.nnx.containers import Dict, List, Sequential
 from weft.nnx.contexts import (
@@ -402,6 +403,7 @@ __all__ = [
     "with_partitioning",
     # tables and text
     "tabulate",
+    "capture",
     "display",
     # modules of their own
     "initializers",

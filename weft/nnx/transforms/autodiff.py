@@ -385,7 +385,7 @@ class _Wanted:
         def as_users_know(grads: tuple[Any, ...]) -> list[Any]:
             return [
                 None
-                if gradient is None
+                if i not in filters
                 else jax.tree.map(
                     functools.partial(
                         of_object, is_whole=filters[i] is None and not self._kind.structure
