@@ -1,11 +1,16 @@
 """Each example runs from start to end, made short, and shows what it says it shows."""
 
+import ast
 import re
 import runpy
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.pages import ROOT
+from weft import nnx
 
 EXAMPLES = ROOT / "examples"
 
@@ -84,3 +89,51 @@ def test_digits_are_reconstructed(shown):
         assert {len(line) for line in drawing} == {6 * 16 + 5 * 2}
         assert set("".join(drawing)) <= set(" .:*#")
     assert "#" in text.split("\nmade up\n")[1]
+
+
+def test_digits_are_told_apart_by_objects(shown):
+    text = shown("nnx_digits", "--epochs", "2")
+    first, last = numbers(r"  loss ([\d.]+)", text)
+    assert last < first / 2
+    accuracies = numbers(r"test accuracy ([\d.]+)%", text)
+    assert accuracies[-1] > 90
+
+
+def test_scanned_blocks_of_objects_learn_and_write(shown):
+    text = shown("nnx_transformer", "--steps", "15", "--layers", "2")
+    assert "'kernel': (2, 96, 384)" in text
+    first, last = numbers(r"step +\d+  ([\d.]+) bits per letter", text)
+    assert last < first - 1.5
+    written = [ast.literal_eval(line) for line in re.findall(r"it writes: (.*)", text)]
+    assert [len(line) for line in written] == [64, 64]
+    assert written[1].startswith("import ")
+
+
+def test_writing_with_caches_gives_what_reading_at_once_gives():
+    example = runpy.run_path(str(EXAMPLES / "nnx_transformer.py"))
+    model = example["Decoder"](2, rngs=nnx.Rngs(0))
+    letters = jax.random.randint(jax.random.key(1), (2, 5), 0, 128)
+    at_once = model(letters, jnp.arange(5))
+    writing = example["for_writing"](model, rows=2)
+    for i in range(5):
+        one = writing(letters[:, i : i + 1], jnp.array([i]))
+        np.testing.assert_allclose(one[:, 0], at_once[:, i], atol=1e-5)
+
+
+def test_odd_digits_are_learned_beside_even_ones(shown):
+    text = shown("nnx_lora", "--steps", "250")
+    assert "2,344 numbers to train, 26,122 stay" in text
+    assert "are as they were: True" in text
+    even, odd = numbers(r"even digits +([\d.]+)", text), numbers(r"odd digits +([\d.]+)", text)
+    assert even[0] == even[2] > 90
+    assert odd[0] == odd[2] < 10
+    assert odd[1] > 90
+
+
+def test_digits_are_drawn_against_a_critic(shown):
+    text = shown("nnx_gan", "--steps", "300")
+    first, last = numbers(r"drawn digits are ([\d.]+)", text)
+    assert last < first - 0.5
+    drawing = text.splitlines()[-8:]
+    assert {len(line) for line in drawing} == {6 * 16 + 5 * 2}
+    assert "#" in "".join(drawing)
