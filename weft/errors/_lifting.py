@@ -23,6 +23,14 @@ class TransformArgumentError(LiftingError, ValueError):
     """A transformation was given an argument that it cannot honour."""
 
 
+class ArgumentMismatchError(TransformArgumentError, TypeError):
+    """What was said of a function's arguments does not fit those that it is called with."""
+
+
+class TransformOptionError(TransformArgumentError, NotImplementedError):
+    """An option of a transformation that JAX has no longer."""
+
+
 class VariableAxisError(LiftingError, ValueError):
     """A variable came out of a transformation in another way than its collection's axis says."""
 

@@ -109,9 +109,5 @@ class LoopStructureError(ObjectError, ValueError):
     """The body of a loop changed more of an object than the values of variables."""
 
 
-class BranchObjectsError(ObjectError, ValueError):
+class BranchObjectsError(ObjectError, TypeError):
     """Branches change the references or static attributes of an object in different ways."""
-
-
-class TransformArgumentError(ObjectError, ValueError):
-    """A transformation of functions of objects was given what it cannot take."""

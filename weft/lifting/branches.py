@@ -145,6 +145,8 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
 
 def _check_alike(traced: Sequence[Results], names: Sequence[str]) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
+    if not traced:
+        return
     first = (traced[0].parcels, traced[0].packed)
     for name, results in zip(names[1:], traced[1:], strict=False):
         other = (results.parcels, results.packed)

@@ -14,6 +14,7 @@ from weft.nnx.transforms.calls import (
     MISSING,
     Call,
     StaticArguments,
+    check_unbound,
     opened,
     recorded,
     taking_named,
@@ -44,6 +45,7 @@ def eval_shape(
         >>> nnx.eval_shape(lambda: nnx.Dict(w=nnx.Param(jax.numpy.ones(3)))).w[...]
         ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
+    check_unbound("eval_shape", f)
     kind = ObjectKind("eval_shape", *references_and_structure(graph, graph_updates))
     abstract_args, abstract_kwargs = as_abstract((args, kwargs))
     call = recorded(lambda args, kwargs: f(*args, **kwargs))

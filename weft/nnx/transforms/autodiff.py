@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 
 from weft import lifting
-from weft.errors import TransformArgumentError
+from weft.errors import ArgumentMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
 from weft.nnx.graph import GraphDef, VariableDef, put_together, take_apart
 from weft.nnx.kinds import Param
 from weft.nnx.splitting import state
-from weft.nnx.state import from_flat_state, to_flat_state
+from weft.nnx.state import from_flat_state, shown_path, to_flat_state
 from weft.nnx.transforms.calls import MISSING, Call, opened, recorded, taking_named, transformed
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.modes import references_and_structure
@@ -158,15 +158,14 @@ def vjp(
         return functools.partial(vjp, **options)
     if not primals:
         return functools.partial(vjp, f, **options)
-    if reduce_axes != ():
-        raise TransformArgumentError(f"vjp: reduce_axes={reduce_axes!r} is not known to JAX.")
-    kind = ObjectKind("vjp", *references_and_structure(graph, graph_updates))
+    _refuse_reduced("vjp", reduce_axes)
+    kind = ObjectKind("vjp", *references_and_structure(graph, graph_updates), is_result_free=True)
     wanted = _Wanted("vjp", range(len(primals)), kind)
     with opened(Call("vjp", f, primals, ("primals", "the result"))):
         fn = recorded(_of_arrays("vjp", f, has_aux))
         lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=has_aux)
+        of_primals = wanted.of(primals)
         out, backward, *aux = lifted(*primals)
-    of_primals = wanted.of(primals)
 
     def pullback(backward: Any, cotangent: Any) -> tuple[Any, ...]:
         return tuple(of_primals(backward(cotangent)))
@@ -216,10 +215,10 @@ def jvp(
         return functools.partial(jvp, f, **options)
     if tangents is MISSING or len(primals) != len(tangents):
         n = 0 if tangents is MISSING else len(tangents)
-        raise TransformArgumentError(
+        raise ArgumentMismatchError(
             f"jvp: there are {len(primals)} primals and {n} tangents; give one for each."
         )
-    kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates))
+    kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates), is_result_free=True)
     pushed = [_of_primal(*pair) for pair in zip(primals, tangents, strict=True)]
     objects = [x for x in jax.tree.leaves(primals, is_leaf=is_object) if is_object(x)]
     flat = take_apart((tuple(objects), ()))
@@ -249,9 +248,24 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
             continue
         items = to_flat_state(state(t) if is_object(t) else t)
         by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
+        if unknown := by_path.keys() - set(take_apart(x).graphdef.paths):
+            at = ", ".join(sorted(repr(shown_path(path)) for path in unknown))
+            raise ArgumentMismatchError(
+                f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with something "
+                f"at {at}, where the primal has no variable; give an object like the primal, or a "
+                "State with tangents of variables that it has."
+            )
         of_objects.append(by_path)
         roles.append(Roles(((PathIn(frozenset(by_path)), DIFF), (Everything(), None))))
     return tree.unflatten(roles), of_objects, of_arrays
+
+
+def _refuse_reduced(name: str, reduce_axes: Any) -> None:
+    if reduce_axes != ():
+        raise TransformOptionError(
+            f"{name}: reduce_axes={reduce_axes!r}, which JAX has no longer; leave it out, and sum "
+            "over the axes inside of the function, as with jax.lax.psum."
+        )
 
 
 def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
@@ -281,9 +295,8 @@ def _differentiated(
     graph_updates: bool | None,
     **options: Any,
 ) -> Any:
-    if reduce_axes != ():
-        raise TransformArgumentError(f"{name}: reduce_axes={reduce_axes!r} is not known to JAX.")
-    kind = ObjectKind(name, *references_and_structure(graph, graph_updates))
+    _refuse_reduced(name, reduce_axes)
+    kind = ObjectKind(name, *references_and_structure(graph, graph_updates), is_result_free=True)
     wanted = _Wanted(name, argnums, kind)
 
     def call(kwargs: dict[str, Any], *args: Any) -> tuple[Any, Any]:
@@ -294,8 +307,10 @@ def _differentiated(
             has_aux=has_aux,
             **options,
         )
+        # The call may change where the variables are.
+        of_args = wanted.of(args, (kwargs,))
         result, grads = differentiate(kwargs, *args)
-        return result, wanted.pick(wanted.of(args, (kwargs,))(grads[1:]))
+        return result, wanted.pick(of_args(grads[1:]))
 
     return transformed(name, f, call, ("argnums", "the result"))
 
@@ -326,7 +341,7 @@ class _Wanted:
         for given in self._given:
             number = given.argnum if isinstance(given, DiffState) else given
             if not -n <= number < n:
-                raise TransformArgumentError(
+                raise ArgumentMismatchError(
                     f"{self._name}: argnums has {number}, and the function was called with {n} "
                     "arguments by position; give positions that there are."
                 )

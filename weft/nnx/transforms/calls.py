@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from weft.errors import (
+    ArgumentMismatchError,
     CapturedObjectError,
     InconsistentAliasError,
     LoopStructureError,
@@ -225,7 +226,7 @@ def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[
 
     def checked(kwargs: dict[str, Any], *args: Any) -> Any:
         if kwargs:
-            raise TransformArgumentError(
+            raise ArgumentMismatchError(
                 f"nnx.{transformation}: {', '.join(kwargs)} can only be given by name, and what is "
                 "said of arguments goes by position; make it a parameter that has one."
             )

@@ -157,7 +157,9 @@ class _WithRule:
         check_unbound(self.name, fun)
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._kind = ObjectKind(self.name, *references_and_structure(graph, graph_updates))
+        self._kind = ObjectKind(
+            self.name, *references_and_structure(graph, graph_updates), is_result_free=True
+        )
         given = (
             (nondiff_argnums,)
             if isinstance(nondiff_argnums, int | DiffState)

@@ -84,12 +84,15 @@ class ObjectKind(Kind):
         references: whether an object may be met twice.
         structure: whether changes of references and of static attributes come back.
         is_loop: whether the function runs several times on what it carries.
+        is_result_free: whether nothing is said of results, so that an argument may be among them
+            however it went in.
     """
 
     transformation: str
     references: bool = True
     structure: bool = True
     is_loop: bool = False
+    is_result_free: bool = False
 
     def wanted(self, roles: Roles) -> Wanted:
         return tuple(roles)
@@ -186,7 +189,7 @@ class ObjectKind(Kind):
             first = first_paths[index]
             if not self.references or (not self.structure and path[0] == 1):
                 raise shared_in_tree_mode(flat.objects[index], first, path)
-            if grouping.is_same(first, path):
+            if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
                 continue
             for leaf_path, leaf in zip(flat.graphdef.paths, flat.leaves, strict=True):
                 if leaf_path[: len(first)] == first:

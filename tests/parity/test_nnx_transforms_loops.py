@@ -1,0 +1,481 @@
+"""Programs with scan, while_loop and fori_loop over objects, on Flax NNX and on Weft."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.parity.nnx_transforms import GRAPH, TREE, VALUES, Programs, X, models, same, same_error
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+program, error = Programs(), Programs()
+XS = jnp.arange(3.0)
+
+
+@program()
+def arrays_alone(nnx, **mode):
+    f = nnx.scan(
+        lambda x, c: (c + x, c * 2), in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 0), **mode
+    )
+    g = nnx.scan(lambda c: c * 2, in_axes=nnx.Carry, out_axes=nnx.Carry, length=3, **mode)
+    h = nnx.scan(lambda c, x: (c + x,), out_axes=(nnx.Carry,), **mode)
+    return f(XS, 0.0), g(1.0), h(0.0, XS)
+
+
+@program()
+def the_carry_at_any_place(nnx, **mode):
+    f = nnx.scan(
+        lambda a, c, b: (a + b, c + a, a * b),
+        in_axes=(0, nnx.Carry, None),
+        out_axes=(0, nnx.Carry, 0),
+        **mode,
+    )
+    return f(XS, jnp.zeros(()), jnp.ones(()))
+
+
+@program()
+def no_carry(nnx, **mode):
+    return nnx.scan(lambda x, y: x * y, in_axes=(0, None), out_axes=0, **mode)(XS, jnp.ones(2))
+
+
+@program()
+def nested_carries_and_axes(nnx, **mode):
+    f = nnx.scan(
+        lambda c, d: ({"a": c["a"] + d["a"], "b": (c["b"][0] * 2,)}, {"y": d["a"] + d["b"]}),
+        in_axes=(nnx.Carry, {"a": 1, "b": None}),
+        out_axes=(nnx.Carry, {"y": -1}),
+        **mode,
+    )
+    return f({"a": jnp.zeros(2), "b": (1.0,)}, {"a": jnp.ones((2, 3)), "b": jnp.ones(())})
+
+
+@program()
+def backwards_and_unrolled(nnx, **mode):
+    body = lambda c, x: (c * 0.5 + x, c)  # noqa: E731
+    return [
+        nnx.scan(body, **options, **mode)(1.0, XS)
+        for options in ({"reverse": True}, {"unroll": 2}, {"unroll": True}, {"length": 3})
+    ]
+
+
+@program()
+def layers_made_and_scanned(nnx, **mode):
+    keys = jax.random.split(jax.random.key(0), 3)
+    layers = nnx.vmap(lambda key: models(nnx).Block(nnx.Rngs(key)), **mode)(keys)
+    f = nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **mode)
+    return f(X, layers), layers
+
+
+@program()
+def a_module_is_the_carry(nnx, **mode):
+    m = models(nnx).Pair()
+
+    def f(m, x):
+        m.n[...] += x
+        m.w[...] *= 2
+        return m, m.n * 1
+
+    out, ys = nnx.scan(f, **mode)(m, XS)
+    return out.w is m.w, type(out), ys, m
+
+
+@program(GRAPH)
+def the_carry_comes_back_as_itself(nnx, **mode):
+    m = models(nnx).Pair()
+    carry = {"m": m, "x": (jnp.zeros(()), m.w)}
+
+    def f(carry, x):
+        carry["m"].n[...] += x
+        carry["x"][1][...] += 1
+        return {"m": carry["m"], "x": (carry["x"][0] + x, carry["x"][1])}
+
+    out = nnx.scan(f, out_axes=nnx.Carry, **mode)(carry, XS)
+    return out["m"] is m, out["x"][1] is m.w, out, m
+
+
+@program()
+def modules_in_the_carry(nnx, **mode):
+    Pair = models(nnx).Pair
+    carry = {"m": Pair(), "l": [Pair(3.0), jnp.zeros(())]}
+
+    def f(carry, x):
+        carry["m"].n[...] += x
+        carry["l"][0].w[...] += carry["m"].n
+        carry["l"][1] = carry["l"][1] + x
+        return carry, None
+
+    out, _ = nnx.scan(f, **mode)(carry, XS)
+    return out
+
+
+@program()
+def each_step_writes_to_its_slice(nnx, **mode):
+    m = models(nnx).Pair(jnp.arange(6.0).reshape(2, 3), jnp.zeros((2, 3)))
+
+    def f(c, m):
+        m.n[...] = m.w * c
+        return c + 1, m.w.sum()
+
+    f = nnx.scan(f, in_axes=(nnx.Carry, 1), **mode)
+    return f(1.0, m), m
+
+
+@program(GRAPH)
+def carried_and_scanned_parts(nnx, **mode):
+    m = models(nnx).Pair(jnp.arange(3.0), 0.0)
+    axes = nnx.StateAxes({nnx.Param: 0, ...: nnx.Carry})
+
+    def f(x, m):
+        m.n[...] += m.w
+        return x + m.n
+
+    f = nnx.scan(f, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, **mode)
+    return f(jnp.zeros(()), m), m
+
+
+@program(GRAPH)
+def attributes_made_in_each_step(nnx, **mode):
+    m = models(nnx).Holder(w=nnx.Param(jnp.arange(3.0)), kind="old")
+
+    def f(c, m):
+        m.made = nnx.Intermediate(m.w * c)
+        m.kind = "new"
+        return c + 1
+
+    f = nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **mode)
+    return f(1.0, m), m
+
+
+@program()
+def a_shared_model(nnx, **mode):
+    linear = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    f = nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, None), out_axes=nnx.Carry, length=3, **mode)
+    return f(X, linear), linear
+
+
+@program()
+def streams_as_the_carry(nnx, **mode):
+    rngs = nnx.Rngs(0, dropout=3)
+
+    def f(rngs, x):
+        return rngs, x + jax.random.normal(rngs.dropout())
+
+    _, ys = nnx.scan(f, **mode)(rngs, XS)
+    return ys, rngs
+
+
+@program()
+def streams_that_are_split(nnx, **mode):
+    rngs = nnx.Rngs(0)
+
+    @nnx.split_rngs(splits=3, **mode)
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **mode)
+    def f(c, rngs):
+        return c + jax.random.normal(rngs.noise())
+
+    return f(0.0, rngs), rngs
+
+
+@program()
+def new_models_stacked(nnx, **mode):
+    def f(c, x):
+        return c + x, models(nnx).Pair(c, x)
+
+    return nnx.scan(f, **mode)(0.0, XS)
+
+
+@program()
+def a_method(nnx, **mode):
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(XS)
+            self.seen = nnx.BatchStat(jnp.zeros(3))
+
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry, **mode)
+        def __call__(self, x):
+            self.seen[...] = x
+            return x * self.w + 1
+
+    m = Stack()
+    return m(jnp.ones(())), m
+
+
+@program(GRAPH)
+def names_of_axes(nnx, **mode):
+    v = nnx.Param(jnp.ones((3, 2)), out_sharding=("layers", "a"), eager_sharding=False)
+    inside = []
+
+    def f(c, v):
+        inside.append(v.out_sharding)
+        return c, nnx.Param(v * 2, out_sharding=("b",), eager_sharding=False)
+
+    f = nnx.scan(
+        f, out_axes=(nnx.Carry, 1), transform_metadata={nnx.PARTITION_NAME: "layers"}, **mode
+    )
+    return f(jnp.zeros(()), v), inside, v
+
+
+@program()
+def gradients_of_a_scan(nnx, **mode):
+    layers = models(nnx).Holder(w=nnx.Param(jnp.array([1.0, 2.0, 3.0])))
+
+    def loss(m, x):
+        f = nnx.scan(lambda x, m: m.w * x, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **mode)
+        return f(x, m)
+
+    return nnx.value_and_grad(loss, **mode)(layers, jnp.ones(()))
+
+
+@program()
+def while_over_a_module(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def body(m):
+        m.n[...] += 1
+        m.w[...] *= 2
+        return m
+
+    out = nnx.while_loop(lambda m: m.n[...] < 4, body, m, **mode)
+    return out.w is m.w, type(out), m
+
+
+@program()
+def while_over_a_tree(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def body(carry):
+        i, d = carry
+        d["m"].n[...] += d["x"]
+        return i + 1, {"m": d["m"], "x": d["x"] * 2}
+
+    i, rest = nnx.while_loop(lambda c: c[0] < 3, body, (0, {"m": m, "x": 1.0}), **mode)
+    return i, rest["x"], rest["m"].n is m.n, m
+
+
+@program()
+def what_the_condition_writes_is_dropped(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def cond(m):
+        m.w[...] += 1
+        return m.n[...] < 3
+
+    def body(m):
+        m.n[...] += 1
+        return m
+
+    nnx.while_loop(cond, body, m, **mode)
+    return m
+
+
+@program(GRAPH)
+def while_over_shared_objects(nnx, **mode):
+    space = models(nnx)
+    part = space.Pair()
+    carry = (space.Holder(part=part), space.Holder(part=part))
+
+    def body(carry):
+        assert carry[0].part is carry[1].part
+        carry[1].part.n[...] += 1
+        return carry
+
+    out = nnx.while_loop(lambda c: c[0].part.n[...] < 3, body, carry, **mode)
+    return out[0] is carry[0], out[1] is carry[1], out
+
+
+@program()
+def fori_over_a_module(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def body(i, m):
+        m.n[...] += i
+        return m
+
+    out = nnx.fori_loop(1, 4, body, m, **mode)
+    return out.n is m.n, m
+
+
+@program()
+def fori_with_streams(nnx, **mode):
+    rngs = nnx.Rngs(0)
+
+    def body(i, carry):
+        x, rngs = carry
+        return x + jax.random.normal(rngs.noise()), rngs
+
+    return nnx.fori_loop(0, 3, body, (jnp.zeros(()), rngs), **mode)[0], rngs
+
+
+@program()
+def fori_with_bounds_that_are_arrays(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def body(i, m):
+        m.n[...] += i
+        return m
+
+    nnx.fori_loop(jnp.array(1), jnp.array(4), body, m, **mode)
+    return m
+
+
+@program()
+def gradients_of_a_fori_loop(nnx, **mode):
+    def loss(w):
+        return nnx.fori_loop(0, 3, lambda i, x: x * w, jnp.ones(()), **mode)
+
+    return nnx.grad(loss, **mode)(nnx.Param(2.0))
+
+
+@program()
+def loops_that_do_not_run(nnx, **mode):
+    m = models(nnx).Pair(2.0)
+
+    def body(m):
+        m.n[...] += 1
+        return m
+
+    nnx.while_loop(lambda m: False, body, m, **mode)
+    nnx.fori_loop(3, 1, lambda i, m: body(m), m, **mode)
+    nnx.scan(lambda m, x: (body(m), x), **mode)(m, jnp.zeros((0, 2)))
+    return m
+
+
+@program()
+def loops_in_loops(nnx, **mode):
+    m = models(nnx).Pair(1.0)
+
+    def inner(i, m):
+        m.n[...] += 1
+        return m
+
+    def body(m, x):
+        m.w[...] += x
+        return nnx.fori_loop(0, 2, inner, m, **mode), m.n * m.w
+
+    _, ys = nnx.scan(body, **mode)(m, XS)
+    return m, ys
+
+
+@program.each
+def test_programs(program, mode):
+    same(program, mode)
+
+
+@error()
+def a_carry_without_a_counterpart(nnx, **mode):
+    nnx.scan(lambda c, x: x, in_axes=(nnx.Carry, 0), out_axes=0, **mode)(0.0, XS)
+
+
+@error()
+def a_nested_carry(nnx, **mode):
+    nnx.scan(lambda a, b: (a, b), in_axes=({"a": nnx.Carry}, 0), **mode)({"a": 0.0}, XS)
+
+
+@error()
+def a_shared_result(nnx, **mode):
+    nnx.scan(lambda c, x: (c, x), out_axes=(nnx.Carry, None), **mode)(0.0, XS)
+
+
+@error(GRAPH)
+def a_shared_part_of_a_result(nnx, **mode):
+    axes = nnx.StateAxes({...: None})
+    make = lambda c, x: (c, models(nnx).Pair(x))  # noqa: E731
+    nnx.scan(make, out_axes=(nnx.Carry, axes), **mode)(0.0, XS)
+
+
+@error()
+def no_length(nnx, **mode):
+    nnx.scan(lambda c: c, in_axes=nnx.Carry, out_axes=nnx.Carry, **mode)(0.0)
+
+
+@error()
+def another_length(nnx, **mode):
+    nnx.scan(lambda c, x: (c, x), length=4, **mode)(0.0, XS)
+
+
+@error()
+def a_carry_of_another_shape(nnx, **mode):
+    nnx.scan(lambda c, x: (jnp.stack([c, c]), x), **mode)(jnp.zeros(()), XS)
+
+
+@error(VALUES, TREE)
+def a_carry_of_another_structure(nnx, **mode):
+    nnx.scan(lambda c, x: ((c, c), x), **mode)(jnp.zeros(()), XS)
+
+
+@error()
+def another_module_than_was_carried(nnx, **mode):
+    nnx.scan(lambda m, x: (nnx.clone(m), x), **mode)(models(nnx).Pair(), XS)
+
+
+@error()
+def the_carry_is_also_shared(nnx, **mode):
+    m = models(nnx).Pair()
+    f = nnx.scan(lambda a, b, x: (a, x), in_axes=(nnx.Carry, None, 0), **mode)
+    f(m, m, XS)
+
+
+@error()
+def the_carry_is_also_scanned(nnx, **mode):
+    m = models(nnx).Pair(XS, XS)
+    nnx.scan(lambda a, b: (a, 0.0), **mode)(m, m)
+
+
+@error()
+def a_captured_result(nnx, **mode):
+    m = models(nnx).Pair()
+    nnx.scan(lambda c, x: (c, m), **mode)(0.0, XS)
+
+
+@error()
+def a_captured_counter(nnx, **mode):
+    m = models(nnx).Pair()
+
+    def f(c, x):
+        m.n[...] += x
+        return c, x
+
+    nnx.scan(f, **mode)(0.0, XS)
+
+
+@error(GRAPH)
+def an_attribute_made_in_a_carried_module(nnx, **mode):
+    def body(m):
+        m.other = nnx.Param(1.0)
+        return m
+
+    nnx.while_loop(lambda m: m.n[...] < 3, body, models(nnx).Pair(), **mode)
+
+
+@error()
+def a_while_loop_returns_another_module(nnx, **mode):
+    nnx.while_loop(lambda m: m.n[...] < 3, nnx.clone, models(nnx).Pair(), **mode)
+
+
+@error()
+def a_while_loop_returns_nothing(nnx, **mode):
+    nnx.while_loop(lambda m: m.n[...] < 3, lambda m: None, models(nnx).Pair(), **mode)
+
+
+@error()
+def a_condition_that_is_no_bool(nnx, **mode):
+    nnx.while_loop(lambda m: m.n[...], lambda m: m, models(nnx).Pair(), **mode)
+
+
+@error()
+def a_variable_changes_its_shape_in_a_loop(nnx, **mode):
+    def body(m):
+        m.n.set_value(jnp.ones(2))
+        return m
+
+    nnx.while_loop(lambda m: True, body, models(nnx).Pair(), **mode)
+
+
+@error()
+def a_method_of_an_object(nnx, **mode):
+    nnx.scan(models(nnx).Pair().__call__, **mode)
+
+
+@error.each
+def test_errors(program, mode):
+    same_error(program, mode)
