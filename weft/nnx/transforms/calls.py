@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from weft.config.origins import Origin
 from weft.errors import (
     ArgumentMismatchError,
     CapturedObjectError,
@@ -34,14 +35,17 @@ class Call:
         fn: the user's function.
         args: what it was called with.
         specs: the parameters that say what happens to arguments and to results.
-        result: what `fn` has returned.
+        inside: where the objects are in what `fn` was given, if not as in `args`.
+        returned: where the objects are in what `fn` has returned.
     """
 
     def __init__(
         self, transformation: str, fn: Callable[..., Any], args: Any, specs: tuple[str, str]
     ):
         self.transformation, self.fn, self.args, self.specs = transformation, fn, args, specs
-        self.result: Any = None
+        # In words: the objects themselves belong to a trace that ends before the call does.
+        self.inside: list[str] | None = None
+        self.returned: list[str] = []
 
     @property
     def title(self) -> str:
@@ -55,7 +59,8 @@ class Call:
         if code is None:
             return self.title
         line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-        return f"{code.co_filename}:{code.co_firstlineno}" + (f": {line}" if line else "")
+        place = str(Origin(code.co_filename, code.co_firstlineno))
+        return place + (f": {line}" if line else "")
 
 
 class _Open(threading.local):
@@ -81,7 +86,7 @@ def opened(call: Call) -> Iterator[Call]:
         _OPEN.calls.pop()
 
 
-def _object_paths(tree: Any, names: list[str] | None) -> list[str]:
+def object_paths(tree: Any, names: list[str] | None) -> list[str]:
     """Where the objects in a tree are, in words."""
     is_object = lambda x: isinstance(x, Pytree | Variable)  # noqa: E731
     found = []
@@ -100,16 +105,18 @@ def _place(path: Path) -> str:
     """A path from the pair of arguments and results, as the user would write it."""
     part, i, *below = path
     call, roots = current_call(), []
-    if call is not None:
-        names = _parameter_names(call.fn) if part == 0 else None
-        roots = _object_paths(call.args if part == 0 else call.result, names)
+    if call is not None and part == 1:
+        roots = call.returned
+    elif call is not None:
+        roots = call.inside or object_paths(call.args, parameter_names(call.fn))
     which: Any = i
     unnamed = f"args[{which}]" if part == 0 else "the result"
     root = roots[which] if which < len(roots) else unnamed
     return root + "".join(f".{p}" if isinstance(p, str) else f"[{p!r}]" for p in below)
 
 
-def _parameter_names(fn: Any) -> list[str]:
+def parameter_names(fn: Any) -> list[str]:
+    """The names of the parameters that can be given by position."""
     code = getattr(fn, "__code__", None)
     return list(code.co_varnames[: code.co_argcount]) if code is not None else []
 
@@ -257,7 +264,7 @@ def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
         if (call := current_call()) is not None:
-            call.result = result
+            call.returned = object_paths(result, None)
         return result
 
     return run

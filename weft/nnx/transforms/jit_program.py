@@ -12,12 +12,20 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.core.tracing import current_trace
+from weft.errors import TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.crossing import Cargo, Parcel, Results, Static, run
 from weft.lifting.roles import broadcast_roles
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
-from weft.nnx.transforms.calls import Call, current_call, opened, recorded
+from weft.nnx.transforms.calls import (
+    Call,
+    current_call,
+    object_paths,
+    opened,
+    parameter_names,
+    recorded,
+)
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.transforms.symbols import StateSharding, as_roles
 from weft.nnx.variables import Variable, metadata_key
@@ -105,6 +113,7 @@ class Program:
 
     def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout):
         self._fn, self._options, self._layout = recorded(fn), options, layout
+        self.graphdef = layout.static.graphdef
         self._user_fn = fn
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
@@ -164,7 +173,7 @@ class Program:
 
     def _call(self, args: Any) -> Any:
         if (call := current_call()) is not None:
-            call.args = args[0]
+            call.inside = object_paths(args[0], parameter_names(self._user_fn))
         return self._fn(*args[0], **args[1])
 
     def _in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
@@ -228,14 +237,27 @@ class Found(NamedTuple):
 
 
 def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments that are objects, with their positions, and those given by name."""
-    at = [(i, x) for i, x in enumerate(args) if is_object(x) and i not in options.static_argnums]
-    names = sorted(
-        (name, x)
-        for name, x in kwargs.items()
-        if is_object(x) and name not in options.static_argnames
-    )
+    """The arguments that are objects, with their positions, and those given by name.
+
+    Raises:
+        TransformArgumentError: if one of them was said to be static.
+    """
+    at = [(i, x) for i, x in enumerate(args) if is_object(x)]
+    names = sorted((name, x) for name, x in kwargs.items() if is_object(x))
+    static = [x for i, x in at if i in options.static_argnums]
+    static += [x for name, x in names if name in options.static_argnames]
+    if static:
+        raise TransformArgumentError(
+            f"nnx.jit: a {type(static[0]).__name__} was given for an argument that static_argnums "
+            "or static_argnames says is static; an object is no value, so leave the argument out "
+            "there, or give what is static of it, such as nnx.graphdef(...)."
+        )
     return at, names
+
+
+def has_objects(x: Any) -> bool:
+    """Whether there is an object in a pytree."""
+    return any(map(is_object, jax.tree.leaves(x, is_leaf=is_object)))
 
 
 def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
