@@ -35,6 +35,19 @@ def test_containers_and_states():
     assert repr(nnx.State({"a": {"b": 1}})) == "State({\n  'a': State({\n    'b': 1\n  })\n})"
 
 
+def test_functions_and_types_are_shown_by_name():
+    assert repr(nnx.Dict(f=nnx.relu, g=jnp.add, dtype=jnp.float32)) == (
+        "Dict({\n  'f': relu,\n  'g': add,\n  'dtype': float32\n})"
+    )
+
+
+def test_a_tuple_with_objects_has_a_line_for_each():
+    assert repr(nnx.Dict(sizes=(3, 3))) == "Dict({\n  'sizes': (3, 3)\n})"
+    assert repr(nnx.Sequential(nnx.relu, nnx.List())) == (
+        "Sequential(\n  layers=(\n    relu,\n    List([])\n  )\n)"
+    )
+
+
 def test_a_cycle_is_not_followed():
     block = Block()
     block.me = block

@@ -30,6 +30,8 @@ def shown(x: Any, inside: frozenset[int] = frozenset()) -> str:
         name = type(x).__name__ + "(" if type(x) is not dict else ""
         items = [f"{k!r}: {shown(v, inside | {id(x)})}" for k, v in x.items()]
         return _lines(name + "{", items, "})" if name else "}")
+    if type(x) is tuple and any(isinstance(v, Pytree | Variable) for v in x):
+        return _lines("(", [shown(v, inside) for v in x], ")")
     if isinstance(x, Pytree):
         items = [f"{k}={shown(v, inside | {id(x)})}" for k, v in vars(x).items() if k != "_watch"]
         return _lines(f"{type(x).__name__}({_sizes(x)}", items, ")")
@@ -54,6 +56,8 @@ def _lines(start: str, items: list[str], end: str) -> str:
 def _value(x: Any) -> str:
     if isinstance(x, jax.Array | np.ndarray) and x.size > 8:
         return f"Array(shape={x.shape}, dtype={x.dtype})"
+    if callable(x) and isinstance(name := getattr(x, "__name__", None), str):
+        return name  # the text that Python has for functions is an address
     return repr(x)
 
 

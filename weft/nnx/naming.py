@@ -9,6 +9,7 @@ import inspect
 from types import CodeType
 from typing import Any
 
+from weft.config.origins import Origin as Place
 from weft.errors import TraceContextError
 
 Origin = tuple[CodeType, int]
@@ -23,14 +24,14 @@ def origin() -> Origin:
 
 
 def line_of(origin: Origin | None) -> str | None:
-    """The file and line of an origin."""
+    """The file and line of an origin, the file as it is seen from the working directory."""
     if origin is None:
         return None
     code, instruction = origin
     for start, end, line in code.co_lines():
         if start <= instruction < end and line is not None:
-            return f"{code.co_filename}:{line}"
-    return code.co_filename
+            return str(Place(code.co_filename, line))
+    return str(Place(code.co_filename))
 
 
 def path_of(x: Any, depth: int = 8) -> str:
