@@ -37,7 +37,7 @@ def test_states_values_and_functions():
 
 
 def test_what_no_filter_matches():
-    with pytest.raises(StateFilterError, match="no filter matches 'n', a BatchStat; the filters"):
+    with pytest.raises(StateFilterError, match="'n', a BatchStat; the filters are Param; add"):
         prefix(Node(), {nnx.Param: 0})
     with pytest.raises(ObjectArgumentError, match="prefix was given 3; give a dict from filters"):
         prefix(Node(), 3)

@@ -192,6 +192,23 @@ def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
     return tuple(to_predicate(f) for f in filters)
 
 
+def shown_filters(filters: Sequence[Filter]) -> str:
+    """Filters in words, as the user would write them.
+
+    Args:
+        filters: the filters.
+
+    Example:
+        >>> from weft import nnx
+        >>> shown_filters([nnx.Param, "lora", ...])
+        "Param, 'lora', ..."
+    """
+    plain = [f.type if isinstance(f, OfType) else f for f in filters]
+    return ", ".join(
+        "..." if f is ... else f.__name__ if isinstance(f, type) else repr(f) for f in plain
+    )
+
+
 def grouped(
     items: Iterable[tuple[Path, AnyValue]], filters: Sequence[Filter]
 ) -> tuple[list[list[tuple[Path, AnyValue]]], list[tuple[Path, AnyValue]]]:

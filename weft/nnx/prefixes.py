@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from weft.errors import ObjectArgumentError, StateFilterError
-from weft.nnx.filters import Path, predicates
+from weft.nnx.filters import Path, predicates, shown_filters
 from weft.nnx.graph import key_of
 from weft.nnx.state import shown_path
 from weft.nnx.variables import Variable
@@ -67,7 +67,7 @@ def _by_filter(filters: list[Any], values: list[Any]) -> Callable[[Path, Any], A
                 return value
         raise StateFilterError(
             f"no filter matches {shown_path(path)!r}, a {type(x).__name__}; the filters are "
-            f"{filters!r}; add `...` as the last."
+            f"{shown_filters(filters)}; add `...` as the last."
         )
 
     return said

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from weft.errors import StateFilterError, StatePathError
-from weft.nnx.filters import Filter, Path, grouped
+from weft.nnx.filters import Filter, Path, grouped, shown_filters
 from weft.nnx.variables import Variable
 
 
@@ -281,7 +281,7 @@ def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
         raise StateFilterError(
             f"no filter matches {shown_path(rest[0][0])!r}"
             + (f" and {len(rest) - 1} more" if len(rest) > 1 else "")
-            + f", a {type(rest[0][1]).__name__}; the filters are {filters!r}; "
+            + f", a {type(rest[0][1]).__name__}; the filters are {shown_filters(filters)}; "
             "add `...` as the last."
         )
     return [FlatState(group, sort=False) for group in groups]
