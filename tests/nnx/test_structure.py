@@ -165,11 +165,11 @@ def test_what_is_fixed_is_compared_by_value():
 
 def test_a_watch_knows_its_trace():
     watch = Watch()
-    watch.change(object())
+    watch.check(object())
 
     def f(x):
         with pytest.raises(TraceContextError, match="a Model is changed"):
-            watch.change(Model())
+            watch.check(Model())
         return x
 
     jax.eval_shape(f, 1.0)

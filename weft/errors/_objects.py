@@ -109,5 +109,9 @@ class LoopStructureError(ObjectError, ValueError):
     """The body of a loop changed more of an object than the values of variables."""
 
 
+class CompiledCallError(ObjectError, TypeError):
+    """A function that was compiled ahead of time is called with other objects or arguments."""
+
+
 class BranchObjectsError(ObjectError, TypeError):
     """Branches change the references or static attributes of an object in different ways."""

@@ -11,8 +11,8 @@ import dataclasses
 import enum
 import functools
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -92,19 +92,31 @@ def by_value(value: Any) -> Hashable:
     except _Incomparable:
         pass
     # What has its own way to compare is compared so, but what it is made of one by one: 1, 1.0 and
-    # True are equal to each other.
-    if isinstance(value, tuple):
+    # True are equal to each other. So is what can change: its parts are as they are now.
+    if isinstance(value, tuple | list | deque):
         return type(value), tuple(map(by_value, value))
-    if isinstance(value, frozenset):
+    if isinstance(value, frozenset | set):
         return type(value), frozenset(map(by_value, value))
-    if _is_frozen_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]  # pyright: ignore[reportArgumentType]
+    if isinstance(value, Mapping):
+        return type(value), tuple((by_value(k), by_value(v)) for k, v in value.items())
+    if isinstance(value, types.SimpleNamespace):
+        return type(value), by_value(vars(value))
+    if _is_compared_by_fields(value):
+        names = [field.name for field in dataclasses.fields(value)]
         return type(value), tuple(by_value(getattr(value, name)) for name in names)
     try:
         hash(value)
     except TypeError:
         return Same(value)
     return type(value), value
+
+
+def _is_compared_by_fields(value: Any) -> bool:
+    return (
+        dataclasses.is_dataclass(value)
+        and not isinstance(value, type)
+        and type(value).__eq__ is not object.__eq__
+    )
 
 
 def _is_frozen_dataclass(value: Any) -> bool:

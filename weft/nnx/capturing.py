@@ -144,7 +144,7 @@ def _set(x: Pytree, captured: Captured | None) -> None:
     else:
         vars(x)[PLACE] = captured
     if x._watch.watched:
-        EPOCH.now = object()
+        EPOCH.end()
 
 
 def _clean(result: Any) -> None:

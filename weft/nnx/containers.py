@@ -5,7 +5,7 @@ to them are kept, and modes reach what is in them. A list or dict that becomes a
 into one.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
     method = getattr(of, name)
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watch.change(self)
+        self._watch.check(self)
         before, marks = of(self), dict(self._watch.marks)
         try:
             self._unpack_marks()
@@ -31,6 +31,8 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
             self.__class__._restore(self, before)
             self._watch.marks = marks
             raise
+        finally:
+            self._watch.changed()
         if isinstance(result, Marked):
             return result.value
         return self if name in ("__iadd__", "__imul__", "__ior__") else result
@@ -75,9 +77,9 @@ class List(Module, list[Any]):
         else:
             list.__setitem__(self, name, value)
 
-    def _empty(self) -> None:
-        list.clear(self)
-        super()._empty()
+    def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
+        super()._replace([item for item in items if isinstance(item[0], str)])
+        list.__setitem__(self, slice(None), [v for name, v in items if not isinstance(name, str)])
 
     @staticmethod
     def _key(name: Any) -> Any:
@@ -152,8 +154,10 @@ class Dict(Module, dict[Any, Any]):
     def _put(self, name: Any, value: Any) -> None:
         dict.__setitem__(self, name, value)
 
-    def _empty(self) -> None:
-        dict.clear(self)
+    def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
+        dict.update(self, items)
+        for key in self.keys() - {key for key, _ in items}:
+            dict.__delitem__(self, key)
 
     @staticmethod
     def _key(name: Any) -> Any:

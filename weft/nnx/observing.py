@@ -52,7 +52,7 @@ def class_of(x: Any) -> type:
 def _become(x: Pytree, cls: type) -> None:
     object.__setattr__(x, "__class__", cls)
     if x._watch.watched:
-        EPOCH.now = object()
+        EPOCH.end()
 
 
 def _observed(cls: type, observer: Observer) -> type:

@@ -239,8 +239,10 @@ class Pytree:
         """Another array in the place of one, which is no change of structure."""
         vars(self)[name] = value
 
-    def _empty(self) -> None:
-        for name in [name for name in vars(self) if name != "_watch"]:
+    def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
+        """Has these attributes alone; what stays is there all the time, for other threads."""
+        self._fill(items)
+        for name in vars(self).keys() - {"_watch", *(name for name, _ in items)}:
             del vars(self)[name]
 
     def _become(self, items: Sequence[tuple[Any, Any]], marks: dict[str, bool]) -> None:
@@ -252,23 +254,24 @@ class Pytree:
             and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
         ):
             return
-        self._watch.change(self)
+        self._watch.check(self)
         self._watch.marks = marks
-        self._empty()
-        self._fill(items)
+        self._replace(items)
+        self._watch.changed()
 
     def _is_data(self, name: Hashable, value: Any) -> bool:
         marks = self._watch.marks
         return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._watch.change(self)
+        self._watch.check(self)
         mark, value = self._marked(name, value)
         object.__setattr__(self, name, value)
         if mark is None:
             self._watch.marks.pop(name, None)
         else:
             self._watch.marks[name] = mark
+        self._watch.changed()
 
     def _marked(self, name: str, value: Any) -> tuple[bool | None, Any]:
         """What is said of a new value of an attribute, and the value as it is kept."""
@@ -283,9 +286,10 @@ class Pytree:
         return mark, tracked(value)
 
     def __delattr__(self, name: str) -> None:
-        self._watch.change(self)
-        self._watch.marks.pop(name, None)
+        self._watch.check(self)
         object.__delattr__(self, name)
+        self._watch.marks.pop(name, None)
+        self._watch.changed()
 
     def __getstate__(self) -> dict[str, Any]:
         attributes = {k: v for k, v in vars(self).items() if k != "_watch"}

@@ -6,6 +6,7 @@ other than the value of a variable makes a new *epoch*. A call compares the epoc
 it remembers; where they differ, it looks again, once.
 """
 
+import weakref
 from typing import Any
 
 from weft.core.tracing import current_trace
@@ -14,10 +15,24 @@ from weft.nnx.naming import changed_elsewhere, origin
 
 
 class _Epoch:
-    """The present epoch, an object that is like no other."""
+    """The present epoch, an object that is like no other.
+
+    Attributes:
+        now: the epoch.
+        remembering: what remembers how objects look in it, and forgets when it ends, by id.
+    """
 
     def __init__(self) -> None:
         self.now = object()
+        self.remembering: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+    def end(self) -> None:
+        """Begins another epoch."""
+        self.now = object()
+        for ref in self.remembering.valuerefs():
+            if (x := ref()) is not None:
+                x.forget()
+        self.remembering.clear()
 
 
 EPOCH = _Epoch()
@@ -41,8 +56,8 @@ class Watch:
         self.watched = False
         self.marks: dict[str, bool] = {}
 
-    def change(self, what: Any) -> None:
-        """Notes a change of structure; refuses it in another trace than the object's own.
+    def check(self, what: Any) -> None:
+        """Refuses a change of structure in another trace than the object's own.
 
         Args:
             what: the object, for the error.
@@ -52,8 +67,11 @@ class Watch:
         """
         if self.trace != current_trace():
             raise changed_elsewhere(what)
+
+    def changed(self) -> None:
+        """Notes a change of structure; after it, or another thread would remember what was."""
         if self.watched:
-            EPOCH.now = object()
+            EPOCH.end()
 
 
 class Fixed:

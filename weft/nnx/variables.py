@@ -282,7 +282,7 @@ class Variable(Generic[A]):
 
     def _changed(self) -> None:
         if self._watched:
-            EPOCH.now = object()
+            EPOCH.end()
 
     @classmethod
     def from_metadata(cls: builtins.type[V], value: Any, attributes: Mapping[str, Any]) -> V:

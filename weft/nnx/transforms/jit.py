@@ -12,27 +12,28 @@ look alike, and by all functions that are the same by value.
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-import jax
-
 from weft.core.tracing import current_trace
-from weft.lifting.crossing import Parcel, Results, Static, commit
 from weft.lifting.functions import AtFirstCall
-from weft.nnx.graph import Flat, take_apart
+from weft.nnx.graph import Flat
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
 from weft.nnx.transforms.calls import MISSING, check_unbound
+from weft.nnx.transforms.jit_aot import Call, Lowered, Traced
 from weft.nnx.transforms.jit_program import (
     Found,
     HiddenObject,
     Layout,
     Options,
     Program,
+    Written,
     found_anywhere,
     found_at_top,
+    has_objects,
     objects_at_top,
 )
 from weft.nnx.transforms.kind import ObjectKind, watched
@@ -41,6 +42,8 @@ from weft.nnx.variables import Variable
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
 _MAX_PLANS = 64
+_MAX_PROGRAMS = 512
+_LOCK = threading.RLock()
 
 
 class _Plan:
@@ -51,15 +54,16 @@ class _Plan:
         trace: in which the objects can be written to.
         at: positions of the objects, and weak references to them.
         names: likewise for those given by name.
+        objects: weak references to all of them, and to what they are made of.
         n_first: how many arguments come before those that JAX is given; more than there can be
-            where objects come later.
+            where objects come later or by name.
         program: what is called.
         donated: the variables whose values are given away.
         kept: the other variables.
     """
 
     __slots__ = (
-        "__weakref__", "at", "donated", "epoch", "jitted", "kept", "n_first", "names", "program",
+        "at", "donated", "epoch", "jitted", "kept", "n_first", "names", "objects", "program",
         "trace",
     )  # fmt: skip
 
@@ -70,8 +74,9 @@ class _Plan:
         self.kept = [found.flat.leaves[n] for n in program.kept]
         self.at = [(i, weakref.ref(x, forget)) for i, x in found.at]
         self.names = [(name, weakref.ref(x, forget)) for name, x in found.names]
+        self.objects = [weakref.ref(x) for x in found.flat.objects]
         positions = [i for i, _ in found.at]
-        at_front = positions == list(range(len(positions)))
+        at_front = positions == list(range(len(positions))) and not found.names
         self.n_first = len(positions) if at_front else sys.maxsize
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -81,6 +86,17 @@ class _Plan:
             and all(i < len(args) and args[i] is ref() for i, ref in self.at)
             and all(name in kwargs and kwargs[name] is ref() for name, ref in self.names)
         )
+
+    def write(self, of_donated: list[Any], of_kept: list[Any], more: None, written: Written):
+        """Writes the values that a call gave, where nothing but values has changed."""
+        changed = (*self.donated, *(self.kept[i] for i in written.at))
+        any(map(_set_value, changed, (*of_donated, *of_kept)))
+
+    def flat(self) -> Flat:
+        """The graph of the objects, as it was found."""
+        graphdef, objects = self.program.layout.static.graphdef, [ref() for ref in self.objects]
+        leaves = [x for x in objects if isinstance(x, Variable)]
+        return Flat(graphdef, leaves, [None] * len(leaves), objects, [], True)
 
 
 class JitWrapped:
@@ -107,13 +123,21 @@ class JitWrapped:
             if args[i] is not ref():
                 return self._call_as_found(args, kwargs)
         donated, kept = plan.donated, plan.kept
-        result, of_donated, of_kept, more, written = plan.jitted(
-            [variable._value for variable in donated] if donated else donated,
-            [variable._value for variable in kept] if kept else kept,
-            *args[plan.n_first :],
-        )
+        try:
+            result, of_donated, of_kept, more, written = plan.jitted(
+                [variable._value for variable in donated] if donated else donated,
+                [variable._value for variable in kept] if kept else kept,
+                *args[plan.n_first :],
+            )
+        except (HiddenObject, TypeError):
+            if not has_objects(args[plan.n_first :]):
+                raise
+            plan = None
+        if plan is None:
+            return self._call_as_found(args, kwargs)
         if more is not None or plan.trace is not current_trace():
-            return self._finish_planned(plan, (result, of_donated, of_kept, more, written))
+            outputs = result, of_donated, of_kept, more, written
+            return plan.program.finish(plan.flat(), outputs)
         if of_donated:
             any(map(_set_value, donated, of_donated))  # all of them: each gives None
         if of_kept:
@@ -122,25 +146,24 @@ class JitWrapped:
             any(map(_set_value, changed, of_kept))
         return result
 
-    def _finish_planned(self, plan: _Plan, outputs: tuple[Any, ...]) -> Any:
-        objects = tuple(ref() for _, ref in (*plan.at, *plan.names))
-        return self._finish(plan.program, take_apart((objects, ()), with_metadata=False), outputs)
-
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call for which the last plan does not hold."""
-        if not self._has_hidden:
-            try:
-                at, names = objects_at_top(self._options, args, kwargs)
-                if (plan := self._plan(args, kwargs, at, names)) is None:
-                    return self._call_found(found_at_top(self._options, args, kwargs))
-                positions, of_names = [i for i, _ in at], [name for name, _ in names]
-                rest = [x for i, x in enumerate(args) if i not in positions]
-                named = {k: x for k, x in kwargs.items() if k not in of_names}
-                values = ([x._value for x in found] for found in (plan.donated, plan.kept))
-                return self._finish_planned(plan, plan.jitted(*values, *rest, **named))
-            except HiddenObject:
-                self._has_hidden = True
-        return self._call_found(found_anywhere(self._options, args, kwargs))
+        at, names = objects_at_top(self._options, args, kwargs)
+        positions, of_names = [i for i, _ in at], [name for name, _ in names]
+        rest = [x for i, x in enumerate(args) if i not in positions]
+        named = {k: x for k, x in kwargs.items() if k not in of_names}
+        if has_objects((rest, named)):
+            # A call that looks like the last one until it is traced costs more than a look.
+            self._has_hidden, self._last = True, None
+            return self._call_found(found_anywhere(self._options, args, kwargs))
+        if (plan := self._plan(args, kwargs, at, names)) is None:
+            return self._call_found(found_at_top(self._options, args, kwargs))
+        values = ([x._value for x in found] for found in (plan.donated, plan.kept))
+        outputs = plan.jitted(*values, *rest, **named)
+        if outputs[3] is None and plan.trace is current_trace():
+            plan.write(*outputs[1:])
+            return outputs[0]
+        return plan.program.finish(plan.flat(), outputs)
 
     def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
         """The plan of a call, made if there is none that holds; None if there cannot be one."""
@@ -152,13 +175,15 @@ class JitWrapped:
                 found = found_at_top(self._options, args, kwargs)
                 if not found.can_be_planned:
                     return None
-                if all(map(watched, found.flat.objects)):
+                before = [watched(x) for x in found.flat.objects]
+                if all(before):
                     break
             plan = _Plan(self._program(found.layout), epoch, found, self._forgetting(key))
             self._plans[key] = plan
-            while len(self._plans) > _MAX_PLANS:
-                self._plans.pop(next(iter(self._plans)), None)
-        self._last = plan
+            EPOCH.remembering[id(self)] = self
+            for old in list(self._plans)[:-_MAX_PLANS]:
+                self._plans.pop(old, None)
+        self._last = None if self._has_hidden else plan
         return plan
 
     def _forgetting(self, key: Hashable) -> Callable[[Any], None]:
@@ -167,53 +192,37 @@ class JitWrapped:
 
         def forget(_: Any) -> None:
             if (me := weak()) is not None:
-                plan = me._plans.pop(key, None)
-                if me._last is plan:
-                    me._last = None
+                me._plans.pop(key, None)
+                # It may be another one's plan, which is then found again.
+                me._last = None
 
         return forget
 
     def _program(self, layout: Layout) -> Program:
         programs = self._programs.value
-        if layout not in programs:
-            programs[layout] = Program(self._fn, self._options, layout)
-        return programs[layout]
+        with _LOCK:
+            program = programs.pop(layout, None) or Program(self._fn, self._options, layout)
+            programs[layout] = program  # the latest comes last
+            while len(programs) > _MAX_PROGRAMS:
+                del programs[next(iter(programs))]
+        return program
 
     def _call_found(self, found: Found) -> Any:
-        program, values = self._program_and_values(found)
-        outputs = program.jitted(*values, *found.rest, **found.named)
-        return self._finish(program, found.flat, outputs)
-
-    def _program_and_values(self, found: Found) -> tuple[Program, tuple[list[Any], list[Any]]]:
         program = self._program(found.layout)
-        values = [x._value if isinstance(x, Variable) else x for x in found.flat.leaves]
-        return program, ([values[n] for n in program.donated], [values[n] for n in program.kept])
+        outputs = program.jitted(*program.values_of(found.flat), *found.rest, **found.named)
+        return program.finish(found.flat, outputs)
 
-    def _finish(self, program: Program, flat: Flat, outputs: tuple[Any, ...]) -> Any:
-        """Writes what a call has changed, whatever it is, and returns its result."""
-        result, of_donated, of_kept, more, written = outputs
-        if more is None:
-            numbers = [*program.donated, *(program.kept[i] for i in written.at)]
-            values = zip(numbers, (*of_donated, *of_kept), strict=True)
-            group = {n: program.as_leaf(n, value) for n, value in values}
-            more = Static(None), [Parcel((group,))]
-        static, parcels = more
-        return commit(self._options.kind, flat, Results(static, parcels, result))
-
-    def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        found = found_anywhere(self._options, args, kwargs)
-        program, values = self._program_and_values(found)
-        return program.jitted, (*values, *found.rest), found.named
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(...).lower`; objects stay as they are."""
-        jitted, args, kwargs = self._prepared(args, kwargs)
-        return jitted.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As `jax.jit(...).trace`; objects stay as they are."""
-        jitted, args, kwargs = self._prepared(args, kwargs)
-        return jitted.trace(*args, **kwargs)
+        found = found_anywhere(self._options, args, kwargs)
+        program = self._program(found.layout)
+        values = program.values_of(found.flat)
+        traced = program.jitted.trace(*values, *found.rest, **found.named)
+        return Traced(traced, Call(program, self._options, args, kwargs))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """What a call would return, with shapes in place of arrays; objects stay as they are."""
@@ -222,6 +231,10 @@ class JitWrapped:
     def clear_cache(self) -> None:
         """Forgets what was compiled."""
         self._programs.value.clear()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets how objects look that it was called with."""
         self._plans.clear()
         self._last = None
 

@@ -14,7 +14,7 @@ import jax
 from weft.core.tracing import current_trace
 from weft.errors import TransformArgumentError
 from weft.lifting import Roles
-from weft.lifting.crossing import Cargo, Parcel, Results, Static, run
+from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
 from weft.lifting.roles import broadcast_roles
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
@@ -112,8 +112,7 @@ class Program:
     """The function that JAX compiles, for objects that look alike."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout):
-        self._fn, self._options, self._layout = recorded(fn), options, layout
-        self.graphdef = layout.static.graphdef
+        self._fn, self._options, self.layout = recorded(fn), options, layout
         self._user_fn = fn
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
@@ -121,7 +120,7 @@ class Program:
         self.jitted = jax.jit(self._pure, **self._jit_options())
 
     def _jit_options(self) -> dict[str, Any]:
-        of, layout = self._options, self._layout
+        of, layout = self._options, self.layout
 
         def shifted(argnums: Iterable[int]) -> tuple[int, ...]:
             left = (i for i in argnums if i not in layout.at)
@@ -145,7 +144,7 @@ class Program:
         return result
 
     def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
-        layout, values = self._layout, self._in_order(donated, kept)
+        layout, values = self.layout, self._in_order(donated, kept)
         groups: list[tuple[dict[int, Any], ...]]
         groups = [tuple({} for _ in roles) for roles in layout.roles]
         for n, (i, g) in enumerate(layout.static.places):
@@ -182,19 +181,35 @@ class Program:
 
     def as_leaf(self, n: int, value: Any) -> Any:
         """A value in a variable as it was, or itself."""
-        made = self._layout.made[n]
+        made = self.layout.made[n]
         return value if made is None else made[0].from_metadata(value, made[1].value)
+
+    def values_of(self, flat: Flat) -> tuple[list[Any], list[Any]]:
+        """The values that are given away, and the others."""
+        values = [x._value if isinstance(x, Variable) else x for x in flat.leaves]
+        return [values[n] for n in self.donated], [values[n] for n in self.kept]
+
+    def finish(self, flat: Flat, outputs: tuple[Any, ...]) -> Any:
+        """Writes what a call has changed, whatever it is, and returns its result."""
+        result, of_donated, of_kept, more, written = outputs
+        if more is None:
+            numbers = [*self.donated, *(self.kept[i] for i in written.at)]
+            values = zip(numbers, (*of_donated, *of_kept), strict=True)
+            group = {n: self.as_leaf(n, value) for n, value in values}
+            more = Static(None), [Parcel((group,))]
+        static, parcels = more
+        return commit(self._options.kind, flat, Results(static, parcels, result))
 
     def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
         """The result, the values to write, and where more has changed all that has."""
         changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
-        made = self._layout.made
+        made = self.layout.made
         if results.static.value is not None or any(
             isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
             for n, x in changed.items()
         ):
             for n in self.donated:
-                i, g = self._layout.static.places[n]
+                i, g = self.layout.static.places[n]
                 # What was given away is gone outside.
                 results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
             more = results.static, results.parcels

@@ -1,0 +1,139 @@
+"""Jitted functions ahead of time: traced, lowered, compiled, and then called with objects.
+
+The stages are those of `jax.stages` and have their attributes; only the compiled one is called, and
+it takes what the function takes. As for JAX, arguments that are static are left out there.
+"""
+
+from typing import Any
+
+import jax
+
+from weft.errors import CompiledCallError
+from weft.nnx.graph import GraphDef, NodeDef
+from weft.nnx.transforms.jit_program import Layout, Options, Program, found_anywhere
+
+
+class Call:
+    """The call for which a function is compiled.
+
+    Args:
+        program: what JAX compiles.
+        options: what the user said of the function.
+        args: what the function was given.
+        kwargs: likewise, by name.
+    """
+
+    def __init__(
+        self, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ):
+        self._program, self._options = program, options
+        self._n_args = len(args)
+        self._static = {i: x for i, x in enumerate(args) if i in options.static_argnums}
+        self._named = {k: x for k, x in kwargs.items() if k in options.static_argnames}
+        self._names = sorted(kwargs.keys() - self._named.keys())
+
+    def run(self, compiled: jax.stages.Compiled, args: Any, kwargs: Any) -> Any:
+        """Calls what was compiled, writes what it has changed, and returns its result."""
+        if len(args) != self._n_args - len(self._static) or sorted(kwargs) != self._names:
+            raise CompiledCallError(
+                f"a function that was compiled for {self._n_args - len(self._static)} arguments by "
+                f"position and {self._names} by name is called with {len(args)} and "
+                f"{sorted(kwargs)}; give them as they were given to lower, without static ones."
+            )
+        rest = iter(args)
+        every = (self._static[i] if i in self._static else next(rest) for i in range(self._n_args))
+        found = found_anywhere(self._options, tuple(every), {**kwargs, **self._named})
+        if found.layout != self._program.layout:
+            raise _other_objects(self._program.layout, found.layout)
+        given = [x for i, x in enumerate(found.rest) if i not in self._static]
+        named = {k: x for k, x in found.named.items() if k not in self._named}
+        outputs = compiled(*self._program.values_of(found.flat), *given, **named)
+        return self._program.finish(found.flat, outputs)
+
+
+class _Stage:
+    """A stage of JAX, with the call that it is for."""
+
+    def __init__(self, stage: Any, call: Call):
+        self._stage, self._call = stage, call
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._stage, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._stage!r})"
+
+
+class Traced(_Stage):
+    """A function that was traced for a call; has the attributes of `jax.stages.Traced`."""
+
+    def lower(self, **options: Any) -> "Lowered":
+        """As for JAX.
+
+        Args:
+            **options: likewise.
+        """
+        return Lowered(self._stage.lower(**options), self._call)
+
+
+class Lowered(_Stage):
+    """A function that was lowered; has the attributes of `jax.stages.Lowered`."""
+
+    def compile(self, *args: Any, **options: Any) -> "Compiled":
+        """As for JAX.
+
+        Args:
+            *args: likewise.
+            **options: likewise.
+        """
+        return Compiled(self._stage.compile(*args, **options), self._call)
+
+
+class Compiled(_Stage):
+    """A compiled function; has the attributes of `jax.stages.Compiled`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it with objects that look like those that it was compiled for.
+
+        Args:
+            *args: as the function was given them, but for static ones.
+            **kwargs: likewise.
+
+        Raises:
+            CompiledCallError: if an object looks otherwise.
+        """
+        return self._call.run(self._stage, args, kwargs)
+
+
+def _other_objects(before: Layout, now: Layout) -> CompiledCallError:
+    """The error about a call with other objects than those for which a function was compiled."""
+    path = _difference(before.static.graphdef, now.static.graphdef)
+    what = f"differs at {path}" if path else "has other variables or other metadata"
+    return CompiledCallError(
+        f"a function is called with objects that are not like those that it was compiled for: what "
+        f"it is given {what}; give it such objects as before, or lower and compile it for these."
+    )
+
+
+def _difference(before: GraphDef, now: GraphDef) -> str:
+    """Where two graphs differ first, from their arguments on."""
+
+    def walk(a: Any, b: Any, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if a == b:
+            return None
+        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
+            old, new = dict(a.attributes), dict(b.attributes)
+            for name in {**old, **new}:
+                if name not in old or name not in new:
+                    return (*path, name)
+            for name in old:
+                if (found := walk(old[name], new[name], (*path, name))) is not None:
+                    return found
+        return path
+
+    first, *below = (walk(before.root, now.root, ()) or ())[1:] or (None,)
+    if first is None:
+        return ""
+    return f"object {first}" + "".join(f".{x}" if isinstance(x, str) else f"[{x}]" for x in below)
