@@ -117,7 +117,10 @@ def test_the_body_is_traced_once_for_any_length():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (lambda c, x: (c[:1], None), r"carry\[0\] is given as float32\[2\] .* float32\[1\]"),
+        (
+            lambda c, x: (c[:1], None),
+            r"the carry at input 0 is given as float32\[2\] .* float32\[1\]",
+        ),
         (lambda c, x: (c.astype(jnp.int32), None), r"float32\[2\] and returned as int32\[2\]"),
         (lambda c, x: ((c, c), None), "carry of another structure"),
     ],

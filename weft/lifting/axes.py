@@ -12,11 +12,13 @@ from weft.lifting.roles import FORK, Role, Roles, Special, is_role
 Metadata = dict[Any, Any]
 
 
-def axis_size(units: Units, size: int | None, transformation: str) -> int:
+def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transformation: str) -> int:
     """The common size of the mapped axes.
 
     Args:
-        units: what crosses.
+        kind: whose carriers cross.
+        cargo: what crosses.
+        units: its units.
         size: the size that the user gave, if any.
         transformation: its name, for errors.
 
@@ -28,7 +30,7 @@ def axis_size(units: Units, size: int | None, transformation: str) -> int:
         if not isinstance(role, int):
             continue
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            name = f"input {i}{jax.tree_util.keystr(path)}"
+            name = units.place(kind, cargo.static.value[0], i, path)
             shape = jax.numpy.shape(leaf)
             if not -len(shape) <= role < len(shape):
                 raise AxisSizeError(

@@ -113,7 +113,8 @@ def _chosen(
     try:
         chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
     except TypeError:
-        _check_alike(traced, names or [f"branch {i}" for i in range(len(branches))])
+        names = names or [f"branch {i}" for i in range(len(branches))]
+        _check_alike(kind, static.value[0], traced, names)
         raise
     joined = kind.join([r.static.value for r in traced])
     return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
@@ -143,7 +144,7 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
     return dict(jax.tree_util.tree_leaves_with_path(of_groups))
 
 
-def _check_alike(traced: Sequence[Results], names: Sequence[str]) -> None:
+def _check_alike(kind: Kind, static: Any, traced: Sequence[Results], names: Sequence[str]) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
     if not traced:
         return
@@ -159,8 +160,10 @@ def _check_alike(traced: Sequence[Results], names: Sequence[str]) -> None:
             jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True
         ):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                where = "the results" if path[0].idx else "the state"
+                is_state = not path[0].idx
+                at = jax.tree_util.keystr(path[1:])
+                at = kind.place(static, path[3:]) if is_state else f"the result{at}"
                 raise BranchStructureError(
-                    f"in {where} at {jax.tree_util.keystr(path[1:])}, {name} has {b.str_short()} "
-                    f"and {names[0]} has {a.str_short()}; branches return alike."
+                    f"{at} is {b.str_short()} in {name}, and {a.str_short()} in {names[0]}; what "
+                    "branches return, and leave in the state, is alike."
                 )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from weft.errors import ForkError, RoleError
-from weft.lifting.roles import FORK, Roles, broadcast_roles, roles_of_carrier
+from weft.lifting.roles import CARRY, FORK, Roles, broadcast_roles, roles_of_carrier
 
 
 class Kind(Protocol):
@@ -144,6 +144,19 @@ class Kind(Protocol):
     def join(self, statics: Sequence[Any]) -> Any:
         """One collected static half for several branches, of which one is taken."""
         return statics[0]
+
+    def place(self, static: Any, path: Any) -> str:
+        """Where in the state an entry of a group is, as its user knows it, for errors.
+
+        Args:
+            static: the static half.
+            path: of JAX, from the group on.
+        """
+        return f"the state{jax.tree_util.keystr(path)}"
+
+    def argument(self, path: Any) -> str:
+        """Which argument is meant, or what in it, by its path among the arguments; for errors."""
+        return f"input {path[0].idx}{jax.tree_util.keystr(path[1:])}" if path else "the input"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -350,6 +363,19 @@ class Units:
     def emptied(self) -> "Units":
         """The same units without their values, for a function that lives longer than the call."""
         return self.having([None] * len(self.values))
+
+    def place(self, kind: Kind, static: Any, i: int, path: Any = ()) -> str:
+        """Where the i-th value is, or what is in it at a path of JAX, for errors."""
+        if self.is_group[i]:
+            return kind.place(static, path)
+        sizes = [1 if size is None else size for size in self._sizes]
+        leaf = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
+        at = jax.tree_util.tree_leaves_with_path(self._tree.unflatten(range(len(sizes))))
+        return kind.argument((*at[leaf][0], *path))
+
+    def carried(self) -> list[int]:
+        """Which of the values are the carry, in the order in which it goes around."""
+        return self._places(CARRY)
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each value with its role."""

@@ -62,7 +62,8 @@ def while_loop(
         )
 
     def pure(static: Static, packed: Any) -> Results:
-        units = Units(shown(packed), static.value[1])
+        of_kind, flat_roles = static.value
+        units = Units(shown(packed), flat_roles)
         traced: list[tuple[Units, Static]] = []
 
         def cargo_at(i: Any, carry: list[Any]) -> Cargo:
@@ -79,9 +80,9 @@ def while_loop(
                 raise StateCreated
             returned = in_results(cargo, results, CARRY)
             take_over_carry(kind, Units.of_cargo(cargo), results, returned)
-            check_shared("while_loop", returned, units)
+            check_shared("while_loop", kind, of_kind, units, returned)
             new_carry = returned.with_roles(CARRY)
-            check_carry("while_loop", carry, new_carry)
+            check_carry("while_loop", kind, of_kind, units, carry, new_carry)
             returned.values = [v if role is None else None for v, role in returned.pairs()]
             traced[:] = [(returned, results.static)]
             return i + 1, new_carry

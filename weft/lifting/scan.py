@@ -94,7 +94,7 @@ def scan(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
-        n = axes.axis_size(units, length, "scan")
+        n = axes.axis_size(kind, cargo, units, length, "scan")
         values = axes.enter_axis(kind, units, n, metadata)
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
@@ -132,9 +132,9 @@ def _body(
         raise StateCreated
     returned = in_results(cargo, results, out_axes)
     take_over_carry(kind, Units.of_cargo(cargo), results, returned)
-    check_shared("scan", returned, units)
+    check_shared("scan", kind, static, units, returned)
     new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned)
-    check_carry("scan", carry, new_carry)
+    check_carry("scan", kind, static, units, carry, new_carry)
     returned.values = [v if role is None else None for v, role in returned.pairs()]
     traced[:] = [(returned, results.static)]
     return new_carry, new_ys
@@ -195,29 +195,34 @@ def take_over_carry(kind: Kind, units: Units, results: Results, returned: Units)
             returned.values[i] = kind.union(before, after)
 
 
-def check_shared(transformation: str, returned: Units, units: Units) -> None:
+def check_shared(
+    transformation: str, kind: Kind, static: Any, units: Units, returned: Units
+) -> None:
     """Raises RoleError if a body returns or changes something with the role None.
 
     Args:
         transformation: its name, for the error.
-        returned: what the body returns.
+        kind: whose carriers cross.
+        static: the static half.
         units: what crosses, as the body finds it.
+        returned: what the body returns.
     """
     shared = {
         id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
-    for value, role in returned.pairs():
+    for i, (value, role) in enumerate(returned.pairs()):
         for path, leaf in jax.tree_util.tree_leaves_with_path(value) if role is None else ():
             if not _is_same(leaf, shared):
+                is_state = returned.is_group[i]
+                at = kind.place(static, path) if is_state else f"the result{_text(path)}"
                 raise RoleError(
                     f"{transformation}: the body returns or changes something with the role None, "
-                    f"which is the same in every iteration{_at(path)}; give it CARRY, or an axis "
+                    f"which is the same in every iteration, at {at}; give it CARRY, or an axis "
                     "along which to stack it."
                 )
 
 
-def _at(path: Any) -> str:
-    return f", at {jax.tree_util.keystr(path)}" if path else ""
+_text = jax.tree_util.keystr
 
 
 def _is_same(leaf: Any, shared: set[int]) -> bool:
@@ -225,8 +230,24 @@ def _is_same(leaf: Any, shared: set[int]) -> bool:
     return id(leaf) in shared or not isinstance(leaf, jax.core.Tracer)
 
 
-def check_carry(transformation: str, before: list[Any], after: list[Any]) -> None:
-    """Raises CarryStructureError if the body's carry differs from the one it was given."""
+def check_carry(
+    transformation: str,
+    kind: Kind,
+    static: Any,
+    units: Units,
+    before: list[Any],
+    after: list[Any],
+) -> None:
+    """Raises CarryStructureError if the body's carry differs from the one it was given.
+
+    Args:
+        transformation: its name, for the error.
+        kind: whose carriers cross.
+        static: the static half.
+        units: what crosses.
+        before: the carry that the body was given.
+        after: the one that it returns.
+    """
     if jax.tree.structure(before) != jax.tree.structure(after):
         raise CarryStructureError(
             f"{transformation}: the body returns a carry of another structure than it was given: "
@@ -239,8 +260,9 @@ def check_carry(transformation: str, before: list[Any], after: list[Any]) -> Non
         # Python numbers take the dtype of what they meet, which `jax.lax.scan` sorts out itself.
         same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
         if old_type.shape != new_type.shape or not same_dtype:
+            at = units.place(kind, static, units.carried()[path[0].idx], path[1:])
             raise CarryStructureError(
-                f"{transformation}: carry{jax.tree_util.keystr(path)} is given as "
+                f"{transformation}: the carry at {at} is given as "
                 f"{old_type.str_short()} and returned as {new_type.str_short()}; a carry keeps its "
                 "shape and dtype in every iteration."
             )

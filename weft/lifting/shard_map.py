@@ -99,7 +99,7 @@ def pmap(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "pmap", (FORK,))
-        n = axes.axis_size(units, None if devices is None else len(devices), "pmap")
+        n = axes.axis_size(kind, cargo, units, None if devices is None else len(devices), "pmap")
         there = jax.devices() if devices is None else devices
         if n > len(there):
             raise AxisSizeError(

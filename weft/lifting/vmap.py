@@ -46,7 +46,7 @@ def vmap(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "vmap", (FORK,))
-        n = axes.axis_size(units, axis_size, "vmap")
+        n = axes.axis_size(kind, cargo, units, axis_size, "vmap")
 
         def mapped(packed: Any) -> Results:
             return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
@@ -64,8 +64,9 @@ def vmap(
         except ValueError as error:
             # JAX finds it, and says where it is, after the function ran.
             if found := re.search(r"out_axes\.(\S+), got axis spec None but output", str(error)):
+                at = _place(kind, cargo.static.value[0], found[1])
                 raise VariableAxisError(
-                    f"vmap: {found[1]} is declared to be the same for all, with the axis None, but "
+                    f"vmap: {at} is declared to be the same for all, with the axis None, but "
                     "it differs from one index to the next; give it an axis. A variable that is "
                     "made of random numbers is the same for all if its PRNG stream is not split."
                 ) from None
@@ -73,3 +74,10 @@ def vmap(
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
+
+
+def _place(kind: Kind, static: Any, shown: str) -> str:
+    """Where something is that JAX shows as a part of the `Results`."""
+    if found := re.fullmatch(r"(?:parcels\[\d+\]|packed.*)\[\d+\]\[(\d+)\]\.value(.*)", shown):
+        return kind.place(static, (jax.tree_util.DictKey(int(found[1])),)) + found[2]
+    return re.sub("^packed", "the result", shown)

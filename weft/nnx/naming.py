@@ -6,6 +6,7 @@ objects that there are; that is slow, and no call pays for it.
 
 import gc
 import inspect
+import linecache
 from types import CodeType
 from typing import Any
 
@@ -27,11 +28,21 @@ def line_of(origin: Origin | None) -> str | None:
     """The file and line of an origin, the file as it is seen from the working directory."""
     if origin is None:
         return None
+    return str(Place(origin[0].co_filename, _line_number(origin)))
+
+
+def text_of(origin: Origin) -> str:
+    """The file and line of an origin, and what stands there."""
+    text = linecache.getline(origin[0].co_filename, _line_number(origin)).strip()
+    return f"{line_of(origin)}: {text}" if text else f"{line_of(origin)}"
+
+
+def _line_number(origin: Origin) -> int:
     code, instruction = origin
     for start, end, line in code.co_lines():
         if start <= instruction < end and line is not None:
-            return str(Place(code.co_filename, line))
-    return str(Place(code.co_filename))
+            return line
+    return 0
 
 
 def path_of(x: Any, depth: int = 8) -> str:
@@ -83,11 +94,17 @@ def changed_elsewhere(x: Any) -> TraceContextError:
     is_variable = isinstance(x, Variable)
     shape = getattr(x._value, "shape", None) if is_variable else None
     what = type(x).__name__ + (f" of shape {shape}" if shape is not None else "")
-    call, path = current_call(), path_of(x)
-    line = line_of(getattr(x, "_origin", None) if is_variable else x._watch.origin)
-    known = [f"is {path}" if path else "", f"was made at {line}" if line else ""]
+    call = current_call()
     return TraceContextError(
-        what,
-        call.title if call is not None else "a JAX transformation",
-        " and ".join(part for part in known if part),
+        what, call.title if call is not None else "a JAX transformation", known_of(x)
     )
+
+
+def known_of(x: Any) -> str:
+    """What is known of an object, such as "is Model.layer.w and was made at train.py:3"."""
+    from weft.nnx.variables import Variable
+
+    path = path_of(x)
+    line = line_of(getattr(x, "_origin", None) if isinstance(x, Variable) else x._watch.origin)
+    known = [f"is {path}" if path else "", f"was made at {line}" if line else ""]
+    return " and ".join(part for part in known if part)

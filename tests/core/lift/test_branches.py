@@ -80,6 +80,6 @@ def test_branches_leave_alike():
         return lift.cond(taken, changes, lambda scope: None, scope)
 
     with pytest.raises(
-        BranchStructureError, match=r"\['state'\]\['n'\], true_fun has float32\[2\]"
+        BranchStructureError, match=r"\['state'\]\['n'\] is float32\[2\] in true_fun"
     ):
         apply(f, mutable=["state"])({"state": {"n": jnp.zeros(3)}}, True)

@@ -9,6 +9,7 @@ from jax.experimental import checkify as jax_checkify
 
 from weft import lifting
 from weft.lifting.crossing import depart, run
+from weft.nnx.naming import origin
 from weft.nnx.splitting import as_abstract
 from weft.nnx.transforms.calls import (
     MISSING,
@@ -48,9 +49,10 @@ def eval_shape(
     check_unbound("eval_shape", f)
     kind = ObjectKind("eval_shape", *references_and_structure(graph, graph_updates))
     abstract_args, abstract_kwargs = as_abstract((args, kwargs))
-    call = recorded(lambda args, kwargs: f(*args, **kwargs))
-    with opened(Call("eval_shape", f, (abstract_args, abstract_kwargs), ("args", "the result"))):
-        return lifting.eval_shape(kind, call)(abstract_args, abstract_kwargs)
+    call = recorded(taking_named(f))
+    specs = ("args", "the result")
+    with opened(Call("eval_shape", f, abstract_args, specs, named=abstract_kwargs, place=origin())):
+        return lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
 
 
 def make_jaxpr(

@@ -12,6 +12,7 @@ from weft.lifting import DIFF, Roles
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
 from weft.nnx.graph import GraphDef, VariableDef, put_together, take_apart
 from weft.nnx.kinds import Param
+from weft.nnx.naming import origin
 from weft.nnx.splitting import state
 from weft.nnx.state import from_flat_state, shown_path, to_flat_state
 from weft.nnx.transforms.calls import MISSING, Call, opened, recorded, taking_named, transformed
@@ -161,7 +162,7 @@ def vjp(
     _refuse_reduced("vjp", reduce_axes)
     kind = ObjectKind("vjp", *references_and_structure(graph, graph_updates), is_result_free=True)
     wanted = _Wanted("vjp", range(len(primals)), kind)
-    with opened(Call("vjp", f, primals, ("primals", "the result"))):
+    with opened(Call("vjp", f, primals, ("primals", "the result"), place=origin())):
         fn = recorded(_of_arrays("vjp", f, has_aux))
         lifted = lifting.vjp(kind, fn, wrt=wanted.roles(primals), has_aux=has_aux)
         of_primals = wanted.of(primals)
@@ -230,7 +231,7 @@ def jvp(
             value = of_objects[i][path[2:]]
             groups[i][n] = leaf.copy(value) if isinstance(leaf, Variable) else value
     of_arrays = [t for _, _, of_arg in pushed for t in of_arg]
-    with opened(Call("jvp", f, primals, ("primals", "the result"))):
+    with opened(Call("jvp", f, primals, ("primals", "the result"), place=origin())):
         fn = recorded(_of_arrays("jvp", f, has_aux))
         wrt = tuple(roles for roles, _, _ in pushed)
         return lifting.jvp(kind, fn, wrt=wrt, has_aux=has_aux)(primals, [*groups, *of_arrays])

@@ -5,6 +5,7 @@ from typing import Any
 
 from weft import lifting
 from weft.errors import TransformArgumentError
+from weft.nnx.naming import origin
 from weft.nnx.transforms.calls import Call, opened, recorded
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
@@ -44,7 +45,7 @@ def cond(
     """
     kind = ObjectKind("cond", *references_and_structure(graph, graph_updates))
     chosen = lifting.cond(kind, recorded(true_fun), recorded(false_fun))
-    with opened(Call("cond", true_fun, operands, ("operands", "the result"))):
+    with opened(Call("cond", true_fun, operands, ("operands", "the result"), place=origin())):
         return chosen(pred, *operands)
 
 
@@ -71,5 +72,5 @@ def switch(
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
     kind = ObjectKind("switch", *references_and_structure(graph, graph_updates))
     chosen = lifting.switch(kind, tuple(map(recorded, branches)))
-    with opened(Call("switch", branches[0], operands, ("operands", "the result"))):
+    with opened(Call("switch", branches[0], operands, ("operands", "the result"), place=origin())):
         return chosen(index, *operands)

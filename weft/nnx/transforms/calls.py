@@ -3,24 +3,26 @@
 import contextlib
 import functools
 import inspect
-import linecache
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
-from weft.config.origins import Origin
 from weft.errors import (
     ArgumentMismatchError,
     CapturedObjectError,
     InconsistentAliasError,
     LoopStructureError,
     SharedObjectError,
+    StateFilterError,
     TransformArgumentError,
 )
+from weft.lifting import CARRY, DIFF
 from weft.lifting.crossing import Static
-from weft.nnx.filters import Path
+from weft.nnx.filters import Everything, OfType, Path, WithTag
+from weft.nnx.naming import Origin, known_of, origin, text_of
 from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
 
@@ -35,17 +37,32 @@ class Call:
         fn: the user's function.
         args: what it was called with.
         specs: the parameters that say what happens to arguments and to results.
+        names: of the arguments.
+        named: the arguments that were given by name, which cross before the others.
+        place: where the program transforms the function.
         inside: where the objects are in what `fn` was given, if not as in `args`.
+        values: the numbers of values after the call, and their paths.
         returned: where the objects are in what `fn` has returned.
     """
 
     def __init__(
-        self, transformation: str, fn: Callable[..., Any], args: Any, specs: tuple[str, str]
+        self,
+        transformation: str,
+        fn: Callable[..., Any],
+        args: Any,
+        specs: tuple[str, str],
+        *,
+        names: list[str] | None = None,
+        named: Mapping[str, Any] = MappingProxyType({}),
+        place: Origin | None = None,
     ):
         self.transformation, self.fn, self.args, self.specs = transformation, fn, args, specs
+        self.names = parameter_names(fn) if names is None else names
+        self.named, self.place = named, place
         # In words: the objects themselves belong to a trace that ends before the call does.
         self.inside: list[str] | None = None
         self.returned: list[str] = []
+        self.values: tuple[list[int], Sequence[Path]] = ([], ())
 
     @property
     def title(self) -> str:
@@ -55,12 +72,18 @@ class Call:
     @property
     def line(self) -> str:
         """Where the function is transformed, and what stands there."""
+        if self.place is not None:
+            return text_of(self.place)
         code = getattr(self.fn, "__code__", None)
-        if code is None:
-            return self.title
-        line = linecache.getline(code.co_filename, code.co_firstlineno).strip()
-        place = str(Origin(code.co_filename, code.co_firstlineno))
-        return place + (f": {line}" if line else "")
+        return text_of((code, 0)) if code is not None else self.title
+
+    @property
+    def given(self) -> list[str]:
+        """Where the objects are in what `fn` was given, in words."""
+        if self.inside is not None:
+            return self.inside
+        named = list(self.named)
+        return object_paths(tuple(self.named.values()), named) + object_paths(self.args, self.names)
 
 
 class _Open(threading.local):
@@ -101,18 +124,46 @@ def object_paths(tree: Any, names: list[str] | None) -> list[str]:
     return found
 
 
-def _place(path: Path) -> str:
+def place_of(path: Path) -> str:
     """A path from the pair of arguments and results, as the user would write it."""
     part, i, *below = path
     call, roots = current_call(), []
     if call is not None and part == 1:
         roots = call.returned
     elif call is not None:
-        roots = call.inside or object_paths(call.args, parameter_names(call.fn))
+        roots = call.given
     which: Any = i
     unnamed = f"args[{which}]" if part == 0 else "the result"
     root = roots[which] if which < len(roots) else unnamed
     return root + "".join(f".{p}" if isinstance(p, str) else f"[{p!r}]" for p in below)
+
+
+def note_values(keys: list[int], paths: Sequence[Path]) -> None:
+    """Notes in the call that is open which paths the values have, by number, for errors."""
+    if (call := current_call()) is not None:
+        call.values = keys, paths
+
+
+def place_of_value(paths: Sequence[Path], path: Any) -> str:
+    """Where a value is, or what is in it, by the number of the value and a path of JAX from there.
+
+    Args:
+        paths: of the values that went in.
+        path: the number first, and then for a variable the name of its value.
+    """
+    n, call = path[0].key, current_call()
+    rest = tuple(key for key in path[1:] if getattr(key, "name", None) != "value")
+    if n < len(paths):
+        return place_of(paths[n]) + jax.tree_util.keystr(rest)
+    after = dict(zip(*call.values, strict=True)) if call is not None else {}
+    return (place_of(after[n]) if n in after else "a new value") + jax.tree_util.keystr(rest)
+
+
+def argument_at(path: Any) -> str:
+    """Which argument is meant, or what in it, by its path among the arguments."""
+    call, i = current_call(), path[0].idx
+    name = call.names[i] if call is not None and i < len(call.names) else f"args[{i}]"
+    return name + jax.tree_util.keystr(path[1:])
 
 
 def parameter_names(fn: Any) -> list[str]:
@@ -127,6 +178,41 @@ def _shown(x: Any) -> str:
     return f"{type(x).__name__}{shape}"
 
 
+def _said(role: Any, is_derivative: bool) -> str:
+    """What was said of a value, in the words of who said it."""
+    if is_derivative:
+        return "a gradient" if role is DIFF else "no gradient"
+    return "nnx.Carry" if role is CARRY else repr(role)
+
+
+def _in_call(fallback: str = "a transformation") -> str:
+    call = current_call()
+    return call.title if call is not None else fallback
+
+
+def unmatched(x: Any, path: Path, filters: Sequence[Any]) -> Exception:
+    """A part of an object that no filter matches."""
+    call = current_call()
+    spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
+    given = ", ".join(map(_filter_name, filters))
+    return StateFilterError(
+        f"{_in_call()}: {spec} says nothing of {place_of(path)}, a {type(x).__name__}; its filters "
+        f"are {given}, and none of them matches; add `...` as the last."
+        + (f" The line to change is {call.line}" if call is not None else "")
+    )
+
+
+def _filter_name(where: Any) -> str:
+    match where:
+        case OfType():
+            return where.type.__name__
+        case WithTag():
+            return repr(where.tag)
+        case Everything():
+            return "..."
+    return repr(where)
+
+
 def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, Any]) -> Exception:
     """Two places of one value for which different things were said.
 
@@ -137,12 +223,13 @@ def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, An
     """
     call = current_call()
     specs = call.specs if call is not None else ("in_axes", "out_axes")
+    is_derivative = any(role is DIFF for _, role in (first, second))
     said = [
-        f"{specs[path[0]]} gives {role!r} to {_place(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
+        f"{specs[path[0]]} gives {_said(role, is_derivative)} to {place_of(path)}"  # pyright: ignore[reportArgumentType, reportCallIssue]
         for path, role in (first, second)
     ]
     return InconsistentAliasError(
-        f"{call.title if call is not None else 'a transformation'}: one {_shown(x)} is at two "
+        f"{_in_call()}: one {_shown(x)} is at two "
         f"places, for which different things are said: {said[0]}, and {said[1]}. All aliases of a "
         "reference cross in the same way; say the same for both, or give nnx.clone(...) at one "
         "place." + (f" The line to change is {call.line}" if call is not None else "")
@@ -151,10 +238,9 @@ def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, An
 
 def shared_in_tree_mode(x: Any, first: Path, second: Path) -> Exception:
     """An object that is met twice where objects are plain pytrees."""
-    call = current_call()
     return SharedObjectError(
-        f"{call.title if call is not None else 'a transformation'} with graph=False or "
-        f"graph_updates=False: one {_shown(x)} is at {_place(first)} and at {_place(second)}; "
+        f"{_in_call()} with graph=False or "
+        f"graph_updates=False: one {_shown(x)} is at {place_of(first)} and at {place_of(second)}; "
         "there an object is a plain pytree, which has no shared references. Give nnx.clone(...) "
         "at one place, or say graph=True, graph_updates=True."
     )
@@ -164,18 +250,18 @@ def captured_output(x: Any, path: Path) -> Exception:
     """An object from outside that is among the results, or was made a part of an argument."""
     call = current_call()
     return CapturedObjectError(
-        f"{call.title if call is not None else 'a transformation'}: {_place(path)} is a "
-        f"{_shown(x)} that was made outside and was not given as an argument, so it would come "
-        "out as another object (an implicit clone). Give it as an argument, or return "
+        f"{_in_call()}: {place_of(path)} is one {_shown(x)} that was made outside and was not "
+        "given as an argument, so it would come out as another object (an implicit clone)."
+        + (f" It {known}." if (known := known_of(x)) else "")
+        + " Give it as an argument, or return "
         "nnx.clone(...) of it." + (f" The line to change is {call.line}" if call else "")
     )
 
 
 def changed_in_loop(path: Path, what: str) -> Exception:
     """An object of a loop of which more than values has changed."""
-    call = current_call()
     return LoopStructureError(
-        f"{call.title if call is not None else 'a loop'}: the body {what} at {_place(path)}; what "
+        f"{_in_call('a loop')}: the body {what} at {place_of(path)}; what "
         "all iterations share or carry keeps its attributes, references and static values, and "
         "only values of variables change. Make the attribute before the loop, with its value in a "
         "variable if it changes from one iteration to the next."
@@ -201,12 +287,13 @@ def transformed(
         TransformArgumentError: if `fn` is a bound method.
     """
     check_unbound(transformation, fn)
+    place = origin()
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = by_position(fn, args, kwargs)
-        with opened(Call(transformation, fn, args, specs)):
+        with opened(Call(transformation, fn, args, specs, named=kwargs, place=place)):
             return call(kwargs, *args)
 
     return wrapper
@@ -288,7 +375,10 @@ class StaticArguments:
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with boxes around those that are static."""
         at = {i % len(args) for i in self._argnums} if args else set()
-        return tuple(Static(x) if i in at else x for i, x in enumerate(args))
+        boxed = tuple(Static(x) if i in at else x for i, x in enumerate(args))
+        if (call := current_call()) is not None:
+            call.args = boxed
+        return boxed
 
 
 def _unboxing(fn: Callable[..., Any]) -> Callable[..., Any]:

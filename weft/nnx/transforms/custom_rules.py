@@ -14,9 +14,18 @@ from weft.lifting import DIFF, Roles
 from weft.lifting.crossing import Static
 from weft.nnx.filters import Everything, to_predicate
 from weft.nnx.graph import put_together, take_apart
+from weft.nnx.naming import origin
 from weft.nnx.splitting import state
 from weft.nnx.state import from_flat_state, shown_path, to_flat_state
-from weft.nnx.transforms.calls import MISSING, Call, by_position, check_unbound, opened, recorded
+from weft.nnx.transforms.calls import (
+    MISSING,
+    Call,
+    by_position,
+    check_unbound,
+    opened,
+    parameter_names,
+    recorded,
+)
 from weft.nnx.transforms.kind import ObjectKind, is_object
 from weft.nnx.transforms.modes import references_and_structure
 from weft.nnx.transforms.symbols import DiffState
@@ -155,6 +164,7 @@ class _WithRule:
         graph_updates: bool | None,
     ):
         check_unbound(self.name, fun)
+        self._place = origin()
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._kind = ObjectKind(
@@ -188,7 +198,9 @@ class _WithRule:
 
             return call
 
-        with opened(Call(self.name, self._fun, others, ("nondiff_argnums", "the result"))):
+        names = [x for i, x in enumerate(parameter_names(self._fun)) if i not in at]
+        specs = ("nondiff_argnums", "the result")
+        with opened(Call(self.name, self._fun, others, specs, names=names, place=self._place)):
             return self._lifted(bound, fixed, _Objects(others, where))(*others)
 
     def _lifted(self, bound: Any, fixed: list[Any], objects: _Objects) -> Callable[..., Any]:

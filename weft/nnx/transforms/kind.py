@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.core.tracing import current_trace
-from weft.errors import BranchObjectsError, StateFilterError
+from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
 from weft.nnx.filters import Path, Predicate, to_predicate
 from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, put_together, take_apart
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.spmd import add_axis, remove_axis
-from weft.nnx.state import shown_path
 from weft.nnx.transforms.calls import (
+    argument_at,
     captured_output,
     changed_in_loop,
     inconsistent_aliases,
+    note_values,
+    place_of_value,
     shared_in_tree_mode,
+    unmatched,
 )
 from weft.nnx.variables import Variable, metadata_key
 
@@ -151,7 +154,8 @@ class ObjectKind(Kind):
             self._check_captured(flat, inner, static)
             self._check_aliases(flat, grouping)
         known = _known(inner, static)
-        keys = []
+        keys: list[int] = []
+        note_values(keys, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
             owner = flat.owners[n]
             key = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
@@ -248,6 +252,12 @@ class ObjectKind(Kind):
             )
         return statics[0]
 
+    def place(self, static: _Static, path: Any) -> str:
+        return place_of_value(static.graphdef.paths, path)
+
+    def argument(self, path: Any) -> str:
+        return argument_at(path)
+
 
 class _Grouping:
     """To which group of which object a value belongs, and what was said of that group."""
@@ -270,11 +280,7 @@ class _Grouping:
         for g, matches in enumerate(predicates):
             if matches(tuple(below), leaf):
                 return part, i, g  # pyright: ignore[reportReturnType]
-        wanted = [where for where, _ in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        raise StateFilterError(
-            f"no filter matches {shown_path(tuple(below))!r}, a {type(leaf).__name__}; the filters "
-            f"are {wanted!r}; add `...` as the last."
-        )
+        raise unmatched(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def role(self, path: Path, leaf: Any) -> Any:
         """What was said of a value."""

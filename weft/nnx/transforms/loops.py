@@ -5,7 +5,8 @@ from typing import Any, TypeVar
 
 from weft import lifting
 from weft.lifting import CARRY
-from weft.nnx.transforms.calls import Call, opened, recorded
+from weft.nnx.naming import origin
+from weft.nnx.transforms.calls import Call, opened, parameter_names, recorded
 from weft.nnx.transforms.carry import with_objects, without_objects
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
@@ -54,7 +55,9 @@ def while_loop(
         recorded(_boxing(body_fun)),
         in_axes=CARRY,
     )
-    with opened(Call("while_loop", body_fun, (init_val,), ("init_val", "the result"))):
+    with opened(
+        Call("while_loop", body_fun, (init_val,), ("init_val", "the result"), place=origin())
+    ):
         return with_objects(init_val, loop(init_val))
 
 
@@ -100,7 +103,8 @@ def fori_loop(
         in_axes=CARRY,
         unroll=unroll,
     )
-    with opened(Call("fori_loop", body_fun, (init_val,), ("init_val", "the result"))):
+    specs, names = ("init_val", "the result"), parameter_names(body_fun)[1:]
+    with opened(Call("fori_loop", body_fun, (init_val,), specs, names=names, place=origin())):
         return with_objects(init_val, loop(init_val))
 
 
