@@ -192,6 +192,18 @@ def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
     return tuple(to_predicate(f) for f in filters)
 
 
+def _literal(where: AnyValue) -> AnyValue:
+    """What a user writes for a filter."""
+    match where:
+        case OfType():
+            return where.type
+        case WithTag():
+            return where.tag
+        case Everything():
+            return ...
+    return where
+
+
 def shown_filters(filters: Sequence[Filter]) -> str:
     """Filters in words, as the user would write them.
 
@@ -203,7 +215,7 @@ def shown_filters(filters: Sequence[Filter]) -> str:
         >>> shown_filters([nnx.Param, "lora", ...])
         "Param, 'lora', ..."
     """
-    plain = [f.type if isinstance(f, OfType) else f for f in filters]
+    plain = [_literal(f) for f in filters]
     return ", ".join(
         "..." if f is ... else f.__name__ if isinstance(f, type) else repr(f) for f in plain
     )

@@ -21,7 +21,7 @@ from weft.errors import (
 )
 from weft.lifting import CARRY, DIFF
 from weft.lifting.crossing import Static
-from weft.nnx.filters import Everything, OfType, Path, WithTag
+from weft.nnx.filters import Path, shown_filters
 from weft.nnx.naming import Origin, known_of, origin, text_of
 from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
@@ -194,23 +194,11 @@ def unmatched(x: Any, path: Path, filters: Sequence[Any]) -> Exception:
     """A part of an object that no filter matches."""
     call = current_call()
     spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
-    given = ", ".join(map(_filter_name, filters))
     return StateFilterError(
         f"{_in_call()}: {spec} says nothing of {place_of(path)}, a {type(x).__name__}; its filters "
-        f"are {given}, and none of them matches; add `...` as the last."
+        f"are {shown_filters(filters)}, and none of them matches; add `...` as the last."
         + (f" The line to change is {call.line}" if call is not None else "")
     )
-
-
-def _filter_name(where: Any) -> str:
-    match where:
-        case OfType():
-            return where.type.__name__
-        case WithTag():
-            return repr(where.tag)
-        case Everything():
-            return "..."
-    return repr(where)
 
 
 def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, Any]) -> Exception:
