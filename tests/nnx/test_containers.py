@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import AttributeMarkError, LayerCallError
+from weft.errors import AttributeMarkError, GraphStructureError, LayerCallError
 
 
 def test_a_list_is_a_list_and_a_module():
@@ -135,3 +135,31 @@ def test_sequential_hands_on_what_layers_give():
     assert nnx.Sequential(lambda x, *, k: x + k, lambda x: x * 2)(3, k=1) == 8
     with pytest.raises(LayerCallError, match="the layer 1 of a Sequential is 3, which cannot be"):
         nnx.Sequential(abs, 3)(1)
+
+
+def test_a_dict_keeps_the_order_of_its_keys_wherever_it_goes():
+    heads = nnx.Dict(b=nnx.Param(1.0), a=2)
+    assert list(nnx.clone(heads)) == ["b", "a"] and list(nnx.state(heads)) == ["b"]
+    seen = []
+
+    @nnx.jit
+    def f(heads):
+        seen.append(list(heads))
+        heads["0"] = heads.pop("b")
+
+    f(heads)
+    assert seen == [["b", "a"]] and list(heads) == ["a", "0"]
+    assert nnx.graphdef(nnx.Dict(a=1, b=2)) != nnx.graphdef(nnx.Dict(b=2, a=1))
+
+
+def test_objects_in_a_list_that_is_no_pytree_are_refused():
+    class Layers(list):
+        pass
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.layers, self.sizes = Layers([nnx.Param(1.0)]), Layers([1, 2])
+
+    text = r"the Layers at layers holds a Param, and is no pytree for JAX; use nnx.List or"
+    with pytest.raises(GraphStructureError, match=text):
+        nnx.split(Model())

@@ -158,6 +158,13 @@ class Dict(Module, dict[Any, Any]):
         dict.update(self, items)
         for key in self.keys() - {key for key, _ in items}:
             dict.__delitem__(self, key)
+        if list(self) != [key for key, _ in items]:
+            dict.clear(self)
+            dict.update(self, items)
+
+    def _order(self) -> tuple[Hashable, ...] | None:
+        keys = tuple(self)
+        return None if keys == tuple(key for key, _ in self._items()) else keys
 
     @staticmethod
     def _key(name: Any) -> Any:

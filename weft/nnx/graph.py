@@ -33,6 +33,13 @@ class Leaf(NamedTuple):
     """A value that is no variable."""
 
 
+class Within(NamedTuple):
+    """The place of a value inside of a container, which is an attribute."""
+
+    name: Hashable
+    keys: tuple[Hashable, ...]
+
+
 class VariableDef(NamedTuple):
     """A variable without its value."""
 
@@ -49,12 +56,14 @@ class NodeDef(NamedTuple):
         index: which object of the graph it is; None for a container, which has no identity.
         attributes: by name or key.
         marks: for an object what was said of its attributes, for a container its structure.
+        order: the order of the attributes, where it is another one.
     """
 
     type: type
     index: int | None
     attributes: tuple[tuple[Hashable, Any], ...]
     marks: Any
+    order: tuple[Hashable, ...] | None = None
 
 
 class GraphDef:
@@ -148,7 +157,7 @@ class Flat:
         graphdef: its description.
         leaves: its variables, and the values that are none.
         owners: for a value that is no variable the object whose attribute it is, and the
-            attribute's name.
+            attribute's name, or a `Within`.
         objects: the objects and variables, by index, without those that were known.
         again: where an object was met that had come before, and its index.
         is_sure: whether all that is static, and each container, is of a kind that cannot change
@@ -192,8 +201,10 @@ class _Walk:
             attributes = tuple(
                 (name, self._attribute(x, name, value, (*path, name))) for name, value in x._items()
             )
-            return NodeDef(type(x), index, attributes, x._marks())
+            return NodeDef(type(x), index, attributes, x._marks(), x._order())
         below = None if is_array(x) else _children(x)
+        if below is None and isinstance(x, list | tuple | dict):
+            _check_no_objects(x, path)
         if is_array(x) or (is_data and below is None and x is not None):
             self._leaf(x, path, owner)
             return Leaf()
@@ -202,7 +213,9 @@ class _Walk:
             return Fixed(x)
         self.is_sure &= isinstance(x, tuple)
         children, tree = below
-        attributes = tuple((key, self.describe(v, (*path, key))) for key, v in children)
+        attributes = tuple(
+            (key, self.describe(v, (*path, key), _within(owner, key))) for key, v in children
+        )
         return NodeDef(type(x), None, attributes, tree)
 
     def _attribute(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
@@ -227,12 +240,31 @@ class _Walk:
         self.paths.append(path)
 
 
+def _within(owner: Any, key: Hashable) -> Any:
+    if owner is None:
+        return None
+    x, place = owner
+    name, keys = place if isinstance(place, Within) else (place, ())
+    return x, Within(name, (*keys, key))
+
+
 def is_array(x: Any) -> bool:
     """Whether a value is an array, or stands for one."""
     return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
 _IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic)
+
+
+def _check_no_objects(x: Any, path: Path) -> None:
+    """Refuses objects in a container that cannot be taken apart, where they would be constants."""
+    for item in x.values() if isinstance(x, dict) else x:
+        if isinstance(item, Variable | Pytree):
+            raise GraphStructureError(
+                f"the {type(x).__name__} at {'.'.join(map(str, path)) or 'the top'} holds a "
+                f"{type(item).__name__}, and is no pytree for JAX; use nnx.List or nnx.Dict, or "
+                "register the class with jax.tree_util."
+            )
 
 
 def _cannot_change(x: Any) -> bool:
@@ -262,6 +294,15 @@ def children(x: Any) -> list[tuple[Hashable, Any]]:
 def with_children(x: Any, items: Iterable[Any]) -> Any:
     """A container like another, with other items."""
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
+
+
+def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
+    """A container like another, with another value at a path of keys."""
+    if not keys:
+        return value
+    first, *rest = keys
+    items = children(x)
+    return with_children(x, [with_item(v, rest, value) if k == first else v for k, v in items])
 
 
 def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
@@ -358,7 +399,8 @@ def put_together(
         is_new = part.index not in existing
         made = part.type.__new__(part.type) if is_new else existing[part.index]
         objects[part.index] = made
-        made._become([(name, build(below)) for name, below in part.attributes], dict(part.marks))
+        items = [(name, build(below)) for name, below in part.attributes]
+        made._become(items, dict(part.marks), part.order)
         return made
 
     return build(graphdef.root), [objects[i] for i in sorted(objects)]

@@ -245,18 +245,29 @@ class Pytree:
         for name in vars(self).keys() - {"_watch", *(name for name, _ in items)}:
             del vars(self)[name]
 
-    def _become(self, items: Sequence[tuple[Any, Any]], marks: dict[str, bool]) -> None:
+    def _order(self) -> tuple[Hashable, ...] | None:
+        """The order of the attributes, where it counts and is not that of `_items`."""
+        return None
+
+    def _become(
+        self,
+        items: Sequence[tuple[Any, Any]],
+        marks: dict[str, bool],
+        order: Sequence[Hashable] | None = None,
+    ) -> None:
         """Has these attributes from now on, and no others."""
         there = self._items()
         if (
             marks == self._watch.marks
+            and order == self._order()
             and len(there) == len(items)
             and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
         ):
             return
         self._watch.check(self)
         self._watch.marks = marks
-        self._replace(items)
+        of_names = dict(items)
+        self._replace(items if order is None else [(name, of_names[name]) for name in order])
         self._watch.changed()
 
     def _is_data(self, name: Hashable, value: Any) -> bool:

@@ -16,7 +16,17 @@ from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
 from weft.nnx.filters import Path, Predicate, to_predicate
-from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, put_together, take_apart
+from weft.nnx.graph import (
+    Flat,
+    GraphDef,
+    NodeDef,
+    Ref,
+    VariableDef,
+    Within,
+    put_together,
+    take_apart,
+    with_item,
+)
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.spmd import add_axis, remove_axis
@@ -375,7 +385,11 @@ def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:
 def _write(leaf: Any, owner: Any, value: Any) -> None:
     """Gives a variable, or an attribute that is an array, a new value."""
     if owner is not None:
-        owner[0]._put(owner[1], value)
+        x, place = owner
+        if isinstance(place, Within):
+            container = dict(x._items())[place.name]
+            place, value = place.name, with_item(container, place.keys, value)
+        x._put(place, value)
         return
     object.__setattr__(leaf, "_value", value._value)
     if metadata_key(value) != metadata_key(leaf):
