@@ -33,6 +33,7 @@ from weft.nnx.structure import EPOCH, Fixed
 A = TypeVar("A")
 V = TypeVar("V", bound="Variable[Any]")
 _MISSING: Any = object()
+_ARRAYS = (jax.Array, np.ndarray)
 
 
 def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
@@ -161,7 +162,11 @@ class Variable(Generic[A]):
         self._check_writable()
         if isinstance(value, Variable):
             value = value.get_value()
-        has_hook = "on_set_value" in self._metadata
+        metadata = self._metadata
+        if not metadata and index is _MISSING:  # neither a hook nor a reference
+            _set_value(self, value)
+            return
+        has_hook = "on_set_value" in metadata
         if not has_hook and self._is_held():
             write(self._value, value, ... if index is _MISSING else index, _shown(self))
             return
@@ -169,7 +174,7 @@ class Variable(Generic[A]):
             before = _read(self._value) if self._is_held() else self._value
             value = _with_part(before, index, value)
         if has_hook:
-            value = _called(self._metadata["on_set_value"], self, value)
+            value = _called(metadata["on_set_value"], self, value)
         self._put(value)
 
     def _is_held(self) -> bool:
@@ -183,7 +188,7 @@ class Variable(Generic[A]):
         if self._is_held() and not isinstance(value, jax.Ref):
             write(self._value, value, ..., _shown(self))
         else:
-            object.__setattr__(self, "_value", value)
+            _set_value(self, value)
 
     def get_raw_value(self) -> A:
         """The value without hooks."""
@@ -196,16 +201,17 @@ class Variable(Generic[A]):
         self._put(value)
 
     def _check_writable(self) -> None:
+        trace, here, metadata = self._trace, current_trace(), self._metadata
         # A reference may be written to in any trace: JAX carries the change out of it.
-        if self._trace != current_trace() and not self._is_held():
+        if trace is not here and trace != here and not self._is_held():
             raise changed_elsewhere(self)
-        if not self._metadata.get("mutable", True):
+        if metadata and not metadata.get("mutable", True):
             raise ImmutableVariableError(_shown(self))
 
     @property
     def value(self) -> A:
         """The value, as `get_value()` gives it and `set_value` sets it."""
-        return self.get_value()
+        return self.get_value() if self._metadata else self._value  # pyright: ignore[reportReturnType]
 
     @value.setter
     def value(self, value: A) -> None:
@@ -376,16 +382,17 @@ class Variable(Generic[A]):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        value = self.get_value()
+        value = self.get_value() if self._metadata else self._value
         return value if index is ... else value[index]  # pyright: ignore[reportIndexIssue]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._check_writable()
-        is_array = isinstance(self._value, jax.Array | np.ndarray) or self._is_held()
-        if index is ... and is_array:
-            self.set_value(_like(self._value, value))
-        else:
+        if index is not ...:
             self.set_value(value, index=index)
+            return
+        before = self._value
+        if isinstance(before, _ARRAYS) or self._is_held():
+            value = _like(before, value)
+        self.set_value(value)
 
     def __delitem__(self, index: Any) -> None:
         changed = copy.copy(self.get_value())
@@ -439,6 +446,8 @@ class Variable(Generic[A]):
 
         return variable_repr(self)
 
+
+_set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 NO_METADATA = Fixed(())
 
@@ -505,7 +514,14 @@ def _like(before: Any, value: Any) -> Any:
     """A value as large as the one that was there, as for the items of an array."""
     if isinstance(value, Variable):
         value = value.get_value()
-    if isinstance(before, np.ndarray) and not isinstance(value, jax.Array):
+    if isinstance(value, jax.Array):
+        if (
+            value.dtype == before.dtype
+            and value.shape == before.shape
+            and not getattr(value, "weak_type", False)
+        ):
+            return value
+    elif isinstance(before, np.ndarray):
         return np.broadcast_to(np.asarray(value, before.dtype), before.shape).copy()
     value = jnp.asarray(value, before.dtype)
     return value if value.shape == before.shape else jnp.broadcast_to(value, before.shape)
