@@ -1,6 +1,7 @@
 import signal
 import threading
 
+import jax
 import pytest
 
 from weft.trainer.interruption import GracefulStop
@@ -33,3 +34,18 @@ def test_other_threads_change_no_handlers():
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGTERM)]
+
+
+def test_alone_a_process_agrees_at_once():
+    with GracefulStop() as stop:
+        assert stop.agreed() is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.agreed() == "SIGTERM"
+
+
+def test_of_several_processes_all_stop_a_step_after_the_first_was_told(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with GracefulStop() as stop:
+        assert [stop.agreed(), stop.agreed()] == [None, None]
+        signal.raise_signal(signal.SIGINT)
+        assert [stop.agreed(), stop.agreed()] == [None, "SIGINT"]

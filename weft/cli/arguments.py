@@ -38,6 +38,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
     parser.add_argument("--version", action="version", version=f"weft {weft.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_train(commands)
+    _add_launch(commands)
     _add_recipes(commands)
     _add_config(commands)
     _add_sample(commands)
@@ -86,6 +87,104 @@ def _add_train(commands: Any) -> None:
         help=f"{_RECIPE}; the first recipe by default. Then fields of its config to set, such as "
         "dir=runs/name, max_step=1000, seed=1",
     )
+
+
+def _add_launch(commands: Any) -> None:
+    summary = "train with several processes: on this machine, by Slurm, or by Kubernetes"
+    launch = commands.add_parser(
+        "launch", help=summary, description=summary[0].upper() + summary[1:] + "."
+    )
+    places = launch.add_subparsers(metavar="WHERE", required=True)
+    _add_place(
+        places,
+        "local",
+        "start the processes on this machine",
+        fields="  gpus_per_process=1        GPUs for each; 0, the default, for the CPU\n"
+        "  log_dir=logs              a file per process, instead of lines here\n"
+        "  failure_grace_seconds=5   how long the others may take when one has failed\n",
+        epilog="If one process fails the others are ended, and the exit code is its own. SIGTERM "
+        "and\nCtrl-C are passed on to all: they save, and stop.",
+        examples=["lm-tiny dir=runs/two max_step=40", "--job log_dir=logs lm"],
+    )
+    slurm = _add_place(
+        places,
+        "slurm",
+        "print a script for sbatch, or submit it",
+        fields="  nodes=2                   how many nodes; by default one per process\n"
+        "  gpus_per_process=8  cpus_per_process=32  memory_per_node=400G\n"
+        "  time=8:00:00  partition=gpu  account=lab  output=%x-%j.log\n"
+        "  sbatch.qos=high           any other option of sbatch\n"
+        "  setup='[\"module load cuda\"]'   lines of the shell that come first\n",
+        epilog="",
+        examples=[
+            "--job time=8:00:00 --job gpus_per_process=8 lm dir=/shared/lm > job.sh",
+            "--submit lm dir=/shared/lm",
+        ],
+    )
+    slurm.add_argument(
+        "--submit",
+        action="store_true",
+        help="submit it by submitit (pip install 'weft[launch]') and print the job's number",
+    )
+    _add_place(
+        places,
+        "k8s",
+        "print a JobSet manifest for kubectl",
+        fields="  image=registry/weft:1     the container image; this one is needed\n"
+        "  volume_claim=runs  mount_path=/runs    a directory that all pods share\n"
+        "  gpus_per_process=8  resources.memory=400Gi\n"
+        "  node_selector={...}  labels={...}  namespace=research\n",
+        epilog="",
+        examples=[
+            "--job image=registry/weft:1 --job volume_claim=runs lm dir=/runs/lm "
+            "| kubectl apply -f -"
+        ],
+    )
+
+
+def _add_place(
+    places: Any, name: str, summary: str, *, fields: str, epilog: str, examples: Sequence[str]
+) -> Any:
+    place = _add(
+        places,
+        name,
+        "launch",
+        summary,
+        usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
+        "[RECIPE] [path.to.field=value ...]",
+        epilog="Fields of the job, each with --job:\n"
+        f"{fields}"
+        "  env.NAME=VALUE            a variable for each process\n"
+        "  max_tries=3               start all again when one has failed, so often at most\n"
+        "  grace_seconds=120         how long they may take to save when asked to stop\n"
+        "  name=lm                   of the job; that of the recipe by default\n\n"
+        + (f"{epilog}\n\n" if epilog else "")
+        + "Examples:\n"
+        + "".join(f"  weft launch {name} -n 2 {example}\n" for example in examples),
+    )
+    place.set_defaults(where=name)
+    place.add_argument(
+        "-n",
+        "--num-processes",
+        type=int,
+        required=True,
+        metavar="N",
+        help="how many processes; each takes its part of every batch",
+    )
+    place.add_argument(
+        "--job",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="sets a field of the job, see below; may be given several times",
+    )
+    place.add_argument(
+        "recipe_and_overrides",
+        nargs="*",
+        metavar="RECIPE path.to.field=value",
+        help="as of `weft train`; after all options",
+    )
+    return place
 
 
 def _add_recipes(commands: Any) -> None:

@@ -18,6 +18,8 @@ from weft.cli.generate import find_tokenizer, generate
 from weft.config import maybe_instantiate
 from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
+from weft.launch.distributed import joined_processes
+from weft.launch.job import STOPPED_EXIT_CODE
 from weft.recipes import RECIPES
 from weft.trainer.report import write_report
 from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
@@ -27,17 +29,23 @@ _SAMPLE_TEMPERATURE = 0.8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, or goes on with a run."""
+    """Trains, or goes on with a run; as one of several processes if the environment says so."""
+    with joined_processes():
+        return _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     cfg = load_config(recipe, overrides)
     check_run_dir(cfg)
     trainer = cfg.instantiate(parent=None)
-    with make_display(Console(highlight=False), cfg.dir) as display:
+    # All of them would say the same.
+    console = Console(highlight=False, quiet=jax.process_index() != 0)
+    with make_display(console, cfg.dir) as display:
         display.say(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
         baselines = _introduce_corpus(cfg, display)
         trainer.run(return_evaler_summaries=True, listener=display)
-    _conclude(trainer, display, baselines, [recipe, *overrides])
-    return 0
+    return _conclude(trainer, display, baselines, [recipe, *overrides])
 
 
 def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -94,7 +102,8 @@ def _baseline_text(baseline: Baseline) -> str:
 
 def _conclude(
     trainer: Any, display: Display, baselines: Mapping[str, Baseline], arguments: Sequence[str]
-) -> None:
+) -> int:
+    """Says how it went; returns the exit code."""
     cfg = trainer.config
     assert display.ended is not None
     step, reason = display.ended
@@ -116,6 +125,7 @@ def _conclude(
         update_record(cfg.dir, **facts)
         display.say(f"\nreport     {write_report(cfg.dir)}")
     display.say("\n" + "\n".join(_next_commands(cfg, arguments, stopped)))
+    return int(os.environ.get(STOPPED_EXIT_CODE, 0)) if stopped else 0
 
 
 def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:

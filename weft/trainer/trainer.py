@@ -379,8 +379,9 @@ class SpmdTrainer(Module):
                 evaler_summaries = self._run_evalers(outputs["summaries"], listener)
                 self._save_if_due(evaler_summaries, listener)
                 watchdog.report("waiting for input")
-                if stop.signal_name:
-                    reason = stop.signal_name
+                signal_name = stop.agreed()
+                if signal_name:
+                    reason = signal_name
                     break
             else:
                 if self._step < cfg.max_step:

@@ -1,0 +1,100 @@
+import sys
+
+import pytest
+
+from weft.cli import main
+from weft.cli.arguments import parse_arguments
+from weft.cli.launch import JOBS, job_name, make_job
+from weft.launch.jobset import JobSetJob
+from weft.launch.local import LocalJob
+from weft.launch.slurm import SlurmJob
+
+IMAGE = ["--job", "image=registry/weft:1"]
+
+
+def made(*words):
+    return make_job(parse_arguments(["launch", *words]))
+
+
+def test_the_job_trains_the_recipe_as_weft_train_would():
+    job = made("local", "-n", "3", "lm-tiny", "max_step=7")
+    assert isinstance(job, LocalJob)
+    assert (job.config.name, job.config.num_processes) == ("lm-tiny", 3)
+    assert job.config.command == [sys.executable, "-m", "weft", "train", "lm-tiny", "max_step=7"]
+    assert isinstance(made("slurm", "-n", "2"), SlurmJob)
+    job = made("k8s", "-n", "2", *IMAGE, "lm")
+    assert isinstance(job, JobSetJob) and job.config.command == ["weft", "train", "lm"]
+
+
+def test_any_field_of_the_job_can_be_set():
+    words = ["nodes=2", "sbatch.qos=high", "env.A=b", 'setup=["module load cuda"]', "name=mine"]
+    cfg = made("slurm", "-n", "4", *(w for x in words for w in ("--job", x)), "lm").config
+    assert (cfg.nodes, cfg.sbatch, cfg.env) == (2, {"qos": "high"}, {"A": "b"})
+    assert (list(cfg.setup), cfg.name) == (["module load cuda"], "mine")
+
+
+@pytest.mark.parametrize("recipe", ["lm", "configs/Wide_1.txt", "runs/lm/", "é"])
+def test_the_name_is_one_that_every_scheduler_takes(recipe):
+    name = job_name(recipe)
+    cfg = JobSetJob.default_config().set(name=name, command=["weft"], image="i")
+    assert cfg.instantiate().config.name == name
+
+
+@pytest.mark.parametrize("where", JOBS)
+def test_the_help_names_every_field(where, capsys):
+    assert main(["launch", where, "--help"]) == 0
+    told = capsys.readouterr().out
+    fields = set(JOBS[where].default_config()._fields()) - {"klass", "command", "num_processes"}
+    assert [name for name in fields if name not in told] == []
+    assert f"weft launch {where} -n 2" in told
+
+
+def test_the_help_says_where(capsys):
+    assert main(["launch", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(where in told for where in JOBS)
+
+
+def test_the_script_and_the_manifest_are_printed(capsys):
+    assert main(["launch", "slurm", "-n", "2", "lm-tiny"]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=lm-tiny\n")
+    assert main(["launch", "k8s", "-n", "2", *IMAGE, "lm-tiny"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n")
+    assert "these pods share no directory" in printed.err and "volume_claim=NAME" in printed.err
+    claim = ["--job", "volume_claim=runs"]
+    assert main(["launch", "k8s", "-n", "2", *IMAGE, *claim, "lm-tiny"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_a_submitted_job_is_told_by_its_number(monkeypatch, capsys):
+    monkeypatch.setattr(SlurmJob, "submit", lambda self: f"{self.config.num_processes}00")
+    assert main(["launch", "slurm", "-n", "2", "--submit", "lm-tiny"]) == 0
+    assert capsys.readouterr().out == "200\n"
+
+
+def test_the_exit_code_is_that_of_the_processes(monkeypatch):
+    monkeypatch.setattr(LocalJob, "run", lambda self: 137)
+    assert main(["launch", "local", "-n", "2", "lm-tiny"]) == 137
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["local", "-n", "2", "lm-tyni"], "lm-tiny"),
+        (["local", "-n", "2", "lm-tiny", "max_stepp=3"], "max_step"),
+        (["local", "-n", "2", "--job", "log_dirr=x", "lm-tiny"], "log_dir"),
+        (["local", "-n", "0", "lm-tiny"], "num_processes=0; expected 1 or more"),
+        (["local", "lm-tiny"], "-n"),
+        (["local", "-n", "two", "lm-tiny"], "two"),
+        (["k8s", "-n", "2", "lm-tiny"], "image"),
+        (["slurm", "-n", "4", "--job", "nodes=3", "lm-tiny"], "does not divide"),
+        (["lokal", "-n", "2"], "lokal"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_input_is_answered_before_anything_is_started(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(LocalJob, "run", lambda self: pytest.fail("it was started"))
+    assert main(["launch", *words]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == ""

@@ -1,0 +1,154 @@
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError
+from weft.launch.distributed import (
+    Place,
+    first_host,
+    joined_processes,
+    place_of,
+    wait_for_coordinator,
+)
+from weft.launch.local import LocalJob
+
+GIVEN = {
+    "JAX_COORDINATOR_ADDRESS": "10.0.0.1:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+SLURM = {
+    "SLURM_JOB_ID": "4099",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, None),
+        (GIVEN, Place("10.0.0.1:1234", 4, 3)),
+        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "[::1]:80"}, Place("[::1]:80", 4, 3)),
+        ({"JAX_NUM_PROCESSES": "1"}, None),
+        (GIVEN | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        (SLURM, Place("gpu08:61443", 2, 1)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        # As the script of a SlurmJob sets them.
+        (
+            SLURM | {"JAX_COORDINATOR_ADDRESS": "gpu08:7", "JAX_NUM_PROCESSES": "2"},
+            Place("gpu08:7", 2, 1),
+        ),
+        # In the script itself, outside of srun, and in an interactive session.
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),
+        # As the manifest of a JobSetJob sets them, and Kubernetes.
+        (
+            {
+                "JAX_COORDINATOR_ADDRESS": "lm-workers-0-0.lm:8476",
+                "JAX_NUM_PROCESSES": "2",
+                "JOB_COMPLETION_INDEX": "1",
+            },
+            Place("lm-workers-0-0.lm:8476", 2, 1),
+        ),
+        ({"JOB_COMPLETION_INDEX": "1"}, None),
+    ],
+    ids=str,
+)
+def test_where_a_process_stands(environ, place):
+    assert place_of(environ) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"JAX_PROCESS_ID": "0"},
+            r"has JAX_PROCESS_ID=0 but not JAX_COORDINATOR_ADDRESS and JAX_N",
+        ),
+        (GIVEN | {"JAX_PROCESS_ID": ""}, r"but not JAX_PROCESS_ID\. Set all three, or none"),
+        (GIVEN | {"JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES='two' is not a whole number"),
+        (GIVEN | {"JAX_PROCESS_ID": "-1"}, r"JAX_PROCESS_ID='-1' is not a whole number"),
+        (GIVEN | {"JAX_PROCESS_ID": "4"}, r"JAX_PROCESS_ID=4 is not one of .*=4 .* 0 to 3"),
+        (GIVEN | {"JAX_COORDINATOR_ADDRESS": "here"}, r"'here' is not of the form host:port"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(environ, message):
+    with pytest.raises(ProcessEnvironmentError, match=message):
+        place_of(environ)
+
+
+def test_the_first_of_slurms_hosts():
+    assert first_host("n[1,3-4]-ib,m") == "n1-ib"
+
+
+def test_a_process_without_others_joins_nobody():
+    with joined_processes({}) as place:
+        assert place is None
+
+
+def test_a_coordinator_that_is_not_there_is_named():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))  # and nobody listens
+        place = Place(f"127.0.0.1:{s.getsockname()[1]}", 2, 1)
+        with pytest.raises(
+            CoordinatorNotFoundError, match=r"process 1 of 2 found nobody at 127.* within 0\.2 s"
+        ):
+            wait_for_coordinator(place, timeout_seconds=0.2)
+
+
+PROGRAM = """
+import sys
+from weft.launch.distributed import joined_processes
+with joined_processes() as place:
+    import jax
+    from jax.experimental import multihost_utils
+    total = multihost_utils.process_allgather(jax.numpy.asarray(place.process_id)).sum()
+    print("sum", total, "of", jax.process_count(), flush=True)
+    if place.process_id == 1:
+        EXIT
+    multihost_utils.sync_global_devices("end")
+"""
+
+
+def run(end, num):
+    cfg = LocalJob.default_config().set(
+        name="t",
+        command=[sys.executable, "-c", PROGRAM.replace("EXIT", end)],
+        num_processes=num,
+        env={"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+    )
+    return cfg.instantiate().run()
+
+
+@pytest.mark.long
+def test_four_processes_meet(capfd):
+    assert run("pass", 4) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if "sum" in line]
+    assert sorted(lines) == [f"[{i}] sum 6 of 4" for i in range(4)]
+
+
+@pytest.mark.long
+def test_one_that_fails_leaves_at_once_with_its_traceback(capfd):
+    assert run("raise ArithmeticError('of one')", 2) == 1
+    told = capfd.readouterr().err
+    assert "process 1 of 2" in told and "  [1] ArithmeticError: of one\n" in told
+
+
+def test_errors_of_weft_are_told_as_the_command_line_does():
+    program = (
+        "from weft.launch.distributed import _leave\nfrom weft.errors import MeshError\n_leave({})"
+    )
+    for error, code, told in [
+        ("MeshError('too few')", 2, "weft: too few\n"),
+        ("KeyboardInterrupt()", 130, ""),
+        ("SystemExit(7)", 7, ""),
+    ]:
+        ended = subprocess.run(
+            [sys.executable, "-c", program.format(error)], capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stderr) == (code, told)

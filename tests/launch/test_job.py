@@ -1,0 +1,43 @@
+import pytest
+
+from weft.errors import ConfigTypeError, JobConfigError
+from weft.launch.job import Job, check_text
+
+
+def job(**fields):
+    return Job.default_config().set(**({"name": "lm", "command": ["weft"]} | fields)).instantiate()
+
+
+def test_all_processes_learn_how_many_they_are():
+    environment = job(num_processes=3, env={"HF_HOME": "/data"}).environment
+    assert environment == {"HF_HOME": "/data", "JAX_NUM_PROCESSES": "3"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"command": []}, r"Job 'lm': command is empty\. Write a program .* one by one"),
+        ({"num_processes": 0}, r"num_processes=0; expected 1 or more"),
+        ({"gpus_per_process": -1}, r"gpus_per_process=-1; expected 0 or more"),
+        ({"max_tries": 0}, r"max_tries=0; expected 1 or more"),
+        ({"grace_seconds": 0}, r"grace_seconds=0; expected a time above 0"),
+        ({"env": {"A-B": "1"}}, r"env names 'A-B', which cannot .* underscores"),
+        ({"env": {"JAX_PROCESS_ID": "1"}}, r"env sets JAX_PROCESS_ID, .* Leave it out"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_started_is_refused(fields, message):
+    with pytest.raises(JobConfigError, match=message):
+        job(**fields)
+
+
+def test_a_value_of_another_type_is_refused_where_it_is_set():
+    for field, value in (("num_processes", "two"), ("command", "weft train")):
+        with pytest.raises(ConfigTypeError, match=field):
+            job(**{field: value})
+
+
+def test_a_text_that_does_not_match_is_named_with_what_was_expected():
+    check_text("Job 'lm'", "name", "ab", "[a-z]+", "small letters")
+    with pytest.raises(JobConfigError, match=r"Job 'lm': name='ab1'; expected small letters\."):
+        check_text("Job 'lm'", "name", "ab1", "[a-z]+", "small letters")

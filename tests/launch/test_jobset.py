@@ -1,0 +1,116 @@
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from weft.errors import JobConfigError
+from weft.launch.distributed import Place, place_of
+from weft.launch.jobset import JobSetJob
+
+SCHEMA = json.loads(Path(__file__).with_name("jobset.v1alpha2.schema.json").read_text())
+VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+
+
+def job(**fields):
+    cfg = JobSetJob.default_config().set(name="lm", command=["weft", "train", "lm"])
+    return cfg.set(**({"image": "registry/weft:1", "num_processes": 4} | fields)).instantiate()
+
+
+ALL = {
+    "gpus_per_process": 8,
+    "env": {"GREETING": 'say "hi": yes'},
+    "max_tries": 5,
+    "grace_seconds": 300,
+    "namespace": "research",
+    "resources": {"cpu": "32", "memory": "400Gi"},
+    "node_selector": {"cloud.google.com/gke-accelerator": "nvidia-h100"},
+    "labels": {"kueue.x-k8s.io/queue-name": "research"},
+    "volume_claim": "runs",
+    "mount_path": "/data/runs",
+}
+
+
+def parts(manifest):
+    """The specs of the JobSet, of its Job, of the Job's pods, and their container."""
+    spec = manifest["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job_spec = replicated["template"]["spec"]
+    pod = job_spec["template"]["spec"]
+    (container,) = pod["containers"]
+    return spec, job_spec, pod, container
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_processes": 1}, ALL], ids=["few", "one", "all"])
+def test_the_manifest_is_one_of_the_api(fields):
+    VALIDATOR.check_schema(SCHEMA)
+    made = job(**fields)
+    manifest = yaml.safe_load(made.yaml())
+    assert manifest == made.manifest()
+    VALIDATOR.validate(manifest)
+
+
+def test_the_schema_refuses_what_the_api_would():
+    manifest = job().manifest()
+    manifest["spec"]["failurePolicy"]["maxRestart"] = 1
+    with pytest.raises(jsonschema.ValidationError, match="maxRestart"):
+        VALIDATOR.validate(manifest)
+
+
+def test_there_is_a_pod_for_each_process_and_all_start_again_together():
+    spec, job_spec, pod, container = parts(job(max_tries=3).manifest())
+    assert job_spec["parallelism"] == job_spec["completions"] == 4
+    assert job_spec["completionMode"] == "Indexed"
+    assert (job_spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
+    assert spec["failurePolicy"] == {"maxRestarts": 2}
+    assert container["command"] == ["weft", "train", "lm"]
+
+
+def test_what_a_pod_is_given_is_what_the_config_says():
+    manifest = job(**ALL).manifest()
+    _, _, pod, container = parts(manifest)
+    assert manifest["metadata"] == {
+        "name": "lm",
+        "namespace": "research",
+        "labels": {"kueue.x-k8s.io/queue-name": "research"},
+    }
+    limits = {"cpu": "32", "memory": "400Gi", "nvidia.com/gpu": "8"}
+    assert container["resources"] == {"limits": limits}
+    assert pod["terminationGracePeriodSeconds"] == 300
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100"}
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
+    assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/data/runs"}]
+
+
+def test_the_processes_of_the_pods_know_where_they_stand():
+    made = job(**ALL)
+    _, _, _, container = parts(made.manifest())
+    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environ["GREETING"] == 'say "hi": yes'
+    # A pod that made way is not done, so it does not end with 0.
+    assert environ["WEFT_STOPPED_EXIT_CODE"] == "75"
+    # As JobSet names pods: JobSet, replicated job, number of the job, number of the pod; subdomain.
+    address = "lm-workers-0-0.lm:8476"
+    assert place_of(environ | {"JOB_COMPLETION_INDEX": "2"}) == Place(address, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "LM_1"}, r"name='LM_1'; expected small letters, digits and hyphens"),
+        ({"name": "a" * 50}, r"too long: .* more than 63 letters\. Leave out 5\."),
+        ({"namespace": "-x"}, r"namespace='-x'; expected small letters"),
+        ({"volume_claim": "A"}, r"volume_claim='A'; expected"),
+        ({"image": "a b"}, r"image='a b'; expected the name of an image"),
+        ({"mount_path": "runs"}, r"mount_path='runs'; expected an absolute path"),
+        (
+            {"gpus_per_process": 1, "resources": {"nvidia.com/gpu": "1"}},
+            r"resources has nvidia\.com/gpu, and gpus_per_process=1 .* Set one of them",
+        ),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_kubernetes_would_not_take_is_refused(fields, message):
+    with pytest.raises(JobConfigError, match=message):
+        job(**fields)

@@ -1,0 +1,62 @@
+import pytest
+
+from weft.errors import JobConfigError
+from weft.launch.local import LocalJob
+
+
+def job(script, **fields):
+    cfg = LocalJob.default_config().set(name="t", command=["sh", "-c", script], num_processes=2)
+    return cfg.set(failure_grace_seconds=0.5).set(**fields).instantiate()
+
+
+def test_each_process_is_told_where_it_stands(capsys):
+    script = "echo $JAX_PROCESS_ID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $JAX_PLATFORMS $A"
+    assert job(script, env={"A": "b"}).run() == 0
+    lines = sorted(capsys.readouterr().out.splitlines())
+    address = lines[0].split()[2]
+    assert address.startswith("127.0.0.1:")
+    assert lines == [f"[{i}] {i}/2 {address} cpu b" for i in range(2)]
+
+
+def test_a_failure_is_told_with_its_last_lines(capsys):
+    script = 'echo "step $JAX_PROCESS_ID"; [ $JAX_PROCESS_ID = 0 ] && exit 4; sleep 60'
+    assert job(script).run() == 4
+    told = capsys.readouterr().err
+    assert "weft launch: process 0 of 2 (pid " in told
+    assert ") ended with exit code 4 after" in told and "its exit code is 4" in told
+    assert "the last that it printed:\n  [0] step 0\n" in told
+    assert "process 1 was ended by SIGTERM at" in told
+
+
+def test_a_second_try_may_go_well(tmp_path, capsys):
+    script = f"[ -e {tmp_path}/seen ] && exit 0; touch {tmp_path}/seen; kill -9 $$"
+    assert job(script, num_processes=1, max_tries=3).run() == 0
+    told = capsys.readouterr().err
+    assert "was ended by SIGKILL" in told and "starting all of them again" in told
+    assert told.count("starting") == 1
+
+
+def test_after_the_last_try_the_code_is_that_of_the_failure(capsys):
+    assert job("exit 5", num_processes=1, max_tries=2).run() == 5
+    assert capsys.readouterr().err.count("starting all of them again") == 1
+
+
+def test_logs_go_to_files(tmp_path, capsys):
+    assert job("echo $JAX_PROCESS_ID", log_dir=str(tmp_path / "logs")).run() == 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and "process-0.log" in printed.err
+    assert (tmp_path / "logs" / "process-1.log").read_text() == "1\n"
+
+
+def test_each_process_has_gpus_of_its_own(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    two = job("true", gpus_per_process=2)
+    found = [two.process_environment(i, "h:1") for i in range(2)]
+    assert [e["CUDA_VISIBLE_DEVICES"] for e in found] == ["0,1", "2,3"]
+    assert "JAX_PLATFORMS" not in found[0]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert two.process_environment(1, "h:1")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(JobConfigError, match=r"asks for 4 GPUs, and .*4,5,6 has 3\. Ask for fewer"):
+        two.run()

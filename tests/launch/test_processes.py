@@ -1,0 +1,160 @@
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from weft.errors import JobConfigError
+from weft.launch.processes import PrefixedLines, ProcessGroup, last_lines
+
+
+def run(script, num=2, **kwargs):
+    """Runs a script of the shell as several processes; `$ID` is the number of each."""
+    said = []
+    kwargs = {"grace_seconds": 20, "failure_grace_seconds": 0.5} | kwargs
+    group = ProcessGroup(
+        ["sh", "-c", script],
+        [{**os.environ, "ID": str(i)} for i in range(num)],
+        say=lambda index, line: said.append((index, line)),
+        **kwargs,
+    )
+    return group.run(), said
+
+
+def signalled(number, script, **kwargs):
+    """The same, while this process gets a signal once all have said "ready"."""
+    ready = threading.Semaphore(0)
+
+    def say(index, line):
+        said.append((index, line))
+        if line == "ready":
+            ready.release()
+
+    def send():
+        for _ in range(2):
+            assert ready.acquire(timeout=20)
+        os.kill(os.getpid(), number)
+
+    said = []
+    kwargs = {"grace_seconds": 20, "failure_grace_seconds": 0.5} | kwargs
+    group = ProcessGroup(
+        ["sh", "-c", script],
+        [{**os.environ, "ID": str(i)} for i in range(2)],
+        say=say,
+        **kwargs,
+    )
+    thread = threading.Thread(target=send)
+    thread.start()
+    outcome = group.run()
+    thread.join()
+    return outcome, said
+
+
+def test_lines_come_with_the_number_of_their_process():
+    outcome, said = run('echo "I am $ID"; echo err >&2', num=3)
+    assert outcome.code == 0 and outcome.failed is None
+    assert sorted(said) == sorted((i, text) for i in range(3) for text in (f"I am {i}", "err"))
+
+
+def test_a_process_that_is_killed_takes_the_others_with_it_even_if_they_do_not_listen():
+    start = time.monotonic()
+    outcome, _ = run(
+        '[ $ID = 1 ] && { echo "step 7"; kill -9 $$; }; trap "" TERM; while :; do sleep 1; done'
+    )
+    assert time.monotonic() - start < 10
+    assert (outcome.failed.index, outcome.failed.code) == (1, 137)
+    assert outcome.failed.signal_name == "SIGKILL" and outcome.failed.last_lines == ("step 7",)
+    assert outcome.code == 137
+    assert [(e.index, e.signal_name) for e in outcome.ended] == [(1, "SIGKILL"), (0, "SIGKILL")]
+
+
+def test_the_first_to_fail_is_named_and_its_code_is_that_of_all():
+    script = 'trap "exit 9" TERM; [ $ID = 2 ] && exit 3; while :; do sleep 0.1; done'
+    outcome, _ = run(script, num=3, failure_grace_seconds=20)
+    assert (outcome.failed.index, outcome.code) == (2, 3)
+    assert sorted(e.code for e in outcome.ended) == [3, 9, 9]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_to_all_and_who_saves_may_take_its_time(number):
+    before = signal.getsignal(number)
+    outcome, said = signalled(
+        number,
+        f'trap "sleep 0.3; echo saved; exit 0" {number.name.removeprefix("SIG")}; echo ready; '
+        "while :; do sleep 0.05; done",
+        failure_grace_seconds=0.01,
+    )
+    assert outcome.stopped_by == number.name and outcome.failed is None and outcome.code == 0
+    assert [line for _, line in said].count("saved") == 2
+    assert signal.getsignal(number) is before
+
+
+def test_who_does_not_stop_in_time_is_killed():
+    outcome, _ = signalled(
+        signal.SIGTERM,
+        'trap "" TERM; echo ready; while :; do sleep 1; done',
+        grace_seconds=0.3,
+    )
+    assert outcome.stopped_by == "SIGTERM" and outcome.code == 137 and outcome.failed is None
+
+
+def test_only_the_last_lines_are_kept():
+    outcome, said = run('for i in $(seq 50); do echo "line $i"; done; exit 1', num=1)
+    assert len(said) == 50
+    assert outcome.failed.last_lines == tuple(f"line {i}" for i in range(31, 51))
+
+
+def test_logs_are_files_and_their_last_lines_are_known(tmp_path):
+    paths = [str(tmp_path / "logs" / f"{i}.log") for i in range(2)]
+    outcome, said = run("echo out $ID; [ $ID = 0 ]", log_paths=paths)
+    assert said == [] and outcome.failed.last_lines == ("out 1",)
+    assert last_lines(paths[0]) == ("out 0",)
+
+
+def test_a_program_that_is_not_there_is_refused():
+    group = ProcessGroup(
+        ["no-such-program"], [dict(os.environ)], say=print, grace_seconds=1, failure_grace_seconds=1
+    )
+    with pytest.raises(JobConfigError, match=r"\['no-such-program'\] cannot be started: .*PATH"):
+        group.run()
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(
+        JobConfigError, match=r"the log .*file.* cannot be written.*another log_dir"
+    ):
+        run("true", num=1, log_paths=[str(tmp_path / "file" / "0.log")])
+
+
+def test_in_another_thread_no_handlers_are_changed():
+    outcomes = []
+    thread = threading.Thread(target=lambda: outcomes.append(run("exit 0")[0]))
+    before = signal.getsignal(signal.SIGTERM)
+    thread.start()
+    thread.join()
+    assert outcomes[0].code == 0 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_numbers_are_aligned_and_a_reader_who_leaves_ends_nothing(capsys, monkeypatch):
+    PrefixedLines(11)(2, "step 1")
+    assert capsys.readouterr().out == "[ 2] step 1\n"
+
+    class Closed:
+        writes = 0
+
+        def write(self, text):
+            self.writes += 1
+            raise BrokenPipeError
+
+        def flush(self):
+            raise BrokenPipeError
+
+    closed = Closed()
+    monkeypatch.setattr(sys, "stdout", closed)
+    say = PrefixedLines(2)
+    say(0, "a")
+    say(0, "b")
+    assert closed.writes == 1

@@ -1,0 +1,209 @@
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.sbatch import directives
+from weft.errors import JobConfigError, MissingExtraError
+from weft.launch.slurm import SlurmJob
+
+
+def job(**fields):
+    cfg = SlurmJob.default_config().set(name="lm", command=["weft", "train", "lm", "a=[1, 2]"])
+    return cfg.set(**({"num_processes": 4} | fields)).instantiate()
+
+
+ALL = {
+    "nodes": 2,
+    "gpus_per_process": 4,
+    "cpus_per_process": 16,
+    "memory_per_node": "400G",
+    "time": "2-12:00:00",
+    "partition": "gpu",
+    "account": "lab",
+    "output": "logs/%x-%j.log",
+    "sbatch": {"qos": "high", "exclusive": ""},
+    "setup": ["module load cuda"],
+    "env": {"GREETING": "it's"},
+    "max_tries": 3,
+    "grace_seconds": 300,
+}
+
+
+def program(directory, name, text):
+    path = directory / name
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """The programs of a cluster of two nodes, both of which are this machine."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    program(
+        bin_dir,
+        "scontrol",
+        'echo "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && printf "localhost\\nother\\n"; exit 0',
+    )
+    program(
+        bin_dir,
+        "srun",
+        'echo "srun $*" >> "$CALLS"\n'
+        'while [[ "$1" == --* ]]; do shift; done\n'
+        "export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST\n"
+        'pids=(); for i in 0 1; do SLURM_PROCID=$i "$@" & pids+=($!); done\n'
+        'code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; exit $code',
+    )
+    program(bin_dir, "sbatch", 'cp "${!#}" "$CALLS"\necho "Submitted batch job 4242"')
+    monkeypatch.setenv("PATH", f"{bin_dir}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path
+
+
+def run_script(script, **env):
+    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost,other"}
+    return subprocess.run(
+        ["bash", "-c", script], env={**os.environ, **slurm, **env}, capture_output=True, text=True
+    )
+
+
+def test_the_directives_are_those_of_the_fields():
+    assert directives(job().script()) == {
+        "job-name": "lm",
+        "nodes": "4",
+        "ntasks-per-node": "1",
+        "output": "%x-%j.log",
+        "open-mode": "append",
+        "signal": "TERM@120",
+    }
+    assert directives(job(**ALL).script()) == {
+        "job-name": "lm",
+        "nodes": "2",
+        "ntasks-per-node": "2",
+        "cpus-per-task": "16",
+        "gpus-per-task": "4",
+        "mem": "400G",
+        "time": "2-12:00:00",
+        "partition": "gpu",
+        "account": "lab",
+        "output": "logs/%x-%j.log",
+        "open-mode": "append",
+        "signal": "TERM@300",
+        "requeue": "",
+        "qos": "high",
+        "exclusive": "",
+    }
+
+
+@pytest.mark.parametrize("fields", [{}, ALL], ids=["few", "all"])
+def test_the_shell_reads_the_script(fields):
+    script = job(**fields).script()
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert "weft train lm 'a=[1, 2]'" in script
+
+
+@pytest.mark.parametrize("time", ["90", "5:30", "8:00:00", "1-0", "1-12:30", "2-12:00:00"])
+def test_times_are_those_of_slurm(time):
+    assert directives(job(time=time).script())["time"] == time
+
+
+def test_the_script_runs_the_processes_and_ends_with_their_code(cluster):
+    show = 'echo "$SLURM_PROCID/$JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS $GREETING"'
+    fields = {"num_processes": 2, "env": {"GREETING": "it's"}, "setup": ["echo set up"]}
+    script = job(**fields, command=["bash", "-c", show]).script()
+    done = run_script(script, SLURM_JOB_ID="17")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "set up"
+    assert sorted(lines[1:]) == [f"{i}/2 localhost:61457 it's" for i in range(2)]
+    assert run_script(job(command=["bash", "-c", "exit 3"]).script()).returncode == 3
+
+
+def test_a_failed_job_is_queued_again_as_often_as_it_may(cluster):
+    script = job(max_tries=2, command=["bash", "-c", "exit $WEFT_STOPPED_EXIT_CODE"]).script()
+    assert run_script(script).returncode == 75
+    calls = Path(os.environ["CALLS"])
+    assert "scontrol requeue" in calls.read_text()
+    calls.unlink()
+    assert run_script(script, SLURM_RESTART_COUNT="1").returncode == 75
+    assert "requeue" not in calls.read_text()
+
+
+@pytest.mark.long
+def test_processes_that_slurm_starts_find_each_other(cluster):
+    text = (
+        "from weft.launch.distributed import joined_processes\n"
+        "with joined_processes() as place:\n"
+        "    import jax\n"
+        "    print(place.process_id, 'of', jax.process_count(), 'devices', jax.device_count())"
+    )
+    own = job(num_processes=2, command=[sys.executable, "-c", text]).script()
+    # Without the address: as by submitit, or by a script of somebody's own.
+    bare = "\n".join(line for line in own.splitlines() if "JAX_" not in line)
+    env = {"XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    for script in (own, bare):
+        done = run_script(script, **env)
+        assert done.returncode == 0, done.stderr
+        told = sorted(line for line in done.stdout.splitlines() if "devices" in line)
+        assert told == ["0 of 2 devices 2", "1 of 2 devices 2"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nodes": 3}, r"nodes=3 does not divide num_processes=4"),
+        ({"nodes": 0}, r"nodes=0 does not divide"),
+        ({"name": "my job"}, r"SlurmJob 'my job': name='my job'; expected one word"),
+        ({"partition": "a\n#SBATCH --uid=0"}, r"partition=.*expected one word"),
+        ({"time": "8h"}, r"time='8h'; expected a time of Slurm's: 90 \(minutes\), 8:00:00"),
+        ({"sbatch": {"--qos": "x"}}, r"sbatch='--qos'; expected names as in --name=value"),
+        ({"sbatch": {"qos": "a b"}}, r"sbatch\['qos'\]='a b'; expected one word"),
+        ({"sbatch": {"time": "1"}, "time": "2"}, r"sbatch sets time, which the job sets itself"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_slurm_would_not_take_is_refused(fields, message):
+    with pytest.raises(JobConfigError, match=message):
+        job(**fields)
+
+
+def test_submitit_submits_the_same_directives(cluster):
+    pytest.importorskip("submitit")
+    fields = ALL | {"max_tries": 1}
+    assert job(**fields).submit(str(cluster / "slurm")) == "4242"
+    script = Path(os.environ["CALLS"]).read_text()
+    submitted, own = directives(script), directives(job(**fields).script())
+    assert {n: submitted[n] for n in own if n != "output"} == {
+        n: v for n, v in own.items() if n != "output"
+    }
+    assert "module load cuda" in script and "--kill-on-bad-exit=1" in script
+    assert "export GREETING='it'\"'\"'s'" in script and "export JAX_NUM_PROCESSES=4" in script
+
+
+def test_submitting_says_what_is_missing(cluster, monkeypatch):
+    pytest.importorskip("submitit")
+    with pytest.raises(JobConfigError, match=r"max_tries=2, and submitit does not .* \| sbatch"):
+        job(max_tries=2).submit(str(cluster / "slurm"))
+    program(cluster / "bin", "sbatch", "echo 'no such account' >&2; exit 1")
+    with pytest.raises(JobConfigError, match=r"(?s)was not submitted: .*no such account.* job\.sh"):
+        job().submit(str(cluster / "slurm"))
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(JobConfigError, match=r"was not submitted: .*from a machine of the cluster"):
+        job().submit(str(cluster / "slurm"))
+
+
+def test_without_submitit_the_extra_is_named(monkeypatch):
+    import_module = builtins.__import__
+
+    def without_submitit(name, *args, **kwargs):
+        if name == "submitit":
+            raise ModuleNotFoundError("No module named 'submitit'", name="submitit")
+        return import_module(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without_submitit)
+    with pytest.raises(MissingExtraError, match=r"pip install 'weft\[launch\]'.*\| sbatch"):
+        job().submit()

@@ -1,0 +1,147 @@
+"""Real processes train one model: they are killed, stopped, started again, and become one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.cli.configs import load_config
+from weft.trainer.progress import RunListener
+
+pytestmark = pytest.mark.long
+
+_PATIENCE_SECONDS = 120.0
+_OVERRIDES = ["evalers={}", "checkpointer.save_policy.n=5"]
+_EVERY_STEP = "summary_writer.writers.json_lines.write_every_n_steps=1"
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Starts `weft launch local -n 2 … lm-tiny dir=run …`; whatever runs at the end is ended."""
+    started = []
+    env = {
+        **os.environ,
+        "XLA_FLAGS": "",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def start(*words):
+        command = ["-m", "weft", "launch", "local", "-n", "2", *words, *_OVERRIDES, _EVERY_STEP]
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=tmp_path,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with process:
+            for pid in children(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+
+
+def children(pid):
+    """The processes that a process has started, by what tells them apart."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            environ = (path / "environ").read_bytes().split(b"\0") if parent == pid else []
+        except (OSError, IndexError):
+            continue  # it has ended
+        index = [e.partition(b"=")[2] for e in environ if e.startswith(b"JAX_PROCESS_ID=")]
+        if index:
+            found[int(path.name)] = int(index[0])
+    return found
+
+
+def saved_steps(run_dir):
+    return sorted(
+        int(path.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_????????")
+    )
+
+
+def wait_for_step(run_dir, step, process):
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not any(found >= step for found in saved_steps(run_dir)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def finish(process):
+    out, _ = process.communicate(timeout=_PATIENCE_SECONDS)
+    assert process.returncode == 0, out
+    return out
+
+
+def losses(run_dir):
+    lines = (run_dir / "summaries/train_train/summaries.jsonl").read_text().splitlines()
+    records = map(json.loads, lines)
+    return {r["step"]: r["values"]["loss"] for r in records if "loss" in r.get("values", {})}
+
+
+def train_here(run_dir, max_step):
+    """One process, this one, trains to a step; returns the step that it went on from."""
+
+    class Seen(RunListener):
+        def on_start(self, trainer, resumed_from):
+            self.resumed_from = resumed_from
+
+    words = [f"dir={run_dir}", f"max_step={max_step}", *_OVERRIDES, _EVERY_STEP]
+    seen = Seen()
+    load_config("lm-tiny", words).instantiate(parent=None).run(listener=seen)
+    return seen.resumed_from
+
+
+def test_two_processes_are_killed_stopped_and_become_one(launch, tmp_path):
+    run_dir = tmp_path / "run"
+
+    # One is killed: the other ends with it, and both are started again.
+    process = launch("--job", "max_tries=2", "lm-tiny", "dir=run", "max_step=1000000")
+    wait_for_step(run_dir, 5, process)
+    (second,) = [pid for pid, index in children(process.pid).items() if index == 1]
+    os.kill(second, signal.SIGKILL)
+    wait_for_step(run_dir, max(saved_steps(run_dir)) + 10, process)
+
+    # They are asked to stop: both do after the same step, which is saved.
+    process.send_signal(signal.SIGTERM)
+    out = finish(process)
+    assert f"process 1 of 2 (pid {second}) was ended by SIGKILL" in out
+    assert "starting all of them again" in out and "resuming from step" in out
+    assert "stopped by SIGTERM, passed on to all; exit codes: process 0: 0, process 1: 0" in out
+    (line,) = [line for line in out.splitlines() if line.startswith("[0] stopped by SIGTERM")]
+    stopped = int(line.split("after step ")[1].split(",")[0].replace(",", ""))
+    assert saved_steps(run_dir)[-1] == stopped
+    # One speaks for all.
+    assert not [line for line in out.splitlines() if line.startswith("[1] step")]
+
+    # They go on, to the end.
+    out = finish(launch("lm-tiny", "dir=run", f"max_step={stopped + 3}"))
+    assert f"resuming from step {stopped}" in out and "A text that the model begins" in out
+    starts = json.loads((run_dir / "run.json").read_text())["starts"]
+    assert [start["processes"] for start in starts] == [2, 2, 2]
+
+    # One process goes on with what two have saved.
+    assert train_here(run_dir, stopped + 5) == stopped + 3
+    together = losses(run_dir)
+    assert together.keys() == set(range(1, stopped + 6))
+    # Two do what one alone does: the parts of a batch add up to the batch.
+    train_here(tmp_path / "alone", 3)
+    alone = losses(tmp_path / "alone")
+    np.testing.assert_allclose(
+        [together[i] for i in (1, 2, 3)], [alone[i] for i in (1, 2, 3)], rtol=1e-4
+    )

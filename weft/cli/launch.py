@@ -1,0 +1,74 @@
+"""`weft launch`: trains a recipe with several processes, here or by a scheduler."""
+
+import argparse
+import os
+import re
+import sys
+from typing import Any
+
+from weft.cli.configs import load_config
+from weft.cli.train import split_arguments
+from weft.config import apply_overrides
+from weft.launch.job import Job
+from weft.launch.jobset import JobSetJob
+from weft.launch.local import LocalJob
+from weft.launch.slurm import SlurmJob
+
+JOBS: dict[str, type[Job]] = {"local": LocalJob, "slurm": SlurmJob, "k8s": JobSetJob}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the processes, or prints what starts them."""
+    job = make_job(arguments)
+    if isinstance(job, LocalJob):
+        return job.run()
+    if isinstance(job, SlurmJob) and arguments.submit:
+        print(job.submit())
+    elif isinstance(job, SlurmJob):
+        print(job.script(), end="")
+    elif isinstance(job, JobSetJob):
+        print(job.yaml(), end="")
+        if job.config.volume_claim is None and job.config.num_processes > 1:
+            print(
+                "weft launch: these pods share no directory, and a run needs one. Name a claim "
+                "that all of them can write: --job volume_claim=NAME",
+                file=sys.stderr,
+            )
+    return 0
+
+
+def make_job(arguments: argparse.Namespace) -> Any:
+    """The job that the arguments of `weft launch` describe.
+
+    A recipe or a field that is not there shows here, before anything has been started.
+
+    Args:
+        arguments: of the command line.
+
+    Raises:
+        WeftError: for what does not fit.
+    """
+    recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    load_config(recipe, overrides)
+    here = arguments.where == "local"
+    program = [sys.executable, "-m", "weft"] if here else ["weft"]
+    cfg = JOBS[arguments.where].default_config()
+    cfg.set(
+        name=job_name(recipe),
+        command=[*program, "train", recipe, *overrides],
+        num_processes=arguments.num_processes,
+    )
+    return apply_overrides(cfg, arguments.job, source="--job").instantiate()
+
+
+def job_name(recipe: str) -> str:
+    """A name for the job that trains a recipe, such as every scheduler takes.
+
+    Args:
+        recipe: as people write it.
+
+    >>> job_name("lm-tiny"), job_name("configs/Wide_1.txt")
+    ('lm-tiny', 'wide-1')
+    """
+    stem = os.path.splitext(os.path.basename(os.path.normpath(recipe)))[0]
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-") or "weft"

@@ -1,0 +1,212 @@
+"""How a process learns which of several it is, and joins the others.
+
+Where it stands is read from the environment, whoever has set it:
+
+    set by                    coordinator                number                id
+    a `Job`, or by hand       JAX_COORDINATOR_ADDRESS    JAX_NUM_PROCESSES     JAX_PROCESS_ID
+    Slurm, inside of `srun`   first of the step's nodes  SLURM_STEP_NUM_TASKS  SLURM_PROCID
+    Kubernetes, indexed jobs  -                          -                     JOB_COMPLETION_INDEX
+
+What stands higher counts. A process of which nothing says that there are others is alone.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+
+from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
+from weft.launch.job import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+
+_CONNECT_SECONDS = 300.0
+
+
+class Place(NamedTuple):
+    """Where a process stands among the others.
+
+    Attributes:
+        coordinator: host:port of process 0.
+        num_processes: how many there are.
+        process_id: which one this is.
+    """
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """Where the process of an environment stands; None if it is alone.
+
+    Args:
+        environ: Its variables.
+
+    Raises:
+        ProcessEnvironmentError: if they do not go together.
+
+    >>> place_of({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "17",
+    ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})
+    Place(coordinator='gpu07:61457', num_processes=4, process_id=3)
+    """
+    slurm = _of_slurm(environ)
+    said = {
+        name: environ[name]
+        for name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID)
+        if environ.get(name)
+    }
+    if not said and (slurm is None or slurm[NUM_PROCESSES] == "1"):
+        return None
+    if said.get(NUM_PROCESSES) == "1" and said.get(PROCESS_ID, "0") == "0":
+        return None
+    values = dict(slurm or {})
+    if "JOB_COMPLETION_INDEX" in environ:
+        values[PROCESS_ID] = environ["JOB_COMPLETION_INDEX"]
+    values |= said
+    missing = [n for n in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID) if n not in values]
+    if missing:
+        raise ProcessEnvironmentError(
+            f"the environment has {_shown(values)} but not {' and '.join(missing)}. Set all three, "
+            f"or none for a process that is alone; `weft launch` does."
+        )
+    return _checked(values)
+
+
+def _checked(values: Mapping[str, str]) -> Place:
+    address = values[COORDINATOR_ADDRESS]
+    if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
+        raise ProcessEnvironmentError(
+            f"{COORDINATOR_ADDRESS}={address!r} is not of the form host:port, as 10.0.0.1:1234."
+        )
+    numbers = []
+    for name in (NUM_PROCESSES, PROCESS_ID):
+        if not re.fullmatch("[0-9]+", values[name]):
+            raise ProcessEnvironmentError(f"{name}={values[name]!r} is not a whole number.")
+        numbers.append(int(values[name]))
+    num, index = numbers
+    if index >= num:
+        raise ProcessEnvironmentError(
+            f"{PROCESS_ID}={index} is not one of {NUM_PROCESSES}={num} processes; they count from "
+            f"0 to {num - 1}."
+        )
+    return Place(address, num, index)
+
+
+def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
+    """What Slurm says of a process that `srun` has started."""
+    found = {
+        NUM_PROCESSES: environ.get("SLURM_STEP_NUM_TASKS"),
+        PROCESS_ID: environ.get("SLURM_PROCID"),
+        COORDINATOR_ADDRESS: environ.get("SLURM_STEP_NODELIST"),
+    }
+    job = environ.get("SLURM_JOB_ID", "")
+    if None in found.values() or not job.isdigit():
+        return None
+    values = {name: value or "" for name, value in found.items()}
+    host = first_host(values[COORDINATOR_ADDRESS])
+    values[COORDINATOR_ADDRESS] = f"{host}:{slurm_port(int(job))}"
+    return values
+
+
+def slurm_port(job_id: int) -> int:
+    """The port at which the processes of a Slurm job meet; jobs that share nodes differ in it.
+
+    >>> slurm_port(17)
+    61457
+    """
+    return 61440 + job_id % 4096
+
+
+def first_host(node_list: str) -> str:
+    """The first of the hosts that Slurm writes in short.
+
+    >>> first_host("node[003-005,9],big1"), first_host("big1,big2"), first_host("r[1-2]n[5,7]")
+    ('node003', 'big1', 'r1n5')
+    """
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert first is not None
+    return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
+
+
+def _shown(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+@contextlib.contextmanager
+def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place | None]:
+    """While open, this process is one of several in `jax.distributed`, if its environment says so.
+
+    To be opened before JAX is used. An error inside ends a process that has others at once, after
+    it is printed: at its exit it would wait for the others, who wait for it.
+
+    Args:
+        environ: the variables; those of the process by default.
+
+    Yields:
+        Where the process stands, None if it is alone.
+
+    Raises:
+        ProcessEnvironmentError: if the variables do not go together.
+        CoordinatorNotFoundError: if process 0 does not answer.
+    """
+    place = place_of(os.environ if environ is None else environ)
+    if place is None or jax.distributed.is_initialized():
+        yield place
+        return
+    if place.process_id != 0:
+        wait_for_coordinator(place)
+    jax.distributed.initialize(*place, cluster_detection_method="deactivate")
+    try:
+        yield place
+    except BaseException as error:
+        _leave(error)
+    jax.distributed.shutdown()
+
+
+def _leave(error: BaseException) -> None:
+    code = 1
+    if isinstance(error, WeftError):
+        code = 2
+        print(f"weft: {error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
+        code = 130
+    elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        code = error.code or 0
+    else:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS) -> None:
+    """Waits until process 0 listens. JAX would abort the process, in words of its own.
+
+    Args:
+        place: of this process.
+        timeout_seconds: how long to wait.
+
+    Raises:
+        CoordinatorNotFoundError: if it does not in that time.
+    """
+    host, _, port = place.coordinator.rpartition(":")
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise CoordinatorNotFoundError(
+                    f"process {place.process_id} of {place.num_processes} found nobody at "
+                    f"{place.coordinator} within {timeout_seconds:g} s ({error}). Process 0 "
+                    f"listens there: see in its log whether it started, and whether "
+                    f"{COORDINATOR_ADDRESS} names its host."
+                ) from error
+        time.sleep(min(0.1, timeout_seconds))

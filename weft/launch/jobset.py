@@ -1,0 +1,153 @@
+"""`JobSetJob`: a manifest for Kubernetes, of the kind JobSet (jobset.x-k8s.io/v1alpha2).
+
+A JobSet gives its pods stable names in the cluster's DNS, so the processes know where the first one
+is before it runs, and starts all of them anew when one has failed. The manifest is text for
+`kubectl apply -f -`; no client of Kubernetes is needed.
+
+    JobSet  name
+      replicatedJobs[0]  "workers", one Job
+        Job  indexed, num_processes pods
+          Pod  one process; JOB_COMPLETION_INDEX says which
+"""
+
+from typing import Any
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import JobConfigError
+from weft.launch.job import COORDINATOR_ADDRESS, STOPPED_EXIT_CODE, TRY_AGAIN, Job, check_text
+from weft.launch.yaml_text import to_yaml
+
+_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_REPLICATED_JOB = "workers"
+_COORDINATOR_PORT = 8476
+_LONGEST_NAME = 63
+# What Kubernetes appends to the name of a pod: a hyphen and five letters.
+_POD_SUFFIX = 6
+
+
+class JobSetJob(Job):
+    """Processes as pods of Kubernetes.
+
+    >>> cfg = JobSetJob.default_config().set(name="lm", command=["weft", "train", "lm"])
+    >>> print(cfg.set(image="registry/weft:1").instantiate().yaml().splitlines()[0])
+    apiVersion: jobset.x-k8s.io/v1alpha2
+    """
+
+    @config_class
+    class Config(Job.Config):
+        """Configures a JobSetJob.
+
+        Attributes:
+            image: the container image, which has the command.
+            namespace: where to run; None for kubectl's.
+            resources: what each pod has for itself, by Kubernetes' names, such as {"cpu": "8",
+                "memory": "64Gi", "google.com/tpu": "4"}.
+            node_selector: labels of the nodes that may run a pod.
+            labels: of the JobSet, such as {"kueue.x-k8s.io/queue-name": "research"}.
+            volume_claim: a PersistentVolumeClaim that all pods mount, for the run's directory. Its
+                access mode has to be ReadWriteMany.
+            mount_path: where they mount it.
+        """
+
+        image: Required[str] = REQUIRED
+        namespace: str | None = None
+        resources: dict[str, str] = {}
+        node_selector: dict[str, str] = {}
+        labels: dict[str, str] = {}
+        volume_claim: str | None = None
+        mount_path: str = "/runs"
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        cfg, where = self.config, f"JobSetJob {self.config.name!r}"
+        expected = "small letters, digits and hyphens, the first and last no hyphen"
+        for field in ("name", "namespace", "volume_claim"):
+            value = getattr(cfg, field)
+            if value is not None:
+                check_text(where, field, value, _LABEL, expected)
+        check_text(where, "image", cfg.image, r"\S+", "the name of an image, without spaces")
+        check_text(where, "mount_path", cfg.mount_path, r"/[^\s:]+", "an absolute path")
+        too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
+        if too_long > 0:
+            raise JobConfigError(
+                f"{self._where('name')} is too long: with what Kubernetes appends, the names of "
+                f"the pods would have more than {_LONGEST_NAME} letters. Leave out {too_long}."
+            )
+        if cfg.gpus_per_process and "nvidia.com/gpu" in cfg.resources:
+            raise JobConfigError(
+                f"{self._where('resources')} has nvidia.com/gpu, and gpus_per_process="
+                f"{cfg.gpus_per_process} asks for it as well. Set one of them."
+            )
+
+    def _pod_name(self, index: int) -> str:
+        """The name of a pod in the cluster's DNS, below that of the JobSet."""
+        return f"{self.config.name}-{_REPLICATED_JOB}-0-{index}"
+
+    @property
+    def coordinator_address(self) -> str:
+        """Where the processes meet: the first pod."""
+        return f"{self._pod_name(0)}.{self.config.name}:{_COORDINATOR_PORT}"
+
+    def manifest(self) -> dict[str, Any]:
+        """The manifest, as plain values."""
+        cfg = self.config
+        job = {
+            "parallelism": cfg.num_processes,
+            "completions": cfg.num_processes,
+            "completionMode": "Indexed",
+            # A pod that failed is not replaced alone: the others wait for the one that is gone.
+            "backoffLimit": 0,
+            "template": {"spec": self._pod()},
+        }
+        namespace = {} if cfg.namespace is None else {"namespace": cfg.namespace}
+        labels = {"labels": dict(cfg.labels)} if cfg.labels else {}
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": cfg.name, **namespace, **labels},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "failurePolicy": {"maxRestarts": cfg.max_tries - 1},
+                "replicatedJobs": [
+                    {"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
+                ],
+            },
+        }
+
+    def _pod(self) -> dict[str, Any]:
+        cfg = self.config
+        resources = dict(cfg.resources)
+        if cfg.gpus_per_process:
+            resources["nvidia.com/gpu"] = str(cfg.gpus_per_process)
+        variables = {
+            **self.environment,
+            COORDINATOR_ADDRESS: self.coordinator_address,
+            # A pod that saved because it was to make way has not done its work: 0 would say so.
+            STOPPED_EXIT_CODE: str(TRY_AGAIN),
+        }
+        container: dict[str, Any] = {
+            "name": "main",
+            "image": cfg.image,
+            "command": list(cfg.command),
+            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "ports": [{"containerPort": _COORDINATOR_PORT}],
+        }
+        pod: dict[str, Any] = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": round(cfg.grace_seconds),
+            "containers": [container],
+        }
+        if resources:
+            # Requests are equal to limits where only these are given.
+            container["resources"] = {"limits": resources}
+        if cfg.node_selector:
+            pod["nodeSelector"] = dict(cfg.node_selector)
+        if cfg.volume_claim is not None:
+            container["volumeMounts"] = [{"name": "runs", "mountPath": cfg.mount_path}]
+            claim = {"claimName": cfg.volume_claim}
+            pod["volumes"] = [{"name": "runs", "persistentVolumeClaim": claim}]
+        return pod
+
+    def yaml(self) -> str:
+        """The manifest, for `kubectl apply -f -`."""
+        return to_yaml(self.manifest()) + "\n"

@@ -1,0 +1,158 @@
+"""`LocalJob`: several processes on this machine, which meet on its loopback interface.
+
+To try what several machines would do: the processes share nothing but files and what they send to
+each other. On the CPU they talk by gloo.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from weft.config import config_class
+from weft.errors import JobConfigError
+from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, Job
+from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
+
+
+class LocalJob(Job):
+    """Processes on this machine.
+
+    >>> cfg = LocalJob.default_config().set(name="hello", command=["echo", "hello"])
+    >>> cfg.instantiate().run()
+    [0] hello
+    0
+    """
+
+    @config_class
+    class Config(Job.Config):
+        """Configures a LocalJob.
+
+        Attributes:
+            log_dir: a directory in which each process prints to a file of its own; None to print
+                all lines here, each behind the number of its process.
+            failure_grace_seconds: how long the others may take to end after one has failed.
+        """
+
+        log_dir: str | None = None
+        failure_grace_seconds: float = 5
+
+    def run(self) -> int:
+        """Runs the processes until all have ended.
+
+        Returns:
+            The exit code of all: 0, or that of the first that failed, as a shell counts it.
+
+        Raises:
+            JobConfigError: if they cannot be started.
+        """
+        cfg = self.config
+        for tries_left in reversed(range(cfg.max_tries)):
+            outcome = self._run_once()
+            self._report(outcome)
+            if outcome.failed is None or not tries_left:
+                break
+            _say(f"starting all of them again; tries left after this one: {tries_left - 1}")
+        return outcome.code
+
+    def _run_once(self) -> Outcome:
+        cfg = self.config
+        address = f"127.0.0.1:{_free_port()}"
+        logs = None
+        if cfg.log_dir is not None:
+            width = len(str(cfg.num_processes - 1))
+            logs = [
+                os.path.join(cfg.log_dir, f"process-{i:0{width}}.log")
+                for i in range(cfg.num_processes)
+            ]
+            _say(f"{cfg.num_processes} process(es), which print to {logs[0]} and beside it")
+        group = ProcessGroup(
+            cfg.command,
+            [self.process_environment(i, address) for i in range(cfg.num_processes)],
+            say=PrefixedLines(cfg.num_processes),
+            log_paths=logs,
+            grace_seconds=cfg.grace_seconds,
+            failure_grace_seconds=cfg.failure_grace_seconds,
+        )
+        return group.run()
+
+    def process_environment(self, index: int, address: str) -> dict[str, str]:
+        """All variables of a process.
+
+        Args:
+            index: which one.
+            address: where they meet.
+
+        Raises:
+            JobConfigError: if there are too few GPUs.
+        """
+        devices = {"JAX_PLATFORMS": "cpu"}
+        if self.config.gpus_per_process:
+            devices = {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus(index, os.environ))}
+        return {
+            **os.environ,
+            **devices,
+            **self.environment,
+            COORDINATOR_ADDRESS: address,
+            PROCESS_ID: str(index),
+        }
+
+    def _gpus(self, index: int, environ: Mapping[str, str]) -> list[str]:
+        cfg = self.config
+        needed = cfg.num_processes * cfg.gpus_per_process
+        visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        visible = visible or [str(i) for i in range(needed)]
+        if len(visible) < needed:
+            raise JobConfigError(
+                f"{self._where('gpus_per_process')}={cfg.gpus_per_process} for "
+                f"num_processes={cfg.num_processes} asks for {needed} GPUs, and "
+                f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Ask for fewer."
+            )
+        first = index * cfg.gpus_per_process
+        return visible[first : first + cfg.gpus_per_process]
+
+    def _report(self, outcome: Outcome) -> None:
+        """Says what was not as it should be."""
+        if outcome.failed is not None:
+            _say(failure_text(outcome, self.config.num_processes))
+        elif outcome.stopped_by is not None:
+            codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
+            _say(f"stopped by {outcome.stopped_by}, passed on to all; exit codes: {codes}")
+
+
+def failure_text(outcome: Outcome, num_processes: int) -> str:
+    """What to tell people of a process that failed, and of the others.
+
+    Args:
+        outcome: in which one failed.
+        num_processes: how many there were.
+    """
+    failed = outcome.failed
+    assert failed is not None
+    lines = [
+        f"process {failed.index} of {num_processes} (pid {failed.pid}) {_end(failed)} "
+        f"after {failed.seconds:.1f} s; its exit code is {failed.code}"
+    ]
+    if failed.last_lines:
+        lines.append("the last that it printed:")
+        lines += [f"  [{failed.index}] {line}" for line in failed.last_lines]
+    for other in outcome.ended:
+        if other is not failed:
+            lines.append(f"process {other.index} {_end(other)} at {other.seconds:.1f} s")
+    return "\n".join(lines)
+
+
+def _end(ended: Ended) -> str:
+    if ended.signal_name is not None:
+        return f"was ended by {ended.signal_name}"
+    return f"ended with exit code {ended.code}" if ended.code else "ended as it should"
+
+
+def _say(text: str) -> None:
+    print(f"weft launch: {text}", file=sys.stderr, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,270 @@
+"""Several processes of this machine as one: they start together and end together.
+
+Each is watched by two threads: one reads what it prints, one waits for its end. Ends arrive in a
+queue in the order in which they happened, so that the first to fail is the one that is named. From
+then on the others are asked to stop, since they wait for what will never come; who has not ended
+after a while is killed. A signal that asks this process to stop is passed on to each of them.
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any, NamedTuple
+
+from weft.errors import JobConfigError
+
+LAST_LINES = 20
+
+
+class Ended(NamedTuple):
+    """A process that has ended.
+
+    Attributes:
+        index: which one.
+        pid: its id.
+        code: its exit code, as a shell counts: 128 and the signal's number for one that was killed.
+        signal_name: the signal that killed it, if one did.
+        seconds: how long it ran.
+        last_lines: the last of what it printed.
+    """
+
+    index: int
+    pid: int
+    code: int
+    signal_name: str | None
+    seconds: float
+    last_lines: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    """How a group of processes ended.
+
+    Attributes:
+        ended: the processes, in the order in which they ended.
+        failed: the first that failed on its own, None if none did.
+        stopped_by: the name of the signal that asked to stop, None if none did.
+    """
+
+    ended: tuple[Ended, ...]
+    failed: Ended | None
+    stopped_by: str | None
+
+    @property
+    def code(self) -> int:
+        """The exit code of all: that of the first to fail, or of the first that is not 0."""
+        if self.failed is not None:
+            return self.failed.code
+        return next((e.code for e in self.ended if e.code), 0)
+
+
+class ProcessGroup:
+    """Runs one command as several processes.
+
+    Args:
+        command: the program and its arguments.
+        environments: the variables of each process.
+        say: takes each line that a process prints, with the number of the process.
+        log_paths: the file for each process to print to, instead of lines to `say`.
+        grace_seconds: how long processes may take to end after a signal was passed on.
+        failure_grace_seconds: how long they may take after one of them has failed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        *,
+        say: Callable[[int, str], None],
+        log_paths: Sequence[str] | None = None,
+        grace_seconds: float,
+        failure_grace_seconds: float,
+    ):
+        self._command = list(command)
+        self._environments = environments
+        self._say = say
+        self._log_paths = log_paths
+        self._grace_seconds = grace_seconds
+        self._failure_grace_seconds = failure_grace_seconds
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._readers: list[threading.Thread] = []
+        self._lines = [collections.deque[str](maxlen=LAST_LINES) for _ in environments]
+        self._ends: queue.SimpleQueue[tuple[int, float]] = queue.SimpleQueue()
+        self._stopped_by: str | None = None
+        self._deadline: float | None = None
+
+    def run(self) -> Outcome:
+        """Starts the processes and waits for the end of all.
+
+        Raises:
+            JobConfigError: if the program cannot be started, or a log cannot be written.
+        """
+        self._started = time.monotonic()
+        try:
+            with self._signals_passed_on():
+                for index in range(len(self._environments)):
+                    self._start(index)
+                return self._wait()
+        finally:
+            self._kill_all()
+
+    # Starting.
+
+    def _start(self, index: int) -> None:
+        with contextlib.ExitStack() as stack:
+            output: Any = subprocess.PIPE
+            if self._log_paths is not None:
+                output = stack.enter_context(self._open_log(self._log_paths[index]))
+            try:
+                process = subprocess.Popen(
+                    self._command,
+                    env=dict(self._environments[index]),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    # Ctrl-C on a terminal goes to all of its processes; each is to get it once.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise JobConfigError(
+                    f"command={self._command!r} cannot be started: {error}. Name a program that "
+                    "is on the PATH."
+                ) from error
+        self._processes.append(process)
+        threading.Thread(target=self._watch, args=(index, process), daemon=True).start()
+        if process.stdout is not None:
+            reader = threading.Thread(target=self._read, args=(index, process.stdout), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        if self._stopped_by is not None:  # it came too late for the signal
+            process.send_signal(signal.Signals[self._stopped_by])
+
+    def _open_log(self, path: str) -> Any:
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            return open(path, "wb")
+        except OSError as error:
+            raise JobConfigError(
+                f"the log {path!r} cannot be written: {error}. Name another log_dir."
+            ) from error
+
+    # The threads.
+
+    def _watch(self, index: int, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        self._ends.put((index, time.monotonic()))
+
+    def _read(self, index: int, pipe: Any) -> None:
+        with pipe:
+            for line in pipe:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                self._lines[index].append(text)
+                self._say(index, text)
+
+    # Waiting.
+
+    def _wait(self) -> Outcome:
+        ended: list[Ended] = []
+        failed: Ended | None = None
+        while len(ended) < len(self._processes):
+            try:
+                index, moment = self._ends.get(timeout=0.1)
+            except queue.Empty:
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self._kill_all()
+                continue
+            ended.append(self._described(index, moment))
+            if ended[-1].code and failed is None:
+                failed = ended[-1] if self._stopped_by is None else None
+                self._stop_others()
+        return Outcome(tuple(ended), failed, self._stopped_by)
+
+    def _described(self, index: int, moment: float) -> Ended:
+        if self._readers:
+            # A child of its own may hold the pipe open: then what was read so far has to do.
+            self._readers[index].join(timeout=1)
+        process = self._processes[index]
+        code, name = process.returncode, None
+        if code < 0:
+            code, name = 128 - code, signal.Signals(-code).name
+        lines = tuple(self._lines[index])
+        if self._log_paths is not None:
+            lines = last_lines(self._log_paths[index])
+        return Ended(index, process.pid, code, name, moment - self._started, lines)
+
+    def _stop_others(self) -> None:
+        """One has failed: the others cannot go on."""
+        if self._stopped_by is None:
+            self._pass_on(signal.SIGTERM)
+        self._end_within(self._failure_grace_seconds)
+
+    def _end_within(self, seconds: float) -> None:
+        self._deadline = min(self._deadline or float("inf"), time.monotonic() + seconds)
+
+    def _pass_on(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            process.send_signal(number)
+
+    def _kill_all(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)  # it and its children
+
+    @contextlib.contextmanager
+    def _signals_passed_on(self) -> Iterator[None]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self._stopped_by = self._stopped_by or signal.Signals(number).name
+            self._end_within(self._grace_seconds)
+            self._pass_on(signal.Signals(number))
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def last_lines(path: str) -> tuple[str, ...]:
+    """The last lines of a file that may be large.
+
+    Args:
+        path: of the file.
+    """
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 64_000))
+        return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
+
+
+class PrefixedLines:
+    """Prints lines of several processes, each behind the number of its process.
+
+    >>> say = PrefixedLines(12)
+    >>> say(3, "step 1")
+    [ 3] step 1
+    """
+
+    def __init__(self, num_processes: int):
+        self._width = len(str(num_processes - 1))
+        self._lock = threading.Lock()
+        self._readable = True
+
+    def __call__(self, index: int, line: str) -> None:
+        with self._lock:
+            if not self._readable:
+                return
+            try:
+                print(f"[{index:{self._width}}] {line}", file=sys.stdout, flush=True)
+            except BrokenPipeError:  # the reader, such as `head`, has seen enough; training goes on
+                self._readable = False
