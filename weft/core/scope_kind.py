@@ -286,7 +286,7 @@ class ScopeKind(Kind):
             for s, d in zip(static, drawn, strict=True)
         )
 
-    def join(self, statics):
+    def join(self, static, statics):
         return tuple(
             drawn[0] and functools.reduce(larger, drawn) for drawn in zip(*statics, strict=True)
         )

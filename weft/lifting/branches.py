@@ -12,7 +12,18 @@ import jax
 
 from weft.errors import BranchStructureError
 from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
-from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, Units, commit, depart, run
+from weft.lifting.crossing import (
+    Cargo,
+    Kind,
+    Parcel,
+    Results,
+    Static,
+    Units,
+    commit,
+    depart,
+    is_parcel,
+    run,
+)
 from weft.lifting.structure import shown, traced_by_structure
 
 
@@ -114,9 +125,13 @@ def _chosen(
         chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
     except TypeError:
         names = names or [f"branch {i}" for i in range(len(branches))]
+        if len(traced) < len(branches):
+            raise  # it is the index that does not fit
+        _check_results(traced, names)
+        kind.join(static.value[0], [r.static.value for r in traced])
         _check_alike(kind, static.value[0], traced, names)
         raise
-    joined = kind.join([r.static.value for r in traced])
+    joined = kind.join(static.value[0], [r.static.value for r in traced])
     return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
 
 
@@ -144,26 +159,46 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
     return dict(jax.tree_util.tree_leaves_with_path(of_groups))
 
 
+def _check_results(traced: Sequence[Results], names: Sequence[str]) -> None:
+    """Raises BranchStructureError where the trees of branches' results differ."""
+    trees = [jax.tree.structure(r.packed, is_leaf=is_parcel) for r in traced]
+    for name, tree in zip(names[1:], trees[1:], strict=False):
+        if tree != trees[0]:
+            raise BranchStructureError(
+                f"{name} returns another structure than {names[0]}: {tree} instead of {trees[0]}; "
+                "what branches return is alike."
+            )
+
+
 def _check_alike(kind: Kind, static: Any, traced: Sequence[Results], names: Sequence[str]) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
-    if not traced:
-        return
-    first = (traced[0].parcels, traced[0].packed)
     for name, results in zip(names[1:], traced[1:], strict=False):
-        other = (results.parcels, results.packed)
-        if jax.tree.structure(first) != jax.tree.structure(other):
+        ours, theirs = _by_place(kind, static, results), _by_place(kind, static, traced[0])
+        for at in ours.keys() ^ theirs.keys():
+            has, has_not = (name, names[0]) if at in ours else (names[0], name)
             raise BranchStructureError(
-                f"{name} returns, or leaves in the state, another structure than {names[0]}: "
-                f"{jax.tree.structure(other)} instead of {jax.tree.structure(first)}."
+                f"{at} is there after {has}, and not after {has_not}; what branches return, and "
+                "leave in the state, is alike."
             )
-        for (path, a), b in zip(
-            jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True
-        ):
+        for at, a in theirs.items():
+            b = ours[at]
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                is_state = not path[0].idx
-                at = jax.tree_util.keystr(path[1:])
-                at = kind.place(static, path[3:]) if is_state else f"the result{at}"
                 raise BranchStructureError(
                     f"{at} is {b.str_short()} in {name}, and {a.str_short()} in {names[0]}; what "
                     "branches return, and leave in the state, is alike."
                 )
+
+
+def _by_place(kind: Kind, static: Any, results: Results) -> dict[str, Any]:
+    """All values of the results, by where they are."""
+    found = {}
+    for parcel in results.parcels:
+        for path, x in jax.tree_util.tree_leaves_with_path(parcel):
+            found[kind.place(static, path[1:])] = x
+    for path, x in jax.tree_util.tree_leaves_with_path(results.packed, is_leaf=is_parcel):
+        if is_parcel(x):
+            for inside, value in jax.tree_util.tree_leaves_with_path(x):
+                found[kind.place(static, inside[1:])] = value
+        else:
+            found[f"the result{jax.tree_util.keystr(path)}"] = x
+    return found

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from weft.errors import ForkError, RoleError
-from weft.lifting.roles import CARRY, FORK, Roles, broadcast_roles, roles_of_carrier
+from weft.lifting.roles import CARRY, FORK, Roles, broadcast_roles, is_role, roles_of_carrier
 
 
 class Kind(Protocol):
@@ -141,8 +141,13 @@ class Kind(Protocol):
         """
         return static
 
-    def join(self, statics: Sequence[Any]) -> Any:
-        """One collected static half for several branches, of which one is taken."""
+    def join(self, static: Any, statics: Sequence[Any]) -> Any:
+        """One collected static half for several branches, of which one is taken.
+
+        Args:
+            static: that of the call.
+            statics: what each branch has collected.
+        """
         return statics[0]
 
     def place(self, static: Any, path: Any) -> str:
@@ -281,7 +286,7 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     out_at = [i for i, leaf in enumerate(out_leaves) if kind.is_carrier(leaf)]
     out_flat = (
         broadcast_roles(out_roles, out, kind.is_carrier, "out_axes")
-        if out_at
+        if out_at or not is_role(out_roles)
         else [None] * len(out_leaves)
     )
     out_static, groups, new_groups = kind.collect(

@@ -36,10 +36,12 @@ from weft.nnx.transforms.calls import (
     changed_in_loop,
     inconsistent_aliases,
     note_values,
+    place_of,
     place_of_value,
     shared_in_tree_mode,
     unmatched,
 )
+from weft.nnx.transforms.differences import first_difference
 from weft.nnx.variables import Variable, metadata_key
 
 Group = dict[int, Any]
@@ -253,14 +255,25 @@ class ObjectKind(Kind):
     def union(self, group: Group, other: Group) -> Group:
         return {**group, **other}
 
-    def join(self, statics: Sequence[Any]) -> Any:
-        if any(static != statics[0] for static in statics[1:]):
-            raise BranchObjectsError(
-                f"nnx.{self.transformation}: the branches change the references or static "
-                "attributes of an object, or make attributes, in different ways; what comes out "
-                "must look alike whichever of them is taken. Do it in all of them, or before."
-            )
+    def join(self, static: _Static, statics: Sequence[_Changed | None]) -> Any:
+        for after in statics[1:]:
+            if after != statics[0]:
+                raise self._differs(static, statics[0], after)
         return statics[0]
+
+    def _differs(self, static: _Static, *changed: _Changed | None) -> Exception:
+        unchanged = range(len(_first_paths(static.graphdef)))
+        first, second = (
+            (static.graphdef, unchanged) if c is None else (c.graphdef, c.origins) for c in changed
+        )
+        found = first_difference((first[0], second[0]), (first[1], second[1]))
+        at = "an object" if found is None else place_of(found.path)
+        seen = ("otherwise", "as it was") if found is None else found.seen
+        return BranchObjectsError(
+            f"nnx.{self.transformation}: {at} is {seen[0]} after one branch, and {seen[1]} after "
+            "another. What comes out must look alike whichever of them is taken, but for values of "
+            "variables; change it alike in all of them, or before."
+        )
 
     def place(self, static: _Static, path: Any) -> str:
         return place_of_value(static.graphdef.paths, path)

@@ -1,0 +1,74 @@
+"""Where two graphs of objects differ, for errors about branches that must leave them alike."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from weft.nnx.filters import Path
+from weft.nnx.graph import GraphDef, NodeDef, Ref, VariableDef
+from weft.nnx.structure import Fixed
+
+
+class Difference(NamedTuple):
+    """A place at which two graphs differ.
+
+    Attributes:
+        path: where.
+        seen: what is there in either of them, in words.
+    """
+
+    path: Path
+    seen: tuple[str, str]
+
+
+def first_difference(
+    graphs: tuple[GraphDef, GraphDef], origins: tuple[Sequence[int | None], Sequence[int | None]]
+) -> Difference | None:
+    """The first place at which two graphs differ.
+
+    Args:
+        graphs: the descriptions of both.
+        origins: for each object of either the number of the one that it was before, None for a new
+            one.
+    """
+
+    def find(a: Any, b: Any, path: Path) -> Difference | None:
+        if _index(a) is not None and _index(b) is not None:
+            known = [of[x.index] for of, x in zip(origins, (a, b), strict=True)]
+            if known[0] != known[1]:
+                if None not in known:
+                    return Difference(path, ("one object", "another one"))
+                new, old = "a new object", "one that was there before"
+                return Difference(path, (new, old) if known[0] is None else (old, new))
+        if not (isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type):
+            return None if _without_index(a) == _without_index(b) else _seen(a, b, path)
+        of_a, of_b = dict(a.attributes), dict(b.attributes)
+        for name in {**of_a, **of_b}:
+            if name not in of_a:
+                return Difference((*path, name), ("not there", "there"))
+            if name not in of_b:
+                return Difference((*path, name), ("there", "not there"))
+        for name, part in of_a.items():
+            if found := find(part, of_b[name], (*path, name)):
+                return found
+        return None if a.marks == b.marks else Difference(path, ("marked so", "marked otherwise"))
+
+    return find(graphs[0].root, graphs[1].root, ())
+
+
+def _index(part: Any) -> int | None:
+    return getattr(part, "index", None) if isinstance(part, NodeDef | VariableDef | Ref) else None
+
+
+def _without_index(part: Any) -> Any:
+    # The same number may be another object in either graph; that is settled before.
+    return part if _index(part) is None else part._replace(index=0)
+
+
+def _seen(a: Any, b: Any, path: Path) -> Difference:
+    return Difference(path, (_shown(a), _shown(b)))
+
+
+def _shown(part: Any) -> str:
+    if isinstance(part, Fixed):
+        return repr(part.value)
+    return part.type.__name__ if isinstance(part, NodeDef | VariableDef) else "an array"
