@@ -181,3 +181,19 @@ def test_properties_and_slots_of_subclasses_work():
     scaled = Scaled()
     scaled.w = nnx.Param(2)
     assert nnx.to_pure_dict(nnx.state(scaled)) == {"_w": 2}
+
+
+def test_trees_of_objects_that_look_alike_are_told_apart():
+    def tree(**attributes):
+        module = nnx.Module()
+        for name, value in attributes.items():
+            setattr(module, name, value)
+        return jax.tree.structure(module)
+
+    assert tree(a=1, w=nnx.Param(1)) == tree(w=nnx.Param(2), a=1)
+    trees = [tree(a=1), tree(a=True), tree(a=1.0), tree(a=nnx.data(1)), tree(b=1), tree(a=(1,))]
+    trees += [jax.tree.structure(nnx.Dict({key: 1})) for key in (1, True, "1")]
+    for i, a in enumerate(trees):
+        for j, b in enumerate(trees):
+            assert (a == b) == (i == j), (a, b)
+            assert i != j or hash(a) == hash(b)

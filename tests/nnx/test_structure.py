@@ -8,7 +8,7 @@ import pytest
 from weft import nnx
 from weft.errors import TraceContextError
 from weft.nnx.graph import take_apart
-from weft.nnx.structure import EPOCH, Fixed, Watch
+from weft.nnx.structure import EPOCH, Fixed, Watch, fixed
 
 
 class Model(nnx.Module):
@@ -173,3 +173,21 @@ def test_a_watch_knows_its_trace():
         return x
 
     jax.eval_shape(f, 1.0)
+
+
+def test_static_values_that_look_alike_are_told_apart():
+    values = [0, False, 0.0, -0.0, 1, True, 1.0, "1", b"1", None, (), (1,), (True,), jnp.float32]
+    for i, a in enumerate(values):
+        for j, b in enumerate(values):
+            assert (fixed(a) == fixed(b)) == (i == j), (a, b)
+            assert type(fixed(a).value) is type(a)
+
+
+def test_functions_are_told_apart_by_what_they_see():
+    def scaled(by):
+        return lambda x: x * by
+
+    assert fixed(scaled(2)) == fixed(scaled(2))
+    assert fixed(scaled(2)) != fixed(scaled(3))
+    assert fixed(jax.nn.initializers.zeros) == fixed(jax.nn.initializers.zeros)
+    assert fixed(jax.nn.initializers.zeros) != fixed(jax.nn.initializers.ones)

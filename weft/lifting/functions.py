@@ -8,6 +8,7 @@ itself alone: better compiled once too often than run once with another function
 """
 
 import dataclasses
+import dis
 import enum
 import functools
 import types
@@ -141,12 +142,14 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     if fn in above:
         return "recursion", above.index(fn)
     above = (*above, fn)
+    if not _is_of_library(fn) and _written_outside(fn.__code__):
+        raise _Incomparable  # it is another one after each run
     try:
         closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
     # The globals of a library do not change.
-    names = [] if _is_of_library(fn) else _names(fn.__code__)
+    names = [] if is_of_library(fn) else _names(fn.__code__)
     seen = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
     # What it wraps is in its closure, too.
@@ -159,6 +162,19 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
         _of_value(own, above),
         tuple((name, _of_value(value, above)) for name, value in seen.items()),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _written_outside(code: types.CodeType) -> frozenset[str]:
+    """The names of outer functions and of the module to which a function writes."""
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    names = {name for c in inside for name in _written_outside(c)} - {*code.co_cellvars}
+    for step in dis.get_instructions(code):
+        verb, _, place = step.opname.partition("_")
+        is_outside = place == "GLOBAL" or (place == "DEREF" and step.argval in code.co_freevars)
+        if verb in ("STORE", "DELETE") and is_outside:
+            names.add(step.argval)
+    return frozenset(names)
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -197,7 +213,7 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     if isinstance(value, types.FunctionType):
         # One that stands in another function is made anew by each call of that.
         fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
-        return Same(value) if fixed and _is_of_library(value) else _of_function(value, above)
+        return Same(value) if fixed and is_of_library(value) else _of_function(value, above)
     if isinstance(value, types.MethodType | functools.partial):
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
@@ -213,6 +229,7 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     raise _Incomparable
 
 
-def _is_of_library(fn: types.FunctionType) -> bool:
+def is_of_library(fn: types.FunctionType) -> bool:
+    """Whether a function is JAX's, Weft's or the like, whose globals do not change."""
     # Functions that wrap others have the module of what they wrap, so the globals tell.
     return fn.__globals__.get("__name__", "").split(".")[0] in ("jax", "numpy", "optax", "weft")

@@ -7,6 +7,7 @@ and arrays in the order in which they were met.
 """
 
 import dataclasses
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 from weft.errors import GraphStructureError
 from weft.nnx.filters import Path, to_predicate
 from weft.nnx.pytree import Pytree
-from weft.nnx.structure import Fixed
+from weft.nnx.structure import PLAIN, Fixed, fixed, of_plain
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -31,6 +32,9 @@ class Ref(NamedTuple):
 
 class Leaf(NamedTuple):
     """A value that is no variable."""
+
+
+_LEAF = Leaf()
 
 
 class Within(NamedTuple):
@@ -191,26 +195,36 @@ class _Walk:
             if (known := self._met(x, path)) is not None:
                 return known
             self._leaf(x, path, None)
-            self.is_sure &= all(map(_cannot_change, x._metadata.values()))
-            metadata = metadata_key(x) if self.with_metadata else NO_METADATA
+            metadata = NO_METADATA
+            if x._metadata:
+                self.is_sure &= all(map(_cannot_change, x._metadata.values()))
+                metadata = metadata_key(x) if self.with_metadata else NO_METADATA
             return VariableDef(type(x), self.index[id(x)], metadata)
         if isinstance(x, Pytree):
             if (known := self._met(x, path)) is not None:
                 return known
-            index = self.index[id(x)]
+            index, marks = self.index[id(x)], x._watch.marks
             attributes = tuple(
-                (name, self._attribute(x, name, value, (*path, name))) for name, value in x._items()
+                [
+                    (name, of_plain(value))
+                    if type(value) in PLAIN and name not in marks
+                    else (name, self._attribute(x, name, value, (*path, name)))
+                    for name, value in x._items()
+                ]
             )
             return NodeDef(type(x), index, attributes, x._marks(), x._order())
-        below = None if is_array(x) else _children(x)
-        if below is None and isinstance(x, list | tuple | dict):
-            _check_no_objects(x, path)
-        if is_array(x) or (is_data and below is None and x is not None):
+        if is_array(x):
             self._leaf(x, path, owner)
-            return Leaf()
+            return _LEAF
+        below = _children(x)
         if below is None:
-            self.is_sure &= _cannot_change(x)
-            return Fixed(x)
+            if isinstance(x, _CONTAINERS):
+                _check_no_objects(x, path)
+            if is_data and x is not None:
+                self._leaf(x, path, owner)
+                return _LEAF
+            self.is_sure = self.is_sure and _cannot_change(x)
+            return fixed(x)
         self.is_sure &= isinstance(x, tuple)
         children, tree = below
         attributes = tuple(
@@ -222,7 +236,7 @@ class _Walk:
         mark = x._watch.marks.get(name)
         if mark is False:
             self.is_sure &= _cannot_change(value)
-            return Fixed(value)
+            return fixed(value)
         return self.describe(value, path, (x, name), is_data=bool(mark))
 
     def _met(self, x: Any, path: Path) -> Ref | None:
@@ -250,10 +264,13 @@ def _within(owner: Any, key: Hashable) -> Any:
 
 def is_array(x: Any) -> bool:
     """Whether a value is an array, or stands for one."""
-    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    return isinstance(x, _ARRAYS)
 
 
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+_CONTAINERS = (list, tuple, dict)
 _IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def _check_no_objects(x: Any, path: Path) -> None:
@@ -307,7 +324,7 @@ def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
 
 def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
     """The items of a container that JAX knows, by key, and its structure; None for a value."""
-    if x is None or isinstance(x, _IMMUTABLE):
+    if x is None or isinstance(x, _IMMUTABLE) or type(x) in _FUNCTIONS:
         return None
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):

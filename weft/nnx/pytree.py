@@ -17,7 +17,8 @@ import jax
 import numpy as np
 
 from weft.errors import AttributeMarkError
-from weft.nnx.structure import Fixed, Watch
+from weft.lifting.functions import by_value
+from weft.nnx.structure import PLAIN, Fixed, Watch, fixed, of_plain
 from weft.nnx.variables import Variable
 
 T = TypeVar("T")
@@ -212,7 +213,9 @@ class Pytree:
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         """The attributes, sorted by name."""
-        return sorted(item for item in vars(self).items() if item[0] != "_watch")
+        attributes = dict(vars(self))
+        del attributes["_watch"]
+        return sorted(attributes.items())
 
     @classmethod
     def _made_of(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
@@ -224,7 +227,10 @@ class Pytree:
 
     def _marks(self) -> tuple[tuple[Hashable, bool], ...]:
         """What was said of attributes and does not go without saying."""
-        items, marks = dict(self._items()), self._watch.marks
+        marks = self._watch.marks
+        if not marks:
+            return ()
+        items = dict(self._items())
         kept = (n for n in marks if n in items and not (marks[n] and is_data(items[n])))
         return tuple((name, marks[name]) for name in sorted(kept, key=str))
 
@@ -266,8 +272,13 @@ class Pytree:
             return
         self._watch.check(self)
         self._watch.marks = marks
-        of_names = dict(items)
-        self._replace(items if order is None else [(name, of_names[name]) for name in order])
+        if order is not None:
+            of_names = dict(items)
+            items = [(name, of_names[name]) for name in order]
+        if there:
+            self._replace(items)
+        else:
+            self._fill(items)
         self._watch.changed()
 
     def _is_data(self, name: Hashable, value: Any) -> bool:
@@ -317,31 +328,65 @@ class Pytree:
         return shown(self)
 
 
-def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], Fixed]:
-    items = x._items()
-    flags = [x._is_data(name, value) for name, value in items]
-    names = tuple((name, is_data) for (name, _), is_data in zip(items, flags, strict=True))
-    fixed = tuple(Fixed(v) for (_, v), is_data in zip(items, flags, strict=True) if not is_data)
-    found = [item for item, is_data in zip(items, flags, strict=True) if is_data]
-    return found, Fixed((names, fixed))
+class _Structure:
+    """An object without its data, compared by value.
+
+    Attributes:
+        parts: by name a static value, or None in the place of data.
+    """
+
+    __slots__ = ("_key", "parts")
+
+    def __init__(self, parts: list[tuple[Hashable, Fixed | None]]):
+        self.parts = parts
+        # The keys of a Dict can be anything, and 1 and True are equal.
+        self._key = [(k if type(k) is str else by_value(k), part) for k, part in parts]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._key))
+
+    def __repr__(self) -> str:
+        return repr(dict(self.parts))
 
 
-def _flatten(x: Pytree) -> tuple[list[Any], Fixed]:
-    found, fixed = _parts(x)
-    return [value for _, value in found], fixed
+def _parts(x: Pytree) -> tuple[list[tuple[Any, Any]], _Structure]:
+    found, parts, marks = [], [], x._watch.marks
+    for item in x._items():
+        name, value = item
+        if type(value) in PLAIN and name not in marks:
+            parts.append((name, of_plain(value)))
+        elif x._is_data(name, value):
+            found.append(item)
+            parts.append((name, None))
+        else:
+            parts.append((name, fixed(value)))
+    return found, _Structure(parts)
 
 
-def _flatten_with_keys(x: Pytree) -> tuple[list[Any], Fixed]:
-    found, fixed = _parts(x)
-    return [(x._key(name), value) for name, value in found], fixed
+def _flatten(x: Pytree) -> tuple[list[Any], _Structure]:
+    found, structure = _parts(x)
+    return [value for _, value in found], structure
 
 
-def _unflatten(cls: type[Pytree], fixed: Fixed, children: Iterable[Any]) -> Pytree:
-    names, values = fixed.value
-    rest, of_data = iter(values), iter(children)
-    items = [(name, next(of_data) if flag else next(rest).value) for name, flag in names]
-    # What is data stays data, whatever JAX puts in its place.
-    marks = {n: True for (n, v), (_, flag) in zip(items, names, strict=True) if flag > is_data(v)}
+def _flatten_with_keys(x: Pytree) -> tuple[list[Any], _Structure]:
+    found, structure = _parts(x)
+    return [(x._key(name), value) for name, value in found], structure
+
+
+def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]) -> Pytree:
+    of_data, items, marks = iter(children), [], {}
+    for name, part in structure.parts:
+        if part is not None:
+            items.append((name, part.value))
+            continue
+        value = next(of_data)
+        items.append((name, value))
+        # What is data stays data, whatever JAX puts in its place.
+        if not is_data(value):
+            marks[name] = True
     return cls._made_of(items, marks)
 
 

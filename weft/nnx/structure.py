@@ -6,11 +6,13 @@ other than the value of a variable makes a new *epoch*. A call compares the epoc
 it remembers; where they differ, it looks again, once.
 """
 
+import functools
+import types
 import weakref
 from typing import Any
 
 from weft.core.tracing import current_trace
-from weft.lifting.functions import by_value
+from weft.lifting.functions import by_value, is_of_library
 from weft.nnx.naming import changed_elsewhere, origin
 
 
@@ -65,7 +67,8 @@ class Watch:
         Raises:
             TraceContextError: inside of a transformation that the object did not go through.
         """
-        if self.trace != current_trace():
+        trace, here = self.trace, current_trace()
+        if trace is not here and trace != here:
             raise changed_elsewhere(what)
 
     def changed(self) -> None:
@@ -89,10 +92,32 @@ class Fixed:
         self._hash = hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Fixed) and self._key == other._key
+        if self is other:
+            return True
+        return isinstance(other, Fixed) and self._hash == other._hash and self._key == other._key
 
     def __hash__(self) -> int:
         return self._hash
 
     def __repr__(self) -> str:
         return repr(self.value)
+
+
+# Most of what is static is of these types, and is never data.
+PLAIN = frozenset((bool, int, str, bytes, type(None)))
+of_plain = functools.lru_cache(maxsize=4096, typed=True)(Fixed)
+_of_library = functools.lru_cache(maxsize=1024)(Fixed)
+
+
+def fixed(value: Any) -> Fixed:
+    """A static value for comparison; made once for values that many objects have."""
+    kind = type(value)
+    if kind in PLAIN or (kind is float and value != 0.0):  # 0.0 and -0.0 are not the same here
+        return of_plain(value)
+    if kind is types.FunctionType:
+        is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
+        if is_top and is_of_library(value):
+            return _of_library(value)
+    elif isinstance(value, type) and value.__module__.startswith("jax."):
+        return _of_library(value)
+    return Fixed(value)
