@@ -142,7 +142,7 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     if fn in above:
         return "recursion", above.index(fn)
     above = (*above, fn)
-    if not _is_of_library(fn) and _written_outside(fn.__code__):
+    if not is_of_library(fn) and _written_outside(fn.__code__):
         raise _Incomparable  # it is another one after each run
     try:
         closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
