@@ -416,6 +416,8 @@ def put_together(
         is_new = part.index not in existing
         made = part.type.__new__(part.type) if is_new else existing[part.index]
         objects[part.index] = made
+        if type(made) is not part.type:
+            made.__class__ = part.type
         items = [(name, build(below)) for name, below in part.attributes]
         made._become(items, dict(part.marks), part.order)
         return made

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from weft.core.tracing import current_trace
-from weft.lifting.functions import AtFirstCall
+from weft.lifting.functions import AtFirstCall, by_value
 from weft.nnx.graph import Flat
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
@@ -26,6 +26,7 @@ from weft.nnx.transforms.calls import MISSING, check_unbound
 from weft.nnx.transforms.jit_aot import Call, Lowered, Traced
 from weft.nnx.transforms.jit_program import (
     Found,
+    FunctionChanged,
     HiddenObject,
     Layout,
     Options,
@@ -36,7 +37,7 @@ from weft.nnx.transforms.jit_program import (
     has_objects,
     objects_at_top,
 )
-from weft.nnx.transforms.kind import ObjectKind, watched
+from weft.nnx.transforms.kind import ObjectKind, is_object, watched
 from weft.nnx.transforms.modes import references_and_structure
 from weft.nnx.variables import Variable
 
@@ -106,10 +107,12 @@ class JitWrapped:
     __slots__ = ("__dict__", "__weakref__", "_last")
 
     def __init__(self, fn: Callable[..., Any], options: Options):
-        functools.update_wrapper(self, fn)
+        taken_over = () if is_object(fn) else functools.WRAPPER_UPDATES
+        functools.update_wrapper(self, fn, updated=taken_over)
         self._fn, self._options = fn, options
         # Functions that are equal by value share their programs.
         self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
+        self._seen: Hashable = None
         self._plans: dict[Any, _Plan] = {}
         self._last: _Plan | None = None
         self._has_hidden = False
@@ -129,8 +132,8 @@ class JitWrapped:
                 [variable._value for variable in kept] if kept else kept,
                 *args[plan.n_first :],
             )
-        except (HiddenObject, TypeError):
-            if not has_objects(args[plan.n_first :]):
+        except (HiddenObject, FunctionChanged, TypeError) as error:
+            if isinstance(error, TypeError) and not has_objects(args[plan.n_first :]):
                 raise
             plan = None
         if plan is None:
@@ -148,6 +151,18 @@ class JitWrapped:
 
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call for which the last plan does not hold."""
+        return self._or_anew(self._call_looked_at, args, kwargs)
+
+    def _or_anew(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call, again with programs of its own if the function sees other values by now."""
+        try:
+            return call(args, kwargs)
+        except FunctionChanged:
+            self._programs, self._seen = AtFirstCall(object(), dict), None
+            self.forget()
+        return call(args, kwargs)
+
+    def _call_looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at, names = objects_at_top(self._options, args, kwargs)
         positions, of_names = [i for i, _ in at], [name for name, _ in names]
         rest = [x for i, x in enumerate(args) if i not in positions]
@@ -199,9 +214,11 @@ class JitWrapped:
         return forget
 
     def _program(self, layout: Layout) -> Program:
-        programs = self._programs.value
+        if self._seen is None:
+            self._seen = by_value(self._fn)
+        programs, made = self._programs.value, (self._fn, self._options, layout, self._seen)
         with _LOCK:
-            program = programs.pop(layout, None) or Program(self._fn, self._options, layout)
+            program = programs.pop(layout, None) or Program(*made)
             programs[layout] = program  # the latest comes last
             while len(programs) > _MAX_PROGRAMS:
                 del programs[next(iter(programs))]
@@ -218,6 +235,9 @@ class JitWrapped:
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """As `jax.jit(...).trace`; objects stay as they are."""
+        return self._or_anew(self._traced, args, kwargs)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
         found = found_anywhere(self._options, args, kwargs)
         program = self._program(found.layout)
         values = program.values_of(found.flat)

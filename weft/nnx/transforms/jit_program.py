@@ -6,7 +6,7 @@ given away. Back come the values that have changed, with a note which those are,
 values has changed all that the engine brings back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from weft.core.tracing import current_trace
 from weft.errors import TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
+from weft.lifting.functions import by_value
 from weft.lifting.roles import broadcast_roles
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
@@ -85,6 +86,10 @@ class HiddenObject(Exception):
     """Raised in a trace that finds an object inside of a container among the arguments."""
 
 
+class FunctionChanged(Exception):
+    """Raised in a trace of a shared function that sees other values than when it was shared."""
+
+
 class Layout(NamedTuple):
     """The objects of a call.
 
@@ -109,12 +114,21 @@ class Layout(NamedTuple):
 
 
 class Program:
-    """The function that JAX compiles, for objects that look alike."""
+    """The function that JAX compiles, for objects that look alike.
 
-    def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout):
+    Args:
+        fn: the user's function.
+        options: what was said of it.
+        layout: of the objects.
+        seen: the function by value, when it was found to be equal to others.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout, seen: Hashable):
         self._fn, self._options, self.layout = recorded(fn), options, layout
-        self._user_fn = fn
+        self._user_fn, self._seen = fn, seen
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
+        # What was laid out anew stays so outside, or each call would do it again.
+        self._returns_all = options.in_shardings is not None and options.kind.structure
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
         self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
         self.jitted = jax.jit(self._pure, **self._jit_options())
@@ -144,6 +158,8 @@ class Program:
         return result
 
     def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
+        if by_value(self._user_fn) != self._seen:
+            raise FunctionChanged
         layout, values = self.layout, self._in_order(donated, kept)
         groups: list[tuple[dict[int, Any], ...]]
         groups = [tuple({} for _ in roles) for roles in layout.roles]
@@ -208,13 +224,14 @@ class Program:
             isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
             for n, x in changed.items()
         ):
-            for n in self.donated:
+            for n in range(len(values)) if self._returns_all else self.donated:
                 i, g = self.layout.static.places[n]
                 # What was given away is gone outside.
                 results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
             more = results.static, results.parcels
             return results.packed, [], [], more, Written((), False)
-        new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
+        new = dict(enumerate(values)) if self._returns_all else {}
+        new |= {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
         at = tuple(i for i, n in enumerate(self.kept) if n in new)
         donated = [new.get(n, values[n]) for n in self.donated]
         return results.packed, donated, [new[self.kept[i]] for i in at], None, Written(at, True)
