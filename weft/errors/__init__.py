@@ -11,6 +11,7 @@ from weft.errors._checkpoints import *
 from weft.errors._configs import *
 from weft.errors._functional import *
 from weft.errors._hierarchy import *
+from weft.errors._interop import *
 from weft.errors._launching import *
 from weft.errors._layers import *
 from weft.errors._layouts import *

@@ -1,0 +1,232 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.interop.layers import DENSE, KEY, NAMED, RANDOM, SHAPE, STATEFUL, X
+from weft import linen, nnx
+from weft.config import REQUIRED, Required, config_class, config_for_class
+from weft.core.meta import unbox
+from weft.errors import LayerMethodError, LayerVariablesError, ParameterSpecError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.dropout import Dropout
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.module import Module, functional
+from weft.hierarchy.normalization import BatchNorm
+from weft.hierarchy.repeat import Repeat
+from weft.interop import InHierarchy, as_hierarchy, as_linen, as_nnx
+from weft.interop.hierarchy import HierarchyModel
+
+
+def over(cases):
+    return pytest.mark.parametrize("make", cases.values(), ids=cases)
+
+
+def layer_of(guest, **kwargs):
+    return as_hierarchy(*guest, inputs=SHAPE, **kwargs).clone(name="guest").instantiate(parent=None)
+
+
+def run(layer, state, x=X, is_training=False, key=KEY):
+    return functional(layer, key, state, (x,), is_training=is_training)
+
+
+def is_spec(x):
+    return hasattr(x, "mesh_axes")
+
+
+@over(DENSE)
+def test_a_layer_of_any_library_is_a_layer_of_the_hierarchy(make):
+    layer = layer_of(make())
+    specs = layer.create_parameter_specs_recursively()
+    state = layer.initialize_parameters_recursively(KEY)
+    shapes = jax.tree.map(lambda s: (tuple(s.shape), s.dtype), specs, is_leaf=is_spec)
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    (y, outputs), again = jax.jit(lambda s: run(layer, s))(state), run(layer, state)[0]
+    assert y.shape == (4, 2)
+    np.testing.assert_allclose(y, again, rtol=1e-6)
+    assert outputs.state_updates == {}
+
+
+def test_layouts_are_mesh_axes():
+    for name in ("linen", "linen-logical", "flax-linen"):
+        specs = layer_of(NAMED[name]()).create_parameter_specs_recursively()["params"]
+        assert specs["kernel"].partition_spec == P(None, "model")
+        assert specs["bias"].partition_spec == P(None)
+    init = nnx.with_partitioning(jax.nn.initializers.ones, (None, "model"))
+    with nnx.use_eager_sharding(False):
+        layer = layer_of((nnx.Linear, 3, 2), kernel_init=init)
+        specs = layer.create_parameter_specs_recursively()["params"]
+    assert specs["kernel"].partition_spec == P(None, "model")
+
+
+@pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
+def test_state_is_updated_in_training_alone(case):
+    make, col = case
+    layer = layer_of(make())
+    state = layer.initialize_parameters_recursively(KEY)
+    _, outputs = jax.jit(lambda s: run(layer, s, is_training=True))(state)
+    updates = outputs.state_updates
+    if make()[0].__class__.__name__ == "Config":  # a layer of the hierarchy stays what it is
+        assert set(updates) == {"moving_mean", "moving_variance"}
+        return
+    assert set(updates) == {col}
+    changed = jax.tree.leaves(updates)
+    before = jax.tree.leaves(state[col])
+    assert any(not jnp.array_equal(a, b) for a, b in zip(before, changed, strict=True))
+    specs = layer.create_parameter_specs_recursively()[col]
+    assert {s.weight_decay_scale for s in jax.tree.leaves(specs, is_leaf=is_spec)} == {0.0}
+    _, outputs = run(layer, state)
+    unchanged = zip(before, jax.tree.leaves(outputs.state_updates), strict=False)
+    assert all(jnp.array_equal(a, b) for a, b in unchanged)
+
+
+@over(RANDOM)
+def test_keys_come_from_the_invocation(make):
+    layer = layer_of(make())
+    state = layer.initialize_parameters_recursively(KEY)
+    a, b, c = (run(layer, state, is_training=True, key=jax.random.key(i))[0] for i in (0, 0, 1))
+    np.testing.assert_array_equal(a, b)
+    assert not jnp.array_equal(a, c)
+    np.testing.assert_allclose(run(layer, state)[0], X)
+
+
+class Net(BaseLayer):
+    """A layer of Linen between layers of the hierarchy."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        guest: Required[BaseLayer.Config] = REQUIRED
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("first", Linear.default_config().set(input_dim=3, output_dim=3))
+        self._add_child("guest", cfg.guest)
+
+    def forward(self, x):
+        return self.guest(self.first(x))
+
+
+def test_it_is_a_child_made_by_a_config():
+    guest = as_hierarchy(config_for_class(linen.Dense).set(features=2), inputs=SHAPE)
+    net = Net.default_config().set(name="net", guest=guest).instantiate(parent=None)
+    state = net.initialize_parameters_recursively(KEY)
+    assert set(state) == {"first", "guest"}
+    assert run(net, state)[0].shape == (4, 2)
+    again = net.initialize_parameters_recursively(KEY, prebuilt={"guest": state["guest"]})
+    jax.tree.map(np.testing.assert_array_equal, again, state)
+
+
+class Chain(Repeat):
+    def forward(self, x):
+        return self._run(lambda x, _: (self.layer(x), None), x).carry
+
+
+def test_copies_of_it_are_stacked():
+    guest = as_hierarchy(linen.Dense, 3, inputs=SHAPE)
+    cfg = Chain.default_config().set(name="stack", layer=guest, num_layers=3)
+    stack = cfg.instantiate(parent=None)
+    state = stack.initialize_parameters_recursively(KEY)
+    kernel = state["layer"]["params"]["kernel"]
+    assert kernel.shape == (3, 3, 3)
+    assert not jnp.array_equal(kernel[0], kernel[1])
+    carry = jax.jit(lambda s: run(stack, s)[0])(state)
+    want = X
+    for k, b in zip(kernel, state["layer"]["params"]["bias"], strict=True):
+        want = want @ k + b
+    np.testing.assert_allclose(carry, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_sown_is_a_module_output():
+    class Sows(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            self.sow("intermediates", "seen", x)
+            return linen.Dense(2)(x)
+
+    layer = layer_of((Sows(),))
+    state = layer.initialize_parameters_recursively(KEY)
+    _, outputs = functional(layer, KEY, state, (X,), is_training=True, drop_output_collections=())
+    np.testing.assert_array_equal(outputs.module_outputs["intermediates"]["seen"][0], X)
+
+
+def test_prebuilt_values_have_to_fit():
+    layer = layer_of((linen.Dense(2),))
+    with pytest.raises(ParameterSpecError, match=r"'params/kernel' of shape \(2,\) .*\(3, 2\)"):
+        layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"kernel": jnp.ones(2)}})
+    with pytest.raises(ParameterSpecError, match="'params/weight'"):
+        layer.initialize_parameters_recursively(KEY, prebuilt={"params": {"weight": jnp.ones(2)}})
+
+
+def test_a_state_without_a_variable_is_refused():
+    layer = layer_of((linen.Dense(2),))
+    with pytest.raises(LayerVariablesError, match="Dense has a variable 'params/bias'"):
+        run(layer, {"params": {}})
+
+
+def test_a_config_of_the_hierarchy_stays_one():
+    cfg = Linear.default_config().set(input_dim=3)
+    assert as_hierarchy(cfg, output_dim=2) == cfg.clone(output_dim=2)
+    assert as_hierarchy(Linear, output_dim=2) == Linear.default_config().set(output_dim=2)
+    assert isinstance(as_hierarchy(linen.Dense, 2, inputs=(SHAPE,)), InHierarchy.Config)
+
+
+# Layers of the hierarchy as models of other libraries.
+
+
+class Reports(BaseLayer):
+    """Reports what it does beside its result."""
+
+    def forward(self, x, *, scale=1.0):
+        self.add_summary("mean", x.mean())
+        self.add_module_output("x", x)
+        return scale * x
+
+
+def test_summaries_and_outputs_are_collections():
+    layer = as_linen(Reports.default_config())
+    y, reported = layer.apply({}, X, scale=2.0, mutable=["summaries", "module_outputs"])
+    np.testing.assert_array_equal(y, 2 * X)
+    np.testing.assert_allclose(reported["summaries"]["mean"], X.mean(), rtol=1e-6)
+    np.testing.assert_array_equal(reported["module_outputs"]["x"], X)
+
+
+def test_parameters_and_what_training_updates_are_apart():
+    layer = as_nnx(BatchNorm, input_dim=3, rngs=nnx.Rngs(0)).lazy_init(X)
+    assert set(nnx.state(layer, nnx.Param)) == {"bias", "scale"}
+    layer.train()
+    layer(X)
+    assert jnp.any(layer.moving_mean[...])
+
+
+def test_a_layer_without_parameters():
+    layer = as_nnx(Dropout.default_config().set(rate=0.5), rngs=nnx.Rngs(0)).lazy_init(X)
+    layer.train()
+    assert not jnp.array_equal(layer(X), layer(X))
+
+
+class Plain(Module):
+    def forward(self, x):
+        return x + 1
+
+
+def test_a_module_that_is_no_layer():
+    layer = as_linen(Plain)
+    y, variables = layer.init_with_output(KEY, X)
+    np.testing.assert_array_equal(y, X + 1)
+    assert variables == {}
+
+
+def test_the_first_values_are_those_of_the_layer():
+    model = HierarchyModel(Linear, input_dim=3, output_dim=2)
+    layer = Linear.default_config().set(name="l", input_dim=3, output_dim=2)
+    want = layer.instantiate(parent=None).initialize_parameters_recursively(KEY)
+    made = model.init({"params": KEY}, X)
+    jax.tree.map(np.testing.assert_array_equal, unbox(made["params"]), want)
+
+
+def test_a_method_that_is_not_there_is_named():
+    with pytest.raises(LayerMethodError, match="Plain has no method 'backward'"):
+        HierarchyModel(Plain).apply({}, X, rngs={}, mutable=False, method="backward")
+    with pytest.raises(LayerVariablesError, match="Linear has a variable 'weight'"):
+        HierarchyModel(Linear, input_dim=3, output_dim=2).apply({}, X, rngs={}, mutable=False)

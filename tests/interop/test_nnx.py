@@ -1,0 +1,235 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.interop.layers import DENSE, KEY, RANDOM, STATEFUL, X, normal
+from weft import linen, nnx
+from weft.core.meta import Partitioned
+from weft.errors import InvalidRngError, LayerVariablesError
+from weft.interop import InNNX, as_nnx
+from weft.interop.nnx import NNXModel
+from weft.nnx import bridge
+
+
+def over(cases):
+    return pytest.mark.parametrize("make", cases.values(), ids=cases)
+
+
+def made(guest, seed=0, **kwargs):
+    """A layer in NNX with its variables."""
+    layer = as_nnx(*guest, **({} if isinstance(guest[0], nnx.Module) else {"rngs": nnx.Rngs(seed)}))
+    return layer.lazy_init(X, **kwargs) if isinstance(layer, InNNX) else layer
+
+
+@over(DENSE)
+def test_a_layer_of_any_library_is_trained_in_nnx(make):
+    layer = made(make())
+    optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(layer, optimizer):
+        loss, grads = nnx.value_and_grad(lambda layer: (layer(X) ** 2).mean())(layer)
+        optimizer.update(layer, grads)
+        return loss
+
+    first, second = step(layer, optimizer), step(layer, optimizer)
+    assert 0 < second < first
+
+
+@over({k: DENSE[k] for k in ("linen", "hierarchy", "flax-linen", "equinox-class", "haiku-class")})
+def test_a_batch_of_layers_is_mapped(make):
+    layers = nnx.vmap(lambda key: as_nnx(*make(), rngs=nnx.Rngs(key)).lazy_init(X))(
+        jax.random.split(KEY, 3)
+    )
+    assert all(x.shape[0] == 3 for x in jax.tree.leaves(nnx.state(layers, nnx.Param)))
+    y = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))(layers, X)
+    assert y.shape == (3, 4, 2)
+    assert not jnp.allclose(y[0], y[1])
+
+
+@pytest.mark.parametrize("case", STATEFUL.values(), ids=STATEFUL)
+def test_state_changes_in_training_alone_under_jit_and_scan(case):
+    layer = made(case[0](), training=True) if "nnx" not in str(case) else made(case[0]())
+    if isinstance(layer, InNNX) and not nnx.state(layer, nnx.Param):
+        layer.lazy_init(X, training=True)
+
+    def stats():
+        return jax.tree.leaves(nnx.state(layer, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+
+    def equal(before):
+        return all(jnp.array_equal(a, b) for a, b in zip(before, stats(), strict=True))
+
+    call = nnx.jit(lambda layer, x: layer(x))
+    layer.eval()
+    before = stats()
+    assert before
+    call(layer, X)
+    assert equal(before)
+    layer.train()
+    twin = nnx.clone(layer)
+    call(layer, X)
+    call(layer, 2 * X)
+    assert not equal(before)
+    after = stats()
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def scan(layer, x):
+        layer(x)
+        return layer
+
+    layer = twin
+    scan(layer, jnp.stack([X, 2 * X]))
+    for a, b in zip(after, stats(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@over(RANDOM)
+def test_keys_come_from_the_streams(make):
+    layer = made(make(), training=True) if not isinstance(make()[0], nnx.Module) else make()[0]
+    layer.train()
+    a, b = layer(X), layer(X)
+    assert not jnp.array_equal(a, b)
+    layer.eval()
+    np.testing.assert_allclose(layer(X), X, rtol=1e-6)
+
+
+def test_layouts_are_metadata():
+    kernel_init = linen.with_partitioning(normal, (None, "model"))
+    with nnx.use_eager_sharding(False):
+        layer = as_nnx(linen.Dense(2, kernel_init=kernel_init), rngs=nnx.Rngs(0)).lazy_init(X)
+        assert layer.kernel.sharding_names == (None, "model")
+        assert layer.kernel.linen_meta_type is Partitioned
+
+        def make(key):
+            return as_nnx(linen.Dense(2, kernel_init=kernel_init), rngs=nnx.Rngs(key)).lazy_init(X)
+
+        layers = nnx.vmap(make, transform_metadata={nnx.PARTITION_NAME: "layers"})(
+            jax.random.split(KEY, 3)
+        )
+    assert layers.kernel.sharding_names == ("layers", None, "model")
+    y = nnx.vmap(
+        lambda layer, x: layer(x),
+        in_axes=(0, None),
+        transform_metadata={nnx.PARTITION_NAME: "layers"},
+    )(layers, X)
+    assert y.shape == (3, 4, 2)
+    assert layers.kernel.sharding_names == ("layers", None, "model")
+
+
+def test_a_model_of_layers_of_many_libraries_is_made_at_once():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = [
+                as_nnx(*DENSE[name](), rngs=rngs) for name in ("flax-linen", "equinox-class")
+            ]
+            self.own = nnx.Linear(2, 3, rngs=rngs)
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = self.own(layer(x))
+            return x
+
+    model = bridge.lazy_init(Model(nnx.Rngs(0)), X)
+    assert nnx.state(model.layers[1]).inner.weight.shape == (2, 3)
+    assert model(X).shape == (4, 3)
+
+
+def test_equal_layers_are_traced_once():
+    traces = []
+
+    @nnx.jit
+    def call(layer, x):
+        traces.append(1)
+        return layer(x)
+
+    for seed in range(3):
+        call(made((linen.Dense(2),), seed), X)
+    for seed in range(3):
+        call(made(DENSE["equinox-class"](), seed), X)
+    assert len(traces) == 2
+
+
+def test_a_module_of_nnx_stays_what_it_is():
+    linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    assert as_nnx(linear) is linear
+    assert as_nnx(nnx.Linear, 3, 2, rngs=nnx.Rngs(0)).kernel.shape == (3, 2)
+
+
+# NNX modules as models of other libraries.
+
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(3, 3, rngs=rngs)
+        self.again = self.first
+        self.noise = rngs.noise.fork()
+        self.offset = jnp.ones(3)
+
+    def __call__(self, x, noisy=False):
+        x = self.again(self.first(x)) + self.offset
+        return x + self.noise.normal(x.shape) if noisy else x
+
+
+def test_shared_modules_and_plain_arrays_are_kept_once():
+    model = NNXModel(Net)
+    variables = model.init({"params": KEY, "noise": KEY}, X)
+    shapes = jax.tree.map(jnp.shape, variables)
+    assert shapes == {
+        "params": {"again": {"bias": (3,), "kernel": (3, 3)}},
+        "arrays": {"offset": (3,)},
+    }
+    doubled = jax.tree.map(lambda x: 2 * x, variables)
+    y, changed = model.apply(doubled, X, rngs={}, mutable=True)
+    kernel = 2 * variables["params"]["again"]["kernel"]
+    np.testing.assert_allclose(y, X @ kernel @ kernel + 2, rtol=1e-4)
+    assert changed == {}
+
+
+def test_first_values_are_not_computed_by_apply():
+    model = NNXModel(Net)
+    variables = model.init({"params": KEY, "noise": KEY}, X)
+    jaxpr = jax.make_jaxpr(lambda v: model.apply(v, X, rngs={}, mutable=False)[0])(variables)
+    assert "random" not in str(jaxpr)
+
+
+def test_to_draw_from_a_stream_that_was_not_given_is_an_error():
+    model = NNXModel(Net)
+    variables = model.init({"params": KEY, "noise": KEY}, X)
+    noisy, _ = model.apply(variables, X, rngs={"noise": KEY}, mutable=False, noisy=True)
+    assert noisy.shape == (4, 3)
+    with pytest.raises(InvalidRngError, match=r"Net draws a key .* it was given: 'other'. Give"):
+        model.apply(variables, X, rngs={"other": KEY}, mutable=False, noisy=True)
+
+
+def test_a_parameter_of_another_shape_is_named():
+    model = NNXModel(nnx.Linear, 3, 2)
+    variables = model.init({"params": KEY}, X)
+    variables["params"]["kernel"] = jnp.ones((4, 2))
+    with pytest.raises(LayerVariablesError, match=r"params/kernel' of Linear .*\(4, 2\); expected"):
+        model.apply(variables, X, rngs={}, mutable=False)
+
+
+def test_variables_without_a_place_are_named():
+    model = NNXModel(nnx.Linear, 3, 2)
+    variables = model.init({"params": KEY}, X)
+    variables["params"]["other"] = {"kernel": jnp.ones(2)}
+    with pytest.warns(UserWarning, match="Linear .* no place for: params/other/kernel"):
+        model.apply(variables, X, rngs={}, mutable=False)
+
+
+def test_what_was_made_in_a_call_is_taken_again():
+    class Remembers(nnx.Module):
+        def __init__(self, *, rngs):
+            pass
+
+        def __call__(self, x):
+            self.sow(nnx.Intermediate, "seen", x.sum())
+            return x
+
+    model = NNXModel(Remembers)
+    _, once = model.apply({}, X, rngs={}, mutable=["intermediates"])
+    _, twice = model.apply(once, X, rngs={}, mutable=["intermediates"])
+    assert len(once["intermediates"]["seen"]) == 1
+    assert len(twice["intermediates"]["seen"]) == 2

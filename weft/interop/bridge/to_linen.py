@@ -1,0 +1,130 @@
+"""NNX modules as Linen modules: `ToLinen`, whose collections are the kinds of variables.
+
+The NNX module exists for the time of a call. At `init` it is made with keys of the Linen module's
+streams; at `apply` it is made again, of its first values only those that are needed, and given the
+variables. What the call changes goes back to the collections that are mutable.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from weft import linen
+from weft.core.filters import in_filter
+from weft.core.frozen_dict import FrozenDict
+from weft.errors import RngStreamNotFoundError
+from weft.interop.bridge.variables import to_linen_var
+from weft.interop.linen import boxed_as
+from weft.interop.models import nested
+from weft.interop.nnx import NNXModel
+
+__all__ = ["ToLinen", "to_linen"]
+
+
+class ToLinen(linen.Module):
+    """An NNX module as a module of Linen; see `to_linen`.
+
+    Attributes:
+        nnx_class: the class of the NNX module, or a function that makes one.
+        args: for it.
+        kwargs: for it.
+        skip_rng: whether it does not take `rngs`.
+        metadata_fn: what a collection holds for a variable; None for its value alone.
+        abstract_init: whether `apply` leaves out computing the first values.
+    """
+
+    nnx_class: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = FrozenDict({})
+    skip_rng: bool = False
+    metadata_fn: Callable[[Any], Any] | None = to_linen_var
+    abstract_init: bool = True
+
+    @linen.compact
+    def __call__(self, *args: Any, nnx_method: Any = None, **kwargs: Any) -> Any:
+        """Calls the NNX module on the variables.
+
+        Args:
+            *args: of the call.
+            nnx_method: what is called: a method, its name, or a function of the NNX module.
+            **kwargs: of the call.
+
+        Raises:
+            RngStreamNotFoundError: at `init`, if the module needs a stream that is not there.
+            InvalidRngError: if a key is drawn from a stream that `apply` was not given.
+            LayerVariablesError: if a variable is missing that cannot be made, or a parameter has
+                another shape.
+        """
+        scope: Any = self.scope
+        rngs = {name: self.make_rng(name) for name in scope.rngs}
+        model = NNXModel(self.nnx_class, *self.args, **self.kwargs)
+        model.takes_rngs, model.abstract = not self.skip_rng, self.abstract_init
+        model.metadata_fn = self.metadata_fn
+        variables = self.variables
+        if self.is_initializing() and not any(variables.values()):
+            module = self._first(model, rngs)
+            leaves = model.collections(module)
+            self._put(nested({path: model.boxed(leaf) for path, leaf in leaves.items()}))
+            return model.call(module, args, kwargs, nnx_method)
+        module, before, made = model.with_values(variables, rngs, scope.mutable)
+        self._put(nested({path: model.boxed(leaf) for path, leaf in made.items()}))
+        out = model.call(module, args, kwargs, nnx_method)
+        if not self.is_initializing():
+            self._put(boxed_as(variables, model.changes(module, before, scope.mutable)))
+        return out
+
+    def _first(self, model: NNXModel, rngs: Mapping[str, Any]) -> Any:
+        try:
+            return model.make(rngs)
+        except RngStreamNotFoundError as error:
+            error.add_note(
+                f"{model.name} is made by a module of Linen, whose streams are its own: give "
+                "`init` a key for each, as in init({'params': key, 'dropout': other_key}, ...)."
+            )
+            raise
+
+    def _put(self, variables: Mapping[str, Any]) -> None:
+        scope: Any = self.scope
+        for col, entries in variables.items():
+            if in_filter(scope.mutable, col):
+                for name, value in entries.items():
+                    self.put_variable(col, name, value)
+
+
+def to_linen(
+    nnx_class: Callable[..., Any],
+    *args: Any,
+    metadata_fn: Callable[[Any], Any] | None = to_linen_var,
+    name: str | None = None,
+    skip_rng: bool = False,
+    abstract_init: bool = True,
+    **kwargs: Any,
+) -> ToLinen:
+    """An NNX module as a module of Linen.
+
+    Args:
+        nnx_class: its class, or a function that makes it.
+        *args: for the class.
+        metadata_fn: from a variable to what its collection holds; by default the value, in an
+            `NNXMeta` if there is metadata. None for the value alone.
+        name: of the Linen module.
+        skip_rng: whether the class does not take `rngs`.
+        abstract_init: whether `apply` leaves out computing the first values.
+        **kwargs: for the class, beside `rngs`.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from weft import nnx
+        >>> model = to_linen(nnx.Linear, 3, 2)
+        >>> variables = model.init(jax.random.key(0), jnp.ones((1, 3)))
+        >>> jax.tree.map(jnp.shape, variables)
+        {'params': {'bias': (2,), 'kernel': (3, 2)}}
+    """
+    return ToLinen(
+        nnx_class,
+        args,
+        FrozenDict(kwargs),
+        skip_rng,
+        metadata_fn,
+        abstract_init,
+        name=name,
+    )

@@ -1,0 +1,201 @@
+"""Variables of NNX as those of Linen, and back: classes are collections, metadata is in boxes.
+
+A Linen variable knows its axes by a box around its value, an NNX variable by its metadata. A box
+that has `to_nnx_metadata` becomes metadata that remembers its class; other metadata is put in a box
+of its own, `NNXMeta`. Both are told alike when an axis comes or goes.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from weft.core.layout import constrain
+from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
+from weft.core.spmd import get_pspec
+from weft.errors import LayerVariablesError, VariableTypeError
+from weft.nnx.initial_metadata import VariableMetadata
+from weft.nnx.kinds import (
+    register_variable_name,
+    variable_name_from_type,
+    variable_type_from_name,
+)
+from weft.nnx.structure import Fixed
+from weft.nnx.variables import Variable
+
+__all__ = ["NNXMeta", "collection_of", "to_linen_var", "to_nnx_var", "with_partitioning"]
+
+_BOX = "linen_meta_type"
+"""The metadata entry with the class of the box that the other entries came from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NNXMeta(AxisMetadata):
+    """A value in a Linen collection with the metadata of the NNX variable that it comes from.
+
+    Attributes:
+        var_type: the class of the variable.
+        value: its value.
+        metadata: its metadata; `out_sharding` says how its axes are laid out.
+
+    Example:
+        >>> from weft import nnx
+        >>> box = NNXMeta(nnx.Param, jax.numpy.ones((4, 8)), {"out_sharding": (None, "model")})
+        >>> box.add_axis(0, {"partition_name": "layers"}).metadata["out_sharding"]
+        ('layers', None, 'model')
+    """
+
+    var_type: type[Variable[Any]]
+    value: Any
+    metadata: Mapping[str, Any]
+
+    @property
+    def _names(self) -> Any:
+        return self.metadata.get("out_sharding")
+
+    def replace(self, **updates: Any) -> Self:
+        """A copy with other fields."""
+        return dataclasses.replace(self, **updates)
+
+    def unbox(self) -> Any:
+        """The value, laid out over the mesh of the metadata or of `jax.set_mesh`, if any."""
+        if not self._names:
+            return self.value
+        return constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
+
+    def replace_boxed(self, val: Any) -> Self:
+        return self.replace(value=val)
+
+    def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        return self._renamed(lambda names: names.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
+        return self._renamed(lambda names: names.remove_axis(index, params))
+
+    def _renamed(self, change: Callable[[Partitioned], Partitioned]) -> Self:
+        if self._names is None:
+            return self
+        names = getattr(self._names, "spec", self._names)
+        changed = change(Partitioned(self.value, tuple(names))).names
+        return self.replace(metadata={**self.metadata, "out_sharding": changed})
+
+    def get_partition_spec(self) -> PartitionSpec:
+        """The layout that the metadata asks for, by its rules and those of the context."""
+        spec = get_pspec(self._names, self.metadata.get("sharding_rules"))
+        return PartitionSpec() if spec is None else spec
+
+    def to_nnx_variable(self) -> Variable[Any]:
+        """The variable."""
+        return self.var_type.from_metadata(self.value, self.metadata)
+
+
+def _register() -> None:
+    key = jax.tree_util.GetAttrKey("value")
+
+    def static(box: NNXMeta) -> Fixed:
+        return Fixed((box.var_type, tuple(sorted(box.metadata.items()))))
+
+    def made(fixed: Fixed, children: Any) -> NNXMeta:
+        var_type, metadata = fixed.value
+        return NNXMeta(var_type, next(iter(children)), dict(metadata))
+
+    jax.tree_util.register_pytree_with_keys(
+        NNXMeta,
+        lambda box: ([(key, box.value)], static(box)),
+        made,
+        lambda box: ([box.value], static(box)),
+    )
+
+
+_register()
+
+
+def collection_of(kind: type[Variable[Any]]) -> str:
+    """The collection of a kind of variable: its registered name, or else that of the class."""
+    with contextlib.suppress(VariableTypeError):
+        return variable_name_from_type(kind)
+    # Where another class of this name was there before, the collection is the same.
+    with contextlib.suppress(VariableTypeError):
+        register_variable_name(kind.__name__, kind)
+    return kind.__name__
+
+
+def to_linen_var(vs: Variable[Any]) -> Any:
+    """What a Linen collection holds for an NNX variable.
+
+    Args:
+        vs: the variable.
+
+    Returns:
+        Its value; in a box, if there is metadata: in that which it came from, or an `NNXMeta`.
+    """
+    metadata, value = vs.get_metadata(), vs.get_raw_value()
+    if isinstance(value, jax.Ref):
+        value = value[...]
+    if not metadata:
+        return value
+    box = metadata.pop(_BOX, None)
+    if box is None:
+        return NNXMeta(type(vs), value, metadata)
+    return box.from_nnx_metadata({"value": value, **metadata})
+
+
+def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
+    """The NNX variable for what a Linen collection holds.
+
+    Args:
+        col: the collection; a kind of variable is made for a name that none has.
+        x: the value, or a box with it.
+        lay_out: whether the value is new and is laid out as its metadata says.
+
+    Raises:
+        LayerVariablesError: if it is the box of a variable of another kind, or of a class that
+            cannot become metadata.
+    """
+    kind = variable_type_from_name(col, allow_register=True)
+    if not is_axis_metadata(x):
+        return kind(x)
+    if isinstance(x, NNXMeta):
+        if collection_of(x.var_type) != col:
+            raise LayerVariablesError(
+                f"the collection {col!r} has an NNXMeta of a {x.var_type.__name__}, whose "
+                f"collection is {collection_of(x.var_type)!r}; put it there."
+            )
+        return x.to_nnx_variable()
+    if not hasattr(x, "to_nnx_metadata"):
+        raise LayerVariablesError(
+            f"the collection {col!r} has a {type(x).__name__}, which cannot become the metadata "
+            "of a variable; give its class the methods to_nnx_metadata and from_nnx_metadata, as "
+            "Partitioned has them."
+        )
+    metadata = {**x.to_nnx_metadata(), _BOX: type(x)}
+    value = metadata.pop("value")
+    return kind(value, **metadata) if lay_out else kind.from_metadata(value, metadata)
+
+
+def with_partitioning(
+    fn: Callable[..., Any], names: Any, mesh: Mesh | None = None
+) -> Callable[..., VariableMetadata]:
+    """An initializer for modules of the bridge, whose values are laid out.
+
+    Args:
+        fn: the initializer.
+        names: for each axis of the value a mesh axis, a tuple of them, or None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+
+    Example:
+        >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))
+        >>> init(jax.random.key(0), (4, 8)).metadata["out_sharding"]
+        (None, 'model')
+    """
+
+    @functools.wraps(fn)
+    def initialize(*args: Any, **kwargs: Any) -> VariableMetadata:
+        metadata = {"out_sharding": names, "mesh": mesh, _BOX: Partitioned}
+        return VariableMetadata(fn(*args, **kwargs), metadata=metadata)
+
+    return initialize

@@ -1,0 +1,148 @@
+"""Layers of Flax, of Linen and of NNX, in models of Weft.
+
+They are called as those of Weft are, which have the same methods. Boxes of axis metadata are turned
+into those of Weft and back.
+"""
+
+import contextlib
+from typing import Any
+
+import jax
+
+from weft.core.filters import DenyList
+from weft.core.logical import LogicallyPartitioned
+from weft.core.meta import AxisMetadata, Partitioned, is_axis_metadata
+from weft.interop.bridge.variables import NNXMeta
+from weft.interop.linen import LinenModel
+from weft.interop.models import library
+from weft.interop.nnx import NNXModel
+from weft.nnx.kinds import variable_type_from_name
+from weft.nnx.structure import Fixed
+
+__all__ = ["FlaxBox", "FlaxLinenModel", "FlaxNNXModel"]
+
+
+class FlaxBox(AxisMetadata):
+    """A value in a box of Flax that Weft has no class for.
+
+    Attributes:
+        box: the box, with the value.
+    """
+
+    def __init__(self, box: Any):
+        self.box = box
+
+    def unbox(self) -> Any:
+        return self.box.unbox()
+
+    def replace_boxed(self, val: Any) -> "FlaxBox":
+        return FlaxBox(self.box.replace_boxed(val))
+
+    def add_axis(self, index: int, params: Any) -> "FlaxBox":
+        return FlaxBox(self.box.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: Any) -> "FlaxBox":
+        return FlaxBox(self.box.remove_axis(index, params))
+
+
+def _flatten(x: FlaxBox) -> tuple[list[Any], Fixed]:
+    leaves, structure = jax.tree.flatten(x.box)
+    return leaves, Fixed(structure)
+
+
+jax.tree_util.register_pytree_node(
+    FlaxBox, _flatten, lambda fixed, leaves: FlaxBox(jax.tree.unflatten(fixed.value, leaves))
+)
+
+
+def _to_weft(box: Any) -> AxisMetadata:
+    """A box of Weft for one of Flax."""
+    kind = type(box).__name__
+    if kind == "Partitioned":
+        return Partitioned(box.value, box.names, box.mesh)
+    if kind == "LogicallyPartitioned":
+        return LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
+    return FlaxBox(box)
+
+
+def _to_flax(box: AxisMetadata) -> Any:
+    """A box of Flax for one of Weft; the value alone where Flax has none."""
+    if isinstance(box, FlaxBox):
+        return box.box
+    linen = library("flax.linen", "flax")
+    if isinstance(box, LogicallyPartitioned):
+        return linen.LogicallyPartitioned(box.value, box.names, box.mesh, box.rules)
+    if isinstance(box, Partitioned):
+        return linen.Partitioned(box.value, box.names, box.mesh)
+    return box.unbox()
+
+
+class FlaxLinenModel(LinenModel):
+    """A module of Flax Linen; see `LinenModel`."""
+
+    @staticmethod
+    def _outside() -> Any:
+        return contextlib.nullcontext()
+
+    @staticmethod
+    def _kind() -> type:
+        return library("flax.linen", "flax").Module
+
+    def _filter(self, mutable):
+        if not isinstance(mutable, DenyList):
+            return mutable
+        denied = self._filter(mutable.deny)
+        return library("flax.core", "flax").DenyList(denied)
+
+    def _in(self, variables):
+        return jax.tree.map(
+            lambda x: _to_flax(x) if is_axis_metadata(x) else x,
+            dict(variables),
+            is_leaf=is_axis_metadata,
+        )
+
+    def _out(self, variables):
+        of_flax = library("flax.core.meta", "flax").is_axis_metadata
+        return jax.tree.map(
+            lambda x: _to_weft(x) if of_flax(x) else x, dict(variables), is_leaf=of_flax
+        )
+
+
+class FlaxNNXModel(NNXModel):
+    """A module of Flax NNX; see `NNXModel`."""
+
+    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+        super().__init__(module, *args, **kwargs)
+        self.metadata_fn = _box_of_variable
+
+    @property
+    def nnx(self) -> Any:
+        return library("flax.nnx", "flax")
+
+    def _collection(self, leaf: Any) -> str:
+        return _name_of(type(leaf)) if isinstance(leaf, self.nnx.Variable) else "arrays"
+
+    def _new(self, col: str, value: Any) -> Any:
+        made = super()._new(col, value)
+        if col == "arrays":
+            return made
+        kind = self.nnx.variable_type_from_name(col, allow_register=True)
+        return kind(made.get_raw_value(), **{"eager_sharding": False, **made.get_metadata()})
+
+
+_OF_FLAX = ("eager_sharding", "hijax", "ref")
+"""What Flax keeps in the metadata of each variable."""
+
+
+def _name_of(kind: type) -> str:
+    nnx = library("flax.nnx", "flax")
+    return nnx.variable_name_from_type(kind, allow_register=True)
+
+
+def _box_of_variable(variable: Any) -> Any:
+    value = variable.get_raw_value()
+    metadata = {k: v for k, v in variable.get_metadata().items() if k not in _OF_FLAX}
+    if not metadata:
+        return value
+    kind = variable_type_from_name(_name_of(type(variable)), allow_register=True)
+    return NNXMeta(kind, value, metadata)

@@ -1,0 +1,284 @@
+"""Layers of the hierarchy in other models, and layers of other libraries in the hierarchy."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from weft.config import REQUIRED, Required, config_class
+from weft.core.filters import DenyList, in_filter
+from weft.core.known import known_part
+from weft.core.meta import Partitioned, is_axis_metadata, unbox
+from weft.core.spmd import get_pspec
+from weft.errors import LayerMethodError, ParameterSpecError
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.module import Module, functional, nowrap
+from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
+from weft.interop.recognition import model_of
+
+__all__ = ["HierarchyModel", "InHierarchy", "as_hierarchy"]
+
+
+class HierarchyModel(Model):
+    """A layer of the hierarchy.
+
+    Its parameters are the collection `params`, but for those that a call in training updates, which
+    are the collection `state`. What it reports is in `summaries` and `module_outputs`.
+
+    Args:
+        config: of the layer, or a class of layers.
+        **kwargs: fields of the config of a class.
+    """
+
+    def __init__(self, config: Any, **kwargs: Any):
+        made = config.default_config() if isinstance(config, type) else config  # pyright: ignore[reportAttributeAccessIssue]
+        self.config = made.clone(**kwargs)
+        is_named = self.config.name is not REQUIRED
+        named = self.config if is_named else self.config.clone(name="layer")
+        self._layer: Module = named.instantiate(parent=None)
+
+    @property
+    def name(self) -> str:
+        return type(self._layer).__name__
+
+    def _specs(self) -> dict[str, Any]:
+        layer = self._layer
+        is_layer = isinstance(layer, BaseLayer)
+        return layer.create_parameter_specs_recursively() if is_layer else {}
+
+    def _call(
+        self, state: Any, key: Any, training: bool | None, method: Any, args: Any, kwargs: Any
+    ) -> Any:
+        method = "forward" if method in (None, "__call__") else method
+        fn = getattr(self._layer, method, None)
+        if not callable(fn):
+            raise LayerMethodError(
+                f"{self.name} has no method {method!r}; expected one such as 'forward'."
+            )
+        inputs = inspect.signature(fn).bind(*args, **kwargs).arguments if kwargs else args
+        return functional(
+            self._layer,
+            prng_key=key,
+            state=state,
+            inputs=inputs,
+            method=method,
+            is_training=bool(training),
+            drop_output_collections=(),
+        )
+
+    def init(self, rngs, *args, training=None, method=None, **kwargs):
+        layer, key = self._layer, one_key(rngs, "params", "default")
+        if not isinstance(layer, BaseLayer):
+            return {}
+        state = layer.initialize_parameters_recursively(key)
+        updates = _shapes(
+            lambda state, key, *args, **kwargs: (
+                self._call(state, key, True, method, args, kwargs)[1].state_updates
+            ),
+            *(state, jax.random.key(0), *args),
+            **kwargs,
+        )
+        updated, specs = flat(updates), flat(self._specs())
+        return nested(
+            {
+                ("state" if path in updated else "params", *path): _boxed(value, specs[path])
+                for path, value in flat(state).items()
+            }
+        )
+
+    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+        specs = self._specs()
+        given = {col: variables.get(col, {}) for col in ("params", "state")}
+        places = {tuple(path): col for (col, *path) in flat(given)}
+        values = {tuple(path): unbox(x) for (_, *path), x in flat(given).items()}
+        check_same_paths(self.name, flat(specs), values)
+        key = one_key(rngs, "default", "dropout")
+        out, side = self._call(_like(specs, values), key, training, method, args, kwargs)
+        found: dict[Path, Any] = {
+            (places.get(path, "state"), *path): x for path, x in flat(side.state_updates).items()
+        }
+        for col in ("summaries", "module_outputs"):
+            found.update(((col, *path), x) for path, x in flat(getattr(side, col)).items())
+        return out, nested({path: x for path, x in found.items() if in_filter(mutable, path[0])})
+
+
+def _boxed(value: Any, spec: ParameterSpec) -> Any:
+    """A parameter with the layout that its spec says, in a box if it says one."""
+    names = tuple(spec.partition_spec)
+    return Partitioned(value, names) if any(names) else value
+
+
+def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:
+    """Values nested as a template is, in mappings of its classes."""
+    made = {
+        name: _like(below, values, (*path, name))
+        if isinstance(below, Mapping)
+        else values[(*path, name)]
+        for name, below in template.items()
+    }
+    return type(template)(made)  # pyright: ignore[reportCallIssue]
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _shapes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` where arguments may be other things than arrays."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = {i: x for i, x in enumerate(leaves) if _is_array(x)}
+
+    def of_arrays(arrays: dict[int, Any]) -> Any:
+        args, kwargs = tree.unflatten([arrays.get(i, x) for i, x in enumerate(leaves)])
+        return fn(*args, **kwargs)
+
+    return jax.eval_shape(of_arrays, arrays)
+
+
+class InHierarchy(BaseLayer):
+    """A layer of any library as a layer of the hierarchy; see `as_hierarchy`.
+
+    Its state has the layer's collections by name. In an invocation, what the call changes of them
+    becomes state updates, and what is new, as values that are sown, module outputs.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures an InHierarchy.
+
+        Attributes:
+            layer: see `weft.interop.model_of`.
+            args: for a class of layers.
+            kwargs: for a class of layers.
+            inputs: of a call: arrays, or `jax.ShapeDtypeStruct` in their place.
+        """
+
+        layer: Required[Any] = REQUIRED
+        args: tuple = ()
+        kwargs: dict[str, Any] = {}
+        inputs: Required[tuple] = REQUIRED
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._model = model_of(cfg.layer, *cfg.args, **cfg.kwargs)
+
+    def _make(self, key: Any) -> dict[str, Any]:
+        inputs = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x,
+            self.config.inputs,
+        )
+        # As in training: statistics that only a batch can begin have to be made.
+        return self._model.init({"default": key}, *inputs, training=True)
+
+    def _variables(self) -> dict[Path, Any]:
+        """The layer's variables by path, with shapes in the place of values."""
+        return flat(jax.eval_shape(self._make, jax.random.key(0)))
+
+    @nowrap
+    def create_parameter_specs_recursively(self) -> dict[str, Any]:
+        return nested({_named(path): _spec(path, x) for path, x in self._variables().items()})
+
+    @nowrap
+    def initialize_parameters_recursively(self, prng_key, *, prebuilt: Any = None):
+        given = {path: x for path, x in flat(prebuilt or {}).items() if x is not None}
+        given = {path: x for path, x in given.items() if not isinstance(x, ParameterSpec)}
+        made = known_part(self._make, prng_key)  # without what the variables do not need
+        state = {_named(path): unbox(x) for path, x in flat(made).items()}
+        for path, x in given.items():
+            if path not in state or jnp.shape(x) != jnp.shape(state[path]):
+                there = ", ".join(f"{shown(p)} {jnp.shape(v)}" for p, v in state.items())
+                raise ParameterSpecError(
+                    f"prebuilt has {shown(path)!r} of shape {jnp.shape(x)} for {self.path()}, "
+                    f"whose layer {self._model.name} has: {there}."
+                )
+        return nested({**state, **given})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the layer.
+
+        Args:
+            *args: of the layer.
+            **kwargs: of the layer, and `method`, the name of one of its methods.
+        """
+        wanted = self._variables()
+        state: Any = self.state
+        given, real = flat(state), {_named(path): path for path in wanted}
+        check_same_paths(self._model.name, {_named(p): unbox(x) for p, x in wanted.items()}, given)
+        out, changed = self._model.apply(
+            nested({real[path]: x for path, x in given.items() if path in real}),
+            *args,
+            rngs={} if self.prng_key is None else {"default": self.prng_key},
+            mutable=DenyList(("params",)),
+            training=self.is_training,
+            **kwargs,
+        )
+        self._report({_named(path): unbox(x) for path, x in flat(changed).items()}, real)
+        return out
+
+    def _report(self, changed: dict[Path, Any], known: Mapping[Path, Any]) -> None:
+        updates = nested({path: x for path, x in changed.items() if path in known})
+        for col, entries in updates.items():
+            self.add_state_update(col, entries)
+        new = nested({path: x for path, x in changed.items() if path not in known})
+        for name, value in new.pop("summaries", {}).items():
+            self.add_summary(name, value)
+        for name, value in {**new.pop("module_outputs", {}), **new}.items():
+            self.add_module_output(name, value)
+
+
+def _named(path: Path) -> tuple[str, ...]:
+    """A path whose parts are strings, as those of the hierarchy's states are."""
+    return tuple(map(str, path))
+
+
+def _spec(path: Path, x: Any) -> Any:
+    """The spec of a variable, laid out as its box says."""
+    layout = PartitionSpec()
+    if is_axis_metadata(x):
+        of_names = getattr(x, "get_partition_spec", PartitionSpec)
+        layout = get_pspec(of_names(), getattr(x, "rules", None)) or layout
+    scale = None if path[0] == "params" else 0.0  # weights alone decay
+
+    def spec(value: Any) -> ParameterSpec:
+        axes = PartitionSpec(*layout, *[None] * (len(value.shape) - len(layout)))
+        return ParameterSpec(
+            shape=value.shape, dtype=value.dtype, mesh_axes=axes, weight_decay_scale=scale
+        )
+
+    return jax.tree.map(spec, unbox(x))
+
+
+def as_hierarchy(x: Any, /, *args: Any, inputs: Any = (), **kwargs: Any) -> Any:
+    """The config of a layer of the hierarchy that is a layer of any library.
+
+    Its parameters have the mesh axes that the layer's axis metadata says. What the layer changes
+    when it is called, such as statistics of batches, is updated as the state of the hierarchy is.
+    Whether it is called in training is said to it, see `weft.interop.models.with_mode`.
+
+    Args:
+        x: the layer, see `weft.interop.model_of`; a class of layers; or a config of either, as of
+            `config_for_class`. The config of a layer of the hierarchy stays what it is.
+        *args: for a class.
+        inputs: what it is called with: arrays, or `jax.ShapeDtypeStruct` in their place, from which
+            the shapes of its parameters follow.
+        **kwargs: for a class.
+
+    Raises:
+        UnknownLayerError: when the layer is made, if `x` is of no library that is known.
+
+    Example:
+        >>> from weft import linen as nn
+        >>> cfg = as_hierarchy(nn.Dense, 2, inputs=(jax.ShapeDtypeStruct((1, 3), "float32"),))
+        >>> layer = cfg.set(name="head").instantiate(parent=None)
+        >>> layer.create_parameter_specs_recursively()["params"]["kernel"].shape
+        (3, 2)
+    """
+    if isinstance(x, Module.Config):
+        return x.clone(**kwargs)
+    if isinstance(x, type) and issubclass(x, Module):
+        return x.default_config().set(**kwargs)
+    inputs = tuple(inputs) if isinstance(inputs, list | tuple) else (inputs,)
+    return InHierarchy.default_config().set(layer=x, args=args, kwargs=kwargs, inputs=inputs)

@@ -1,0 +1,367 @@
+"""Layers of NNX in other models, and layers of other libraries in models of NNX."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import jax
+
+from weft import nnx
+from weft.core.filters import DenyList, Filter, in_filter
+from weft.core.known import known_or_shape
+from weft.core.meta import global_mesh_defined, unbox
+from weft.errors import InvalidRngError
+from weft.interop.bridge.to_nnx import ToNNX
+from weft.interop.bridge.variables import collection_of, to_linen_var, to_nnx_var
+from weft.interop.models import (
+    Model,
+    Path,
+    Variables,
+    check_same_paths,
+    flat,
+    method_of,
+    nested,
+    one_key,
+    parameters_of,
+    shown,
+)
+from weft.interop.recognition import model_of
+from weft.linen.running import alone
+
+__all__ = ["InNNX", "NNXModel", "as_nnx"]
+
+
+class _Parts(NamedTuple):
+    """A module without its values.
+
+    Attributes:
+        graphdef: its description.
+        leaves: by path its variables and arrays, with shapes in the place of values.
+        keys: by path the values of those that are a part of a PRNG stream.
+    """
+
+    graphdef: Any
+    leaves: dict[Path, Any]
+    keys: dict[Path, Any]
+
+
+class NNXModel(Model):
+    """An NNX module.
+
+    Args:
+        module: the module, whose values are the first ones; or a class or function that makes it.
+        *args: for a class.
+        **kwargs: for a class, beside `rngs`.
+
+    Attributes:
+        takes_rngs: whether the class is given the streams as `rngs`.
+        abstract: whether a module is made without its first values where those are known.
+        metadata_fn: what a collection holds for a variable.
+    """
+
+    nnx: Any = nnx
+
+    def __init__(self, module: Any, *args: Any, **kwargs: Any):
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.takes_rngs = "rngs" not in kwargs and "rngs" in parameters_of(module)
+        self.abstract = True
+        self.metadata_fn: Any = to_linen_var
+
+    @property
+    def name(self) -> str:
+        of_class = self.module if isinstance(self.module, type) else type(self.module)
+        return getattr(self.module, "__name__", of_class.__name__)
+
+    @property
+    def _is_made(self) -> bool:
+        return isinstance(self.module, self.nnx.Pytree)
+
+    # Making it.
+
+    def make(self, rngs: Mapping[str, Any]) -> Any:
+        """The module with its first values.
+
+        Args:
+            rngs: keys by stream.
+        """
+        if self._is_made:
+            made = self.nnx.clone(self.module)
+            keys = {tag: rngs[tag] for tag in self._tags(made) if tag in rngs}
+            if "default" in rngs:
+                keys = {**dict.fromkeys(self._tags(made), rngs["default"]), **keys}
+            self.nnx.reseed(made, policy="match_shape", **keys)
+            return made
+        streams = {"rngs": self.nnx.Rngs(**rngs)} if self.takes_rngs else {}
+        with alone():
+            return self.module(*self.args, **self.kwargs, **streams)
+
+    def type_made(self, rngs: Mapping[str, Any]) -> type:
+        """The class of the module.
+
+        Args:
+            rngs: keys by stream.
+        """
+        return self._described(rngs).graphdef.root.type
+
+    def _tags(self, module: Any) -> set[str]:
+        found = (x for _, x in self.nnx.iter_graph(module))
+        return {x.tag for x in found if isinstance(x, self.nnx.RngStream)}
+
+    def _is_key(self, leaf: Any) -> bool:
+        return isinstance(leaf, self.nnx.RngState)
+
+    def collections(self, module: Any) -> dict[Path, Any]:
+        """The variables and arrays of a module, by collection and path, but for PRNG streams."""
+        return self._by_collection(self._leaves(module)[1])
+
+    def _leaves(self, module: Any) -> tuple[Any, dict[Path, Any]]:
+        graphdef, state = self.nnx.split(module)
+        return graphdef, dict(self.nnx.to_flat_state(state))
+
+    def _by_collection(self, leaves: Mapping[Path, Any]) -> dict[Path, Any]:
+        return {
+            (self._collection(leaf), *path): leaf
+            for path, leaf in leaves.items()
+            if not self._is_key(leaf)
+        }
+
+    def _collection(self, leaf: Any) -> str:
+        return collection_of(type(leaf)) if isinstance(leaf, nnx.Variable) else "arrays"
+
+    def boxed(self, leaf: Any) -> Any:
+        """What a collection holds for a variable or array."""
+        if not isinstance(leaf, self.nnx.Variable):
+            return leaf
+        return leaf.get_raw_value() if self.metadata_fn is None else self.metadata_fn(leaf)
+
+    def _described(self, rngs: Mapping[str, Any]) -> _Parts:
+        """The module without computing its values, but for its streams."""
+        found: list[Any] = []
+
+        def build(rngs: Mapping[str, Any]) -> list[Any]:
+            graphdef, leaves = self._leaves(self.make(rngs))
+            shapes = {path: self._with(leaf, _shape_of(leaf)) for path, leaf in leaves.items()}
+            found[:] = [graphdef, shapes]
+            return [x.get_raw_value() for x in leaves.values() if self._is_key(x)]
+
+        absent = jax.eval_shape(lambda: jax.random.key(0))
+        if self._is_made and self._tags(self.module) == {"default"}:
+            absent = one_key(rngs, "dropout") if rngs else absent  # a stream for all purposes
+        streams = {"default": absent, **rngs}
+        if not (self.abstract or self._is_made):
+            streams = {"default": jax.random.key(0), **rngs}
+            values = build(streams)
+        else:
+            values = known_or_shape(build, streams)
+        paths = [path for path, leaf in found[1].items() if self._is_key(leaf)]
+        return _Parts(found[0], found[1], dict(zip(paths, values, strict=True)))
+
+    def _with(self, leaf: Any, value: Any) -> Any:
+        """A variable or array like another, with another value."""
+        if not isinstance(leaf, self.nnx.Variable):
+            return value
+        return type(leaf).from_metadata(value, leaf.get_metadata())
+
+    def with_values(
+        self, variables: Mapping[str, Any], rngs: Mapping[str, Any], mutable: Filter
+    ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
+        """The module with given values.
+
+        Args:
+            variables: the values.
+            rngs: keys by stream; to draw from another is an error.
+            mutable: the collections of which what is not given may be made.
+
+        Returns:
+            The module, its values by collection and path, and of those the ones that were made.
+
+        Raises:
+            LayerVariablesError: if a value is missing, or a parameter has another shape.
+        """
+        parts, given = self._described(rngs), flat(variables)
+        wanted = self._by_collection(parts.leaves)
+        missing = {path: leaf for path, leaf in wanted.items() if path not in given}
+        made: dict[Path, Any] = {}
+        if missing and all(in_filter(mutable, path[0]) for path in missing):
+            first = self.collections(self.make(rngs))
+            made = {path: first[path] for path in missing}
+        values = {path: unbox(x) for path, x in given.items()}
+        values.update((path, _raw(x)) for path, x in made.items())
+        check_same_paths(self.name, wanted, values, shapes=False)
+        parameters = {p: _raw(x) for p, x in wanted.items() if p[0] == "params"}
+        with_shapes = {p: x for p, x in parameters.items() if hasattr(x, "shape")}
+        check_same_paths(self.name, with_shapes, values)
+        leaves = {
+            path: self._stream_part(leaf, parts.keys[path], rngs)
+            if self._is_key(leaf)
+            else self._with(leaf, values[self._collection(leaf), *path])
+            for path, leaf in parts.leaves.items()
+        }
+        module = self.nnx.merge(parts.graphdef, self.nnx.from_flat_state(list(leaves.items())))
+        self._attach(module, {path: given[path] for path in given if path not in wanted})
+        kept = {path: values[path] for path in self.collections(module) if path in values}
+        return module, kept, made
+
+    def _stream_part(self, leaf: Any, value: Any, rngs: Mapping[str, Any]) -> Any:
+        """A part of a PRNG stream; one whose key is not known cannot be drawn from."""
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            return self._with(leaf, value)
+        there, name = ", ".join(map(repr, rngs)) or "none", self.name
+
+        def refuse(*_: Any) -> Any:
+            raise InvalidRngError(
+                f"{name} draws a key from a PRNG stream that it was not given; it was given: "
+                f"{there}. Give one for each stream that it draws from, such as "
+                "rngs={'dropout': key}, or let the layer not draw."
+            )
+
+        with jax.ensure_compile_time_eval():
+            key = jax.random.split(jax.random.key(0), value.shape)
+        metadata = {**leaf.get_metadata(), "on_get_value": refuse}
+        return type(leaf).from_metadata(key, metadata)
+
+    def _attach(self, module: Any, extra: Mapping[Path, Any]) -> None:
+        """Gives a module what was sown in it before, or otherwise made in a call."""
+        places = dict(self.nnx.iter_graph(module))
+        strays = []
+        for (col, *above, name), value in extra.items():
+            if isinstance(places.get(tuple(above)), self.nnx.Pytree):
+                setattr(places[tuple(above)], name, self._new(col, value))
+            else:
+                strays.append(shown((col, *above, name)))
+        if strays:
+            warnings.warn(
+                f"{self.name} was given variables that it has no place for: {', '.join(strays)}.",
+                stacklevel=6,
+            )
+
+    def _new(self, col: str, value: Any) -> Any:
+        return to_nnx_var(col, value) if col != "arrays" else unbox(value)
+
+    # Using it.
+
+    def init(self, rngs, *args, training=None, method=None, **kwargs):
+        leaves = self.collections(self.make(rngs))
+        return nested({path: self.boxed(leaf) for path, leaf in leaves.items()})
+
+    def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
+        module, before, made = self.with_values(variables, rngs, mutable)
+        out = self.call(module, args, kwargs, method, training)
+        return out, self.changes(
+            module, {p: v for p, v in before.items() if p not in made}, mutable
+        )
+
+    def call(
+        self, module: Any, args: Any, kwargs: Any, method: Any, training: bool | None = None
+    ) -> Any:
+        """Calls the module or one of its methods, in a mode."""
+        if training is not None and isinstance(module, self.nnx.Module):
+            module.train() if training else module.eval()
+        with alone():
+            return method_of(module, method, self.name)(*args, **kwargs)
+
+    def changes(self, module: Any, before: Mapping[Path, Any], mutable: Filter) -> Variables:
+        """What of a module's values are others than before, where they may be."""
+        return nested(
+            {
+                path: self.boxed(leaf)
+                for path, leaf in self.collections(module).items()
+                if in_filter(mutable, path[0])
+                and (path not in before or before[path] is not _raw(leaf))
+            }
+        )
+
+
+def _raw(leaf: Any) -> Any:
+    return leaf.get_raw_value() if hasattr(leaf, "get_raw_value") else leaf
+
+
+def _shape_of(leaf: Any) -> Any:
+    def shape(x: Any) -> Any:
+        is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
+
+    return jax.tree.map(shape, _raw(leaf))
+
+
+class InNNX(ToNNX):
+    """A layer of any library as a module of NNX.
+
+    `train()` and `eval()` of the model around it say whether it is called in training.
+
+    Args:
+        model: the layer.
+        rngs: the streams from which its keys are drawn.
+        mutable: the collections that a call may change.
+
+    Attributes:
+        deterministic: whether it is not called in training; None leaves it as it is.
+    """
+
+    def __init__(self, model: Model, rngs: Any = None, *, mutable: Filter = True):
+        super().__init__(model, rngs)
+        self.to_nnx__mutable = mutable
+        self.deterministic: bool | None = None
+
+    def lazy_init(self, *args: Any, rngs: Any = None, **kwargs: Any) -> Self:
+        """See `ToNNX.lazy_init`."""
+        return super().lazy_init(*args, rngs=rngs, **self._with_mode(kwargs))
+
+    def _lays_out(self, x: Any) -> bool:
+        return global_mesh_defined() or getattr(x, "mesh", None) is not None
+
+    def _with_mode(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        is_said = self.deterministic is not None
+        return {"training": not self.deterministic, **kwargs} if is_said else kwargs
+
+    def __call__(
+        self,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Filter | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Calls the layer.
+
+        Args:
+            *args: of the layer.
+            rngs: streams in place of the module's own.
+            method: what is called, by default the layer itself.
+            mutable: the collections that may change, by default those of the module.
+            **kwargs: of the layer; `training` says so in place of `deterministic`.
+        """
+        mutable = self.to_nnx__mutable if mutable is None else mutable
+        how = {"rngs": rngs, "method": method, "mutable": mutable}
+        return super().__call__(*args, **how, **self._with_mode(kwargs))
+
+
+def as_nnx(x: Any, /, *args: Any, rngs: Any = None, **kwargs: Any) -> nnx.Module:
+    """A layer of any library as a module of NNX.
+
+    Its variables are attributes of the module, with their axis metadata. They are made by
+    `module.lazy_init(*inputs)`, or all in a model by `bridge.lazy_init(model, *inputs)`. What a
+    call changes, but for parameters and what is sown, is then changed in the module.
+
+    Args:
+        x: the layer, see `weft.interop.model_of`; or a class of layers. A module of NNX stays what
+            it is.
+        *args: for a class.
+        rngs: `Rngs` or a key, from which the layer's keys are drawn.
+        **kwargs: for a class.
+
+    Raises:
+        UnknownLayerError: if `x` is of no library that is known.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from weft import linen as nn, nnx
+        >>> layer = as_nnx(nn.Dense(2), rngs=nnx.Rngs(0)).lazy_init(jnp.ones((1, 3)))
+        >>> layer.kernel.shape, layer(jnp.ones((4, 3))).shape
+        ((3, 2), (4, 2))
+    """
+    if isinstance(x, nnx.Module) and not (args or kwargs):
+        return x
+    if isinstance(x, type) and issubclass(x, nnx.Module):
+        return x(*args, **kwargs, **({} if rngs is None else {"rngs": rngs}))
+    return InNNX(model_of(x, *args, **kwargs), rngs, mutable=DenyList(("params", "intermediates")))

@@ -1,0 +1,66 @@
+"""Which library an object is of.
+
+The class of a layer says which module it comes from, so no library has to be imported to know it.
+"""
+
+import importlib
+from typing import Any
+
+from weft.config import InstantiableConfig
+from weft.errors import UnknownLayerError
+from weft.interop.models import Model
+
+_ADAPTERS = {
+    "weft.linen.": "weft.interop.linen:LinenModel",
+    "weft.nnx.": "weft.interop.nnx:NNXModel",
+    "weft.hierarchy.": "weft.interop.hierarchy:HierarchyModel",
+    "flax.linen.": "weft.interop.flax:FlaxLinenModel",
+    "flax.nnx.": "weft.interop.flax:FlaxNNXModel",
+    "equinox.": "weft.interop.equinox:EquinoxModel",
+    "haiku.": "weft.interop.haiku:HaikuModel",
+}
+
+
+def adapter_of(x: Any) -> str:
+    """Where the `Model` for a layer is, or for a class of layers; empty if there is none."""
+    if isinstance(x, tuple) and len(x) == 2 and type(x) is tuple:
+        x = x[0]  # a layer and its state
+    # The root of the classes of a library comes first: a module of one may hold another's.
+    for base in reversed((x if isinstance(x, type) else type(x)).__mro__):
+        for prefix, adapter in _ADAPTERS.items():
+            if f"{base.__module__}.".startswith(prefix):
+                return adapter
+    return ""
+
+
+def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
+    """The `Model` of a layer.
+
+    Args:
+        x: a layer of Linen, NNX or the hierarchy, of Flax, Equinox or Haiku, a class of these, or
+            a config that makes one; of the hierarchy a config; of Equinox also a pair of a layer
+            and its state; of Haiku also what `haiku.transform` gives; or a `Model`.
+        *args: for a class.
+        **kwargs: for a class.
+
+    Raises:
+        UnknownLayerError: if it is none of these, or arguments were given for what is no class.
+    """
+    if (args or kwargs) and not isinstance(x, type):
+        raise UnknownLayerError(
+            f"{x!r} is no class, and was given the arguments {args} and {kwargs} to make a layer "
+            "of; give a class and its arguments, or a layer alone."
+        )
+    if isinstance(x, Model):
+        return x
+    adapter = adapter_of(x)
+    if not adapter and isinstance(x, InstantiableConfig):
+        return model_of(x.instantiate())
+    if not adapter:
+        raise UnknownLayerError(
+            f"{x!r} is no layer of a library that is known; give a module of Linen or NNX, of "
+            "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
+            "transformed function of Haiku, or derive from weft.interop.Model."
+        )
+    module, _, name = adapter.partition(":")
+    return getattr(importlib.import_module(module), name)(x, *args, **kwargs)
