@@ -47,7 +47,9 @@ def cluster(tmp_path, monkeypatch):
     program(
         bin_dir,
         "scontrol",
-        'echo "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && printf "localhost\\nother\\n"; exit 0',
+        # Many hosts, one line at a time: who reads only the first must not end the others' writer.
+        'echo "scontrol $*" >> "$CALLS"\n'
+        '[ "$1" = show ] && { echo localhost; for i in $(seq 9999); do echo n$i; done; }; exit 0',
     )
     program(
         bin_dir,

@@ -4,6 +4,7 @@ To try what several machines would do: the processes share nothing but files and
 each other. On the CPU they talk by gloo.
 """
 
+import contextlib
 import os
 import socket
 import sys
@@ -149,7 +150,8 @@ def _end(ended: Ended) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"weft launch: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        print(f"weft launch: {text}", file=sys.stderr, flush=True)
 
 
 def _free_port() -> int:

@@ -221,14 +221,19 @@ class ProcessGroup:
     @contextlib.contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
         def on_signal(number: int, frame: FrameType | None) -> None:
-            self._stopped_by = self._stopped_by or signal.Signals(number).name
+            # A terminal that was closed: they are to save and stop, as they know how to.
+            asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
+            self._stopped_by = self._stopped_by or asked.name
             self._end_within(self._grace_seconds)
-            self._pass_on(signal.Signals(number))
+            self._pass_on(asked)
 
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = {n: signal.signal(n, on_signal) for n in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` sets it
+            numbers.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, on_signal) for number in numbers}
         try:
             yield
         finally:
@@ -266,5 +271,5 @@ class PrefixedLines:
                 return
             try:
                 print(f"[{index:{self._width}}] {line}", file=sys.stdout, flush=True)
-            except BrokenPipeError:  # the reader, such as `head`, has seen enough; training goes on
+            except OSError:  # the reader, such as `head` or a terminal, is gone; training goes on
                 self._readable = False

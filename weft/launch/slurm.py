@@ -116,7 +116,7 @@ class SlurmJob(Job):
         lines += [f"export {name}={shlex.quote(value)}" for name, value in self._variables()]
         lines += [
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
-            'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"',
+            'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
             f'export {COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
             "",
         ]
