@@ -23,8 +23,8 @@ class TransformArgumentError(LiftingError, ValueError):
     """A transformation was given an argument that it cannot honour."""
 
 
-class ArgumentMismatchError(TransformArgumentError, TypeError):
-    """What was said of a function's arguments does not fit those that it is called with."""
+class CallMismatchError(TransformArgumentError, TypeError):
+    """What a transformed function is given or returns does not fit what was said of it."""
 
 
 class TransformOptionError(TransformArgumentError, NotImplementedError):

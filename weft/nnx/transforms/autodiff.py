@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from weft import lifting
-from weft.errors import ArgumentMismatchError, TransformArgumentError, TransformOptionError
+from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
 from weft.nnx.graph import GraphDef, VariableDef, put_together, take_apart
@@ -216,7 +216,7 @@ def jvp(
         return functools.partial(jvp, f, **options)
     if tangents is MISSING or len(primals) != len(tangents):
         n = 0 if tangents is MISSING else len(tangents)
-        raise ArgumentMismatchError(
+        raise CallMismatchError(
             f"jvp: there are {len(primals)} primals and {n} tangents; give one for each."
         )
     kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates), is_result_free=True)
@@ -251,7 +251,7 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
         by_path = {p: v.get_value() if isinstance(v, Variable) else v for p, v in items}
         if unknown := by_path.keys() - set(take_apart(x).graphdef.paths):
             at = ", ".join(sorted(repr(shown_path(path)) for path in unknown))
-            raise ArgumentMismatchError(
+            raise CallMismatchError(
                 f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with something "
                 f"at {at}, where the primal has no variable; give an object like the primal, or a "
                 "State with tangents of variables that it has."
@@ -272,11 +272,11 @@ def _refuse_reduced(name: str, reduce_axes: Any) -> None:
 def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """A function that refuses to return objects where its result is differentiated."""
 
-    def checked(*args: Any) -> Any:
-        result = f(*args)
-        value = result[0] if has_aux else result
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        result = f(*args, **kwargs)
+        value = result[0] if has_aux and isinstance(result, tuple | list) else result
         if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
-            raise TransformArgumentError(
+            raise CallMismatchError(
                 f"{name}: the function returns an object where its result is differentiated; "
                 "return arrays, and the object with has_aux=True beside them."
             )
@@ -303,7 +303,7 @@ def _differentiated(
     def call(kwargs: dict[str, Any], *args: Any) -> tuple[Any, Any]:
         differentiate = lifting.value_and_grad(
             kind,
-            recorded(taking_named(f)),
+            recorded(taking_named(_of_arrays(name, f, has_aux))),
             wrt=(None, *wanted.roles(args)),
             has_aux=has_aux,
             **options,
@@ -342,7 +342,7 @@ class _Wanted:
         for given in self._given:
             number = given.argnum if isinstance(given, DiffState) else given
             if not -n <= number < n:
-                raise ArgumentMismatchError(
+                raise CallMismatchError(
                     f"{self._name}: argnums has {number}, and the function was called with {n} "
                     "arguments by position; give positions that there are."
                 )

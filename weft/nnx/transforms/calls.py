@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from weft.errors import (
-    ArgumentMismatchError,
+    CallMismatchError,
     CapturedObjectError,
     InconsistentAliasError,
     LoopStructureError,
@@ -67,7 +67,8 @@ class Call:
     @property
     def title(self) -> str:
         """The call in words."""
-        return f"nnx.{self.transformation}({getattr(self.fn, '__name__', repr(self.fn))})"
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        return f"nnx.{self.transformation}({name})"
 
     @property
     def line(self) -> str:
@@ -261,6 +262,7 @@ def transformed(
     fn: Callable[..., Any],
     call: Callable[..., Any],
     specs: tuple[str, str] = ("in_axes", "out_axes"),
+    in_axes: Any = None,
 ) -> Callable[..., Any]:
     """A transformed function as users call it.
 
@@ -270,6 +272,8 @@ def transformed(
         call: takes the arguments by position, and before them in a dict those that can only be
             given by name.
         specs: the parameters that say what happens to arguments and to results.
+        in_axes: what was said of the arguments; a tuple may also speak of those that are not
+            given and have a default.
 
     Raises:
         TransformArgumentError: if `fn` is a bound method.
@@ -281,6 +285,8 @@ def transformed(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = by_position(fn, args, kwargs)
+        if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
+            args = _with_defaults(fn, args, len(in_axes))
         with opened(Call(transformation, fn, args, specs, named=kwargs, place=place)):
             return call(kwargs, *args)
 
@@ -298,6 +304,16 @@ def by_position(
     return bound.args, bound.kwargs
 
 
+def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    """Up to `n` arguments, of which the last are defaults."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())[len(args) : n]
+    except (TypeError, ValueError):
+        return args
+    has_place = (p.kind is not p.KEYWORD_ONLY and p.default is not p.empty for p in parameters)
+    return (*args, *(p.default for p in parameters)) if all(has_place) else args
+
+
 def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[..., Any]:
     """A call of what knows arguments by their position, and so has nothing to say of others.
 
@@ -308,7 +324,7 @@ def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[
 
     def checked(kwargs: dict[str, Any], *args: Any) -> Any:
         if kwargs:
-            raise ArgumentMismatchError(
+            raise CallMismatchError(
                 f"nnx.{transformation}: {', '.join(kwargs)} can only be given by name, and what is "
                 "said of arguments goes by position; make it a parameter that has one."
             )
@@ -362,7 +378,7 @@ class StaticArguments:
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments, with boxes around those that are static."""
-        at = {i % len(args) for i in self._argnums} if args else set()
+        at = {i + len(args) if i < 0 else i for i in self._argnums}
         boxed = tuple(Static(x) if i in at else x for i, x in enumerate(args))
         if (call := current_call()) is not None:
             call.args = boxed
@@ -370,4 +386,7 @@ class StaticArguments:
 
 
 def _unboxing(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: fn(*(x.value if isinstance(x, Static) else x for x in args))
+    def unboxing(*args: Any, **kwargs: Any) -> Any:
+        return fn(*(x.value if isinstance(x, Static) else x for x in args), **kwargs)
+
+    return unboxing

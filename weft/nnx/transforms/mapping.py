@@ -18,7 +18,7 @@ from weft.nnx.transforms.calls import (
 )
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import as_roles
+from weft.nnx.transforms.symbols import as_axes, as_roles
 
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 
@@ -72,14 +72,14 @@ def vmap(
     mapped = lifting.vmap(
         ObjectKind("vmap", *references_and_structure(graph, graph_updates)),
         recorded(f),
-        in_axes=as_roles(in_axes),
-        out_axes=as_roles(out_axes),
+        in_axes=as_axes(in_axes, "in_axes"),
+        out_axes=as_axes(out_axes, "out_axes"),
         axis_size=axis_size,
         axis_name=axis_name,
         spmd_axis_name=spmd_axis_name,
         metadata=dict(transform_metadata),
     )
-    return transformed("vmap", f, only_by_position("vmap", mapped))
+    return transformed("vmap", f, only_by_position("vmap", mapped), in_axes=in_axes)
 
 
 def pmap(
@@ -129,13 +129,13 @@ def pmap(
         ObjectKind("pmap", *references_and_structure(graph, graph_updates)),
         recorded(static.fn),
         axis_name="devices" if axis_name is None else axis_name,
-        in_axes=as_roles(in_axes),
-        out_axes=as_roles(out_axes),
+        in_axes=as_axes(in_axes, "in_axes"),
+        out_axes=as_axes(out_axes, "out_axes"),
         devices=devices,
         metadata=dict(transform_metadata),
     )
     call = only_by_position("pmap", lambda *args: mapped(*static.wrapped(args)))
-    return transformed("pmap", f, call)
+    return transformed("pmap", f, call, in_axes=in_axes)
 
 
 def shard_map(
@@ -198,5 +198,5 @@ def shard_map(
         check_vma=check_vma,
     )
     return transformed(
-        "shard_map", f, only_by_position("shard_map", mapped), ("in_specs", "out_specs")
+        "shard_map", f, only_by_position("shard_map", mapped), ("in_specs", "out_specs"), in_specs
     )

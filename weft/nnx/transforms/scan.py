@@ -13,7 +13,7 @@ from weft.nnx.transforms.calls import MISSING, only_by_position, recorded, trans
 from weft.nnx.transforms.carry import with_objects, without_objects
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
-from weft.nnx.transforms.symbols import Carry, as_roles
+from weft.nnx.transforms.symbols import Carry, as_axes
 
 
 def scan(
@@ -70,8 +70,8 @@ def scan(
     looped = lifting.scan(
         ObjectKind("scan", *references_and_structure(graph, graph_updates), is_loop=True),
         recorded(_boxing(f, pairs)),
-        in_axes=as_roles(in_axes),
-        out_axes=as_roles(out_axes),
+        in_axes=as_axes(in_axes, "in_axes", has_carry=True),
+        out_axes=as_axes(out_axes, "out_axes", has_carry=True),
         length=length,
         reverse=reverse,
         unroll=unroll,
@@ -82,7 +82,7 @@ def scan(
     def call(*args: Any) -> Any:
         return _changed(args, looped(*args), pairs, with_objects)
 
-    return transformed("scan", f, only_by_position("scan", call))
+    return transformed("scan", f, only_by_position("scan", call), in_axes=in_axes)
 
 
 _Pairs = tuple[tuple[int | None, int | None], ...]

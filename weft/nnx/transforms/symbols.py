@@ -12,6 +12,7 @@ import jax
 
 from weft.errors import TransformArgumentError
 from weft.lifting import CARRY, Roles
+from weft.lifting.roles import is_role
 from weft.nnx.filters import Filter, Path, PathIn, predicates, to_predicate
 from weft.nnx.graph import children
 from weft.nnx.pytree import Pytree
@@ -57,7 +58,7 @@ class _ByFilter:
     def roles(self) -> Roles:
         """For the engine."""
         said = (_role(what) for _, what in self._items)
-        return Roles(zip(self._predicates, said, strict=True))
+        return _SaidRoles(self, zip(self._predicates, said, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.roles == other.roles  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,6 +73,20 @@ class _ByFilter:
 
 def _name(x: Any) -> str:
     return "..." if x is ... else x.__name__ if isinstance(x, type) else repr(x)
+
+
+class _SaidRoles(Roles):
+    """Roles that a user has given in other words, which errors show."""
+
+    said: _ByFilter
+
+    def __new__(cls, said: _ByFilter, items: Iterable[tuple[Any, Any]]) -> "_SaidRoles":
+        made = super().__new__(cls, items)
+        made.said = said
+        return made
+
+    def __repr__(self) -> str:
+        return repr(self.said)
 
 
 class StateAxes(_ByFilter):
@@ -154,6 +169,35 @@ def as_roles(prefix: Any) -> Any:
     if isinstance(prefix, list):
         prefix = tuple(prefix)
     return jax.tree.map(_as_role, prefix, is_leaf=_is_symbol)
+
+
+def as_axes(prefix: Any, name: str, has_carry: bool = False) -> Any:
+    """Axes of arguments or results, as the engine knows them.
+
+    Args:
+        prefix: as for `as_roles`.
+        name: the parameter for which it was given, for errors.
+        has_carry: whether there may be a carry.
+
+    Raises:
+        TransformArgumentError: if there is what is no axis.
+    """
+    roles = as_roles(prefix)
+
+    def check(role: Any) -> None:
+        for one in role.roles if isinstance(role, Roles) else (role,):
+            if one is CARRY and not has_carry:
+                raise TransformArgumentError(
+                    f"{name} has a Carry, and only a loop carries something; give an axis or None."
+                )
+            if not (one is None or one is CARRY or isinstance(one, int)):
+                raise TransformArgumentError(
+                    f"{name} has {one!r}, a {type(one).__name__}, where an axis is expected; give "
+                    "an integer, or None for what is not mapped."
+                )
+
+    jax.tree.map(check, roles, is_leaf=is_role)
+    return roles
 
 
 def _is_symbol(x: Any) -> bool:
