@@ -79,7 +79,7 @@ class _Shared:
 
     def _depart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Cargo]:
         if self._static_argnums and args:
-            static = {i % len(args) for i in self._static_argnums}
+            static = {i + len(args) if i < 0 else i for i in self._static_argnums}
             args = tuple(Static(x) if i in static else x for i, x in enumerate(args))
         if self._static_argnames:
             kwargs = {k: Static(x) if k in self._static_argnames else x for k, x in kwargs.items()}

@@ -184,7 +184,7 @@ class _WithRule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = by_position(self._fun, args, kwargs)
-        at = {i % len(args) for i in self._fixed} if args else set()
+        at = {i + len(args) if i < 0 else i for i in self._fixed}
         fixed = [args[i] for i in sorted(at)]
         others = tuple(x for i, x in enumerate(args) if i not in at)
         where = [self._filters.get(i) for i in range(len(args)) if i not in at]
