@@ -1,0 +1,558 @@
+import functools
+import gc
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tests.nnx.transforms.looks import is_like_plain, look, same, work
+from weft import nnx
+from weft.errors import CapturedObjectError, TraceContextError, TransformArgumentError
+
+
+class Count(nnx.Variable):
+    pass
+
+
+class Model(nnx.Module):
+    def __init__(self, w=1.0, **attributes):
+        self.w, self.n = nnx.Param(jnp.asarray(w)), Count(jnp.array(0))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    @nnx.jit
+    def __call__(self, x):
+        self.n[...] += 1
+        return self.w * x
+
+    @nnx.jit(static_argnames="power")
+    def scaled(self, x, *, power=1):
+        return self.w * x**power
+
+    @staticmethod
+    @nnx.jit
+    def total(model, x):
+        return model.w + x
+
+    @classmethod
+    def made(cls, w):
+        return nnx.jit(cls)(w)
+
+
+def traced(fn):
+    """A function, and a list that has an entry for each of its traces."""
+    traces = []
+
+    @functools.wraps(fn)
+    def wrapper(*args, **kwargs):
+        traces.append(None)
+        return fn(*args, **kwargs)
+
+    return wrapper, traces
+
+
+def test_methods():
+    model = Model(2.0)
+    assert model(3.0) == 6 and model(3.0) == 6 and model.n[...] == 2
+    assert model.scaled(3.0, power=2) == 18 and model.scaled(3.0) == 6
+    assert Model.total(model, 1.0) == 3 and Model.scaled(model, 1.0) == 2
+    made = Model.made(5.0)
+    assert type(made) is Model and made(1.0) == 5
+    with pytest.raises(TransformArgumentError, match="scaled is a method of one Model"):
+        nnx.jit(Model.scaled.__wrapped__.__get__(model))
+    assert Model.scaled.__name__ == "scaled"
+
+
+def test_partials_and_modules_that_are_called():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w, self.trace = nnx.Param(jnp.float32(2.0)), "an attribute"
+
+        def __call__(self, x):
+            return self.w * x
+
+    layer = Layer()
+    f = nnx.jit(layer)
+    assert f(3.0) == 6 and f.lower(3.0).compile()(3.0) == 6
+    g = nnx.jit(functools.partial(lambda k, model, x: model.w * x * k, 2.0))
+    model = Model(2.0)
+    assert g(model, 1.0) == 4 and g(model, x=1.0) == 4
+    h = nnx.jit(functools.partial(lambda model, x: model.w * x, Model(7.0)))
+    assert h(2.0) == 14
+
+
+def test_captured_models_can_be_read_and_nothing_else():
+    model = Model(2.0)
+    assert nnx.jit(lambda x: model.w * x)(3.0) == 6
+
+    @nnx.jit
+    def write(x):
+        model.w[...] = x
+
+    @nnx.jit
+    def attach(other):
+        other.part = model
+
+    with pytest.raises(TraceContextError, match=r"is changed inside of nnx.jit\(write\)"):
+        write(1.0)
+    with pytest.raises(CapturedObjectError, match=r"nnx\.jit"):
+        attach(Model())
+    with pytest.raises(CapturedObjectError, match=r"nnx\.jit"):
+        nnx.jit(lambda x: model)(1.0)
+    assert model.w[...] == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"static_argnums": 1}, {"static_argnums": -2}, {"static_argnames": "k"}],
+    ids=["number", "negative", "name"],
+)
+def test_static_arguments_in_either_way(options):
+    fn, traces = traced(lambda model, k, x: model.w * (x if k == "one" else 2 * x))
+    f, model = nnx.jit(fn, **options), Model()
+    for _ in range(2):
+        assert f(model, "one", 1.0) == 1 and f(model, "two", 1.0) == 2
+    assert len(traces) == 2
+    for _ in range(2):
+        assert f(model, k="one", x=1.0) == 1 and f(model, k="two", x=1.0) == 2
+    assert len(traces) == 4
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
+        f(model, ["one"], 1.0)
+
+
+def test_objects_are_not_static():
+    f, model = nnx.jit(lambda model, k: model.w, static_argnums=1, static_argnames="k"), Model()
+    f(model, 1)
+    text = "a Model was given for an argument that static_argnums or static_argnames says is static"
+    for call in (lambda: f(model, model), lambda: f(model, k=Model())):
+        with pytest.raises(TransformArgumentError, match=text):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options", [{"donate_argnums": 0}, {"donate_argnames": "model"}], ids=["number", "name"]
+)
+def test_donated_models(options):
+    @nnx.jit(**options)
+    def f(model, x):
+        model.w[...] += x
+        return model.w * 1
+
+    model = Model(jnp.ones(3))
+    for call in (lambda m: f(m, 1.0), lambda m: f(m, 1.0), lambda m: f(model=m, x=1.0)):
+        before, unchanged = model.w[...], model.n[...]
+        expected = np.asarray(before) + 1
+        np.testing.assert_array_equal(call(model), expected)
+        assert before.is_deleted() and unchanged.is_deleted()
+        assert model.n[...] == 0
+        np.testing.assert_array_equal(model.w[...], expected)
+    is_like_plain(nnx.jit(work), model)
+
+
+def test_donated_and_shared():
+    f = nnx.jit(work, donate_argnums=0)
+    a, b = Model(jnp.ones(3)), Model(jnp.full(3, 2.0))
+    b.part = a
+    a.alias = a.w
+    for args in [(a,), (a, a), (a, b), (b, a), ([a, b],), (b, 1.0)]:
+        is_like_plain(f, *args)
+        is_like_plain(f, *args)
+
+
+def test_donated_with_a_changed_structure():
+    @nnx.jit(donate_argnums=0)
+    def f(model):
+        model.k = model.k + 1
+        model.new = nnx.Param(model.w * 2)
+
+    model = Model(jnp.ones(3), k=0)
+    for i in range(3):
+        f(model)
+        assert model.k == i + 1 and model.w[...].tolist() == [1, 1, 1]
+        assert model.new[...].tolist() == [2, 2, 2]
+
+
+def test_an_error_before_anything_runs_gives_nothing_away():
+    @nnx.jit(donate_argnums=0)
+    def f(model):
+        model.w[...] = model.w * 2
+        raise KeyError("no")
+
+    model = Model(jnp.ones(3))
+    with pytest.raises(KeyError):
+        f(model)
+    assert model.w[...].tolist() == [1, 1, 1]
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y"))
+
+
+def test_shardings_of_what_goes_in_and_comes_out():
+    x, whole = NamedSharding(mesh(), PartitionSpec("x")), NamedSharding(mesh(), PartitionSpec())
+    state = nnx.StateSharding({nnx.Param: x, ...: whole})
+
+    @nnx.jit(in_shardings=(state, whole), out_shardings=(state, x))
+    def f(model, y):
+        model.w[...] += y
+        return model, model.w * 2
+
+    model = Model(jnp.arange(8.0))
+    for i in range(2):
+        result, doubled = f(model, 1.0)
+        assert result is model
+        assert model.w[...].sharding.is_equivalent_to(x, 1)
+        assert model.n[...].sharding.is_equivalent_to(whole, 0)
+        assert doubled.sharding.is_equivalent_to(x, 1)
+        assert model.w[...].tolist() == (np.arange(8.0) + i + 1).tolist()
+    g = nnx.jit(lambda: Model(jnp.arange(8.0)), out_shardings=state)
+    assert g().w[...].sharding.is_equivalent_to(x, 1)
+    vector = nnx.List([nnx.Param(jnp.arange(8.0))])
+    h = nnx.jit(lambda v: v[0] * 1, in_shardings=x, donate_argnums=0)
+    assert h(vector).tolist() == list(range(8)) and h(vector)[1] == 1
+    assert vector[0][...].sharding.is_equivalent_to(x, 1)
+
+
+def test_another_sharding_between_calls():
+    f, model = nnx.jit(work), Model(jnp.arange(8.0))
+    is_like_plain(f, model)
+    for spec in ("x", None, ("x", "y")):
+        model.w.set_value(jax.device_put(model.w[...], NamedSharding(mesh(), PartitionSpec(spec))))
+        is_like_plain(f, model)
+        is_like_plain(f, model)
+
+
+def test_one_program_for_models_that_are_alike():
+    class Block(nnx.Module):
+        def __init__(self):
+            self.layers = [Model(k=1), Model(k=2)]
+            self.act, self.init = jax.nn.gelu, jax.nn.initializers.lecun_normal()
+            self.heads = {"a": nnx.Param(jnp.ones(2), axes=("x",), tag="t")}
+            self.scale = functools.partial(jnp.multiply, 2.0)
+
+    fn, traces = traced(lambda m, x: m.layers[0].w * x)
+    f = nnx.jit(fn)
+    for i in range(20):
+        model = Block()
+        model.layers[0].w[...] = i
+        assert f(model, 1.0) == i
+    assert len(traces) == 1
+
+
+def test_closures_that_are_alike_share_programs():
+    traces = []
+
+    def make(k):
+        @nnx.jit
+        def f(model, x):
+            traces.append(k)
+            return model.w * x * k
+
+        return f
+
+    model = Model()
+    assert all(make(2.0)(model, 1.0) == 2 for _ in range(3))
+    # What a function sees may have changed, here the list of traces: then it is another function.
+    assert traces == [2.0] * 3
+
+    def quiet(k):
+        return nnx.jit(lambda model, x: model.w * x * k)
+
+    programs = [quiet(2.0) for _ in range(20)]
+    assert all(f(model, 1.0) == 2 for f in programs)
+    assert len({id(f._programs.value) for f in programs}) == 1
+    assert [quiet(float(i))(model, 1.0).item() for i in range(20)] == list(range(20))
+
+
+def test_closures_as_attributes():
+    fn, traces = traced(lambda model, x: model.act(model.w * x))
+    f, model = nnx.jit(fn), Model()
+
+    def times(k):
+        return lambda x: x * k
+
+    for i in range(20):
+        model.act = times(float(i))
+        assert f(model, 1.0) == i and f(model, 1.0) == i
+    for i in range(20):
+        assert f(Model(act=times(float(i))), 1.0) == i
+    assert len(traces) == 20
+
+
+def test_a_function_that_sees_something_else_since():
+    def make():
+        k = 1.0
+
+        def f(model):
+            return model.w * k
+
+        def put(value):
+            nonlocal k
+            k = value
+
+        return nnx.jit(f), put
+
+    (f, put), (g, _) = make(), make()
+    assert f(Model()) == g(Model()) == 1
+    put(5.0)
+    other = Model(jnp.ones(2))  # a shape that is traced anew
+    assert g(other).tolist() == [1, 1] and f(other).tolist() == [5, 5]
+
+
+def test_values_do_not_trace_again_and_structure_does_once():
+    fn, traces = traced(lambda m, x: m.w * x)
+    f, model = nnx.jit(fn), Model(k=1)
+    for i in range(3):
+        model.w[...] = i
+        f(model, 1.0)
+    assert len(traces) == 1
+    for k in (2, 1, 2, 1):
+        model.k = k
+        f(model, 1.0)
+    assert len(traces) == 2
+    f(model, x=1.0)
+    f(model, x=1.0)
+    assert len(traces) == 3
+
+
+def is_gone(make):
+    ref = make()
+    gc.collect()
+    return ref() is None
+
+
+def test_no_model_is_kept():
+    f = nnx.jit(work)
+
+    @nnx.jit
+    def grow(m):
+        m.k = nnx.Param(m.w * 2)
+        m.w.set_metadata(tag="t")
+
+    def run(*calls):
+        model = Model(jnp.ones(3))
+        for call in calls:
+            call(model)
+        return weakref.ref(model)
+
+    assert is_gone(lambda: run(f, f))
+    assert is_gone(lambda: run(lambda m: f(m, x=m), lambda m: f([m]), lambda m: f(m, 1.0)))
+    assert is_gone(lambda: run(grow, grow, f))
+    assert is_gone(lambda: run(lambda m: setattr(m, "me", m), f, f))
+
+    def broken(m):
+        with pytest.raises(TypeError):
+            f(m, "text")
+
+    assert is_gone(lambda: run(f, broken))
+
+    def captured():
+        model = Model()
+        nnx.jit(lambda x: model.w * x)(1.0)
+        return weakref.ref(model)
+
+    assert is_gone(captured)
+    assert not f._plans and f._last is None
+
+
+def test_no_variable_is_kept_that_has_been_replaced():
+    f, model = nnx.jit(lambda m: m.w * 2), Model(jnp.ones(3))
+    f(model)
+    array = weakref.ref(model.w)
+    model.w = nnx.Param(jnp.ones(3))
+    gc.collect()
+    assert array() is None
+
+
+def test_no_tracer_is_kept():
+    @nnx.jit
+    def inner(m, x):
+        m.n[...] += 1
+        m.me = m
+        return m.w * x
+
+    @nnx.jit
+    def outer(m, x):
+        other = Model(x)
+        return inner(m, x) + inner(other, x) + inner(other, x)
+
+    model = Model()
+    with jax.checking_leaks():
+        outer(model, 2.0)
+        outer(model, 2.0)
+        jax.jit(lambda x: inner(Model(x), x))(1.0)
+        jax.vmap(lambda x: inner(Model(x), x))(jnp.ones(2))
+        jax.grad(lambda x: inner(Model(x), x))(1.0)
+    assert model.n[...] == 2
+
+
+def test_what_is_remembered_is_bounded():
+    from weft.nnx.transforms import jit as module
+
+    f, models = nnx.jit(lambda m: m.w * 1), [Model(float(i)) for i in range(100)]
+    for _ in range(2):
+        assert [f(m).item() for m in models] == list(range(100))
+    assert len(f._plans) <= module._MAX_PLANS
+
+    g, model = nnx.jit(lambda x, m: x, static_argnums=0), Model()
+    bound, module._MAX_PROGRAMS = module._MAX_PROGRAMS, 5
+    try:
+        h = nnx.jit(lambda m: m.k)
+        for i in range(12):
+            model.k = i
+            assert h(model) == i
+        assert len(h._programs.value) == 5
+    finally:
+        module._MAX_PROGRAMS = bound
+    assert g(1, model) == 1
+    h.clear_cache()
+    assert not h._programs.value and not h._plans and h(model) == 11
+
+
+def test_functional_style():
+    @nnx.jit
+    def step(graphdef, state, x):
+        model = nnx.merge(graphdef, state)
+        y = model(x)
+        return y, nnx.state(model)
+
+    model = Model(2.0, k=1)
+    graphdef, state = nnx.split(model)
+    for i in range(3):
+        y, state = step(graphdef, state, 3.0)
+        assert y == 6 and state["n"][...] == i + 1
+    nnx.update(model, state)
+    assert model.n[...] == 3
+
+    @nnx.jit
+    def pure(graphdef, state, x):
+        return nnx.call((graphdef, state))(x)
+
+    y, (_, state) = pure(graphdef, state, 3.0)
+    assert y == 6 and state["n"][...] == 4
+
+
+def test_without_jit():
+    f, model = nnx.jit(work), Model(jnp.ones(2))
+    with jax.disable_jit():
+        is_like_plain(f, model)
+        is_like_plain(f, model, x=model)
+    is_like_plain(f, model)
+
+
+def test_inside_of_other_transformations():
+    @nnx.jit
+    def f(m, x):
+        m.n[...] += 1
+        return m.w * x
+
+    model = Model(2.0)
+    assert nnx.jit(lambda m, x: f(m, x) + f(m, x))(model, 3.0) == 12 and model.n[...] == 2
+    grads = nnx.grad(lambda m, x: f(m, x))(model, 3.0)
+    assert grads["w"][...] == 3 and model.n[...] == 3
+    models = Model(jnp.arange(3.0))
+    models.n.set_value(jnp.zeros(3, int))
+    assert nnx.vmap(f)(models, jnp.ones(3)).tolist() == [0, 1, 2]
+    assert models.n[...].tolist() == [1, 1, 1]
+
+    def body(m, x):
+        return m, f(m, x)
+
+    _, ys = nnx.scan(body)(model, jnp.arange(3.0))
+    assert ys.tolist() == [0, 2, 4] and model.n[...] == 6
+    assert nnx.remat(f)(model, 1.0) == 2 and model.n[...] == 7
+    assert nnx.cond(True, f, lambda m, x: x, model, 1.0) == 2 and model.n[...] == 8
+    with pytest.raises(TraceContextError):
+        jax.jit(lambda x: f(model, x))(1.0)
+    assert jax.jit(lambda x: nnx.jit(lambda m: m.w * x)(model))(1.0) == 2
+
+
+def test_objects_that_come_out():
+    @nnx.jit
+    def f(a, b):
+        new = Model(a.w * 2)
+        a.part, b.part = b, new
+        return {"again": a, "new": new, "variable": b.w}, 1.0
+
+    a, b = Model(1.0), Model(2.0)
+    for _ in range(2):
+        result, _ = f(a, b)
+        assert result["again"] is a and a.part is b and b.part is result["new"]
+        assert result["variable"] is b.w and result["new"].w[...] == 2
+
+
+def test_references_of_jax():
+    f, model = nnx.jit(lambda m, x: m.w.set_value(m.w * x)), nnx.Dict(w=nnx.Param(2.0, ref=True))
+    for value in (4, 8):
+        f(model, 2.0)
+        assert model.w[...] == value
+
+
+def test_a_host_callback_that_changes_the_model():
+    model = Model(1.0, k=0)
+
+    def change():
+        model.k += 1
+
+    @nnx.jit
+    def f(m):
+        jax.debug.callback(change)
+        m.n[...] += 1
+        return m.w + m.k
+
+    for i in range(3):
+        f(model).block_until_ready()
+        jax.effects_barrier()
+        assert model.k == i + 1 and model.n[...] == i + 1
+
+
+def test_two_threads_trace_one_program():
+    fn, traces = traced(lambda m: m.w * 1)
+    f, results = nnx.jit(fn), []
+    f(Model())
+    threads = [
+        threading.Thread(target=lambda: results.extend(f(Model(float(i))).item() for i in range(9)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == sorted([*range(9)] * 3) and len(traces) == 1
+
+
+def test_partials_of_jitted_functions():
+    @nnx.jit
+    def f(m, n, x):
+        m.n[...] += 1
+        return m.w * n.w * x
+
+    m, n = Model(2.0), Model(3.0)
+    g = nnx.cached_partial(f, m, n)
+    assert g(1.0) == 6 and g(x=2.0) == 12 and m.n[...] == 2
+    m.w = nnx.Param(jnp.float32(5.0))
+    n.k = 1
+    assert g(1.0) == 15 and m.n[...] == 3
+    h = nnx.jit_partial(lambda m, x: m.w * x, m, graph=False)
+    assert h(2.0) == 10
+    m.w = nnx.Param(jnp.float32(1.0))
+    assert h(2.0) == 2
+
+
+def test_looks_in_tree_mode():
+    f, model = nnx.jit(look, graph=False), Model(1.0, k=1)
+    for value in (1.0, 2.0):
+        model.w[...] = value
+        same(f(model), look(model))
+        same(f([model]), look([model]))
+    model.k = 2
+    same(f(model), look(model))
+
+
+def test_abstract_results():
+    f, model = nnx.jit(lambda m, x: m(x)), Model(jnp.ones(3))
+    assert f.eval_shape(model, 1.0).shape == (3,) and model.n[...] == 0
