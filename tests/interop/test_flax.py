@@ -15,6 +15,7 @@ from weft.core.meta import Partitioned
 from weft.interop import as_linen
 from weft.interop.bridge.variables import NNXMeta
 from weft.interop.flax import FlaxBox, FlaxLinenModel, FlaxNNXModel
+from weft.serialization import from_state_dict, to_state_dict
 
 
 def test_values_are_those_of_flax():
@@ -90,6 +91,9 @@ def test_boxes_of_users_are_carried_and_told_of_axes():
     box = variables["params"]["own"]["scale"]
     assert isinstance(box, FlaxBox)
     assert (box.box.axes, box.unbox().shape) == (2, (2, 3))
+    assert to_state_dict(variables)["params"]["own"]["scale"]["value"].shape == (2, 3)
+    back = from_state_dict(variables, to_state_dict(variables))
+    assert back["params"]["own"]["scale"].box.axes == 2
     doubled = jax.jit(lambda v: jax.tree.map(lambda x: 2 * x, v))(variables)
     once, twice = Stack().apply(variables, X), Stack().apply(doubled, X)
     np.testing.assert_allclose(2 * once, twice, rtol=1e-6)

@@ -18,6 +18,7 @@ from weft.interop.models import library
 from weft.interop.nnx import NNXModel
 from weft.nnx.kinds import variable_type_from_name
 from weft.nnx.structure import Fixed
+from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
 
 __all__ = ["FlaxBox", "FlaxLinenModel", "FlaxNNXModel"]
 
@@ -52,6 +53,11 @@ def _flatten(x: FlaxBox) -> tuple[list[Any], Fixed]:
 
 jax.tree_util.register_pytree_node(
     FlaxBox, _flatten, lambda fixed, leaves: FlaxBox(jax.tree.unflatten(fixed.value, leaves))
+)
+register_serialization_state(
+    FlaxBox,
+    lambda x: {"value": to_state_dict(x.unbox())},
+    lambda x, state: x.replace_boxed(from_state_dict(x.unbox(), state["value"], name="value")),
 )
 
 

@@ -164,6 +164,7 @@ class InHierarchy(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._model = model_of(cfg.layer, *cfg.args, **cfg.kwargs)
+        self._known: dict[Path, Any] | None = None
 
     def _make(self, key: Any) -> dict[str, Any]:
         inputs = jax.tree.map(
@@ -175,7 +176,9 @@ class InHierarchy(BaseLayer):
 
     def _variables(self) -> dict[Path, Any]:
         """The layer's variables by path, with shapes in the place of values."""
-        return flat(jax.eval_shape(self._make, jax.random.key(0)))
+        if self._known is None:
+            self._known = flat(jax.eval_shape(self._make, jax.random.key(0)))
+        return self._known
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from weft.interop.bridge.variables import (
     to_nnx_var,
     with_partitioning,
 )
+from weft.serialization import from_bytes, to_bytes, to_state_dict
 
 W = jnp.ones((4, 8))
 
@@ -52,6 +53,14 @@ def test_a_box_is_a_pytree_that_compares_by_value():
     variable = box.to_nnx_variable()
     assert type(variable) is nnx.Param
     assert variable.sizes == [1, 2]
+
+
+def test_a_box_is_saved_as_its_value():
+    box = NNXMeta(nnx.Param, W, {"out_sharding": ("a", "b")})
+    assert to_state_dict({"w": box}) == {"w": {"value": W}}
+    back = from_bytes({"w": box.replace_boxed(0 * W)}, to_bytes({"w": box}))
+    assert back["w"].metadata == box.metadata
+    assert (back["w"].value == W).all()
 
 
 def test_a_box_lays_its_value_out_over_the_mesh():

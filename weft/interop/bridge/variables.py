@@ -26,6 +26,7 @@ from weft.nnx.kinds import (
 )
 from weft.nnx.structure import Fixed
 from weft.nnx.variables import Variable
+from weft.serialization import from_state_dict, register_serialization_state, to_state_dict
 
 __all__ = ["NNXMeta", "collection_of", "to_linen_var", "to_nnx_var", "with_partitioning"]
 
@@ -108,6 +109,13 @@ def _register() -> None:
         lambda box: ([(key, box.value)], static(box)),
         made,
         lambda box: ([box.value], static(box)),
+    )
+    register_serialization_state(
+        NNXMeta,
+        lambda box: {"value": to_state_dict(box.value)},
+        lambda box, state: box.replace(
+            value=from_state_dict(box.value, state["value"], name="value")
+        ),
     )
 
 
