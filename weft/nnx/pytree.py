@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, dataclass_transform, get_origin
 import jax
 import numpy as np
 
+from weft.core.tracing import current_trace
 from weft.errors import AttributeMarkError
 from weft.lifting.functions import by_value
 from weft.nnx.structure import PLAIN, Fixed, Watch, fixed, of_plain
@@ -23,6 +24,8 @@ from weft.nnx.variables import Variable
 
 T = TypeVar("T")
 _MISSING: Any = object()
+_NUMBERS = (int, float, complex)
+_VALUES = (Variable, jax.Array, np.ndarray)
 
 
 class Marked:
@@ -286,26 +289,30 @@ class Pytree:
         return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._watch.check(self)
+        watch = self._watch
+        if watch.trace is not current_trace():
+            watch.check(self)
         mark, value = self._marked(name, value)
         object.__setattr__(self, name, value)
-        if mark is None:
-            self._watch.marks.pop(name, None)
-        else:
-            self._watch.marks[name] = mark
-        self._watch.changed()
+        if mark is not None:
+            watch.marks[name] = mark
+        elif watch.marks:
+            watch.marks.pop(name, None)
+        if watch.watched:
+            watch.changed()
 
     def _marked(self, name: str, value: Any) -> tuple[bool | None, Any]:
         """What is said of a new value of an attribute, and the value as it is kept."""
         mark = self._watch.marks.get(name, self._field_marks.get(name))
         if isinstance(value, Marked):
             mark, value = value.is_data, value.value
-        elif mark is None and isinstance(value, int | float | complex):
+        elif mark is None and isinstance(value, _NUMBERS):
             # A number in place of data stays data, or the structure would change with it.
             before = vars(self).get(name)
-            mark = True if isinstance(before, Variable | jax.Array | np.ndarray) else None
-        _check_static(self, name, value, mark)
-        return mark, tracked(value)
+            mark = True if isinstance(before, _VALUES) else None
+        if mark is False:
+            _check_static(self, name, value, mark)
+        return mark, tracked(value) if type(value) in _HOLDING else value
 
     def __delattr__(self, name: str) -> None:
         self._watch.check(self)
@@ -397,6 +404,7 @@ def _register(cls: type[Pytree]) -> None:
 
 
 _CONTAINERS: dict[type, Callable[[Any], Any]] = {}
+_HOLDING: set[type] = {tuple, Marked}
 
 
 def register_container(kind: type, make: Callable[[Any], Any]) -> None:
@@ -407,6 +415,7 @@ def register_container(kind: type, make: Callable[[Any], Any]) -> None:
         make: makes of one what notices its changes.
     """
     _CONTAINERS[kind] = make
+    _HOLDING.add(kind)
 
 
 def tracked(value: Any) -> Any:
