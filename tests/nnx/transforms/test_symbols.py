@@ -3,7 +3,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from weft import nnx
-from weft.errors import RoleError, TransformArgumentError
+from weft.errors import RoleError, StateFilterError, TransformArgumentError
+from weft.lifting import CARRY, Roles
+from weft.nnx.transforms.symbols import as_roles
 
 
 class Pair(nnx.Module):
@@ -56,10 +58,11 @@ def test_symbols_stand_in_prefixes():
     assert mapped({"m": (pair,)}, 2.0).tolist() == [5.0, 5.0, 5.0]
 
 
-def test_an_object_with_axes_in_place_of_variables_is_a_prefix():
+@pytest.mark.parametrize("graph", [True, False])
+def test_an_object_with_axes_in_place_of_variables_is_a_prefix(graph):
     pair = Pair(jnp.ones((2, 3)), jnp.ones(3))
-    prefix = nnx.prefix(pair, {nnx.Param: 1, nnx.BatchStat: 0}, graph=False)
-    mapped = nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=(prefix,))
+    prefix = nnx.prefix(pair, {nnx.Param: 1, nnx.BatchStat: 0}, graph=graph)
+    mapped = nnx.vmap(lambda m: m.w.sum() + m.n, in_axes=(prefix,), graph=graph)
     assert mapped(pair).tolist() == [3.0, 3.0, 3.0]
 
 
@@ -104,3 +107,13 @@ def test_everything_else_can_be_said_by_pairs_and_lists():
     axes = nnx.StateAxes([((nnx.BatchStat, "tag"), 0), (nnx.Not(nnx.BatchStat), 1)])
     mapped = nnx.vmap(lambda m, x: m.w.sum() + m.n + x, in_axes=[axes, None])
     assert mapped(pair, 1.0).tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_filter_that_matches_everything_comes_last():
+    with pytest.raises(StateFilterError, match="put it last"):
+        nnx.StateAxes({...: None, nnx.Param: 0})
+
+
+def test_prefixes_become_what_the_engine_knows():
+    assert as_roles([nnx.Carry, 0, None]) == (CARRY, 0, None)
+    assert isinstance(as_roles(nnx.StateAxes({...: nnx.Carry})), Roles)

@@ -1,0 +1,207 @@
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import CallMismatchError, CapturedObjectError, StateFilterError
+from weft.errors import TransformArgumentError as ArgumentError
+from weft.nnx.transforms.calls import current_call
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+    def double(self, x):
+        return 2 * self.w * x
+
+
+def test_an_open_call_is_known_by_its_transformation_and_function():
+    seen = []
+
+    def inner(m):
+        seen.append(current_call().title)
+
+    def outer(m):
+        seen.append(current_call().title)
+        nnx.remat(inner)(m)
+        seen.append(current_call().title)
+
+    nnx.vmap(outer, in_axes=None, axis_size=2)(Pair())
+    assert seen == ["nnx.vmap(outer)", "nnx.remat(inner)", "nnx.vmap(outer)"]
+    assert current_call() is None
+
+
+def test_no_call_is_open_after_an_exception_or_in_another_thread():
+    seen = []
+
+    def f(m):
+        thread = threading.Thread(target=lambda: seen.append(current_call()))
+        thread.start()
+        thread.join()
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        nnx.grad(f)(Pair())
+    assert seen == [None]
+    assert current_call() is None
+
+
+def test_functions_without_a_name_are_shown_by_their_class():
+    seen = []
+
+    class Callable:
+        def __call__(self, m):
+            seen.append(current_call().title)
+
+    nnx.remat(Callable())(Pair())
+    nnx.remat(functools.partial(Callable()))(Pair())
+    assert seen == ["nnx.remat(Callable)", "nnx.remat(partial)"]
+
+
+FROM_OUTSIDE = Pair()
+
+
+def takes_both(m, *, other=None, **more):
+    return FROM_OUTSIDE
+
+
+def missing(m, others=(), **kwargs):
+    m.extra = nnx.Cache(jnp.ones(2))
+
+
+def test_arguments_are_called_what_the_function_calls_them():
+    params = nnx.StateAxes({nnx.Param: 0})
+    pairs = [Pair(jnp.ones(2), jnp.ones(2)) for _ in range(2)]
+    with pytest.raises(
+        StateFilterError, match=r"in_axes says nothing of m\.n, a BatchStat; its fil"
+    ):
+        nnx.vmap(missing, in_axes=(params, 0))(*pairs)
+    with pytest.raises(StateFilterError, match=r"nothing of others\[0\]\['k'\]\.n, a BatchStat"):
+        nnx.vmap(missing, in_axes=(0, params))(pairs[0], [{"k": pairs[1]}])
+    with pytest.raises(StateFilterError, match=r"nothing of args\[1\]\.n, a BatchStat"):
+        nnx.vmap(lambda *pairs: None, in_axes=(0, params))(*pairs)
+    only_stats = nnx.StateAxes({nnx.Param: 0, nnx.BatchStat: 0})
+    with pytest.raises(StateFilterError, match=r"in_axes says nothing of m\.extra, a Cache"):
+        nnx.vmap(missing, in_axes=(only_stats,))(pairs[0])
+    with pytest.raises(
+        StateFilterError, match=r"the result\['y'\]\[0\]\.n, .* are Param, and none"
+    ):
+        nnx.vmap(lambda x: {"y": [Pair(x, x)]}, out_axes=params)(jnp.ones(2))
+
+
+def test_what_is_captured_is_named_with_where_it_was_made():
+    with pytest.raises(CapturedObjectError, match=r"the result is one Pair that was made outside"):
+        nnx.remat(takes_both)(Pair(), other=Pair(), more=Pair())
+    owner = nnx.Dict(part=Pair())
+    with pytest.raises(
+        CapturedObjectError, match=r"It is Dict\.part and was made at \S+test_calls.py:"
+    ):
+        nnx.remat(lambda x: owner.part)(1.0)
+
+
+def test_the_line_to_change_is_the_one_that_transforms():
+    def f(x):
+        return FROM_OUTSIDE
+
+    mapped = nnx.vmap(f, in_axes=0)
+
+    with pytest.raises(CapturedObjectError, match=r"test_calls\.py:\d+: mapped = nnx\.vmap\(f, in"):
+        mapped(jnp.ones(3))
+
+    @nnx.jit
+    @nnx.remat(prevent_cse=False)
+    def g(x):
+        return FROM_OUTSIDE
+
+    with pytest.raises(CapturedObjectError, match=r"test_calls\.py:\d+: @nnx\.remat\(prevent_cse="):
+        g(1.0)
+    with pytest.raises(CapturedObjectError, match=r"test_calls\.py:\d+: nnx\.cond\(True, f, f, 1"):
+        nnx.cond(True, f, f, 1.0)
+
+
+def test_methods_of_objects_are_not_transformed_with_their_object():
+    message = r"nnx\.{}: double is a method of one Pair, .* transform Pair\.double and give it"
+    for name in (
+        "vmap",
+        "pmap",
+        "scan",
+        "remat",
+        "grad",
+        "value_and_grad",
+        "checkify",
+        "make_jaxpr",
+    ):
+        with pytest.raises(ArgumentError, match=message.format(name)):
+            getattr(nnx, name)(Pair().double)
+    with pytest.raises(ArgumentError, match=message.format("eval_shape")):
+        nnx.eval_shape(Pair().double, 1.0)
+    with pytest.raises(ArgumentError, match=message.format("custom_vjp")):
+        nnx.custom_vjp(Pair().double)
+
+
+def test_transformed_functions_are_methods_where_they_stand_in_classes():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.array(2.0))
+
+        @nnx.vmap(in_axes=(None, 0))
+        def mapped(self, x):
+            return self.w * x
+
+        @nnx.remat(static_argnums=(2,))
+        def again(self, x, kind, *, factor=1.0):
+            return self.w * x * factor if kind == "times" else x
+
+        @staticmethod
+        @nnx.vmap
+        def plain(x):
+            return 2 * x
+
+    layer = Layer()
+    assert layer.mapped(jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert float(layer.again(3.0, "times", factor=2.0)) == 12
+    assert Layer.plain(jnp.ones(2)).tolist() == [2.0, 2.0]
+    assert Layer.mapped.__name__ == "mapped"
+
+
+def test_arguments_by_name_and_defaults_have_the_axes_of_their_place():
+    def f(m, x, k=3.0, *rest):
+        return m.w * x * k
+
+    mapped = nnx.vmap(f, in_axes=(None, 0, None))
+    xs = jnp.arange(2.0)
+    assert mapped(Pair(), xs).tolist() == [0.0, 6.0]
+    assert mapped(Pair(), k=5.0, x=xs).tolist() == [0.0, 10.0]
+    assert nnx.vmap(f, in_axes=(None, 0))(Pair(), xs).tolist() == [0.0, 6.0]
+
+
+def test_arguments_without_a_place_are_refused_where_only_places_count():
+    def f(x, *, scale):
+        return x * scale
+
+    for transform in (nnx.vmap, nnx.pmap, nnx.scan):
+        with pytest.raises(
+            CallMismatchError, match=r"scale can only be given by name, and what is"
+        ):
+            transform(f)(jnp.ones(1), scale=2.0)
+    assert float(nnx.remat(f)(1.0, scale=2.0)) == 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        nnx.remat(f)(1.0, scale=2.0, other=1)
+
+
+def test_static_arguments_are_seen_as_they_are():
+    def f(m, kind, x):
+        assert isinstance(kind, Pair | str)
+        return m.w * x
+
+    f_remat = nnx.remat(f, static_argnums=1)
+    assert float(f_remat(Pair(), "text", 2.0)) == 4
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        nnx.remat(lambda m, flag: m.w if flag else 0.0)(Pair(), True)
+    negative = nnx.remat(lambda x, flag: x if flag else 2 * x, static_argnums=(-1,))
+    assert float(negative(1.0, False)) == 2
