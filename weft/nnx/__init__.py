@@ -5,6 +5,8 @@ to the transformations here, which have the signatures of JAX's, it is a referen
 does to it is seen outside.
 """
 
+import importlib
+
 from weft.nnx import metrics, traversals
 from weft.nnx.capturing import capture
 from weft.nnx.checks import check_pytree
@@ -410,3 +412,10 @@ __all__ = [
     "metrics",
     "traversals",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # The bridge stands on all ways of writing, so it is imported when it is asked for.
+    if name == "bridge":
+        return importlib.import_module("weft.nnx.bridge")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

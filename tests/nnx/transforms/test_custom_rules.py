@@ -1,0 +1,147 @@
+"""Functions of objects with derivatives of their own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import TransformArgumentError
+
+
+class Model(nnx.Module):
+    def __init__(self) -> None:
+        self.calls = nnx.BatchStat(jnp.array(0))
+        self.w = nnx.Param(jnp.array(2.0))
+
+
+def product(m: Model, x: jax.Array) -> jax.Array:
+    m.calls[...] += 1
+    return m.w * x
+
+
+def with_rule(**options: Any) -> Any:
+    """`product`, whose gradients are ten times too large."""
+    f = nnx.custom_vjp(product, **options)
+
+    def fwd(m: Model, x: jax.Array) -> tuple[jax.Array, Any]:
+        return f(m, x), (m, x)
+
+    def bwd(residuals: Any, g: Any) -> Any:
+        m, x = residuals
+        (of_model, of_x), out_g = g
+        assert of_x is None and set(of_model) == {"calls", "w"}
+        of_model.w[...] = 10 * out_g * x
+        return of_model, 10 * out_g * m.w
+
+    f.defvjp(fwd, bwd)
+    return f
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_rule_gives_the_gradients_and_state_is_written_once(jit: bool):
+    model, f = Model(), with_rule()
+    take = nnx.value_and_grad(f, argnums=(0, 1))
+    value, (of_model, of_x) = (nnx.jit(take) if jit else take)(model, 3.0)
+    assert float(value) == 6.0 and int(model.calls) == 1
+    assert type(of_model.w) is nnx.Param
+    assert float(of_model.w[...]) == 30.0 and float(of_x) == 20.0
+
+
+def test_without_derivatives_it_is_the_function():
+    model = Model()
+    assert float(with_rule()(model, x=3.0)) == 6.0 and int(model.calls) == 1
+
+
+def test_cotangents_of_what_was_written_arrive():
+    @nnx.custom_vjp
+    def write(m: Model) -> jax.Array:
+        m.w[...] = m.w * 3
+        return m.w[...]
+
+    def bwd(residuals: None, g: Any) -> Any:
+        (of_model,), out_g = g
+        return nnx.State({"w": of_model.w[...] * 3 + out_g * 100})
+
+    write.defvjp(lambda m: (write(m), None), lambda r, g: (bwd(r, g),))
+
+    def loss(m: Model) -> jax.Array:
+        out = write(m)
+        return out + 7 * m.w[...]
+
+    assert float(nnx.grad(loss)(Model()).w[...]) == 7 * 3 + 100
+
+
+def test_where_objects_are_trees_the_cotangent_is_that_of_the_result():
+    f = nnx.custom_vjp(lambda m: m.w[...] ** 2, graph=False)
+    f.defvjp(lambda m: (f(m), m), lambda m, g: (nnx.Dict(w=nnx.Param(g * 50)),))
+    grads = nnx.grad(f, graph=False)(nnx.Dict(w=nnx.Param(jnp.array(3.0))))
+    assert type(grads) is nnx.Dict and float(grads.w[...]) == 50.0
+
+
+def test_a_part_of_an_object_and_arguments_without_gradient():
+    f = nnx.custom_vjp(
+        lambda scale, m: scale(m.w[...] * m.n[...]),
+        nondiff_argnums=(0, nnx.DiffState(1, nnx.Param)),
+    )
+
+    def bwd(scale: Any, residuals: Any, g: Any) -> Any:
+        (of_model,), out_g = g
+        return (nnx.filter_state(of_model, nnx.Param).map(lambda _, x: scale(out_g)),)
+
+    f.defvjp(lambda scale, m: (f(scale, m), None), bwd)
+    model = nnx.Dict(w=nnx.Param(jnp.array(3.0)), n=nnx.BatchStat(jnp.array(2.0)))
+    grads = nnx.grad(lambda m: f(lambda x: 5 * x, m))(model)
+    assert {k: float(v) for k, v in grads.to_pure_dict().items()} == {"w": 5.0}
+
+
+def test_none_is_no_gradient_and_wrong_ones_are_named():
+    def failing(given: Any) -> Any:
+        f = nnx.custom_vjp(lambda m, x: m.w * x)
+        f.defvjp(lambda m, x: (f(m, x), None), lambda r, g: given)
+        return nnx.grad(f, argnums=(0, 1))(Model(), 3.0)
+
+    of_model, of_x = failing((None, None))
+    assert float(of_model.w[...]) == 0.0 and float(of_x) == 0.0
+    with pytest.raises(TransformArgumentError, match="returns 1 values for 2 arguments"):
+        failing((None,))
+    with pytest.raises(
+        TransformArgumentError, match="a gradient at 'v', where the argument has no"
+    ):
+        failing((nnx.State({"v": jnp.ones(())}), None))
+
+
+def test_a_function_without_a_rule_says_how_to_give_one():
+    with pytest.raises(TransformArgumentError, match=r"say f.defvjp\(fwd, bwd\) before"):
+        nnx.custom_vjp(product)(Model(), 1.0)
+    with pytest.raises(TransformArgumentError, match=r"say f.defjvp\(rule\) before"):
+        nnx.custom_jvp(product)(Model(), 1.0)
+
+
+def test_a_rule_for_tangents_serves_both_modes():
+    f = nnx.custom_jvp(product)
+
+    @f.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (m, x), (of_model, of_x) = primals, tangents
+        return product(m, x), 10 * (of_model.w[...] * x + m.w * of_x)
+
+    model = Model()
+    grads = nnx.grad(f, argnums=(0, 1))(model, 3.0)
+    assert float(grads[0].w[...]) == 30.0 and float(grads[1]) == 20.0
+    assert int(model.calls) == 1
+    tangents = (nnx.State({"w": jnp.array(1.0)}), 0.0)
+    assert [float(x) for x in nnx.jvp(f, (model, 3.0), tangents)] == [6.0, 30.0]
+
+
+def test_as_a_method():
+    class Scaled(Model):
+        @nnx.custom_vjp
+        def scaled(self, x: jax.Array) -> jax.Array:
+            return self.w * x
+
+    Scaled.scaled.defvjp(
+        lambda m, x: (Scaled.scaled(m, x), None), lambda r, g: (nnx.State({"w": 4 * g[1]}), None)
+    )
+    assert float(nnx.grad(lambda m: m.scaled(3.0))(Scaled()).w[...]) == 4.0
