@@ -5,14 +5,18 @@ It stands at the root, so that the examples in weft/ run under it as the tests d
 
 import os
 import tempfile
+from importlib.metadata import version
 
 # JAX reads both when it is first used, which is after pytest has read this file.
 devices = os.environ.get("WEFT_TEST_DEVICES", "8")
-os.environ["XLA_FLAGS"] = " ".join(
-    [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={devices}"]
-).strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+flags = [f"--xla_force_host_platform_device_count={devices}"]
 # Compiling takes most of the suite's time, and the programs are too small to gain by being fast.
+# These halve it. XLA ends the process at a flag that it does not know, so versions in which they
+# were not tried go without.
+if version("jaxlib").startswith("0.10."):
+    flags += ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # Many tests compile the same small programs, some in processes of their own: each is compiled once
