@@ -9,6 +9,7 @@ dicts of arrays and PRNG keys.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -16,17 +17,9 @@ import jax
 
 from weft.core import meta
 from weft.core.filters import (
-    DenyList,
-    Filter,
-    canonical,
-    filter_to_set,
-    group_collections,
-    in_filter,
-    intersect_filters,
-    is_filter_empty,
-    subtract_filters,
-    union_filters,
-)
+    DenyList, Filter, canonical, filter_to_set, group_collections, in_filter,
+    intersect_filters, is_filter_empty, subtract_filters, union_filters,
+)  # fmt: skip
 from weft.core.frozen_dict import FrozenDict
 from weft.core.known import known_part
 from weft.core.rngs import Counts, Path, Stream, is_key
@@ -49,21 +42,10 @@ from weft.errors import (
 )
 
 __all__ = [
-    "Scope",
-    "Variable",
-    "DenyList",
-    "filter_to_set",
-    "group_collections",
-    "in_filter",
-    "intersect_filters",
-    "is_filter_empty",
-    "subtract_filters",
-    "union_filters",
-    "apply",
-    "bind",
-    "init",
-    "lazy_init",
-]
+    "Scope", "Variable", "apply", "bind", "init", "lazy_init",
+    "DenyList", "filter_to_set", "group_collections", "in_filter",
+    "intersect_filters", "is_filter_empty", "subtract_filters", "union_filters",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -213,10 +195,8 @@ class Scope:
 
     def default_name(self, prefix: str) -> str:
         """The first of `prefix0`, `prefix1` ... that is free."""
-        i = 0
-        while self.name_reserved(f"{prefix}{i}"):
-            i += 1
-        return f"{prefix}{i}"
+        names = (f"{prefix}{i}" for i in itertools.count())
+        return next(name for name in names if not self.name_reserved(name))
 
     def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
         """A child scope.

@@ -56,18 +56,13 @@ def while_loop(
         RoleError: for a role that such a loop does not have.
     """
 
-    def folded(i: Any, units: Units) -> Units:
-        return units.having(
-            [kind.fold(value, i) if role is FORK else value for value, role in units.pairs()]
-        )
-
     def pure(static: Static, packed: Any) -> Results:
         of_kind, flat_roles = static.value
         units = Units(shown(packed), flat_roles)
         traced: list[tuple[Units, Static]] = []
 
         def cargo_at(i: Any, carry: list[Any]) -> Cargo:
-            return Cargo(static, folded(i, units).merged(CARRY, carry))
+            return Cargo(static, _folded(kind, i, units).merged(CARRY, carry))
 
         def cond(state: tuple[Any, list[Any]]) -> Any:
             return run(kind, lambda args: cond_fn(*args), cargo_at(*state)).packed
@@ -101,7 +96,7 @@ def while_loop(
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-            first = folded(0, units.having(values)).values
+            first = _folded(kind, 0, units.having(values)).values
             roles = (CARRY, None)
             return with_created(kind, body_fn, static, units, first, values, roles, again=True)
 
@@ -113,6 +108,13 @@ def while_loop(
         return commit(kind, outer, results)
 
     return call
+
+
+def _folded(kind: Kind, i: Any, units: Units) -> Units:
+    """What iteration `i` finds: keys that are its own."""
+    return units.having(
+        [kind.fold(value, i) if role is FORK else value for value, role in units.pairs()]
+    )
 
 
 def fori_loop(
