@@ -269,7 +269,15 @@ def is_array(x: Any) -> bool:
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _CONTAINERS = (list, tuple, dict)
-_IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic)
+# Some classes of JAX do not show that they have a hash by value.
+_OF_JAX = (
+    jax.sharding.PartitionSpec,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Sharding,
+    jax.Device,
+)
+_IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_OF_JAX)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 

@@ -217,6 +217,28 @@ def test_shardings_of_what_goes_in_and_comes_out():
     assert vector[0][...].sharding.is_equivalent_to(x, 1)
 
 
+def test_one_sharding_for_any_number_of_arguments():
+    whole = NamedSharding(mesh(), PartitionSpec())
+    for given in (whole, None):
+        f = nnx.jit(lambda m, x=1.0, y=2.0: m.w * x * y, in_shardings=given)
+        for args in [(), (3.0,), (3.0, 4.0), (), (5.0, 6.0)]:
+            assert f(Model(), *args) == np.prod([*args, *(1.0, 2.0)[len(args) :]])
+
+
+def test_what_was_laid_out_stays_so_with_another_structure():
+    x = NamedSharding(mesh(), PartitionSpec("x"))
+
+    @nnx.jit(in_shardings=x, donate_argnums=0)
+    def f(model):
+        model.part = nnx.Param(model[0] * 2)
+
+    model = nnx.List([nnx.Param(jnp.arange(8.0)), nnx.Param(jnp.zeros(8))])
+    f(model)
+    f(model)
+    assert model.part[...].tolist() == list(range(0, 16, 2))
+    assert all(v[...].sharding.is_equivalent_to(x, 1) for v in model)
+
+
 def test_another_sharding_between_calls():
     f, model = nnx.jit(work), Model(jnp.arange(8.0))
     is_like_plain(f, model)

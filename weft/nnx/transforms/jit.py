@@ -58,14 +58,15 @@ class _Plan:
         objects: weak references to all of them, and to what they are made of.
         n_first: how many arguments come before those that JAX is given; more than there can be
             where objects come later or by name.
+        n_args: how many there were.
         program: what is called.
         donated: the variables whose values are given away.
         kept: the other variables.
     """
 
     __slots__ = (
-        "at", "donated", "epoch", "jitted", "kept", "n_first", "names", "objects", "program",
-        "trace",
+        "at", "donated", "epoch", "jitted", "kept", "n_args", "n_first", "names", "objects",
+        "program", "trace",
     )  # fmt: skip
 
     def __init__(self, program: Program, epoch: object, found: "Found", forget: Any):
@@ -79,6 +80,7 @@ class _Plan:
         positions = [i for i, _ in found.at]
         at_front = positions == list(range(len(positions))) and not found.names
         self.n_first = len(positions) if at_front else sys.maxsize
+        self.n_args = found.layout.n_args
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is with the same objects at the same places."""
@@ -132,8 +134,11 @@ class JitWrapped:
                 [variable._value for variable in kept] if kept else kept,
                 *args[plan.n_first :],
             )
-        except (HiddenObject, FunctionChanged, TypeError) as error:
-            if isinstance(error, TypeError) and not has_objects(args[plan.n_first :]):
+        except (HiddenObject, FunctionChanged):
+            plan = None
+        except (TypeError, ValueError):
+            # It may be about what the plan is not for: an object in a container, or a sharding.
+            if plan.n_args == len(args) and not has_objects(args[plan.n_first :]):
                 raise
             plan = None
         if plan is None:
@@ -182,7 +187,7 @@ class JitWrapped:
 
     def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
         """The plan of a call, made if there is none that holds; None if there cannot be one."""
-        key = tuple((place, id(x)) for place, x in (*at, *names))
+        key = len(args), *((place, id(x)) for place, x in (*at, *names))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(args, kwargs):
             while True:

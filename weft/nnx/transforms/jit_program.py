@@ -127,10 +127,11 @@ class Program:
         self._fn, self._options, self.layout = recorded(fn), options, layout
         self._user_fn, self._seen = fn, seen
         is_donated = [layout.donated[i] for i, _ in layout.static.places]
-        # What was laid out anew stays so outside, or each call would do it again.
-        self._returns_all = options.in_shardings is not None and options.kind.structure
         self.donated = [n for n, is_given in enumerate(is_donated) if is_given]
         self.kept = [n for n, is_given in enumerate(is_donated) if not is_given]
+        self._shardings: list[Any] = []
+        if options.in_shardings is not None:
+            self._shardings = [layout.roles[i][g][1] for i, g in layout.static.places]
         self.jitted = jax.jit(self._pure, **self._jit_options())
 
     def _jit_options(self) -> dict[str, Any]:
@@ -145,16 +146,14 @@ class Program:
         result["static_argnames"] = tuple(sorted(of.static_argnames))
         result["donate_argnums"] = (0, *shifted(of.donate_argnums))
         result["donate_argnames"] = tuple(sorted(of.donate_argnames))
-        donated = None
         if of.in_shardings is not None:
-            flat = [layout.roles[i][g][1] for i, g in layout.static.places]
-            donated, kept = ([flat[n] for n in at] for at in (self.donated, self.kept))
+            donated, kept = ([self._shardings[n] for n in at] for at in (self.donated, self.kept))
             rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
             left = (_without_state(x) for i, x in rest if i not in layout.at)
             result["in_shardings"] = (donated, kept, *left)
-        if of.out_shardings is not None or donated is not None:
+        if of.out_shardings is not None:
             out = jax.tree.map(_packed, of.out_shardings, is_leaf=_is_of_state)
-            result["out_shardings"] = (out, donated, None, None, None)
+            result["out_shardings"] = (out, None, None, None, None)
         return result
 
     def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
@@ -218,23 +217,35 @@ class Program:
 
     def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
         """The result, the values to write, and where more has changed all that has."""
+        self._keep_layout(results.parcels, values)
         changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
         made = self.layout.made
         if results.static.value is not None or any(
             isinstance(x, Variable) and metadata_key(x) != made[n][1]  # pyright: ignore[reportOptionalSubscript]
             for n, x in changed.items()
         ):
-            for n in range(len(values)) if self._returns_all else self.donated:
+            for n in self.donated:
                 i, g = self.layout.static.places[n]
                 # What was given away is gone outside.
                 results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
             more = results.static, results.parcels
             return results.packed, [], [], more, Written((), False)
-        new = dict(enumerate(values)) if self._returns_all else {}
-        new |= {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
+        new = {n: x._value if isinstance(x, Variable) else x for n, x in changed.items()}
         at = tuple(i for i, n in enumerate(self.kept) if n in new)
         donated = [new.get(n, values[n]) for n in self.donated]
         return results.packed, donated, [new[self.kept[i]] for i in at], None, Written(at, True)
+
+    def _keep_layout(self, parcels: list[Parcel], values: list[Any]) -> None:
+        """Lays out what comes back as it went in, and all of it, or each call would do it again."""
+        for n, sharding in enumerate(self._shardings):
+            i, g = self.layout.static.places[n]
+            group = parcels[i].groups[g]
+            x = group.get(n, self.as_leaf(n, values[n]))
+            value = x._value if isinstance(x, Variable) else x
+            if sharding is not None and _shapes(value) == _shapes(values[n]):
+                value = jax.lax.with_sharding_constraint(value, sharding)
+            if n in group or self._options.kind.structure:
+                group[n] = x.copy(value, _copy_ref=False) if isinstance(x, Variable) else value
 
 
 class Found(NamedTuple):
@@ -356,6 +367,10 @@ def _made(flat: Flat) -> tuple[Any, ...]:
     return tuple(
         (type(x), metadata_key(x)) if isinstance(x, Variable) else None for x in flat.leaves
     )
+
+
+def _shapes(x: Any) -> Any:
+    return jax.tree.map(jax.numpy.shape, x)
 
 
 def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
