@@ -10,7 +10,13 @@ from weft.cli.arguments import parse_arguments
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 # Errors and origins name these pages as seen from the root; what others write goes elsewhere.
-NAMED = ("config.md", "nnx.md", "nnx-transforms.md", "moving-from-flax-nnx.md")
+NAMED = (
+    "config.md",
+    "nnx.md",
+    "nnx-transforms.md",
+    "moving-from-flax-nnx.md",
+    "moving-from-pytorch.md",
+)
 
 
 def named(pages):

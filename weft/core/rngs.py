@@ -15,6 +15,7 @@ evaluated. By then the loop's trace has ended.
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -125,6 +126,17 @@ def is_key(x: Any) -> bool:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x.shape == ()
     return len(x.shape) == 1 and x.dtype == jnp.uint32
+
+
+def check_keys(rngs: Mapping[str, Any]) -> None:
+    """Raises InvalidRngError if a stream was given something else than a key."""
+    for stream, key in rngs.items():
+        if not is_key(key):
+            given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
+            raise InvalidRngError(
+                f"the PRNG stream {stream!r} was given {given}; expected a key, such as "
+                "jax.random.key(0), or a dict of keys by the name of their stream."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,20 @@ import jax
 
 from weft.core import meta
 from weft.core.filters import (
-    DenyList, Filter, canonical, filter_to_set, group_collections, in_filter,
-    intersect_filters, is_filter_empty, subtract_filters, union_filters,
+    DenyList,
+    Filter,
+    canonical,
+    filter_to_set,
+    group_collections,
+    in_filter,
+    intersect_filters,
+    is_filter_empty,
+    subtract_filters,
+    union_filters,
 )  # fmt: skip
 from weft.core.frozen_dict import FrozenDict
 from weft.core.known import known_part
-from weft.core.rngs import Counts, Path, Stream, is_key
+from weft.core.rngs import Counts, Path, Stream, check_keys
 from weft.core.tracing import current_trace
 from weft.core.trunk import Trunk, VariableDict, copied
 from weft.core.variable import MISSING, Variable, check_shape
@@ -479,13 +487,7 @@ def bind(
             raise ApplyScopeInvalidVariablesTypeError(entries, col)
     if rngs is not None and not isinstance(rngs, Mapping):
         rngs = {"params": rngs}
-    for stream, key in (rngs or {}).items():
-        if not is_key(key):
-            given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
-            raise InvalidRngError(
-                f"the PRNG stream {stream!r} was given {given}; expected a key, such as "
-                "jax.random.key(0), or a dict of keys by the name of their stream."
-            )
+    check_keys(rngs or {})
     canonical(mutable)  # refuses what is no filter
     return Scope(variables, rngs, mutable=mutable, flags=flags)
 
