@@ -50,7 +50,9 @@ def first_difference(
         for name, part in of_a.items():
             if found := find(part, of_b[name], (*path, name)):
                 return found
-        return None if a.marks == b.marks else Difference(path, ("marked so", "marked otherwise"))
+        if a.marks != b.marks:
+            return Difference(path, ("marked so", "marked otherwise"))
+        return None if a.order == b.order else Difference(path, ("in this order", "in another"))
 
     return find(graphs[0].root, graphs[1].root, ())
 

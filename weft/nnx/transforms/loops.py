@@ -10,6 +10,7 @@ from weft.nnx.transforms.calls import Call, opened, parameter_names, recorded
 from weft.nnx.transforms.carry import with_objects, without_objects
 from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.variables import Variable
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def while_loop(
     """
     loop = lifting.while_loop(
         ObjectKind("while_loop", *references_and_structure(graph, graph_updates), is_loop=True),
-        cond_fun,
+        lambda carry: _read(cond_fun(carry)),
         recorded(_boxing(body_fun)),
         in_axes=CARRY,
     )
@@ -97,8 +98,8 @@ def fori_loop(
     """
     loop = lifting.fori_loop(
         ObjectKind("fori_loop", *references_and_structure(graph, graph_updates), is_loop=True),
-        lower,
-        upper,
+        _read(lower),
+        _read(upper),
         recorded(_boxing(body_fun)),
         in_axes=CARRY,
         unroll=unroll,
@@ -106,6 +107,10 @@ def fori_loop(
     specs, names = ("init_val", "the result"), parameter_names(body_fun)[1:]
     with opened(Call("fori_loop", body_fun, (init_val,), specs, names=names, place=origin())):
         return with_objects(init_val, loop(init_val))
+
+
+def _read(x: Any) -> Any:
+    return x.get_value() if isinstance(x, Variable) else x
 
 
 def _boxing(body_fun: Callable[..., Any]) -> Callable[..., Any]:

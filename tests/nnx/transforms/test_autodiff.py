@@ -1,0 +1,268 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import (
+    CallMismatchError,
+    CapturedObjectError,
+    InconsistentAliasError,
+    TransformArgumentError,
+    TransformOptionError,
+)
+
+
+class LoRA(nnx.Param):
+    pass
+
+
+class Model(nnx.Module):
+    def __init__(self, w=3.0):
+        self.w = nnx.Param(jnp.asarray(w), note="kept")
+        self.part = nnx.Dict(a=LoRA(jnp.asarray(0.5)), n=nnx.BatchStat(jnp.asarray(2.0)))
+        self.arr = nnx.data(jnp.asarray(4.0))
+
+
+def loss(m, x=1.0):
+    return (m.w * m.part.a * m.part.n * m.arr) * x
+
+
+# The derivatives of `loss` by name.
+OF = {"w": 4.0, "a": 24.0, "n": 6.0, "arr": 3.0}
+
+
+def names(grads):
+    return {p[-1]: float(jnp.asarray(v)) for p, v in nnx.to_flat_state(grads)}
+
+
+def test_gradients_are_a_state_of_the_parameters():
+    value, grads = nnx.value_and_grad(loss)(Model())
+    assert float(value) == 12
+    assert isinstance(grads, nnx.State)
+    assert names(grads) == {"w": 4.0, "a": 24.0}
+    assert (type(grads.w), type(grads.part.a), grads.w.note) == (nnx.Param, LoRA, "kept")
+
+
+FILTERS = {
+    "lora": (LoRA, "a"),
+    "stats": (nnx.BatchStat, "n"),
+    "both": ((LoRA, nnx.BatchStat), "an"),
+    "not": (nnx.Not(nnx.Variable), ["arr"]),
+    "all": (..., ["w", "a", "n", "arr"]),
+    "path": (nnx.PathContains("part"), "an"),
+    "nothing": (nnx.Nothing(), ""),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+def test_parts_of_a_state(name, mode):
+    where, expected = FILTERS[name]
+    grads = nnx.grad(loss, argnums=nnx.DiffState(0, where), **mode)(Model())
+    assert names(grads) == {k: OF[k] for k in expected}
+
+
+@pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": False}], ids=str)
+def test_gradients_of_trees_are_objects_like_them(mode):
+    m = Model()
+    grads = nnx.grad(loss, **mode)(m)
+    assert type(grads) is Model
+    assert (float(grads.w), float(grads.part.n), float(grads.arr)) == (4.0, 6.0, 3.0)
+    assert jax.tree.structure(grads) == jax.tree.structure(jax.grad(loss)(m))
+
+
+def test_gradients_have_the_form_of_argnums():
+    f = lambda a, x, b: loss(a) * x + loss(b)  # noqa: E731
+    args = Model(), jnp.float32(2.0), Model(1.0)
+    both = nnx.grad(f, argnums=(0, 1))(*args)
+    assert names(both[0])["w"] == 8 and float(both[1]) == 12
+    assert float(nnx.grad(f, argnums=1)(*args)) == 12
+    (last,) = nnx.grad(f, argnums=(-1,))(*args)
+    assert names(last) == {"w": 4.0, "a": 8.0}
+    order = nnx.grad(f, argnums=(nnx.DiffState(2, LoRA), 1, 0))(*args)
+    assert names(order[0]) == {"a": 8.0} and float(order[1]) == 12
+
+
+def test_variables_states_and_containers():
+    v = nnx.BatchStat(jnp.array(3.0))
+    of_variable = nnx.grad(lambda v: v**2)(v)
+    assert type(of_variable) is nnx.BatchStat and float(of_variable) == 6
+    m = Model()
+    tree = nnx.grad(lambda t: loss(t["m"]) * t["x"][0])({"m": m, "x": [jnp.float32(2.0)]})
+    assert names(tree["m"])["w"] == 8 and float(tree["x"][0]) == 12
+
+
+def test_shared_parameters_have_one_gradient():
+    m = Model()
+    pair = nnx.List([m, m])
+    assert float(nnx.grad(lambda p: loss(p[0]) + loss(p[1]))(pair)[0].w) == 8
+    first, second = nnx.grad(lambda a, b: loss(a) + loss(b), argnums=(0, 1))(m, m)
+    assert names(first)["w"] == 8 and names(second) == {}
+
+
+def test_changes_are_seen_and_gradients_keep_their_names():
+    m = Model()
+
+    def changing(m):
+        m.a_new = nnx.Intermediate(m.w * 2)
+        m.part.n[...] += 1
+        y = loss(m)
+        m.w[...] = 0.0
+        del m.part.a
+        return y
+
+    value, grads = nnx.value_and_grad(changing)(m)
+    assert float(value) == 18
+    assert names(grads) == {"w": 6.0, "a": 36.0}
+    assert (float(m.w), float(m.part.n), float(m.a_new)) == (0.0, 3.0, 6.0)
+    assert "a" not in m.part
+
+
+def test_more_beside_the_loss():
+    m = Model()
+    grads, aux = nnx.grad(lambda m: (loss(m), {"m": m, "new": nnx.Dict(w=m.w)}), has_aux=True)(m)
+    assert aux["m"] is m and aux["new"].w is m.w and float(grads.w) == 4
+    (value, aux), grads = nnx.value_and_grad(lambda m: (loss(m), m.arr * 2), has_aux=True)(m)
+    assert (float(value), float(aux)) == (12.0, 8.0)
+
+
+def test_arguments_by_name_are_not_differentiated_and_are_written_to():
+    m, other = Model(), Model()
+
+    def f(m, *, other, k=1.0):
+        other.part.n[...] += 1
+        return loss(m) * loss(other) * k
+
+    assert names(nnx.grad(f)(m, other=other, k=2.0))["w"] == 4 * 18 * 2
+    assert float(other.part.n) == 3
+    assert names(nnx.grad(loss)(x=2.0, m=m))["w"] == 8
+
+
+def test_second_derivatives():
+    f = lambda m: m.w**3  # noqa: E731
+    assert float(nnx.grad(lambda m: nnx.grad(f)(m).w[...])(Model()).w) == 18
+
+
+def test_what_does_not_fit_is_refused():
+    m = Model()
+    with pytest.raises(
+        CallMismatchError, match="grad: argnums has 3, and the function was called wi"
+    ):
+        nnx.grad(loss, argnums=3)(m)
+    with pytest.raises(TypeError, match=r"argnums has 0, and .* with 0 arguments"):
+        nnx.grad(lambda: 1.0)()
+    with pytest.raises(
+        TransformArgumentError, match="argnums has -1 twice; give each argument once"
+    ):
+        nnx.grad(loss, argnums=(0, -1))(m)
+    with pytest.raises(
+        TransformArgumentError, match="argnums has 'w'; give positions of arguments, or"
+    ):
+        nnx.grad(loss, argnums=("w",))
+    for call in (
+        lambda: nnx.grad(loss, reduce_axes=("i",)),
+        lambda: nnx.vjp(loss, m, reduce_axes=("i",)),
+    ):
+        with pytest.raises(
+            TransformOptionError, match=r"reduce_axes=\('i',\), which JAX has no long"
+        ):
+            call()
+    with pytest.raises(NotImplementedError):
+        nnx.value_and_grad(loss, reduce_axes=("i",))
+    for wrong in (lambda m: m, lambda m: m.w):
+        with pytest.raises(
+            CallMismatchError, match="value_and_grad: the function returns an object wh"
+        ):
+            nnx.value_and_grad(wrong)(m)
+    with pytest.raises(TypeError, match="scalar"):
+        nnx.grad(lambda m: m.w * jnp.ones(2))(m)
+    with pytest.raises(TypeError, match="real- or complex"):
+        nnx.grad(lambda v: v * 1.0)(nnx.Param(jnp.array(3)))
+
+
+def test_one_variable_is_not_differentiated_and_kept():
+    m = Model()
+    with pytest.raises(
+        InconsistentAliasError, match=r"argnums gives a gradient to a\.\S+, and argnums"
+    ):
+        nnx.grad(lambda a, b: loss(a))(m, m)
+    with pytest.raises(InconsistentAliasError, match=r"gives no gradient to b\.w"):
+        nnx.grad(lambda a, b: loss(a))(m, nnx.Dict(w=m.w))
+    with pytest.raises(
+        CapturedObjectError, match=r"nnx\.grad\(<lambda>\): the result\[1\] is one Mod"
+    ):
+        nnx.grad(lambda x: (x, m), has_aux=True)(1.0)
+
+
+def test_an_exception_leaves_everything_as_it_was():
+    m = Model()
+
+    def stop(m):
+        m.w[...] += 1
+        raise KeyError("stop")
+
+    for call in (nnx.grad(stop), nnx.value_and_grad(stop), lambda m: nnx.vjp(stop, m)):
+        with pytest.raises(KeyError, match="stop"):
+            call(m)
+    assert float(m.w) == 3
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+def test_pullbacks(mode):
+    m = Model()
+
+    def f(m, x):
+        m.part.n[...] += 1
+        m.w.set_metadata(note="seen")
+        return loss(m, x)
+
+    y, pull = nnx.vjp(f, m, 2.0, **mode)
+    of_m, of_x = pull(jnp.float32(10.0))
+    assert (float(y), float(of_x), float(m.part.n), m.w.note) == (36.0, 180.0, 3.0, "seen")
+    assert float(of_m.w) == 120 and isinstance(of_m, Model if mode else nnx.State)
+    y, pull, aux = nnx.vjp(lambda m: (loss(m), {"k": 1.0}), has_aux=True, **mode)(m)
+    assert aux == {"k": 1.0} and float(pull(jnp.float32(1.0))[0].w) == 6
+
+
+def test_pullbacks_keep_their_names_and_leave_transformations():
+    m = Model()
+
+    def f(m):
+        m.a_new = nnx.Intermediate(m.w * 2)
+        return loss(m)
+
+    _, pull = nnx.jit(lambda m: nnx.vjp(f, m))(m)
+    assert names(pull(jnp.float32(1.0))[0]) == {"w": 4.0, "a": 24.0}
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+def test_tangents(mode):
+    m, t = Model(), Model(10.0)
+    y, dy = nnx.jvp(loss, (m, 1.0), (t, 0.0), **mode)
+    expected = jax.jvp(loss, (m, 1.0), (t, 0.0))
+    np.testing.assert_allclose((y, dy), expected)
+    only_w = nnx.state(t, nnx.PathContains("w"))
+    y, dy, aux = nnx.jvp(lambda m: (loss(m), m.arr * 2), (m,), (only_w,), has_aux=True, **mode)
+    assert (float(dy), float(aux), float(t.w)) == (40.0, 8.0, 10.0)
+    assert float(nnx.jvp(lambda v: v**2, **mode)((m.w,), (t.w,))[1]) == 60
+
+
+def test_tangents_that_do_not_fit_are_refused():
+    m = Model()
+    with pytest.raises(
+        CallMismatchError, match="jvp: there are 1 primals and 2 tangents; give one fo"
+    ):
+        nnx.jvp(loss, (m,), (m, m))
+    with pytest.raises(CallMismatchError, match="jvp: there are 1 primals and 0 tangents"):
+        nnx.jvp(loss, (m,))
+    with pytest.raises(CallMismatchError, match=r"of a Model is a \w+ with something at ''"):
+        nnx.jvp(loss, (m,), (1.0,))
+    with pytest.raises(
+        CallMismatchError, match=r"is a Dict with something at 'other', where the prim"
+    ):
+        nnx.jvp(loss, (m,), (nnx.Dict(other=nnx.Param(1.0)),))
+    with pytest.raises(
+        CallMismatchError, match="jvp: the function returns an object where its result"
+    ):
+        nnx.jvp(lambda m: m.w, (m,), (m,))

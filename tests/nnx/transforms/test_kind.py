@@ -1,0 +1,246 @@
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft import nnx
+from weft.errors import (
+    CapturedObjectError,
+    InconsistentAliasError,
+    StateFilterError,
+    TraceContextError,
+)
+from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+
+def through(f, *args, **mode):
+    """A call that goes through the whole trip, and computes nothing else."""
+    return nnx.remat(f, **mode)(*args)
+
+
+def test_objects_are_known():
+    assert is_object(Pair()) and is_object(nnx.Param(1.0)) and is_object(nnx.List())
+    assert not is_object({"a": nnx.Param(1.0)}) and not is_object(jnp.ones(1))
+    assert trace_of(Pair()) == trace_of(nnx.Param(1.0))
+
+
+def test_inside_there_are_other_objects_that_are_alike():
+    m = Pair()
+    m.me, m.items = m, [m.w, {"k": m.n}]
+
+    def f(inside):
+        assert inside is not m and inside.w is not m.w
+        assert inside.me is inside and inside.items[0] is inside.w
+        assert inside.items[1]["k"] is inside.n
+        assert type(inside.w) is nnx.Param and nnx.graphdef(inside) == before
+
+    before = nnx.graphdef(m)
+    through(f, m)
+    assert m.me is m
+
+
+def test_only_what_has_changed_is_written():
+    m = Pair()
+    kept = m.w[...]
+    through(lambda m: m.n.set_value(5.0), m)
+    assert m.w[...] is kept and float(m.n) == 5
+
+
+def test_arguments_come_back_as_themselves_wherever_they_are():
+    m = Pair()
+    out = through(lambda m: {"m": [m, m.w], "new": nnx.Dict(of=m.n, w=nnx.Param(1.0))}, m)
+    assert out["m"][0] is m and out["m"][1] is m.w and out["new"].of is m.n
+
+
+def test_new_objects_keep_what_they_share():
+    def f(x):
+        shared = nnx.Param(x)
+        made = nnx.Dict(a=shared, b=nnx.List([shared]))
+        made.me = made
+        return made, shared
+
+    made, shared = through(f, 1.0)
+    assert made.a is shared is made.b[0] and made.me is made
+
+
+def test_references_can_be_changed():
+    a, b = Pair(1.0), Pair(2.0)
+    of_a, of_b = a.w, b.w
+
+    def swap(a, b):
+        a.w, b.w = b.w, a.w
+        a.other, b.other = b, a
+        of_b = b.w
+        of_b[...] = 10.0
+
+    through(swap, a, b)
+    assert a.w is of_b and b.w is of_a and a.other is b and b.other is a
+    assert float(of_a) == 10
+
+
+def test_containers_are_changed_like_attributes():
+    m = nnx.Dict(layers=nnx.List([nnx.Param(1.0)]), d={"a": nnx.Param(2.0)})
+
+    def f(m):
+        m.layers.append(nnx.Param(3.0))
+        m.layers.append(m.layers[0])
+        m.d["b"] = m.d.pop("a")
+
+    through(f, m)
+    assert [float(v) for v in m.layers] == [1.0, 3.0, 1.0] and m.layers[0] is m.layers[2]
+    assert list(m.d) == ["b"]
+
+
+def test_arrays_that_are_attributes_come_back():
+    m = nnx.Dict(arr=jnp.ones(2), nested=nnx.data([jnp.zeros(2)]))
+
+    def f(m):
+        m.arr = m.arr + 1
+        m.nested[0] = m.arr * 2
+
+    through(f, m)
+    assert m.arr.tolist() == [2.0, 2.0] and m.nested[0].tolist() == [4.0, 4.0]
+    tree = nnx.Dict(arr=jnp.ones(2))
+    through(lambda m: setattr(m, "arr", m.arr + 1), tree, graph=False)
+    assert tree.arr.tolist() == [1.0, 1.0]  # of a tree the variables alone come back
+
+
+def test_metadata_comes_back():
+    for mode in ({}, {"graph_updates": False}, {"graph": False}):
+        m = Pair()
+        m.w.set_metadata(old=1)
+        through(lambda m: m.w.set_metadata(note=("a", "b")), m, **mode)
+        assert m.w.note == ("a", "b") and m.w.old == 1
+
+
+def test_values_of_any_kind():
+    m = nnx.Dict(tree=nnx.Variable({"a": jnp.ones(2), "b": (1.0, None)}), n=nnx.Variable(3))
+
+    def f(m):
+        tree = m.tree.get_value()
+        m.tree.set_value({"a": tree["a"] + 1, "c": [tree["b"][0]]})
+        return m.n.get_value()
+
+    assert int(through(f, m)) == 3
+    assert m.tree.get_value()["a"].tolist() == [2.0, 2.0]
+    assert list(m.tree.get_value()) == ["a", "c"]
+    assert through(lambda e: e, nnx.Dict()) == nnx.Dict()
+
+
+def test_what_is_captured_does_not_come_out():
+    m, other = Pair(), Pair()
+    with pytest.raises(
+        CapturedObjectError, match=r"the result\['m'\] is one Pair that was made outs"
+    ):
+        through(lambda x: {"m": other}, 1.0)
+    with pytest.raises(CapturedObjectError, match=r"m\.w is one Param of shape \(\) that was made"):
+        through(lambda m: setattr(m, "w", other.w), m)
+    with pytest.raises(CapturedObjectError, match=r"the result\.inner\.w is one Param"):
+        through(lambda x: nnx.Dict(inner=nnx.Dict(w=other.w)), 1.0)
+    copy = through(lambda x: nnx.clone(other), 1.0)
+    assert copy is not other and float(copy.w) == 2
+    assert m.w is not other.w
+
+
+def test_what_is_captured_is_read_and_not_written():
+    m = Pair()
+    assert float(through(lambda x: x * m.w, 3.0)) == 6
+    for change in (
+        lambda x: m.n.set_value(x),
+        lambda x: setattr(m, "new", 1),
+        lambda x: delattr(m, "w"),
+        lambda x: m.w.set_metadata(note=1),
+    ):
+        with pytest.raises(TraceContextError, match=r"nnx\.remat\(<lambda>\)"):
+            through(change, 1.0)
+    assert float(m.n) == 0 and not hasattr(m, "new")
+
+
+def test_what_came_from_another_trace_is_not_written_back():
+    m, leaked = Pair(), []
+
+    def outer(m):
+        leaked.append(m)
+        return m.w * 1
+
+    nnx.jit(outer)(m)
+    with pytest.raises((TraceContextError, jax.errors.UnexpectedTracerError)):
+        through(lambda m: m.n.set_value(1.0), leaked[0])
+
+
+def test_one_thing_is_said_of_each_value():
+    m = Pair(jnp.ones((2, 2)), jnp.ones((2, 2)))
+    axes = nnx.StateAxes({nnx.Param: 0, ...: 1})
+    nnx.vmap(lambda a, b: None, in_axes=(axes, axes))(m, m)
+    # The same value may be spoken of in other words.
+    nnx.vmap(lambda a, b: None, in_axes=(axes, (0,)))(m, (m.w,))
+    with pytest.raises(
+        InconsistentAliasError, match=r"0 to a\.w, and in_axes gives 1 to b\[0\]\. "
+    ):
+        nnx.vmap(lambda a, b: None, in_axes=(axes, (1,)))(m, (m.w,))
+    with pytest.raises(
+        InconsistentAliasError, match=r"in_axes gives 1 to m\.n, and in_axes gives 0 to m\.z"
+    ):
+        m.z = m.n
+        by_path = nnx.StateAxes({nnx.PathContains("z"): 0, nnx.Param: 0, ...: 1})
+        nnx.vmap(lambda m: None, in_axes=(by_path,))(m)
+
+
+def test_a_new_attribute_needs_a_filter_too():
+    m = Pair(jnp.ones(2), jnp.ones(2))
+    axes = nnx.StateAxes({nnx.Param: 0, nnx.BatchStat: 0})
+    with pytest.raises(
+        StateFilterError, match=r"in_axes says nothing of m\.c, a Cache; its filters"
+    ):
+        nnx.vmap(lambda m: setattr(m, "c", nnx.Cache(1.0)), in_axes=axes)(m)
+    assert not hasattr(m, "c")
+
+
+def test_kinds_are_values():
+    assert ObjectKind("vmap") == ObjectKind("vmap") != ObjectKind("vmap", structure=False)
+    assert hash(ObjectKind("scan", is_loop=True)) == hash(ObjectKind("scan", is_loop=True))
+
+
+def test_a_call_keeps_nothing_alive():
+    m = Pair()
+    inside = []
+
+    def f(m):
+        inside.append(weakref.ref(m))
+        return m.w * 2
+
+    through(f, m)
+    outer = weakref.ref(m)
+    del m
+    gc.collect()
+    assert outer() is None and inside[0]() is None
+
+
+def test_three_transformations_with_writes_at_each():
+    m = Pair(jnp.float32(2.0), jnp.float32(0.0))
+
+    @nnx.jit
+    def first(m, xs):
+        m.n[...] += 1
+
+        def second(m, xs):
+            m.n[...] += 10
+
+            def third(m, x):
+                m.n[...] += 100
+                return m, m.w * x
+
+            return nnx.scan(third)(m, xs)[1].sum()
+
+        return nnx.value_and_grad(second)(m, xs)
+
+    value, grads = first(m, jnp.arange(3.0))
+    assert (float(value), float(grads.w), float(m.n)) == (6.0, 3.0, 311.0)

@@ -1,0 +1,185 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft import nnx
+from weft.errors import CarryStructureError, LoopStructureError, SharedObjectError
+from weft.errors import TransformArgumentError as ArgumentError
+
+MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+    def add(self, x):
+        self.n[...] += x
+        return self
+
+
+@MODES
+def test_a_while_loop_changes_what_it_carries(mode):
+    m = Pair()
+    out = nnx.while_loop(lambda m: m.n[...] < 4, lambda m: m.add(1.5), m, **mode)
+    assert out is m and float(m.n) == 4.5
+
+
+@MODES
+def test_a_loop_over_an_index_changes_what_it_carries(mode):
+    m = Pair()
+    x, out = nnx.fori_loop(1, 4, lambda i, c: (c[0] + i, c[1].add(i)), (jnp.zeros(()), m), **mode)
+    assert (float(x), out is m, float(m.n)) == (6.0, True, 6.0)
+    nnx.fori_loop(jnp.array(1), jnp.array(4), lambda i, m: m.add(i), m, **mode)
+    assert float(m.n) == 12
+
+
+def test_loops_that_do_not_run_change_nothing():
+    m = Pair()
+    nnx.while_loop(lambda m: False, lambda m: m.add(1), m)
+    nnx.fori_loop(3, 3, lambda i, m: m.add(1), m)
+    nnx.fori_loop(jnp.array(3), 1, lambda i, m: m.add(1), m)
+    assert float(m.n) == 0
+
+
+def test_what_the_condition_changes_is_dropped():
+    m = Pair()
+
+    def cond(m):
+        m.w[...] += 1
+        return m.n[...] < 2
+
+    nnx.while_loop(cond, lambda m: m.add(1), m)
+    assert (float(m.w), float(m.n)) == (2, 2)
+
+
+def test_a_condition_can_be_a_variable():
+    m = nnx.Dict(go=nnx.Variable(jnp.array(True)), n=nnx.Variable(jnp.array(0)))
+
+    def body(m):
+        m.n[...] += 1
+        m.go[...] = m.n[...] < 3
+        return m
+
+    assert int(nnx.while_loop(lambda m: m.go, body, m).n) == 3
+    with pytest.raises(TypeError, match="boolean scalar"):
+        nnx.while_loop(lambda m: m.n, body, m)
+
+
+def test_sharing_and_cycles_are_carried():
+    m = Pair()
+    m.me = m
+    carry = {"a": m, "b": (m, m.n)}
+
+    def body(c):
+        assert c["a"] is c["b"][0] and c["a"].me is c["a"] and c["b"][1] is c["a"].n
+        c["b"][1][...] += 1
+        return c
+
+    out = nnx.while_loop(lambda c: c["a"].n[...] < 3, body, carry)
+    assert out["a"] is m and out["b"][0] is m and out["b"][1] is m.n and float(m.n) == 3
+    with pytest.raises(
+        SharedObjectError, match=r"while_loop\(body\).* at c\['a'\] and at c\['a'\]\.me"
+    ):
+        nnx.while_loop(lambda c: True, body, carry, graph=False)
+
+
+def test_numbers_and_trees_in_variables():
+    m = nnx.Dict(n=nnx.Variable(0), t=nnx.Variable({"a": 1.0, "b": jnp.ones(2)}))
+
+    def body(m):
+        m.n.set_value(m.n.get_value() + 1)
+        t = m.t.get_value()
+        m.t.set_value({"a": t["a"] * 2, "b": t["b"] + t["a"]})
+        return m
+
+    nnx.while_loop(lambda m: m.n.get_value() < 3, body, m)
+    assert int(m.n.get_value()) == 3
+    assert float(m.t.get_value()["a"]) == 8 and m.t.get_value()["b"].tolist() == [8.0, 8.0]
+
+
+def test_a_body_returns_the_objects_that_it_is_given():
+    m = Pair()
+    with pytest.raises(
+        ArgumentError, match=r"nnx\.while_loop\(clone\): the carry is returned as anoth"
+    ):
+        nnx.while_loop(lambda m: True, nnx.clone, m)
+    with pytest.raises(
+        ArgumentError, match=r"nnx\.fori_loop\(<lambda>\): the carry\['x'\] is return"
+    ):
+        nnx.fori_loop(0, 3, lambda i, c: {"x": c["y"], "y": c["x"]}, {"x": m, "y": Pair()})
+    with pytest.raises(
+        ArgumentError, match="is given 1 objects in its carry and returns 0; return"
+    ):
+        nnx.while_loop(lambda m: True, lambda m: None, m)
+    assert float(m.n) == 0
+
+
+def test_only_values_of_variables_change():
+    def make(m):
+        m.made = nnx.Param(1.0)
+        return m
+
+    def put(c):
+        c[1].part = c[0]
+        return c
+
+    with pytest.raises(
+        LoopStructureError, match=r"nnx\.while_loop\(make\): .* attribute at m\.made"
+    ):
+        nnx.while_loop(lambda m: True, make, Pair())
+    with pytest.raises(LoopStructureError, match=r"nnx\.fori_loop\(<lambda>\): .* at val\.made"):
+        nnx.fori_loop(0, 3, lambda i, val: make(val), Pair())
+    with pytest.raises(LoopStructureError, match=r"or static value at c\[1\]\.part"):
+        nnx.while_loop(lambda c: True, put, (Pair(), nnx.Dict(part=Pair())))
+    m = Pair()
+    nnx.while_loop(lambda m: m.n[...] < 1, lambda m: make(m).add(1), m, graph=False)
+    assert not hasattr(m, "made") and float(m.n) == 1
+
+
+def test_a_carry_keeps_its_shape_and_dtype():
+    def grow(m):
+        m.n.set_value(jnp.ones(2))
+        return m
+
+    with pytest.raises(
+        CarryStructureError, match=r"while_loop: the carry at m\.n is given as float32"
+    ):
+        nnx.while_loop(lambda m: True, grow, Pair())
+    with pytest.raises(CarryStructureError, match=r"the carry at m\.n is given as .* float32\[2\]"):
+        nnx.fori_loop(0, jnp.array(3), lambda i, m: grow(m), Pair())
+
+
+def test_an_exception_leaves_everything_as_it_was():
+    m = Pair()
+
+    def stop(m):
+        m.add(1)
+        raise KeyError("stop")
+
+    for loop in (
+        lambda: nnx.while_loop(lambda m: True, stop, m),
+        lambda: nnx.fori_loop(0, 3, lambda i, m: stop(m), m),
+    ):
+        with pytest.raises(KeyError, match="stop"):
+            loop()
+    assert float(m.add(1.0).n) == 1
+
+
+def test_a_loop_with_fixed_bounds_can_be_differentiated():
+    def loss(m):
+        return nnx.fori_loop(0, 3, lambda i, c: (c[0] * c[1].w, c[1].add(1)), (1.0, m))[0]
+
+    m = Pair()
+    np.testing.assert_allclose(nnx.grad(loss)(m).w[...], 3 * 2.0**2)
+    assert float(m.n) == 3
+
+
+def test_loops_under_jit_and_no_leaks():
+    m = Pair()
+    with jax.checking_leaks():
+        f = nnx.jit(lambda m, n: nnx.while_loop(lambda m: m.n[...] < n, lambda m: m.add(1), m))
+        assert f(m, 3.0) is m
+    assert float(m.n) == 3

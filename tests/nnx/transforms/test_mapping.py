@@ -1,0 +1,229 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from weft import nnx
+from weft.errors import AxisSizeError, InconsistentAliasError, TransformArgumentError
+from weft.errors import VariableAxisError as AxisError
+
+P = PartitionSpec
+MESH = Mesh(jax.devices()[:1], ("d",))
+XS = jnp.arange(3.0)
+
+
+class Pair(nnx.Module):
+    def __init__(self, w=2.0, n=0.0):
+        self.w = nnx.Param(jnp.asarray(w))
+        self.n = nnx.BatchStat(jnp.asarray(n))
+
+
+def stacked():
+    return Pair(jnp.arange(6.0).reshape(3, 2), jnp.zeros(3))
+
+
+def test_all_state_goes_along_an_axis_and_is_written_back():
+    m = stacked()
+    w, n = m.w, m.n
+
+    @nnx.vmap
+    def f(m, x):
+        m.n[...] += x
+        m.w[...] = 2 * m.w[...]
+        return m.w.sum()
+
+    assert f(m, XS).tolist() == [2.0, 10.0, 18.0]
+    assert (m.w is w, m.n is n) == (True, True)
+    assert n[...].tolist() == [0.0, 1.0, 2.0]
+    np.testing.assert_array_equal(w[...], 2 * jnp.arange(6.0).reshape(3, 2))
+
+
+def test_new_objects_are_stacked_where_it_is_said():
+    make = lambda x: Pair(x * jnp.ones(2), 1.0)  # noqa: E731
+    assert nnx.vmap(make)(XS).w.shape == (3, 2)
+    assert nnx.vmap(make, out_axes=-1)(XS).w.shape == (2, 3)
+    parts = nnx.vmap(make, out_axes=nnx.StateAxes({nnx.Param: 1, ...: None}))(XS)
+    assert (parts.w.shape, parts.n.shape) == ((2, 3), ())
+    assert nnx.vmap(lambda: Pair(), axis_size=3)().w.shape == (3,)
+
+
+def test_a_shared_variable_has_one_value_for_all():
+    m = Pair()
+
+    def count(m, x):
+        m.n[...] += 1
+        return m.w * x
+
+    assert nnx.vmap(count, in_axes=(None, 0))(m, XS).tolist() == [0.0, 2.0, 4.0]
+    assert float(m.n) == 1
+
+
+def differs(m, x):
+    m.n[...] = x
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+def test_a_shared_variable_that_differs_is_named(mode):
+    m = nnx.Dict(part=[Pair()])
+    shared = lambda m, x: differs(m.part[0], x)  # noqa: E731
+    with pytest.raises(
+        AxisError, match=r"vmap: m\.part\[0\]\.n is declared to be the same for all"
+    ):
+        nnx.vmap(shared, in_axes=(None, 0), **mode)(m, XS)
+    assert float(m.part[0].n) == 0
+    with pytest.raises(
+        AxisError, match=r"vmap: the result\[0\] is declared to be the same for all"
+    ):
+        nnx.vmap(lambda x: (x, x), out_axes=(None, 0), **mode)(XS)
+    with pytest.raises(AxisError, match=r"vmap: the result\['m'\]\.n is declared to be the same"):
+        nnx.vmap(lambda x: {"m": Pair(1.0, x)}, out_axes=None, **mode)(XS)
+
+
+def test_parts_of_values_that_differ_are_named():
+    m = nnx.Dict(tree=nnx.Variable({"a": jnp.ones(()), "b": jnp.ones(())}))
+
+    def f(m, x):
+        m.tree.set_value({"a": jnp.ones(()), "b": x})
+
+    with pytest.raises(AxisError, match=r"vmap: m\.tree\['b'\] is declared"):
+        nnx.vmap(f, in_axes=(None, 0))(m, XS)
+
+
+def test_attributes_that_the_function_makes_are_stacked():
+    m = stacked()
+
+    def f(m, x):
+        m.made = nnx.Cache(x)
+        m.items = [nnx.Cache(2 * x), m.w]
+        m.kind = "seen"
+        del m.n
+
+    nnx.vmap(f)(m, XS)
+    assert m.made[...].tolist() == [0.0, 1.0, 2.0]
+    assert m.items[0][...].tolist() == [0.0, 2.0, 4.0] and m.items[1] is m.w
+    assert m.kind == "seen" and not hasattr(m, "n")
+
+
+def test_cycles_and_sharing_are_there_inside_and_afterwards():
+    m = stacked()
+    m.me, m.again = m, m.w
+
+    def f(m, other):
+        assert m.me is m and m.again is m.w and other["m"] is m
+        m.n[...] += 1
+        return m
+
+    assert nnx.vmap(f)(m, {"m": m}) is m
+    assert m.me is m and m.again is m.w
+    assert m.n[...].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_axes_of_different_sizes_are_shown_with_their_places():
+    m = Pair(jnp.ones(3), jnp.ones(2))
+    with pytest.raises(AxisSizeError, match=r"sizes \(m\.n: 2, m\.w: 3, x\['k'\]: 4\)"):
+        nnx.vmap(lambda m, x: None)(m, {"k": jnp.ones(4)})
+    with pytest.raises(AxisSizeError, match=r"vmap: m\.n of shape \(2,\) has no axis 1; give it"):
+        nnx.vmap(lambda m: None, in_axes=1)(m)
+    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so nothing tells the size"):
+        nnx.vmap(lambda m: None, in_axes=None)(m)
+    with pytest.raises(AxisSizeError, match=r"the size given: 2, m: 3"):
+        nnx.vmap(lambda m: None, axis_size=2)(jnp.ones(3))
+
+
+def test_collectives_know_the_axis():
+    m = stacked()
+
+    @nnx.vmap(axis_name="i")
+    def f(m, x):
+        m.n[...] = jax.lax.psum(x, "i")
+
+    f(m, XS)
+    assert m.n[...].tolist() == [3.0, 3.0, 3.0]
+
+
+def test_an_exception_leaves_everything_as_it_was():
+    m = stacked()
+    before = nnx.clone(m)
+
+    def f(m):
+        m.w[...] += 1
+        m.made = nnx.Cache(1.0)
+        m.n.set_metadata(note="changed")
+        raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        nnx.vmap(f)(m)
+    assert nnx.graphdef(m) == nnx.graphdef(before)
+    np.testing.assert_array_equal(m.w[...], before.w[...])
+    assert nnx.vmap(lambda m: m.w.sum())(m).shape == (3,)
+
+
+def test_hooks_and_metadata_act_inside():
+    seen = []
+    v = nnx.Param(XS, note=1, on_set_value=lambda v, x: (seen.append(v.note), 10 * x)[1])
+
+    def f(v):
+        v[...] = v[...] + 1
+        v.set_metadata(note=2)
+
+    nnx.vmap(f)(v)
+    assert (seen, v.note, v[...].tolist()) == ([1], 2, [10.0, 20.0, 30.0])
+
+
+def test_no_leaks():
+    with jax.checking_leaks():
+        m = stacked()
+        nnx.vmap(nnx.vmap(lambda m: differs(m, 1.0), in_axes=None, axis_size=2))(m)
+    assert m.n[...].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_names_of_the_axis():
+    metadata = {nnx.PARTITION_NAME: "layers"}
+    v = nnx.Param(jnp.ones((3, 2)), out_sharding=("layers", "a"), eager_sharding=False)
+    seen = []
+
+    def f(v):
+        seen.append(v.out_sharding)
+        v[...] += 1
+        return nnx.Param(v[...], out_sharding=("b",), eager_sharding=False)
+
+    made = nnx.vmap(f, out_axes=1, transform_metadata=metadata)(v)
+    assert (seen, v.out_sharding) == ([("a",)], ("layers", "a"))
+    assert made.out_sharding == ("b", "layers")
+
+
+def test_pmap_runs_on_devices():
+    m = Pair(jnp.ones((1, 2)), jnp.zeros(1))
+
+    def f(m, kind, x):
+        m.n[...] += jax.lax.psum(x, "d")
+        return m.w * x if kind == "times" else m.w
+
+    mapped = nnx.pmap(f, axis_name="d", static_broadcasted_argnums=1)
+    assert mapped(m, "times", jnp.full(1, 3.0)).tolist() == [[3.0, 3.0]]
+    assert m.n[...].tolist() == [3.0]
+    with pytest.raises(AxisSizeError):
+        nnx.pmap(lambda x: x)(jnp.ones(1 + jax.device_count()))
+    with pytest.raises(InconsistentAliasError, match=r"nnx\.pmap\(<lambda>\): one BatchStat"):
+        nnx.pmap(lambda a, b: None, in_axes=(0, None))(m, m)
+
+
+def test_shard_map_runs_on_the_parts():
+    m = Pair(jnp.arange(4.0), 0.0)
+    specs = nnx.StateSharding({nnx.Param: P("d"), ...: P()})
+
+    @nnx.shard_map(mesh=MESH, in_specs=(specs, P("d")), out_specs=(specs, P("d")))
+    def f(m, x):
+        m.n[...] += 1
+        m.w[...] *= 2
+        return m, m.w * x
+
+    out, y = f(m, jnp.ones(4))
+    assert out is m and y.tolist() == m.w[...].tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert float(m.n) == 1
+
+
+def test_roles_of_loops_are_not_for_maps():
+    with pytest.raises(TransformArgumentError, match="in_axes has a Carry, and only a loop"):
+        nnx.vmap(lambda m: None, in_axes=(nnx.Carry,))
