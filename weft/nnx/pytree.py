@@ -289,8 +289,8 @@ class Pytree:
         return marks[name] if name in marks else is_data(value)  # pyright: ignore[reportArgumentType]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        watch = self._watch
-        if watch.trace is not current_trace():
+        watch, here = self._watch, current_trace()
+        if watch.trace is not here and watch.trace != here:
             watch.check(self)
         mark, value = self._marked(name, value)
         object.__setattr__(self, name, value)
