@@ -26,7 +26,7 @@ def table(rows: list[harness.Row]) -> Table:
             f"{row.low:.3f} … {row.high:.3f}",
             str(row.pairs),
             row.target,
-            "[green]met[/]" if row.met else "[red]missed[/]",
+            {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met],
             row.note,
         )
     return made

@@ -6,9 +6,11 @@ largest.
 """
 
 import dataclasses
+import gc
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +25,8 @@ class Row:
 
     Attributes:
         question: what was compared.
-        target: what it must reach, as text.
-        met: whether it does.
+        target: what it must reach, as text; empty for another library, which is shown beside.
+        met: whether it does; None where there is no target.
         median: of the ratios.
         low: the smallest ratio.
         high: the largest ratio.
@@ -34,12 +36,16 @@ class Row:
 
     question: str
     target: str
-    met: bool
+    met: bool | None
     median: float
     low: float
     high: float
     pairs: int
     note: str = ""
+
+    def noted(self, note: str) -> "Row":
+        """The line with another note."""
+        return dataclasses.replace(self, note=note)
 
 
 def ratios(
@@ -49,6 +55,7 @@ def ratios(
     pairs: int = 15,
     warmup: int = 1,
     clock: Callable[[], float] = time.perf_counter,
+    collect: bool = False,
 ) -> tuple[list[float], list[float], list[float]]:
     """Runs `a` and `b` alternately.
 
@@ -58,12 +65,16 @@ def ratios(
         pairs: the number of measured pairs.
         warmup: the number of pairs before them.
         clock: `time.perf_counter` for elapsed time, `time.thread_time` for the CPU time of Python.
+        collect: whether garbage is collected before each measurement. Where much is made, the rare
+            and long collections would otherwise always meet the same one of the two.
 
     Returns:
         The ratios a / b, the times of a, and the times of b, in seconds.
     """
 
     def measure(fn: Callable[[], Any]) -> float:
+        if collect:
+            gc.collect()
         start = clock()
         fn()
         return clock() - start
@@ -75,28 +86,57 @@ def ratios(
 
 
 def row(
-    question: str, measured: tuple[list[float], list[float], list[float]], *, at_most: float
+    question: str,
+    measured: tuple[list[float], list[float], list[float]],
+    *,
+    at_most: float | None,
+    note: str = "",
 ) -> Row:
-    """The line for ratios that must not be larger than `at_most`."""
+    """The line for ratios that must not be larger than `at_most`, if anything is."""
     quotients, a, b = measured
     median = statistics.median(quotients)
+    times = f"{_seconds(statistics.median(a))} against {_seconds(statistics.median(b))}"
     return Row(
         question=question,
-        target=f"≤ {at_most:g}",
-        met=median <= at_most,
+        target="" if at_most is None else f"≤ {at_most:g}",
+        met=None if at_most is None else median <= at_most,
         median=median,
         low=min(quotients),
         high=max(quotients),
         pairs=len(quotients),
-        note=f"{_seconds(statistics.median(a))} against {_seconds(statistics.median(b))}",
+        note=f"{times}; {note}" if note else times,
     )
+
+
+def counted(question: str, value: float, *, at_most: float | None, note: str = "") -> Row:
+    """The line for something that is counted, once."""
+    return row(question, ([value], [0.0], [0.0]), at_most=at_most).noted(note)
+
+
+def calls(fn: Callable[[], Any], n: int = 10) -> float:
+    """How many Python functions a call enters, which no other program disturbs."""
+    entered = 0
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        nonlocal entered
+        entered += event == "call"
+
+    fn()
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for _ in range(n):
+            fn()
+    finally:
+        sys.setprofile(before)
+    return entered / n - 1
 
 
 def _seconds(value: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-6:.3g} µs"
+    return f"{value / 1e-6:.3g} µs" if value >= 1e-6 else f"{value / 1e-9:.0f} ns"
 
 
 def machine() -> dict[str, Any]:
