@@ -518,7 +518,8 @@ def _like(before: Any, value: Any) -> Any:
         if (
             value.dtype == before.dtype
             and value.shape == before.shape
-            and not getattr(value, "weak_type", False)
+            # A counter that is weakly typed at first would be traced twice if it were not later.
+            and (not getattr(value, "weak_type", False) or getattr(before, "weak_type", False))
         ):
             return value
     elif isinstance(before, np.ndarray):

@@ -341,6 +341,22 @@ def test_values_do_not_trace_again_and_structure_does_once():
     assert len(traces) == 3
 
 
+def test_counters_of_any_kind_are_traced_once():
+    for first in (0, 0.0, jnp.array(0), jnp.array(0.0), jnp.zeros(()), jnp.uint32(0)):
+
+        @traced
+        def count(m):
+            m.n[...] += 1
+
+        fn, traces = count
+        f, model = nnx.jit(fn), nnx.Dict(n=nnx.Variable(first))
+        for i in range(3):
+            f(model)
+            assert model.n[...] == i + 1
+        # A number of Python is an array afterwards, which JAX takes for the same.
+        assert len(traces) == 1
+
+
 def is_gone(make):
     ref = make()
     gc.collect()
