@@ -288,6 +288,11 @@ def jit(
     A call with objects that it has met before reads and writes the values of their variables, and
     nothing else. Where their structure has changed since, they are looked at once more.
 
+    What is static is compared by value. An object of a class without `__eq__` is the same whatever
+    is written to it, as for `jax.jit`, and a function counts as one that sees the same: give the
+    attribute another one. What is written past an object (`vars(model)[...]`,
+    `object.__setattr__`) is seen when something else changes.
+
     Args:
         fun: the function; without it, a decorator.
         in_shardings: for each argument a sharding, or a pytree prefix of such; for an object one
