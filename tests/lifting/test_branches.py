@@ -42,7 +42,9 @@ def test_branches_leave_alike():
         match=r"the state\['total'\] is float32\[\] in true_fun, and int32\[\] in",
     ):
         cond(BOXES, double, round_off)(True, box, 0)
-    with pytest.raises(BranchStructureError, match=r"branch 1 returns another structure than branch 0"):
+    with pytest.raises(
+        BranchStructureError, match=r"branch 1 returns another structure than branch 0"
+    ):
         switch(BOXES, [double, lambda box, x: (x, x)])(0, box, 0)
     with pytest.raises(BranchStructureError, match=r"the result is float32\[2\] in branch 1"):
         switch(BOXES, [leave, lambda box, x: jnp.ones(2)])(0, box, 0.0)

@@ -89,7 +89,6 @@ def test_what_is_there_first_and_gradients_of_what_is_between():
     assert len(first["layers"][0].x.get_value()) == 1
     _, zeros = capture(model, nnx.Perturbation)(x)
 
-
     def loss(between):
         y, _ = capture(nnx.clone(model), nnx.Perturbation, init=between)(x)
         return y.sum()
