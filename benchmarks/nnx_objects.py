@@ -69,7 +69,7 @@ def _of(library, nnx, is_weft) -> list[Row]:
     questions = {
         "read an attribute of a module": (lambda: model.n, lambda: plain.n, 2),
         "write an attribute of a module": (write_attribute, write_plain, None),
-        "read a variable": (lambda: variable[...], lambda: box[...], 2),
+        "read a variable": (lambda: variable[...], lambda: box[...], 3),
         "write a variable": (write_variable, write_box, None),
     }
     return [
