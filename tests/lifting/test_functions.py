@@ -1,6 +1,9 @@
+import collections
+import copy
 import dataclasses
 import enum
 import functools
+import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -187,3 +190,56 @@ def test_a_function_is_compared_as_it_is_when_it_is_first_called():
 def test_functions_that_a_library_makes_are_the_same(make):
     assert by_value(make()) == by_value(make()) != by_value(optax.scale(2.0))
     assert by_value(optax.identity()) != by_value(optax.set_to_zero())
+
+
+def test_what_can_change_is_compared_as_it_is_now():
+    @dataclasses.dataclass
+    class Config:
+        scale: float
+        xs: list
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    changes = {
+        "list": ([thing], lambda x: x.append(1)),
+        "dict": ({"a": thing}, lambda x: x.update(b=1)),
+        "set": ({thing}, lambda x: x.add(1)),
+        "queue": (collections.deque([1]), lambda x: x.append(1)),
+        "namespace": (types.SimpleNamespace(a=1), lambda x: setattr(x, "a", 2)),
+        "dataclass": (Config(1.0, []), lambda x: x.xs.append(1)),
+    }
+    for name, (value, change) in changes.items():
+        before = by_value(value)
+        assert by_value(copy.copy(value)) == before == by_value(value), name
+        change(value)
+        assert by_value(value) != before, name
+    assert by_value(Config(1.0, [])) == by_value(Config(1.0, [])) != by_value(Config(1, []))
+
+
+def test_a_function_that_writes_to_what_is_outside_is_like_no_other():
+    def make(k):
+        n = 0
+
+        def counted(x):
+            nonlocal n
+            n += 1
+            return x * k
+
+        def inside(x):
+            def add():
+                nonlocal x
+                x += k
+
+            add()
+            return x
+
+        def calls(x):
+            return counted(x)
+
+        return counted, inside, calls
+
+    a, b = make(1), make(1)
+    assert [by_value(f) == by_value(g) for f, g in zip(a, b, strict=True)] == [False, True, False]
+    assert all(by_value(f) == by_value(f) for f in a)
