@@ -417,5 +417,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # The bridge stands on all ways of writing, so it is imported when it is asked for.
     if name == "bridge":
-        return importlib.import_module("weft.nnx.bridge")
+        import weft.nnx.bridge as bridge
+
+        return bridge
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
