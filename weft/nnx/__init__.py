@@ -5,8 +5,6 @@ to the transformations here, which have the signatures of JAX's, it is a referen
 does to it is seen outside.
 """
 
-import importlib
-
 from weft.nnx import metrics, traversals
 from weft.nnx.capturing import capture
 from weft.nnx.checks import check_pytree
