@@ -140,8 +140,10 @@ def test_processes_that_slurm_starts_find_each_other(cluster):
     text = (
         "from weft.launch.distributed import joined_processes\n"
         "with joined_processes() as place:\n"
-        "    import jax\n"
-        "    print(place.process_id, 'of', jax.process_count(), 'devices', jax.device_count())"
+        "    import jax, sys\n"
+        "    n, devices = jax.process_count(), jax.device_count()\n"
+        # In one piece, as both processes write to the same pipe.
+        "    sys.stdout.write(f'{place.process_id} of {n} devices {devices}\\n')"
     )
     own = job(num_processes=2, command=[sys.executable, "-c", text]).script()
     # Without the address: as by submitit, or by a script of somebody's own.
