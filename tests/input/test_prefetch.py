@@ -113,3 +113,54 @@ def test_close_ends_the_thread_and_the_source_also_when_never_read():
     PrefetchingIterator(unread).close()
     assert unread.closed
     assert unread.next_index == 0
+
+
+class Held(Counter):
+    """Gives an item only when it is let."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.let = threading.Semaphore(0)
+
+    def __next__(self):
+        self.let.acquire()
+        return super().__next__()
+
+
+def test_one_can_look_whether_a_batch_is_there_and_do_other_things_meanwhile():
+    source = Held(stop=1)
+    with PrefetchingIterator(source) as batches:
+        # Also starts the reading, so nothing waits for ever.
+        assert not batches.ready(timeout=0)
+        assert not batches.ready(timeout=0.02)
+        assert batches.get_state() == {"next_index": 0}
+        source.let.release()
+        assert batches.ready(timeout=10)
+        assert batches.ready(timeout=0)
+        assert next(batches) == 0
+        assert not batches.ready(timeout=0)
+        source.let.release()
+        # The end is ready as well.
+        assert batches.ready(timeout=10)
+        assert list(batches) == []
+
+
+def test_an_error_is_ready_and_next_raises_it():
+    with PrefetchingIterator(Counter(fails_at=0)) as batches:
+        assert batches.ready(timeout=10)
+        with pytest.raises(OSError, match="record 0 is broken"):
+            next(batches)
+
+
+def test_counts_the_seconds_that_were_waited():
+    source = Held()
+    with PrefetchingIterator(source) as batches:
+        batches.ready(timeout=0.05)
+        waited = batches.wait_seconds
+        assert waited >= 0.05
+        timer = threading.Timer(0.05, source.let.release)
+        timer.start()
+        next(batches)
+        timer.join()
+        assert batches.wait_seconds >= waited + 0.04
+        source.let.release()

@@ -7,6 +7,7 @@ it, and the iterator's state is the one that came with the last batch handed out
 
 import copy
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -52,6 +53,10 @@ class PrefetchingIterator:
     ...     print(next(batches))
     10 20 {'n': 2}
     80
+
+    Attributes:
+        wait_seconds: How long `next` and `ready` have waited so far: what the source is too slow
+            by.
     """
 
     def __init__(
@@ -66,15 +71,39 @@ class PrefetchingIterator:
         self._buffer_size = buffer_size
         self._state = copy.deepcopy(source.get_state())
         self._reader: _Reader | None = None
+        self.wait_seconds = 0.0
 
     def __iter__(self) -> "PrefetchingIterator":
         return self
 
     def __next__(self) -> Any:
-        if self._reader is None:
-            self._reader = _Reader(self._source, self._stream, self._buffer_size)
+        self.ready()
+        assert self._reader is not None
         batch, self._state = self._reader.take()
         return batch
+
+    def ready(self, timeout: float | None = None) -> bool:
+        """Waits until `next` would not wait: for a batch, the end, or an error that it raises.
+
+        So who waits for a slow source can look after other things in between:
+
+            while not batches.ready(timeout=0.5):
+                stop_if_asked_to()
+            batch = next(batches)
+
+        Args:
+            timeout: Seconds to wait at most. None: as long as it takes.
+
+        Returns:
+            Whether `next` would not wait.
+        """
+        if self._reader is None:
+            self._reader = _Reader(self._source, self._stream, self._buffer_size)
+        start = time.monotonic()
+        try:
+            return self._reader.wait(timeout)
+        finally:
+            self.wait_seconds += time.monotonic() - start
 
     def get_state(self) -> Any:
         """The source's state just after the batch that was handed out last."""
@@ -140,9 +169,14 @@ class _Reader:
             self._changed.notify_all()
             return True
 
+    def wait(self, timeout: float | None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: bool(self._buffer) or self._end is not None, timeout
+            )
+
     def take(self) -> tuple[Any, Any]:
         with self._changed:
-            self._changed.wait_for(lambda: self._buffer or self._end is not None)
             if not self._buffer:
                 assert self._end is not None
                 raise self._end
