@@ -292,12 +292,21 @@ class Pytree:
         watch, here = self._watch, current_trace()
         if watch.trace is not here and watch.trace != here:
             watch.check(self)
-        mark, value = self._marked(name, value)
-        object.__setattr__(self, name, value)
-        if mark is not None:
-            watch.marks[name] = mark
-        elif watch.marks:
-            watch.marks.pop(name, None)
+        kind = type(value)
+        if (
+            watch.marks
+            or self._field_marks
+            or kind in _HOLDING
+            or (isinstance(value, _NUMBERS) and kind is not type(vars(self).get(name)))
+        ):
+            mark, value = self._marked(name, value)
+            object.__setattr__(self, name, value)
+            if mark is not None:
+                watch.marks[name] = mark
+            else:
+                watch.marks.pop(name, None)
+        else:  # as most writes: there is nothing to be said of the value
+            object.__setattr__(self, name, value)
         if watch.watched:
             watch.changed()
 
