@@ -9,6 +9,7 @@ from weft.errors._base import WeftError as WeftError
 from weft.errors._cells import *
 from weft.errors._checkpoints import *
 from weft.errors._configs import *
+from weft.errors._features import *
 from weft.errors._functional import *
 from weft.errors._hierarchy import *
 from weft.errors._interop import *
@@ -22,6 +23,7 @@ from weft.errors._objects import *
 from weft.errors._scopes import *
 from weft.errors._training import *
 from weft.errors._trees import *
+from weft.errors._weights import *
 
 FlaxError = WeftError
 """The name under which users of Flax catch every error."""

@@ -1,6 +1,7 @@
 """Trees of state as dicts of plain values, and those as bytes that Flax reads and writes as well.
 
-`to_bytes` and `from_bytes` do both steps at once.
+`to_bytes` and `from_bytes` do both steps at once. `save_safetensors` and `load_safetensors` are for
+arrays that programs of all kinds exchange.
 """
 
 from weft.serialization.packing import (
@@ -8,6 +9,11 @@ from weft.serialization.packing import (
     msgpack_restore,
     msgpack_serialize,
     to_bytes,
+)
+from weft.serialization.safetensors_files import (
+    TensorFiles,
+    load_safetensors,
+    save_safetensors,
 )
 from weft.serialization.state_dicts import (
     current_path,
@@ -30,4 +36,8 @@ __all__ = [
     # State dicts to bytes and back.
     "msgpack_serialize",
     "msgpack_restore",
+    # Arrays to safetensors files and back.
+    "save_safetensors",
+    "load_safetensors",
+    "TensorFiles",
 ]
