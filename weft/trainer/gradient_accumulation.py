@@ -1,0 +1,261 @@
+"""Gradient accumulation: a step over a batch that does not fit into memory at once.
+
+The batch is cut into microbatches. A scan runs the forward and the backward pass of each, and adds
+up their gradients, so that the activations of one microbatch are alive at a time:
+
+    total, weight = 0, 0
+    for each microbatch i:
+        total  += w[i] * gradient of loss[i]
+        weight += w[i]
+    gradient = total / weight
+
+`w[i]` is the weight of the `WeightedScalar` that the model reports as its summary "loss", such as
+the number of targets that count; 1 for a model that reports none. The result equals that of the
+whole batch, up to rounding, if the loss is the mean that this summary says it is, and no example
+sees another one. Batch statistics, balance losses over a batch, and random masks do differ.
+
+Microbatch i has the rows i, i + steps, i + 2 * steps, ... of the batch, so that each device keeps
+the rows that it has.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from weft.config import InstantiableConfig
+from weft.errors import GradientAccumulationError
+from weft.hierarchy.context import OutputCollection
+from weft.hierarchy.metrics import MetricAccumulator, WeightedSummary
+from weft.trainer.optimizer_base import path_name
+from weft.trainer.update_transformation import ForwardFn, ForwardOutputs
+from weft.typing import DType, Tensor
+
+ByPath = dict[str, Any]
+
+
+def with_minibatch_steps(
+    *,
+    steps: int,
+    metric_accumulator: InstantiableConfig | None = None,
+    grad_dtype: DType | None = None,
+) -> Callable[[ForwardFn], ForwardFn]:
+    """Makes a forward pass of one that runs over parts of the batch, one after another.
+
+    For `Learner.Config.forward_fn_transformation`. The inputs of the forward pass are a dict: its
+    "input_batch" is cut along the first axis of its arrays, each microbatch gets a "forward_key" of
+    its own, and everything else as it is. State that a microbatch updates is seen by the next.
+
+    Args:
+        steps: The number of microbatches; must divide the number of rows.
+        metric_accumulator: Makes the summaries of the batch from those of the microbatches; a
+            `MetricAccumulator` if None.
+        grad_dtype: In which gradients are added up; None for the dtypes of the parameters.
+
+    Returns:
+        A function of a forward function. Of what the new one returns, the loss alone can be
+        differentiated, and its "aux" has those of the microbatches along a new first axis.
+
+    Raises:
+        GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
+
+    Example:
+        >>> from weft.config import config_for_function
+        >>> config_for_function(with_minibatch_steps).set(steps=4).steps
+        4
+    """
+    if steps < 1:
+        raise GradientAccumulationError(
+            f"with_minibatch_steps got steps={steps}; expected 1 or more microbatches."
+        )
+
+    accumulator = metric_accumulator or MetricAccumulator.default_config()
+
+    def transform(fn: ForwardFn) -> ForwardFn:
+        def forward(*, model_params: Any, inputs: Any) -> ForwardOutputs:
+            parts = _Parts(fn, steps, accumulator, grad_dtype)
+            return parts.differentiable()(model_params, inputs)
+
+        return forward if steps > 1 else fn
+
+    return transform
+
+
+class _Parts:
+    """A forward pass over the parts of a batch, and its derivative."""
+
+    def __init__(
+        self,
+        fn: ForwardFn,
+        steps: int,
+        metric_accumulator: InstantiableConfig,
+        grad_dtype: DType | None,
+    ):
+        self._fn = fn
+        self._steps = steps
+        self._metric_accumulator = metric_accumulator
+        self._grad_dtype = grad_dtype
+
+    def differentiable(self) -> Callable[[Any, Any], ForwardOutputs]:
+        """The pass as a function of parameters and inputs, whose derivative is that of its loss."""
+
+        @jax.custom_vjp
+        def run(params: Any, inputs: Any) -> ForwardOutputs:
+            return self._scan(params, inputs, trained=set())[0]
+
+        def forward(params: Any, inputs: Any) -> tuple[ForwardOutputs, Any]:
+            trained = {
+                path for path, primal in _by_path(params, _is_primal).items() if primal.perturbed
+            }
+            params, inputs = jax.tree.map(lambda x: x.value, (params, inputs), is_leaf=_is_primal)
+            return self._scan(params, inputs, trained)
+
+        def backward(gradients: Any, cotangents: ForwardOutputs) -> tuple[Any, None]:
+            factor = _of_loss_alone(cotangents)
+            return jax.tree.map(lambda g: (factor * g).astype(g.dtype), gradients), None
+
+        run.defvjp(forward, backward, symbolic_zeros=True)
+        return run
+
+    def _scan(self, params: Any, inputs: Any, trained: set[str]) -> tuple[ForwardOutputs, Any]:
+        """The outputs of the whole batch, and gradients laid out as the parameters.
+
+        Args:
+            params: The parameters.
+            inputs: Of the whole batch.
+            trained: The paths of the parameters whose gradients are asked for; None stands in the
+                place of those of the others.
+        """
+        values, tree = _by_path(params), jax.tree.structure(params)
+        microbatches = _cut(inputs, self._steps)
+        shapes = jax.eval_shape(
+            lambda p, x: self._fn(model_params=p, inputs=x),
+            params,
+            _at(microbatches, 0),
+        )
+        update_shapes = shapes.output_collection.state_updates
+        state = {
+            path: values[path] if path in values else jnp.zeros(shape.shape, shape.dtype)
+            for path, shape in _by_path(update_shapes).items()
+        }
+        grads = {
+            path: jnp.zeros_like(x, self._grad_dtype)
+            for path, x in values.items()
+            if path in trained
+        }
+
+        def run(wrt: ByPath, state: ByPath, inputs: Any) -> tuple[Tensor, ForwardOutputs]:
+            now = {**values, **state, **wrt}
+            outputs = self._fn(
+                model_params=tree.unflatten([now[path] for path in values]), inputs=inputs
+            )
+            return outputs.loss, outputs
+
+        def one(carry: tuple[ByPath, ByPath], inputs: Any) -> tuple[Any, Any]:
+            grads, state = carry
+            wrt = {path: {**values, **state}[path] for path in grads}
+            new, outputs = jax.grad(run, has_aux=True)(wrt, state, inputs)
+            weight = _weight(outputs)
+            grads = {path: g + (weight * new[path]).astype(g.dtype) for path, g in grads.items()}
+            updates = _by_path(outputs.output_collection.state_updates)
+            state = {path: updates[path].astype(x.dtype) for path, x in state.items()}
+            collection = outputs.output_collection._replace(state_updates={})
+            return (grads, state), (weight, outputs.replace(output_collection=collection))
+
+        (grads, state), (weights, stacked) = jax.lax.scan(one, (grads, state), microbatches)
+        total = jnp.sum(weights)
+        # Nothing weighs nothing: a batch without a target that counts has no gradient.
+        factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
+        gradients = [
+            (factor * grads[path]).astype(x.dtype) if path in grads else None
+            for path, x in values.items()
+        ]
+        updates = jax.tree.unflatten(
+            jax.tree.structure(update_shapes), [state[path] for path in _by_path(update_shapes)]
+        )
+        return self._joined(stacked, factor * weights, updates), tree.unflatten(gradients)
+
+    def _joined(self, stacked: ForwardOutputs, shares: Tensor, updates: Any) -> ForwardOutputs:
+        """The outputs of the batch from those of the microbatches, which lie along a first axis."""
+        accumulator: MetricAccumulator = self._metric_accumulator.instantiate()
+        for i in range(self._steps):
+            accumulator.update(_at(stacked.output_collection.summaries, i))
+        return ForwardOutputs(
+            loss=jnp.sum(shares * stacked.loss).astype(stacked.loss.dtype),
+            aux=stacked.aux,
+            output_collection=OutputCollection(
+                summaries=accumulator.summaries(),
+                state_updates=updates,
+                module_outputs=stacked.output_collection.module_outputs,
+            ),
+        )
+
+
+def _cut(inputs: Any, steps: int) -> Any:
+    """The inputs of all microbatches, along a first axis."""
+    if not isinstance(inputs, dict) or "input_batch" not in inputs:
+        raise GradientAccumulationError(
+            f"with_minibatch_steps(steps={steps}) got inputs of the forward pass without an "
+            "'input_batch', so it does not know what to cut. Let the inputs be a dict with it."
+        )
+
+    def cut(path: Any, x: Any) -> Any:
+        if jnp.ndim(x) == 0:
+            return jnp.broadcast_to(x, (steps,))
+        if x.shape[0] % steps:
+            raise GradientAccumulationError(
+                f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be cut into "
+                f"steps={steps} microbatches of equal size. Set steps to a divisor of "
+                f"{x.shape[0]}, or the batch size to a multiple of {steps}."
+            )
+        return jnp.swapaxes(x.reshape(x.shape[0] // steps, steps, *x.shape[1:]), 0, 1)
+
+    def repeated(x: Any) -> Any:
+        return jnp.broadcast_to(x, (steps, *jnp.shape(x)))
+
+    parts = {name: jax.tree.map(repeated, value) for name, value in inputs.items()}
+    parts["input_batch"] = jax.tree_util.tree_map_with_path(cut, inputs["input_batch"])
+    if inputs.get("forward_key") is not None:
+        parts["forward_key"] = jax.random.split(inputs["forward_key"], steps)
+    return parts
+
+
+def _weight(outputs: ForwardOutputs) -> Tensor:
+    """How much the loss of a microbatch counts."""
+    loss = outputs.output_collection.summaries.get("loss")
+    weight = loss.weight if isinstance(loss, WeightedSummary) else 1
+    return jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
+
+
+def _of_loss_alone(cotangents: ForwardOutputs) -> Tensor:
+    """The cotangent of the loss; nothing else may have one."""
+    others = cotangents.replace(loss=None)
+    for path, cotangent in jax.tree_util.tree_leaves_with_path(others, is_leaf=_is_zero):
+        if not _is_zero(cotangent):
+            raise GradientAccumulationError(
+                f"{path_name(path)} of a forward pass over microbatches was differentiated; only "
+                "its loss can be. Make what you need a part of the model's loss."
+            )
+    loss = cotangents.loss
+    return jnp.zeros(loss.shape, loss.dtype) if _is_zero(loss) else loss
+
+
+def _by_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> ByPath:
+    return {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
+
+
+def _at(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x[i], tree)
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, CustomVJPPrimal)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
