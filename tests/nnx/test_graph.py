@@ -1,11 +1,8 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import pytest
 
 from weft import nnx
-from weft.errors import GraphStructureError
-from weft.nnx.graph import put_together, take_apart
 
 
 class Pair(NamedTuple):
@@ -95,17 +92,6 @@ def test_recursive_map():
     assert new.a is new.b[0] and new.a.up is new and new.a is not leaf
     assert (new.w[...], new.a.w[...], new.n, new.a.n) == (20.0, 10.0, 5, 4)
     assert (root.w[...], root.n) == (2.0, 4) and len(seen) == len(set(seen))
-
-
-def test_values_have_to_be_as_many_as_described():
-    flat = take_apart(Node())
-    for values in ([], [1, 2]):
-        with pytest.raises(
-            GraphStructureError, match=f"has 1 values, and {len(values)} were given"
-        ):
-            put_together(flat.graphdef, values)
-    node, objects = put_together(flat.graphdef, [5])
-    assert node.w[...] == 5 and objects == [node, objects[1]] and objects[1] is node.w
 
 
 def test_apply_calls_a_method():

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from weft.errors import AverageLeafError, AverageStructureError
+from weft.nnx.assembling import put_together
 from weft.nnx.filters import Filter, Path, to_predicate
-from weft.nnx.graph import put_together, take_apart
+from weft.nnx.graph import take_apart
 from weft.nnx.pytree import Pytree, static
 from weft.nnx.splitting import state
 from weft.nnx.state import shown_path, to_flat_state

@@ -3,8 +3,9 @@
 from typing import Any, TypeVar
 
 from weft.errors import GraphStructureError
+from weft.nnx.assembling import put_together
 from weft.nnx.filters import All, Filter, OfType, to_predicate
-from weft.nnx.graph import find_duplicates, put_together, take_apart
+from weft.nnx.graph import find_duplicates, take_apart
 from weft.nnx.references import held_at_first
 from weft.nnx.state import shown_path
 from weft.nnx.variables import Variable

@@ -258,6 +258,21 @@ class Pytree:
         """The order of the attributes, where it counts and is not that of `_items`."""
         return None
 
+    def _is_already(
+        self,
+        items: Sequence[tuple[Any, Any]],
+        marks: dict[str, bool],
+        order: Sequence[Hashable] | None,
+    ) -> bool:
+        """Whether it has these attributes, and no others."""
+        there = self._items()
+        return (
+            marks == self._watch.marks
+            and order == self._order()
+            and len(there) == len(items)
+            and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
+        )
+
     def _become(
         self,
         items: Sequence[tuple[Any, Any]],
@@ -266,14 +281,6 @@ class Pytree:
     ) -> None:
         """Has these attributes from now on, and no others."""
         there = self._items()
-        if (
-            marks == self._watch.marks
-            and order == self._order()
-            and len(there) == len(items)
-            and all(a is b and m == n for (m, a), (n, b) in zip(there, items, strict=True))
-        ):
-            return
-        self._watch.check(self)
         self._watch.marks = marks
         if order is not None:
             of_names = dict(items)

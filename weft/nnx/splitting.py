@@ -11,16 +11,9 @@ from typing import Any, TypeVar
 import jax
 
 from weft.errors import GraphStructureError, ObjectArgumentError
+from weft.nnx.assembling import put_together
 from weft.nnx.filters import Filter, Path, grouped, to_predicate
-from weft.nnx.graph import (
-    Flat,
-    GraphDef,
-    VariableDef,
-    is_array,
-    leaf_parts,
-    put_together,
-    take_apart,
-)
+from weft.nnx.graph import Flat, GraphDef, VariableDef, is_array, leaf_parts, take_apart
 from weft.nnx.graph_state import GraphState
 from weft.nnx.ref_map import RefMap
 from weft.nnx.state import (

@@ -9,8 +9,9 @@ import jax
 from weft import lifting
 from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
+from weft.nnx.assembling import put_together
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.graph import GraphDef, VariableDef, put_together, take_apart
+from weft.nnx.graph import GraphDef, VariableDef, take_apart
 from weft.nnx.kinds import Param
 from weft.nnx.naming import origin
 from weft.nnx.splitting import state

@@ -12,8 +12,9 @@ from weft import lifting
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
 from weft.lifting.crossing import Static
+from weft.nnx.assembling import put_together
 from weft.nnx.filters import Everything, to_predicate
-from weft.nnx.graph import put_together, take_apart
+from weft.nnx.graph import take_apart
 from weft.nnx.naming import origin
 from weft.nnx.splitting import state
 from weft.nnx.state import from_flat_state, shown_path, to_flat_state

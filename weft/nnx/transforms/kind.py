@@ -15,18 +15,9 @@ import jax
 from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
+from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
 from weft.nnx.filters import Path, Predicate, to_predicate
-from weft.nnx.graph import (
-    Flat,
-    GraphDef,
-    NodeDef,
-    Ref,
-    VariableDef,
-    Within,
-    put_together,
-    take_apart,
-    with_item,
-)
+from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, Within, take_apart, with_item
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.spmd import add_axis, remove_axis
@@ -230,14 +221,18 @@ class ObjectKind(Kind):
             what = leaf if owner is None else owner[0]
             if trace_of(what) != here:
                 raise changed_elsewhere(what)
+        new: Sequence[Any] = ()
+        changes: Sequence[Change] = ()
+        if static is not None:
+            found.update(_entries(new_groups))
+            leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
+            existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
+            (_, new), _, changes = plan_together(static.graphdef, leaves, existing=existing)
+            check_changes(changes)
+        # From here on nothing is refused, so that all that has changed is written or nothing is.
         for leaf, owner, value in kept:
             _write(leaf, owner, value)
-        if static is None:
-            return []
-        found.update(_entries(new_groups))
-        leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
-        existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
-        (_, new), _ = put_together(static.graphdef, leaves, existing=existing)
+        make_changes(changes)
         return list(new)
 
     def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
