@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.hierarchy.parameter_spec import FactorizationSpec, ParameterSpec
-from weft.trainer.train_step import cast_floats, loss_is_finite, opt_params
+from weft.trainer.train_step import loss_is_finite, opt_params
 
 
 def test_parameters_carry_what_their_specs_say_to_the_optimizer():
@@ -12,13 +12,6 @@ def test_parameters_carry_what_their_specs_say_to_the_optimizer():
     np.testing.assert_array_equal(made.value, np.ones((2, 2)))
     assert made.factorization_spec == factors
     assert made.weight_decay_scale == 0.5
-
-
-def test_only_floats_are_cast():
-    tree = {"f": jnp.ones(1), "i": jnp.ones(1, jnp.int32)}
-    cast = cast_floats(tree, jnp.bfloat16)
-    assert (cast["f"].dtype, cast["i"].dtype) == (jnp.bfloat16, jnp.int32)
-    assert cast_floats(tree, None) is tree
 
 
 def test_a_loss_that_is_a_number():

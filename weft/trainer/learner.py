@@ -31,6 +31,7 @@ from weft.hierarchy.base_layer import NestedParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.trainer.gradients import forward_and_gradients
 from weft.trainer.learner_base import LearnerModule
+from weft.trainer.loss_scale import DynamicLossScale, unscaled, with_scaled_loss
 from weft.trainer.optimizer_base import (
     COUNT_SPEC,
     NestedOptParam,
@@ -134,8 +135,9 @@ class BaseLearner(LearnerModule):
 class Learner(BaseLearner):
     """A learner with one optimizer.
 
-    Its state has the entries "optimizer", "ema" if a moving average of the parameters is kept, and
-    "undefined_loss_count" if steps with an undefined loss are skipped.
+    Its state has the entries "optimizer", "ema" if a moving average of the parameters is kept,
+    "undefined_loss_count" if steps with an undefined loss are skipped, and "loss_scale" if the loss
+    is scaled.
     """
 
     @config_class
@@ -152,7 +154,10 @@ class Learner(BaseLearner):
             and its gradient; or regular expressions of the paths of those to report.
           ignore_undefined_loss: whether to skip steps whose loss or gradients are not finite: they
             change nothing, and are counted.
-          forward_fn_transformation: applied to the forward pass before it is differentiated.
+          forward_fn_transformation: applied to the forward pass before it is differentiated, such
+            as `with_minibatch_steps`, which accumulates gradients.
+          loss_scale: multiplies the loss while it is differentiated, for half precision. Steps
+            whose gradients are not finite with it change nothing but the scale.
         """
 
         optimizer: Required[InstantiableConfig] = REQUIRED
@@ -161,10 +166,12 @@ class Learner(BaseLearner):
         enable_per_variable_summaries: bool | list[str] = False
         ignore_undefined_loss: bool = False
         forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
+        loss_scale: DynamicLossScale.Config | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         self._add_child("optimizer", as_update_transformation(cfg.optimizer))
+        self._loss_scale = maybe_instantiate(cfg.loss_scale)
         self._ema = _ema_or_none(cfg.ema)
         self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
 
@@ -175,6 +182,8 @@ class Learner(BaseLearner):
             state["ema"] = self._ema.init(model_params)
         if self.config.ignore_undefined_loss:
             state["undefined_loss_count"] = jnp.zeros((), jnp.int32)
+        if self._loss_scale is not None:
+            state["loss_scale"] = self._loss_scale.init()
         return state
 
     @nowrap
@@ -187,6 +196,8 @@ class Learner(BaseLearner):
             specs["ema"] = self._ema.partition(model_param_specs)
         if self.config.ignore_undefined_loss:
             specs["undefined_loss_count"] = COUNT_SPEC
+        if self._loss_scale is not None:
+            specs["loss_scale"] = self._loss_scale.partition()
         return specs
 
     @nowrap
@@ -200,9 +211,12 @@ class Learner(BaseLearner):
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
     ) -> ForwardBackwardOutputs:
+        scale = None if self._loss_scale is None else self.state["loss_scale"]["scale"]
+        if scale is not None:
+            fn = with_scaled_loss(fn, scale)
         if self._forward_fn_transformation is not None:
             fn = self._forward_fn_transformation(fn)
-        return _forward_and_backward(self, fn, inputs, opt_params)
+        return _forward_and_backward(self, fn, inputs, opt_params, scale)
 
     def update(self, updates: Updates) -> NestedTensor:
         self._add_per_variable_summaries(updates)
@@ -218,7 +232,7 @@ class Learner(BaseLearner):
             new_opt_params = _with_values(updates.opt_params, new_params)
             _, ema_state = self._ema.update({}, self.state["ema"], new_opt_params)
             self.add_state_update("ema", ema_state)
-        if self.config.ignore_undefined_loss:
+        if self.config.ignore_undefined_loss or self._loss_scale is not None:
             new_params = self._unless_undefined(new_params, updates)
         return new_params
 
@@ -230,9 +244,14 @@ class Learner(BaseLearner):
         new_state = self.get_invocation_context().get_state_updates()
         for name in new_state:
             new_state[name] = tree_where(is_defined, new_state[name], self.state[name])
-        count = self.state["undefined_loss_count"] + jnp.where(is_defined, 0, 1)
-        self.add_state_update("undefined_loss_count", count)
-        self.add_summary("undefined_loss_count", count)
+        if self.config.ignore_undefined_loss:
+            count = self.state["undefined_loss_count"] + jnp.where(is_defined, 0, 1)
+            self.add_state_update("undefined_loss_count", count)
+            self.add_summary("undefined_loss_count", count)
+        if self._loss_scale is not None:
+            state = self.state["loss_scale"]
+            self.add_state_update("loss_scale", self._loss_scale.after(state, is_finite=is_defined))
+            self.add_summary("loss_scale", state["scale"])
         return tree_where(is_defined, new_params, updates.param_values())
 
     def _matching(self, wanted: Callable[[UpdateType | None], bool], tree: Any) -> Nested[bool]:
@@ -308,6 +327,11 @@ class CompositeLearner(BaseLearner):
             raise UpdateRuleError(
                 f"the learner {name!r} has a forward_fn_transformation, but all learners of "
                 f"{self.path()} share one forward pass; set it there."
+            )
+        if getattr(learner, "loss_scale", None) is not None:
+            raise UpdateRuleError(
+                f"the learner {name!r} has a loss_scale, but all learners of {self.path()} share "
+                "one loss, which has none; train with one Learner and `update_rules`."
             )
 
     @nowrap
@@ -413,12 +437,20 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def _forward_and_backward(
-    learner: BaseLearner, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
+    learner: BaseLearner,
+    fn: ForwardFn,
+    inputs: Any,
+    opt_params: NestedOptParam,
+    loss_scale: Tensor | None = None,
 ) -> ForwardBackwardOutputs:
     trainable = learner.should_update_with_optimizers(opt_params)
     forward_pass, gradients = forward_and_gradients(
         fn, inputs=inputs, opt_params=opt_params, trainable=trainable
     )
+    if loss_scale is not None:
+        gradients = unscaled(gradients, loss_scale)
+        loss = unscaled(forward_pass.outputs.loss, loss_scale)
+        forward_pass = forward_pass.replace(outputs=forward_pass.outputs.replace(loss=loss))
     outputs = forward_pass.outputs
     updated_params = learner.update(
         Updates(

@@ -22,7 +22,7 @@ from weft.hierarchy.context import OutputCollection, fold_in_name
 from weft.hierarchy.metrics import MetricAccumulator
 from weft.hierarchy.module import Module, functional
 from weft.input.global_batch import current_mesh
-from weft.trainer.train_step import cast_floats
+from weft.trainer.train_dtype import cast_floats
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.trainer.optimizer_base import OptParam
+from weft.trainer.train_dtype import PerParamDType, cast_for_forward
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.typing import DType, NestedTensor, Tensor
 
@@ -45,15 +46,6 @@ def opt_params(model_params: NestedTensor, specs: Any) -> Any:
     )
 
 
-def cast_floats(tree: Any, dtype: DType | None) -> Any:
-    """Floating-point arrays in another dtype; all else, and everything for None, as it is."""
-    if dtype is None:
-        return tree
-    return jax.tree.map(
-        lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, tree
-    )
-
-
 def train_step(
     state: TrainerState,
     batch: NestedTensor,
@@ -62,7 +54,7 @@ def train_step(
     learner: Module,
     input_: Any,
     model_specs: Any,
-    train_dtype: DType | None,
+    train_dtype: DType | PerParamDType | None,
 ) -> tuple[TrainerState, dict[str, Any]]:
     """Runs the model on a batch and lets the learner update its parameters.
 
@@ -73,7 +65,8 @@ def train_step(
         learner: a `BaseLearner`.
         input_: the `Input` that says how the batch is dispatched.
         model_specs: the specs of the model's parameters.
-        train_dtype: in which the model computes; None for that of its parameters.
+        train_dtype: in which the model computes, for all parameters or by their paths; None for
+            that of its parameters.
 
     Returns:
         The state after the step, and "loss", "aux" and "summaries".
@@ -83,11 +76,12 @@ def train_step(
 
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
+        params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
         (loss, aux), collection = functional(
             model,
             prng_key=inputs["forward_key"],
-            state=cast_floats(params, train_dtype),
-            inputs={"input_batch": cast_floats(inputs["input_batch"], train_dtype)},
+            state=params,
+            inputs={"input_batch": batch},
             is_training=True,
         )
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)

@@ -19,7 +19,14 @@ import jax
 import numpy as np
 
 from weft import lifting
-from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
+from weft.config import (
+    REQUIRED,
+    ConfigModifier,
+    ConfigOr,
+    Required,
+    config_class,
+    maybe_instantiate,
+)
 from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import Module
@@ -31,6 +38,7 @@ from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.interruption import GracefulStop
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
+    HybridMeshShape,
     MeshShape,
     build_mesh,
     check_divides,
@@ -40,6 +48,7 @@ from weft.trainer.mesh import (
 from weft.trainer.progress import RunListener
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
 from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
+from weft.trainer.train_dtype import PerParamDType
 from weft.trainer.train_step import TrainerState, loss_is_finite, opt_params, train_step
 from weft.trainer.watchdog import Watchdog
 from weft.typing import DType, PartitionSpec, Tensor
@@ -71,13 +80,14 @@ class SpmdTrainer(Module):
             seed: for the parameters and all steps of a new run, where `run` is given no key.
             mesh_shape: the number of devices along each axis of the mesh; one may be -1.
             mesh_axis_names: the names of the axes.
-            mesh_rules: pairs of a regular expression for hardware and a mesh shape, see
-              `select_mesh_config`.
+            mesh_rules: pairs of a regular expression for hardware and what is to hold for it: a
+              mesh shape, a config modifier, or None; see `select_mesh_config`.
             batch_axis_names: the axes over which the rows of a batch are laid.
             evalers: evaluations by name.
             checkpointer: saves and restores.
             summary_writer: reports.
-            train_dtype: in which the model computes; None for that of its parameters.
+            train_dtype: in which the model computes; None for that of its parameters. May be a
+              function that gives one for each parameter, as `per_param_train_dtype_by_path` does.
             log_every_n_steps: how often the loss is logged; None for never.
             watchdog_timeout_seconds: after how long without progress all threads' stacks are
               printed.
@@ -94,14 +104,16 @@ class SpmdTrainer(Module):
         input: Required[Input.Config] = REQUIRED
         max_step: int | float = math.inf
         seed: int = 0
-        mesh_shape: Required[MeshShape] = REQUIRED
+        mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
         mesh_axis_names: Required[Sequence[str]] = REQUIRED
-        mesh_rules: Sequence[tuple[str, MeshShape | None]] | None = None
+        mesh_rules: (
+            Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]] | None
+        ) = None
         batch_axis_names: str | Sequence[str] | None = "data"
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
-        train_dtype: DType | None = None
+        train_dtype: DType | ConfigOr[PerParamDType] | None = None
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
         crash_on_hang_timeout_seconds: float | None = None
@@ -280,7 +292,7 @@ class SpmdTrainer(Module):
             learner=self.learner,
             input_=self.input,
             model_specs=self._model_specs,
-            train_dtype=self.config.train_dtype,
+            train_dtype=maybe_instantiate(self.config.train_dtype),
         )
         return lifting.jit(
             CONTEXTS,

@@ -96,14 +96,19 @@ class DynamicScale(struct.PyTreeNode):
             finite = jnp.array(True)
             for g in jax.tree.leaves(grad):
                 finite &= jnp.all(jnp.isfinite(g))
-            return DynamicScaleResult(self._after(finite), finite, result, grad)
+            return DynamicScaleResult(self.after(finite), finite, result, grad)
 
         return value_and_grad
 
     def _unscaled(self, grad: Array) -> Array:
         return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
 
-    def _after(self, finite: Array) -> "DynamicScale":
+    def after(self, finite: Array) -> "DynamicScale":
+        """The scale for the next step.
+
+        Args:
+            finite: whether the gradients of this one were finite.
+        """
         scale = jnp.asarray(self.scale, jnp.float32)
         grow = self.fin_steps == self.growth_interval
         largest = jnp.finfo(jnp.float32).max

@@ -1,0 +1,121 @@
+"""Dynamic loss scale: keeps gradients of half-precision computations from vanishing.
+
+The loss is multiplied by a scale before it is differentiated, and the gradients are divided by it.
+The scale grows after a number of steps whose gradients were finite, and falls after one whose
+gradients were not; that step changes nothing else (Micikevicius et al., 2018).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import Configurable, config_class
+from weft.errors import LossScaleError
+from weft.trainer.optimizer_base import COUNT_SPEC, replicated
+from weft.trainer.update_transformation import ForwardFn, ForwardOutputs
+from weft.training.dynamic_scale import DynamicScale
+from weft.typing import NestedTensor, Tensor
+
+
+class DynamicLossScale(Configurable):
+    """The scale of a learner's loss; its state is a dict of the scale and a count of steps.
+
+    Example:
+        >>> loss_scale = DynamicLossScale.default_config().set(initial_scale=8).instantiate()
+        >>> state = loss_scale.after(loss_scale.init(), is_finite=jnp.array(False))
+        >>> float(state["scale"])
+        4.0
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a DynamicLossScale.
+
+        Attributes:
+            initial_scale: of the first step.
+            growth_factor: what the scale is multiplied by when it grows; above 1.
+            backoff_factor: what it is multiplied by after a step whose gradients are not finite;
+                between 0 and 1.
+            growth_interval: after how many finite steps in a row it grows.
+            minimum_scale: what it does not fall below.
+        """
+
+        initial_scale: float = 2.0**15
+        growth_factor: float = 2.0
+        backoff_factor: float = 0.5
+        growth_interval: int = 2000
+        minimum_scale: float = 1.0
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        expectations = (
+            ("growth_factor", cfg.growth_factor > 1, "a factor above 1"),
+            ("backoff_factor", 0 < cfg.backoff_factor < 1, "a factor between 0 and 1"),
+            ("growth_interval", cfg.growth_interval >= 1, "1 or more steps"),
+            ("minimum_scale", cfg.minimum_scale > 0, "a scale above 0"),
+            (
+                "initial_scale",
+                cfg.initial_scale >= cfg.minimum_scale,
+                f"at least minimum_scale={cfg.minimum_scale:g}",
+            ),
+        )
+        for name, holds, expected in expectations:
+            if not holds:
+                raise LossScaleError(
+                    f"loss_scale.{name}={getattr(cfg, name):g}; expected {expected}."
+                )
+
+    def init(self) -> dict[str, Tensor]:
+        """The state before the first step."""
+        return {
+            "scale": jnp.array(self.config.initial_scale, jnp.float32),
+            "finite_steps": jnp.zeros((), jnp.int32),
+        }
+
+    def partition(self) -> dict[str, Any]:
+        """The layout of the state."""
+        return {"scale": replicated((), jnp.float32), "finite_steps": COUNT_SPEC}
+
+    def after(self, state: dict[str, Tensor], *, is_finite: Tensor) -> dict[str, Tensor]:
+        """The state after a step.
+
+        Args:
+            state: Before it.
+            is_finite: Whether all gradients were finite.
+        """
+        cfg = self.config
+        scale = DynamicScale(
+            growth_factor=cfg.growth_factor,
+            backoff_factor=cfg.backoff_factor,
+            growth_interval=cfg.growth_interval - 1,  # it counts the steps before this one
+            minimum_scale=cfg.minimum_scale,
+            scale=state["scale"],
+            fin_steps=state["finite_steps"],
+        ).after(is_finite)
+        return {"scale": scale.scale, "finite_steps": jnp.asarray(scale.fin_steps, jnp.int32)}
+
+
+def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
+    """A forward pass whose loss is multiplied by a scale, in single precision.
+
+    Args:
+        fn: The forward pass.
+        scale: A number.
+    """
+
+    def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
+        outputs = fn(model_params=model_params, inputs=inputs)
+        return outputs.replace(loss=outputs.loss.astype(jnp.float32) * scale)
+
+    return forward
+
+
+def unscaled(tree: Any, scale: Tensor) -> Any:
+    """Losses or gradients divided by the scale, in single precision at least.
+
+    Args:
+        tree: Of arrays.
+        scale: What they were multiplied by.
+    """
+    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale, tree)
