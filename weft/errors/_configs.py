@@ -39,6 +39,10 @@ class ConfigReferenceError(ConfigTextError):
     """A text speaks of a class or function that is not there, or that it may not speak of."""
 
 
+class ConfigModifierError(ConfigError, ValueError):
+    """A config modifier finds nothing to change where it was told to, or changes it wrongly."""
+
+
 class ConfigOverrideError(ConfigError, ValueError):
     """An override is not of the form `path=value`."""
 

@@ -54,7 +54,7 @@ class BaseNormalizationLayer(BaseLayer):
     def _vector_spec(self, value: float, **kwargs: Any) -> ParameterSpec:
         return ParameterSpec(
             shape=(self.config.input_dim,),
-            mesh_axes=(None,),
+            mesh_axes=self.config.param_partition_spec,
             initializer=constant_initializer(value),
             **kwargs,
         )

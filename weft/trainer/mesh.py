@@ -1,21 +1,46 @@
-"""The mesh: devices in a grid whose axes have names that layouts speak of."""
+"""The mesh: devices in a grid whose axes have names that layouts speak of.
+
+Devices that are close together talk fast: those of a slice by its interconnect, those of a host by
+its links. A hybrid mesh says which part of each axis stays within such a group (`ici_mesh_shape`)
+and which goes over the network between them (`dcn_mesh_shape`); an axis has the product of both.
+"""
 
 import copy
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 
-from weft.errors import MeshError
+from weft.config import ConfigModifier, maybe_instantiate
+from weft.errors import ConfigModifierError, MeshError
 
 MeshShape = Sequence[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class HybridMeshShape:
+    """The shape of a mesh over several slices, or over several hosts.
+
+    Attributes:
+        ici_mesh_shape: the number of devices along each axis within a slice, or within a host.
+        dcn_mesh_shape: the number of slices, or hosts, along each axis.
+
+    Of all numbers of both one may be -1, for what is left. Each axis of the mesh has the product:
+
+        HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(4, 1))    # 4 × 8, 4 slices of 8
+    """
+
+    ici_mesh_shape: MeshShape
+    dcn_mesh_shape: MeshShape
+
+
 def build_mesh(
-    mesh_shape: MeshShape,
+    mesh_shape: MeshShape | HybridMeshShape,
     mesh_axis_names: Sequence[str],
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
@@ -34,49 +59,117 @@ def build_mesh(
         ('data', 'model')
     """
     devices = jax.devices() if devices is None else devices
-    named = ", ".join(f"{n}={s}" for n, s in zip(mesh_axis_names, mesh_shape, strict=False))
-    if len(mesh_shape) != len(mesh_axis_names):
-        raise MeshError(
-            f"mesh_shape={tuple(mesh_shape)} has {len(mesh_shape)} axes and "
-            f"mesh_axis_names={tuple(mesh_axis_names)} names {len(mesh_axis_names)}; "
-            "give one size per name."
-        )
-    sizes = list(mesh_shape)
+    names = tuple(mesh_axis_names)
+    axis_types = (jax.sharding.AxisType.Auto,) * len(names)
+    if isinstance(mesh_shape, HybridMeshShape):
+        grid = _hybrid_grid(mesh_shape, names, devices)
+        return jax.sharding.Mesh(grid, names, axis_types=axis_types)
+    (sizes,) = _filled({"mesh_shape": mesh_shape}, names, len(devices))
+    return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
+
+
+def _filled(
+    shapes: dict[str, MeshShape], names: tuple[str, ...], num_devices: int
+) -> list[tuple[int, ...]]:
+    """Shapes that together multiply to the number of devices, with the -1 filled in."""
+    for field, shape in shapes.items():
+        if len(shape) != len(names):
+            raise MeshError(
+                f"{field}={tuple(shape)} has {len(shape)} axes and mesh_axis_names={names} names "
+                f"{len(names)}; give one size per name."
+            )
+    said = " and ".join(
+        f"{field} ({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
+        for field, shape in shapes.items()
+    )
+    sizes = [size for shape in shapes.values() for size in shape]
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
-        raise MeshError(
-            f"mesh_shape ({named}): each size is a positive number, and one may be -1 for the rest."
-        )
+        raise MeshError(f"{said}: each size is a positive number, and one may be -1 for the rest.")
     known = math.prod(size for size in sizes if size != -1)
-    if -1 in sizes and len(devices) % known == 0:
-        sizes[sizes.index(-1)] = len(devices) // known
-    if -1 in sizes or math.prod(sizes) != len(devices):
+    rest = num_devices // known if num_devices % known == 0 else 0
+    if rest == 0 or (-1 not in sizes and rest != 1):
         raise MeshError(
-            f"mesh_shape ({named}) needs {'a multiple of ' if -1 in sizes else ''}{known} devices "
-            f"and there are {len(devices)}; the sizes must multiply to the number of devices "
+            f"{said} needs {'a multiple of ' if -1 in sizes else ''}{known} devices "
+            f"and there are {num_devices}; the sizes must multiply to the number of devices "
             "(-1 stands for what is left)."
         )
-    grid = jax.make_mesh(
-        tuple(sizes),
-        tuple(mesh_axis_names),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-        devices=devices,
+    return [tuple(rest if size == -1 else size for size in shape) for shape in shapes.values()]
+
+
+def _hybrid_grid(
+    shape: HybridMeshShape, names: tuple[str, ...], devices: Sequence[Any]
+) -> np.ndarray:
+    shapes = {"ici_mesh_shape": shape.ici_mesh_shape, "dcn_mesh_shape": shape.dcn_mesh_shape}
+    ici, dcn = _filled(shapes, names, len(devices))
+    within = [
+        mesh_utils.create_device_mesh(ici, devices=group)
+        for group in _groups(devices, math.prod(dcn), names, dcn)
+    ]
+    # Axis i of the mesh: first the groups along it, and inside of each its devices.
+    grid = np.stack(within).reshape((*dcn, *ici))
+    n = len(names)
+    interleaved = [axis for i in range(n) for axis in (i, n + i)]
+    return grid.transpose(interleaved).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
+
+
+_GROUPINGS: dict[str, Callable[[Any], Hashable]] = {
+    "slice(s)": lambda device: getattr(device, "slice_index", 0),
+    "process(es)": lambda device: device.process_index,
+}
+
+
+def _groups(
+    devices: Sequence[Any], count: int, names: tuple[str, ...], dcn: tuple[int, ...]
+) -> list[Sequence[Any]]:
+    """The slices, or the devices of each process, whichever are as many as asked for."""
+    found = {}
+    for kind, group_of in _GROUPINGS.items():
+        groups: dict[Hashable, list[Any]] = {}
+        for device in devices:
+            groups.setdefault(group_of(device), []).append(device)
+        if len(groups) == count and len({len(group) for group in groups.values()}) == 1:
+            return list(groups.values())
+        found[kind] = len(groups)
+    if all(device.platform == "cpu" for device in devices):
+        # These are all alike: they may stand for those of any number of slices.
+        size = len(devices) // count
+        return [devices[i * size : (i + 1) * size] for i in range(count)]
+    said = ", ".join(f"{name}={size}" for name, size in zip(names, dcn, strict=True))
+    there = " and ".join(f"{number} {kind}" for kind, number in found.items())
+    raise MeshError(
+        f"dcn_mesh_shape ({said}) goes over {count} equal groups of devices, and the "
+        f"{len(devices)} devices are in {there}; its sizes must multiply to one of these numbers."
     )
-    return grid
 
 
 def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
-    """Sets the mesh shape of a trainer config by its `mesh_rules`.
+    """Changes a trainer config for the hardware it is to run on, by its `mesh_rules`.
+
+    A rule is a pair of a regular expression and what holds for hardware whose whole name matches
+    it: a mesh shape, a config modifier that sets one and whatever goes with it, or None for the
+    config as it is. The first that matches counts; without any, the config stays as it is.
 
     Args:
         trainer_config: changed in place, if a rule matches.
-        mesh_selector: names the hardware. The first rule whose regular expression matches all of it
-            counts; a rule with the shape None leaves the config as it is.
+        mesh_selector: names the hardware, such as "tpu-v5e-256" or "gpu-h100-8".
+
+    Raises:
+        ConfigModifierError: if a modifier returns another config in place of changing this one.
     """
-    for pattern, shape in trainer_config.mesh_rules or ():
-        if re.fullmatch(pattern, mesh_selector):
-            if shape is not None:
-                trainer_config.mesh_shape = copy.copy(shape)
-            return
+    for pattern, rule in trainer_config.mesh_rules or ():
+        if not re.fullmatch(pattern, mesh_selector):
+            continue
+        modifier = maybe_instantiate(rule)
+        if not isinstance(modifier, ConfigModifier):
+            if rule is not None:
+                trainer_config.mesh_shape = copy.copy(rule)
+        elif modifier(trainer_config) is not trainer_config:
+            raise ConfigModifierError(
+                f"mesh_rules[{pattern!r}]: {type(modifier).__name__} returned another config for "
+                "the trainer; a modifier of a mesh rule changes the config that it is given, and "
+                "returns it."
+            )
+        return
 
 
 def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> None:
