@@ -30,26 +30,30 @@ from weft.config import (
 from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import Module
-from weft.hierarchy.parameter_spec import TensorSpec
 from weft.hierarchy.transforms import CONTEXTS
 from weft.input import Input, PrefetchingIterator, host_to_global_device_array
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.evaler import SpmdEvaler
-from weft.trainer.interruption import GracefulStop
+from weft.trainer.interruption import GracefulStop, StopRun, graceful_stop
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
     HybridMeshShape,
     MeshShape,
     build_mesh,
-    check_divides,
-    named_sharding,
     select_mesh_config,
 )
 from weft.trainer.progress import RunListener
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
+from weft.trainer.state import (
+    new_state,
+    partition_specs,
+    shapes_with,
+    state_shardings,
+    state_specs,
+)
 from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
 from weft.trainer.train_dtype import PerParamDType
-from weft.trainer.train_step import TrainerState, loss_is_finite, opt_params, train_step
+from weft.trainer.train_step import TrainerState, loss_is_finite, train_step
 from weft.trainer.watchdog import Watchdog
 from weft.typing import DType, PartitionSpec, Tensor
 
@@ -92,6 +96,8 @@ class SpmdTrainer(Module):
             watchdog_timeout_seconds: after how long without progress all threads' stacks are
               printed.
             crash_on_hang_timeout_seconds: after how long without progress the process is ended.
+            readiness_timeout_seconds: how long the first of several processes that is ready for its
+              first step waits for the last one.
             start_trace_steps: steps at which a profiler trace is started.
             n_steps_for_each_trace: how many steps a trace covers, 3 if None.
             start_trace_process_indices: the processes that trace, or "all".
@@ -117,6 +123,7 @@ class SpmdTrainer(Module):
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
         crash_on_hang_timeout_seconds: float | None = None
+        readiness_timeout_seconds: float = 1800
         start_trace_steps: Sequence[int] = []
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
@@ -131,13 +138,8 @@ class SpmdTrainer(Module):
             self._add_child("input", cfg.input)
             self._add_child("model", cfg.model)
             self._add_child("learner", cfg.learner)
-            self._model_specs = self.model.create_parameter_specs_recursively()
-            self._state_specs = TrainerState(
-                prng_key=TensorSpec(shape=()),
-                model=self._model_specs,
-                learner=self.learner.create_state_partition_specs(self._model_specs),
-            )
-            self._shardings = self._state_shardings()
+            self._state_specs = state_specs(self.model, self.learner)
+            self._shardings = state_shardings(self._mesh, self._state_specs)
             self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, CHECKPOINTS_DIR)))
             self._add_child(
                 "summary_writer", cfg.summary_writer.set(dir=_below(cfg, "summaries/train_train"))
@@ -176,26 +178,15 @@ class SpmdTrainer(Module):
     @property
     def trainer_state_partition_specs(self) -> TrainerState:
         """The layouts of the state."""
-        return jax.tree.map(
-            lambda spec: spec.partition_spec, self._state_specs, is_leaf=_is_tensor_spec
-        )
-
-    def _state_shardings(self) -> TrainerState:
-        def sharding(path: Any, spec: TensorSpec) -> jax.sharding.NamedSharding:
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            sharding = named_sharding(self._mesh, spec.partition_spec, name)
-            check_divides(name, spec.shape, sharding)
-            return sharding.with_memory_kind(spec.memory_kind) if spec.memory_kind else sharding
-
-        return jax.tree_util.tree_map_with_path(
-            sharding, self._state_specs, is_leaf=_is_tensor_spec
-        )
+        return partition_specs(self._state_specs)
 
     def _init_state(self, prng_key: Tensor) -> TrainerState:
-        prng_key, init_key = jax.random.split(prng_key)
-        params = self.model.initialize_parameters_recursively(init_key)
-        learner = self.learner.init(opt_params(params, self._model_specs))
-        return TrainerState(prng_key=prng_key, model=params, learner=learner)
+        return new_state(
+            prng_key,
+            model=self.model,
+            learner=self.learner,
+            model_specs=self._state_specs.model,
+        )
 
     def init(self, prng_key: Tensor) -> None:
         """Draws a new state, each array on the devices that hold it.
@@ -247,11 +238,7 @@ class SpmdTrainer(Module):
         with self.mesh(), contextlib.ExitStack() as stack:
             batches = self._batches or stack.enter_context(self._open_batches())
             shapes = jax.eval_shape(self._init_state, jax.random.key(0))
-            target = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                shapes,
-                self._shardings,
-            )
+            target = shapes_with(shapes, self._shardings)
             step, restored = self.checkpointer.restore(
                 step=restore_step, state=self._to_save(batches, target)
             )
@@ -291,7 +278,7 @@ class SpmdTrainer(Module):
             model=self.model,
             learner=self.learner,
             input_=self.input,
-            model_specs=self._model_specs,
+            model_specs=self._state_specs.model,
             train_dtype=maybe_instantiate(self.config.train_dtype),
         )
         return lifting.jit(
@@ -360,14 +347,18 @@ class SpmdTrainer(Module):
             BatchShardingError: if the batches do not fit the mesh.
             RunDirError: if the directory belongs to another config.
             UndefinedLossException: if the loss becomes NaN or infinite.
+            ProcessesNotReadyError: if another process does not come to the first step.
+            ProcessLostError: if another process ends or fails.
         """
         cfg, listener = self.config, listener or RunListener()
         self._check_batches()
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(GracefulStop())
             watchdog = stack.enter_context(
                 Watchdog(cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
+            )
+            stop = stack.enter_context(
+                graceful_stop(watchdog.report, cfg.readiness_timeout_seconds)
             )
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
@@ -383,22 +374,11 @@ class SpmdTrainer(Module):
             self.summary_writer.log_config(cfg, step=self._step)
             listener.on_start(self, resumed_from)
 
-            reason, evaler_summaries = "max_step", {}
-            for batch in self._until_max_step():
-                watchdog.report(f"running step {self._step + 1}")
-                outputs = self._run_step(batch, listener)
-                watchdog.report(f"evaluating or saving after step {self._step}")
-                evaler_summaries = self._run_evalers(outputs["summaries"], listener)
-                self._save_if_due(evaler_summaries, listener)
-                watchdog.report("waiting for input")
-                signal_name = stop.agreed()
-                if signal_name:
-                    reason = signal_name
-                    break
-            else:
-                if self._step < cfg.max_step:
-                    reason = "input ended"
-            self._save_last(listener)
+            evaler_summaries, stopped = self._run_steps(stop, listener)
+            self._save_last(listener, even_before_first=stopped is not None)
+            if stopped is not None and stopped.error is not None:
+                raise stopped.error
+            reason = "max_step" if stopped is None else stopped.wish.text
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or reason not in ("max_step", "input ended"):
                 return None
@@ -419,17 +399,35 @@ class SpmdTrainer(Module):
                 step=self._step,
             )
 
-    def _until_max_step(self) -> Iterator[Any]:
-        """The batches of the steps that are left; saves what was trained if one cannot be read."""
-        while self._step < self.config.max_step:
-            try:
-                batch = next(self._batches)  # pyright: ignore[reportArgumentType]
-            except StopIteration:
-                return
-            except Exception:
-                self._save_last(RunListener())
-                raise
-            yield batch
+    def _run_steps(
+        self, stop: GracefulStop, listener: RunListener
+    ) -> tuple[dict[str, Any], StopRun | None]:
+        """Runs the steps that are left; returns the last evaluations, and what stopped it."""
+        evaler_summaries: dict[str, Any] = {}
+        compiled = False
+
+        def compile_once(batch: Any) -> None:
+            if not compiled:
+                stop.doing("compiling the step")
+                stop.compile(self._train_step.lower(self._state, batch))  # pyright: ignore[reportFunctionMemberAccess]
+
+        try:
+            while self._step < self.config.max_step:
+                stop.doing(f"waiting for the input of step {self._step + 1}")
+                batch = stop.next_batch(
+                    self._batches,  # pyright: ignore[reportArgumentType]
+                    f"running step {self._step + 1}",
+                    prepare=compile_once,
+                    within_seconds=None if compiled else self.config.readiness_timeout_seconds,
+                )
+                compiled = True
+                outputs = self._run_step(batch, listener)
+                stop.doing(f"evaluating or saving after step {self._step}")
+                evaler_summaries = self._run_evalers(outputs["summaries"], listener)
+                self._save_if_due(evaler_summaries, listener)
+        except StopRun as stopped:
+            return evaler_summaries, stopped
+        return evaler_summaries, None
 
     def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any]:
         cfg, step = self.config, self._step + 1
@@ -483,9 +481,10 @@ class SpmdTrainer(Module):
         except CheckpointSaveError as error:
             logger.error("%s Training goes on from step %d.", error, self._step)
 
-    def _save_last(self, listener: RunListener) -> None:
+    def _save_last(self, listener: RunListener, *, even_before_first: bool = False) -> None:
         """Saves the present step, unless it is saved already, and waits for it."""
-        if self._step and self.save_checkpoint(None, force=True):
+        due = self._step or even_before_first
+        if due and self.save_checkpoint(None, force=True):
             listener.on_checkpoint(self._step)
         self.checkpointer.wait_until_finished()
 
@@ -512,10 +511,6 @@ class SpmdTrainer(Module):
 
 def _below(cfg: SpmdTrainer.Config, name: str) -> str:
     return os.path.join(cfg.dir, name)
-
-
-def _is_tensor_spec(x: Any) -> bool:
-    return isinstance(x, TensorSpec)
 
 
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:

@@ -1,0 +1,62 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from weft.config import config_for_function
+from weft.errors import MeshError
+from weft.hierarchy.linear import Linear
+from weft.trainer.learner import Learner
+from weft.trainer.mesh import build_mesh
+from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.state import (
+    new_state,
+    partition_specs,
+    shapes_with,
+    state_shardings,
+    state_specs,
+)
+
+OPTIMIZER = config_for_function(adamw_optimizer).set(learning_rate=0.1, b1=0.9, b2=0.99, eps=1e-8)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    model = Linear.default_config().set(name="model", input_dim=3, output_dim=4)
+    model.param_partition_spec = (None, "model")
+    learner = Learner.default_config().set(name="learner", optimizer=OPTIMIZER)
+    return model.instantiate(parent=None), learner.instantiate(parent=None)
+
+
+def test_what_a_parameter_says_holds_for_the_state_of_its_optimizer(parts):
+    layouts = partition_specs(state_specs(*parts))
+    assert layouts.prng_key == P()
+    assert layouts.model["weight"] == P(None, "model")
+    assert P(None, "model") in jax.tree.leaves(layouts.learner)
+
+
+def test_a_state_begins_as_its_specs_say(parts):
+    model, learner = parts
+    specs = state_specs(model, learner)
+    mesh = build_mesh((4, 2), ("data", "model"), jax.devices()[:8])
+    shardings = state_shardings(mesh, specs)
+
+    def begin(key):
+        return new_state(key, model=model, learner=learner, model_specs=specs.model)
+
+    state = jax.jit(begin, out_shardings=shardings)(jax.random.key(0))
+    weight = state.model["weight"]
+    assert weight.sharding == NamedSharding(mesh, P(None, "model"))
+    assert weight.addressable_shards[0].data.shape == (3, 2)
+    assert not jnp.array_equal(jax.random.key_data(state.prng_key), [0, 0])
+    target = shapes_with(jax.eval_shape(begin, jax.random.key(0)), shardings)
+    assert target.model["weight"] == jax.ShapeDtypeStruct(
+        (3, 4), "float32", sharding=weight.sharding
+    )
+
+
+def test_what_does_not_fit_the_mesh_is_named(parts):
+    mesh = build_mesh((1, 8), ("data", "model"), jax.devices()[:8])
+    with pytest.raises(MeshError, match=r"model\.bias of shape \(4,\).* over model = 8"):
+        state_shardings(mesh, state_specs(*parts))
