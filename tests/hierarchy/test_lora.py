@@ -1,0 +1,324 @@
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.config import config_for_function
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.attention import (
+    MultiheadAttention,
+    RepeatedTransformerLayer,
+    RoFormerQKVLinear,
+    TransformerLayer,
+)
+from weft.hierarchy.lora import (
+    LoraFusedQKVLinear,
+    LoraLinear,
+    LoraMultiheadOutputLinear,
+    merge_adapters,
+)
+from weft.hierarchy.module import functional as F
+from weft.hierarchy.qkv_linear import (
+    BaseQKVLinear,
+    FusedGroupedQKVLinear,
+    FusedQKVLinear,
+    GroupedQKVLinear,
+    MultiheadInputLinear,
+    QKVLinear,
+    QLinear,
+)
+from weft.trainer.learner import Learner, UpdateType
+from weft.trainer.optimizer_base import OptParam
+from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.update_transformation import ForwardOutputs
+
+DIM, HEADS, HEAD, RANK, ALPHA = 8, 4, 2, 3, 6.0
+ALL = {"query": True, "key": True, "value": True}
+
+
+def with_adapter(cfg, **fields):
+    cfg.adapter.set(rank=RANK, alpha=ALPHA, **fields)
+    return cfg
+
+
+def lora_linear(**fields):
+    return with_adapter(LoraLinear.default_config()).set(**fields)
+
+
+def lora_qkv(layer=None, enable_lora=None):
+    cfg = LoraFusedQKVLinear.default_config()
+    if layer is not None:
+        cfg.layer = layer
+    return with_adapter(cfg, enable_lora=enable_lora or {"query": True, "value": True})
+
+
+def lora_output():
+    return with_adapter(LoraMultiheadOutputLinear.default_config())
+
+
+def made(cfg, **fields):
+    return cfg.set(name="lora", **fields).instantiate(parent=None)
+
+
+def qkv_layer(layer=None, enable_lora=None, dim=DIM):
+    dims = dict.fromkeys(("query_dim", "key_dim", "value_dim"), dim)
+    return made(lora_qkv(layer, enable_lora), num_heads=HEADS, per_head_dim=HEAD, **dims)
+
+
+def run(layer, state, *args, **kwargs):
+    return F(layer, None, state, kwargs or args, is_training=False)[0]
+
+
+def test_the_linear_adapter_is_two_products(filled, wave):
+    layer, x = made(lora_linear(), input_dim=DIM, output_dim=5), wave((2, 3, DIM))
+    state = filled(layer)
+    down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
+    base = x @ state["layer"]["weight"] + state["layer"]["bias"]
+    expected = base + (x @ down @ up) * ALPHA / RANK
+    np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_output_adapter_is_two_products(filled, wave):
+    layer = made(lora_output(), model_dim=DIM, num_heads=HEADS, per_head_dim=HEAD)
+    x = wave((2, 3, HEADS, HEAD))
+    state = filled(layer)
+    down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
+    base = np.tensordot(x, state["layer"]["weight"], ((2, 3), (1, 2))) + state["layer"]["bias"]
+    added = np.tensordot(x, down, ((2, 3), (1, 2))) @ up * ALPHA / RANK
+    np.testing.assert_allclose(run(layer, state, x), base + added, rtol=1e-5, atol=1e-6)
+
+
+def test_the_qkv_adapter_adds_to_what_is_enabled(filled, wave):
+    layer, x = qkv_layer(), wave((2, 3, DIM))
+    state = filled(layer)
+    got = run(layer, state, x)
+    base = F(layer.layer, None, state["layer"], (x,), is_training=False)[0]
+    down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
+    assert down.shape == (2, DIM, RANK)
+    assert up.shape == (2, RANK, HEADS, HEAD)
+    for i, name in ((0, "query"), (1, "value")):
+        added = np.tensordot(x @ down[i], up[i], 1) * ALPHA / RANK
+        expected = getattr(base, name) + added
+        np.testing.assert_allclose(getattr(got, name), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got.key, base.key)
+
+
+BASES = {
+    "fused": (FusedQKVLinear.default_config(), ALL),
+    "fused, queries and values": (FusedQKVLinear.default_config(), None),
+    "separate": (QKVLinear.default_config(), ALL),
+    "grouped": (
+        GroupedQKVLinear.default_config().set(num_kv_heads=2),
+        {"query": True, "key": False},
+    ),
+    "fused and grouped": (
+        FusedGroupedQKVLinear.default_config().set(num_kv_heads=2),
+        {"query": True},
+    ),
+    "fused, as many heads": (FusedGroupedQKVLinear.default_config().set(num_kv_heads=HEADS), ALL),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_merged_projections_equal_the_unmerged(name, filled, wave):
+    layer, x = qkv_layer(*BASES[name]), wave((2, 3, DIM))
+    state = filled(layer)
+    merged = merge_adapters(layer, state)
+    got = F(layer.layer, None, merged, (x,), is_training=False)[0]
+    assert jax.tree.structure(merged) == jax.tree.structure(state["layer"])
+    for a, b in zip(got, run(layer, state, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def stack(lora):
+    """Two repeated transformer layers with rotary positions, with or without adapters."""
+    attention = MultiheadAttention.default_config().set(num_heads=HEADS)
+    attention.input_linear = RoFormerQKVLinear.default_config().set(
+        input_linear=lora_qkv() if lora else FusedQKVLinear.default_config(), rotary_value=False
+    )
+    layer = TransformerLayer.default_config()
+    layer.feed_forward.hidden_dim = 6
+    layer.self_attention.attention = attention
+    if lora:
+        attention.output_linear = lora_output()
+        layer.feed_forward.set(linear1=lora_linear(), linear2=lora_linear())
+    cfg = RepeatedTransformerLayer.default_config().set(name="model", input_dim=DIM, layer=layer)
+    return cfg.set(num_layers=2).instantiate(parent=None)
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return jax.jit(stack(lora=True).initialize_parameters_recursively)(jax.random.PRNGKey(0))
+
+
+def is_adapter(path):
+    return "'adapter'" in jax.tree_util.keystr(path)
+
+
+def test_adapters_change_nothing_at_first(drawn, wave):
+    x = wave((2, 3, DIM))
+    got = run(stack(lora=True), drawn, x).data
+    merged = merge_adapters(stack(lora=True), drawn)
+    plain = stack(lora=False)
+    specs = plain.create_parameter_specs_recursively()
+    assert jax.tree.structure(merged) == jax.tree.structure(specs)
+    np.testing.assert_array_equal(got, run(plain, merged, x).data)
+
+
+def trained(params, x, steps=2):
+    """Parameters after a few steps in which only adapters are trained."""
+    rules = [(".*/adapter/.*", UpdateType.ALL_UPDATES), (".*", UpdateType.NO_UPDATE)]
+    optimizer = config_for_function(sgd_optimizer).set(
+        learning_rate=0.02, decouple_weight_decay=True, momentum=0.9, weight_decay=0.1
+    )
+    cfg = Learner.default_config().set(name="learner", optimizer=optimizer, update_rules=rules)
+    learner, model = cfg.instantiate(parent=None), stack(lora=True)
+
+    def forward(*, model_params, inputs):
+        output, collection = F(model, None, model_params, (inputs,), is_training=True)
+        return ForwardOutputs(jnp.mean(jnp.square(output.data - 1)), {}, collection)
+
+    def opt_params(values):
+        return jax.tree.map(OptParam, values)
+
+    @jax.jit
+    def step(state, params):
+        inputs = {"fn": forward, "inputs": x, "opt_params": opt_params(params)}
+        results, collection = F(
+            learner, None, state, inputs, method="forward_and_backward", is_training=True
+        )
+        loss = results.forward_outputs.loss
+        return collection.state_updates, results.backward_outputs.updated_params, loss
+
+    state, losses = learner.init(opt_params(params)), []
+    for _ in range(steps):
+        state, params, loss = step(state, params)
+        losses.append(loss)
+    return params, losses, state
+
+
+def test_only_adapters_are_trained_and_what_they_learn_can_be_merged(drawn, wave):
+    x = wave((2, 3, DIM))
+    params, losses, state = trained(drawn, x, steps=3)
+    assert losses[-1] < losses[0]
+    before = dict(jax.tree_util.tree_leaves_with_path(drawn))
+    for path, value in jax.tree_util.tree_leaves_with_path(params):
+        if is_adapter(path):
+            assert not np.array_equal(value, before[path]), path
+        else:
+            np.testing.assert_array_equal(value, before[path])
+    # Nothing is kept for what is not trained.
+    kept = [path for path, x in jax.tree_util.tree_leaves_with_path(state) if np.ndim(x)]
+    assert kept
+    assert all(map(is_adapter, kept))
+    merged = merge_adapters(stack(lora=True), params)
+    got = run(stack(lora=False), merged, x).data
+    np.testing.assert_allclose(got, run(stack(lora=True), params, x).data, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_adapters_leaves_the_layer_alone(filled, wave):
+    cfg = lora_linear(input_dim=DIM, output_dim=5)
+    cfg.adapter.lora_dropout.rate = 0.5
+    layer, x = made(cfg), wave((2, 3, DIM))
+    state = filled(layer)
+    state["adapter"] = jax.tree.map(jnp.zeros_like, state["adapter"])
+    y, _ = F(layer, jax.random.PRNGKey(0), state, (x,), is_training=True)
+    np.testing.assert_array_equal(y, run(layer, state, x))
+
+
+def test_where_the_weights_lie():
+    specs = qkv_layer().create_parameter_specs_recursively()
+    up, down = (specs["adapter"][name]["weight"].mesh_axes for name in ("lora_up", "lora_down"))
+    assert up == PartitionSpec(None, None, "model", None)
+    assert down == PartitionSpec(None, None, None)
+    assert specs["adapter"]["lora_down"]["weight"].fans()["fan_in"] == DIM
+    assert specs["adapter"]["lora_up"]["weight"].fans()["fan_out"] == HEADS * HEAD
+
+
+def test_queries_alone_may_attend_to_something_else(filled, wave):
+    layer = qkv_layer(QKVLinear.default_config(), {"query": True})
+    x, y = wave((2, 3, DIM)), wave((2, 5, DIM), 1.0)
+    got = run(layer, filled(layer), query=x, key=y, value=y)
+    assert got.key.shape == (2, 5, HEADS, HEAD)
+    assert layer.num_kv_heads == HEADS
+    layer = qkv_layer()
+    with pytest.raises(ArgumentValueError, match=r"lora has one adapter for query, value of the"):
+        run(layer, filled(layer), query=x, key=x)
+
+
+def test_shared_keys_can_have_no_adapter():
+    assert LoraFusedQKVLinear.is_kv_sharing(lora_qkv(QLinear.default_config()))
+    assert not LoraFusedQKVLinear.is_kv_sharing(lora_qkv())
+    with pytest.raises(LayerConfigError, match=r"lora: layer is a QLinear .* has \['value'\]"):
+        qkv_layer(QLinear.default_config())
+    grouped = GroupedQKVLinear.default_config().set(num_kv_heads=2)
+    with pytest.raises(LayerConfigError, match=r"a GroupedQKVLinear with other heads"):
+        qkv_layer(grouped, ALL)
+
+
+def no_rank():
+    cfg = lora_linear()
+    cfg.adapter.rank = 0
+    return cfg
+
+
+class OneWeight(BaseQKVLinear):
+    """Holds its projections in a way that nobody knows."""
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (
+            lambda: made(no_rank(), input_dim=2, output_dim=2),
+            "lora.adapter: rank=0 leaves no dimension",
+        ),
+        (
+            lambda: made(
+                lora_linear(layer=MultiheadInputLinear.default_config()), input_dim=2, output_dim=2
+            ),
+            "lora: layer is a MultiheadInputLinear, beside which this adapter cannot stand",
+        ),
+        (
+            lambda: made(
+                lora_output().set(layer=MultiheadInputLinear.default_config()),
+                model_dim=2,
+                num_heads=1,
+                per_head_dim=2,
+            ),
+            "expected a MultiheadOutputLinear",
+        ),
+        (
+            lambda: qkv_layer(RoFormerQKVLinear.default_config().set(rotary_value=False)),
+            "lora: layer is a RoFormerQKVLinear, which changes queries and keys after",
+        ),
+        (
+            lambda: qkv_layer(enable_lora={"queries": True}),
+            "lora.adapter: enable_lora has ['queries']; its keys are",
+        ),
+        (
+            lambda: qkv_layer(enable_lora={"query": False}),
+            "lora.adapter: enable_lora={'query': False} enables nothing",
+        ),
+        (
+            lambda: merge_adapters(
+                qkv_layer(OneWeight.default_config()),
+                {
+                    "layer": {"all": 0},
+                    "adapter": {
+                        "lora_down": {"weight": jnp.zeros((2, DIM, RANK))},
+                        "lora_up": {"weight": jnp.zeros((2, RANK, HEADS, HEAD))},
+                    },
+                },
+            ),
+            "lora: the weights of a OneWeight are not known",
+        ),
+    ],
+    ids=["rank", "linear", "output", "rotary", "unknown", "nothing", "merge"],
+)
+def test_what_does_not_fit_is_said(make, said):
+    with pytest.raises(LayerConfigError, match=re.escape(said)):
+        make()

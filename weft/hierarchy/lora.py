@@ -1,0 +1,358 @@
+"""Low-rank adapters: a frozen linear map, and a small one beside it that is trained.
+
+    y = layer(x) + (alpha / rank) * lora_up(lora_down(dropout(x)))
+
+`lora_down` maps to `rank` dimensions, `lora_up` from there to the outputs (Hu et al., 2022). The
+weight of `lora_up` is 0 at first, so that adapters change nothing before they are trained. A layer
+with an adapter has two children, "layer", whose state is that of the layer without one, and
+"adapter". A learner trains the adapters alone with
+
+    update_rules = [(".*/adapter/.*", UpdateType.ALL_UPDATES), (".*", UpdateType.NO_UPDATE)]
+
+and `merge_adapters` adds what they have learned to the weights of the layers.
+"""
+
+import copy
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import ArgumentValueError, LayerConfigError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.kv_cache import KVState
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.lora_adapter import (
+    PROJECTIONS,
+    LoraDownFusedLinear,
+    LoraDownMultiheadLinear,
+    LoraFusedQKVAdapter,
+    LoraLinearAdapter,
+    LoraMultiheadOutputAdapter,
+    LoraUpFusedLinear,
+)
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.qkv_linear import (
+    BaseQKVLinear,
+    FusedGroupedQKVLinear,
+    FusedQKVLinear,
+    MultiheadOutputLinear,
+)
+from weft.typing import Tensor
+
+__all__ = [
+    "LoraDownFusedLinear",
+    "LoraDownMultiheadLinear",
+    "LoraFusedQKVAdapter",
+    "LoraFusedQKVLinear",
+    "LoraLinear",
+    "LoraLinearAdapter",
+    "LoraMultiheadOutputAdapter",
+    "LoraMultiheadOutputLinear",
+    "LoraUpFusedLinear",
+    "merge_adapters",
+]
+
+
+def _check_is_a(layer: Any, cls: type, path: str, instead: str) -> None:
+    """Raises LayerConfigError for the config of a layer beside which an adapter cannot stand."""
+    if not issubclass(layer.klass, cls):
+        raise LayerConfigError(
+            f"{path}: layer is a {layer.klass.__name__}, beside which this adapter cannot stand; "
+            f"expected a {cls.__name__}. {instead}"
+        )
+
+
+class LoraLinear(BaseLayer):
+    """A `Linear` with an adapter.
+
+    Example:
+      >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=8, output_dim=6)
+      >>> _ = cfg.adapter.set(rank=2, alpha=4.0)
+      >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+      >>> specs["layer"]["weight"].shape, specs["adapter"]["lora_down"]["weight"].shape
+      ((8, 6), (8, 2))
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a LoraLinear.
+
+        Attributes:
+          input_dim: the size of an input vector.
+          output_dim: the size of an output vector.
+          layer: the linear map.
+          adapter: the adapter; set its `rank` and `alpha`.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        layer: Linear.Config = Linear.default_config()
+        adapter: LoraLinearAdapter.Config = LoraLinearAdapter.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        dims = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim}
+        _check_is_a(
+            cfg.layer,
+            Linear,
+            self.path(),
+            "For attention there are LoraFusedQKVLinear and LoraMultiheadOutputLinear.",
+        )
+        self._add_child("layer", cfg.layer.set(**dims))
+        self._add_child("adapter", cfg.adapter.set(**dims))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer and the adapter.
+
+        Args:
+          x: `Float[Array, "*batch input_dim"]`.
+
+        Returns:
+          `Float[Array, "*batch output_dim"]`.
+        """
+        return self.layer(x) + self.adapter(x)
+
+    @nowrap
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the layer alone, with the adapter in its weight.
+
+        Args:
+          state: of this layer.
+        """
+        return _add_to_weight(state, self.adapter.delta(state["adapter"], "...ir,...ro->...io"))
+
+
+class LoraMultiheadOutputLinear(BaseLayer):
+    """A `MultiheadOutputLinear` with an adapter, for `output_linear` of an attention layer."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a LoraMultiheadOutputLinear.
+
+        Attributes:
+          model_dim: the size of a vector of the model.
+          num_heads: the number of heads.
+          per_head_dim: the size of a vector of one head.
+          layer: the linear map.
+          adapter: the adapter; set its `rank` and `alpha`.
+        """
+
+        model_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+        layer: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
+        adapter: LoraMultiheadOutputAdapter.Config = LoraMultiheadOutputAdapter.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_is_a(
+            cfg.layer,
+            MultiheadOutputLinear,
+            self.path(),
+            "For other layers there are LoraLinear and LoraFusedQKVLinear.",
+        )
+        layer = cfg.layer.set(
+            model_dim=cfg.model_dim, num_heads=cfg.num_heads, per_head_dim=cfg.per_head_dim
+        )
+        self._add_child("layer", layer)
+        adapter = cfg.adapter.set(
+            input_dim=cfg.num_heads * cfg.per_head_dim,
+            output_dim=cfg.model_dim,
+            num_heads=cfg.num_heads,
+        )
+        self._add_child("adapter", adapter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer and the adapter.
+
+        Args:
+          x: `Float[Array, "batch time num_heads per_head_dim"]`.
+
+        Returns:
+          `Float[Array, "batch time model_dim"]`.
+        """
+        return self.layer(x) + self.adapter(x)
+
+    @nowrap
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the layer alone, with the adapter in its weight.
+
+        Args:
+          state: of this layer.
+        """
+        return _add_to_weight(state, self.adapter.delta(state["adapter"], "...rnh,...rm->...mnh"))
+
+
+class LoraFusedQKVLinear(BaseQKVLinear):
+    """Projections to queries, keys and values with an adapter.
+
+    It stands inside of a `RoFormerQKVLinear`, as its `input_linear`: rotations come after what
+    adapters add.
+    """
+
+    @config_class
+    class Config(BaseQKVLinear.Config):
+        """Configures a LoraFusedQKVLinear.
+
+        Attributes:
+          layer: the projections, in one weight or several. With fewer heads of keys and values
+            than of queries, only queries can have an adapter.
+          adapter: the adapter; set its `rank`, `alpha` and `enable_lora`.
+        """
+
+        layer: BaseQKVLinear.Config = FusedQKVLinear.default_config()
+        adapter: LoraFusedQKVAdapter.Config = LoraFusedQKVAdapter.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        _check_is_a(
+            cfg.layer,
+            BaseQKVLinear,
+            self.path(),
+            "For other layers there are LoraLinear and LoraMultiheadOutputLinear.",
+        )
+        if hasattr(cfg.layer, "input_linear"):
+            raise LayerConfigError(
+                f"{self.path()}: layer is a {cfg.layer.klass.__name__}, which changes queries "
+                "and keys after projecting them, so an adapter's projections cannot be added to its "
+                "outputs. Set input_linear of that layer to a LoraFusedQKVLinear instead."
+            )
+        layer: Any = self._add_child(
+            "layer",
+            cfg.layer.set(
+                query_dim=cfg.query_dim,
+                key_dim=cfg.key_dim,
+                value_dim=cfg.value_dim,
+                num_heads=cfg.num_heads,
+                per_head_dim=cfg.per_head_dim,
+            ),
+        )
+        adapter: Any = self._add_child(
+            "adapter",
+            cfg.adapter.set(
+                input_dim=cfg.query_dim,
+                output_dim=cfg.num_heads * cfg.per_head_dim,
+                num_heads=cfg.num_heads,
+            ),
+        )
+        of_keys = [name for name in adapter.enabled() if name != "query"]
+        if of_keys and (layer.is_kv_sharing(layer.config) or layer.num_kv_heads != cfg.num_heads):
+            raise LayerConfigError(
+                f"{self.path()}: layer is a {type(layer).__name__} with other heads of keys and "
+                f"values than of queries, and enable_lora has {of_keys}; enable 'query' alone."
+            )
+
+    @classmethod
+    def is_kv_sharing(cls, cfg: Any) -> bool:
+        return cfg.layer.klass.is_kv_sharing(cfg.layer)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.layer.num_kv_heads
+
+    def forward(
+        self,
+        query: Tensor,
+        *,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        kv_state: KVState | None = None,
+        query_positions: Tensor | None = None,
+    ) -> BaseQKVLinear.Output:
+        """Projects; see `BaseQKVLinear.forward`.
+
+        Raises:
+          ArgumentValueError: if keys or values are made from something else than queries are, and
+            have an adapter.
+        """
+        enabled = self.adapter.enabled()
+        if (key is not None or value is not None) and enabled != ["query"]:
+            raise ArgumentValueError(
+                f"{self.path()} has one adapter for {', '.join(enabled)} of the same input, and "
+                "was given a key or value of its own; set enable_lora={'query': True} where a "
+                "layer attends to something else."
+            )
+        projected = self.layer(
+            query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
+        )
+        added = zip(enabled, self.adapter(query), strict=True)
+        return projected._replace(**{name: getattr(projected, name) + x for name, x in added})
+
+    @nowrap
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the layer alone, with the adapter in its weights.
+
+        Args:
+          state: of this layer.
+
+        Raises:
+          LayerConfigError: if the layer is of a class whose weights are not known.
+        """
+        entries: Any = state
+        delta = self.adapter.delta(entries["adapter"], "...nir,...nrkh->...nikh")
+        by_name: dict[str, Any] = dict.fromkeys(PROJECTIONS)
+        for i, name in enumerate(self.adapter.enabled()):
+            by_name[name] = delta[..., i, :, :, :]
+        layer, base = self.layer, copy.copy(entries["layer"])
+        zeros = jnp.zeros_like(delta[..., 0, :, :, :])
+        if isinstance(layer, FusedQKVLinear):
+            parts = [zeros if x is None else x for x in by_name.values()]
+            base["qkv_proj"] = _plus(base["qkv_proj"], jnp.stack(parts, axis=-4))
+        elif isinstance(layer, FusedGroupedQKVLinear):
+            of_kv = zeros[..., : layer.num_kv_heads, :]
+            kv = [of_kv if by_name[name] is None else by_name[name] for name in PROJECTIONS[1:]]
+            q = zeros if by_name["query"] is None else by_name["query"]
+            base["qkv_proj"] = _plus(base["qkv_proj"], jnp.concatenate([q, *kv], axis=-2))
+        elif "q_proj" in base:
+            for name in self.adapter.enabled():
+                base[f"{name[0]}_proj"] = _plus(base[f"{name[0]}_proj"], by_name[name])
+        else:
+            raise LayerConfigError(
+                f"{self.path()}: the weights of a {type(layer).__name__} are not known, so that an "
+                "adapter cannot be merged into them; its state has "
+                f"{sorted(base)}, expected 'qkv_proj' or 'q_proj'."
+            )
+        return base
+
+
+def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
+    """A layer's state with something added to its weight, in the weight's dtype."""
+    new = copy.copy(state)  # a stack stays marked as one
+    new["weight"] = (state["weight"] + delta).astype(state["weight"].dtype)
+    return new
+
+
+def _add_to_weight(state: Any, delta: Tensor) -> dict[str, Any]:
+    return _plus(state["layer"], delta)
+
+
+def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of a model without adapters that computes what one with adapters does.
+
+    Args:
+      layer: the model, or a part of it.
+      state: its state. It is not changed.
+
+    Returns:
+      A state in which each layer with an adapter has the state of the layer alone, for the model
+      that is configured without adapters. Dropout of adapters, which only happens in training, is
+      left out.
+
+    Example:
+      >>> import jax
+      >>> from weft.hierarchy.module import functional
+      >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=2, output_dim=2)
+      >>> _ = cfg.adapter.set(rank=1, alpha=1.0)
+      >>> layer = cfg.instantiate(parent=None)
+      >>> state = layer.initialize_parameters_recursively(jax.random.PRNGKey(0))
+      >>> sorted(merge_adapters(layer, state))
+      ['bias', 'weight']
+    """
+    if isinstance(layer, LoraLinear | LoraMultiheadOutputLinear | LoraFusedQKVLinear):
+        return layer.merged(state)
+    new: Any = copy.copy(state)  # a stack stays marked as one
+    for name, child in layer.children.items():
+        if isinstance(child, BaseLayer) and name in new:
+            new[name] = merge_adapters(child, new[name])
+    return new

@@ -1,0 +1,307 @@
+"""The small maps of low-rank adapters; see `weft.hierarchy.lora`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.dropout import Dropout
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.module import Module, nowrap
+from weft.hierarchy.param_init import (
+    PARAM_REGEXP_WEIGHT,
+    ConstantInitializer,
+    DefaultInitializer,
+    FanAxes,
+    WeightInitializer,
+)
+from weft.hierarchy.qkv_linear import BaseMultiheadLinear
+from weft.typing import NestedTensor, Tensor
+
+PROJECTIONS = ("query", "key", "value")
+
+
+def _weights(initializer: Any) -> Any:
+    """A config that draws weights by an initializer."""
+    return DefaultInitializer.default_config().set(
+        init_by_param_name={PARAM_REGEXP_WEIGHT: initializer}
+    )
+
+
+def _normal() -> Any:
+    return _weights(WeightInitializer.default_config().set(fan="fan_in", distribution="normal"))
+
+
+def _zeros() -> Any:
+    return _weights(ConstantInitializer.default_config().set(value=0.0))
+
+
+class LoraDownFusedLinear(BaseLayer):
+    """Several maps of one input to few dimensions.
+
+    Parameters: `weight` of shape (num_enabled, input_dim, output_dim).
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a LoraDownFusedLinear.
+
+        Attributes:
+          input_dim: the size of an input vector.
+          output_dim: the rank.
+          num_enabled: the number of maps.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        num_enabled: Required[int] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config whose weight lies on each device."""
+        return super().default_config().set(param_partition_spec=(None, None, None))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        weight = ParameterSpec(
+            (cfg.num_enabled, cfg.input_dim, cfg.output_dim),
+            mesh_axes=cfg.param_partition_spec,
+            fan_axes=FanAxes(in_axis=1, out_axis=2, batch_axis=0),
+        )
+        return {"weight": weight}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Applies every map.
+
+        Args:
+          inputs: `Float[Array, "batch time input_dim"]`.
+
+        Returns:
+          `Float[Array, "num_enabled batch time output_dim"]`.
+        """
+        return jnp.einsum("btd,ndr->nbtr", inputs, self.parameters["weight"])
+
+
+class LoraUpFusedLinear(BaseLayer):
+    """Several maps from few dimensions to heads, each of its own input.
+
+    Parameters: `weight` of shape (num_enabled, input_dim, num_heads, per_head_dim).
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a LoraUpFusedLinear.
+
+        Attributes:
+          input_dim: the rank.
+          num_heads: the number of heads.
+          per_head_dim: the size of a vector of one head.
+          num_enabled: the number of maps.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        num_heads: Required[int] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+        num_enabled: Required[int] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config whose weight is laid over the mesh axis "model" by heads."""
+        return super().default_config().set(param_partition_spec=(None, None, "model", None))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        weight = ParameterSpec(
+            (cfg.num_enabled, cfg.input_dim, cfg.num_heads, cfg.per_head_dim),
+            mesh_axes=cfg.param_partition_spec,
+            fan_axes=FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0),
+        )
+        return {"weight": weight}
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Applies every map to its input.
+
+        Args:
+          inputs: `Float[Array, "num_enabled batch time input_dim"]`.
+
+        Returns:
+          `Float[Array, "num_enabled batch time num_heads per_head_dim"]`.
+        """
+        return jnp.einsum("nbtr,nrkh->nbtkh", inputs, self.parameters["weight"])
+
+
+class LoraDownMultiheadLinear(BaseMultiheadLinear):
+    """From the heads to the rank, which is the weight's first axis, `model_dim`."""
+
+    _subscripts = "...nh,rnh->...r"
+    _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
+
+    def _bias_spec(self, mesh_axes: Any) -> ParameterSpec:
+        return ParameterSpec((self.config.model_dim,), mesh_axes=mesh_axes[:1])
+
+
+class BaseLoraAdapter(BaseLayer):
+    """The small map beside a linear layer. A subclass sets the dimensions of its children."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures an adapter.
+
+        Attributes:
+          input_dim: the size of an input vector; the layer beside it sets it.
+          output_dim: the size of an output vector; likewise.
+          rank: the number of dimensions between the two maps.
+          alpha: the outputs are multiplied by `alpha / rank`.
+          lora_dropout: of the inputs.
+          lora_down: to the rank.
+          lora_up: from the rank; its weight is 0 at first.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        output_dim: Required[int] = REQUIRED
+        rank: Required[int] = REQUIRED
+        alpha: Required[float] = REQUIRED
+        lora_dropout: InstantiableConfig = Dropout.default_config()
+        lora_down: InstantiableConfig = Linear.default_config().set(
+            bias=False, param_init=_normal(), param_partition_spec=(None, None)
+        )
+        lora_up: InstantiableConfig = Linear.default_config().set(bias=False, param_init=_zeros())
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.rank < 1:
+            raise LayerConfigError(
+                f"{self.path()}: rank={cfg.rank} leaves no dimension; expected at least 1. For a "
+                "layer without an adapter, use the layer itself."
+            )
+        self._add_child("lora_dropout", cfg.lora_dropout)
+        self._add_maps()
+
+    def _add_maps(self) -> None:
+        """Adds the children `lora_down` and `lora_up`."""
+        cfg = self.config
+        self._add_child(
+            "lora_down", cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank)
+        )
+        self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
+
+    @nowrap
+    def scale(self) -> float:
+        """The factor of the outputs."""
+        return self.config.alpha / self.config.rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """What to add to the layer's outputs.
+
+        Args:
+          inputs: those of the layer.
+        """
+        return self.lora_up(self.lora_down(self.lora_dropout(inputs))) * self.scale()
+
+    @nowrap
+    def delta(self, state: NestedTensor, subscripts: str) -> Tensor:
+        """What to add to the layer's weight instead.
+
+        Args:
+          state: of the adapter, which may have leading axes of layers.
+          subscripts: of both weights and the result, as for an einsum.
+        """
+        entries: Any = state
+        down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
+        down, up = down.astype(jnp.float32), up.astype(jnp.float32)
+        return self.scale() * jnp.einsum(subscripts, down, up)
+
+
+class LoraLinearAdapter(BaseLoraAdapter):
+    """The adapter of a `Linear`."""
+
+
+class LoraMultiheadOutputAdapter(BaseLoraAdapter):
+    """The adapter of a `MultiheadOutputLinear`."""
+
+    @config_class
+    class Config(BaseLoraAdapter.Config):
+        """Configures a LoraMultiheadOutputAdapter.
+
+        Attributes:
+          num_heads: the number of heads, of `input_dim` dimensions together.
+        """
+
+        num_heads: Required[int] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config that maps down from heads."""
+        down = LoraDownMultiheadLinear.default_config().set(bias=False, param_init=_normal())
+        cfg = super().default_config().set(lora_down=down)
+        cfg.lora_up.param_partition_spec = (None, None)
+        return cfg
+
+    def _add_maps(self) -> None:
+        cfg = self.config
+        down = cfg.lora_down.set(
+            model_dim=cfg.rank,
+            num_heads=cfg.num_heads,
+            per_head_dim=cfg.input_dim // cfg.num_heads,
+        )
+        self._add_child("lora_down", down)
+        self._add_child("lora_up", cfg.lora_up.set(input_dim=cfg.rank, output_dim=cfg.output_dim))
+
+
+class LoraFusedQKVAdapter(BaseLoraAdapter):
+    """The adapter of projections to queries, keys and values."""
+
+    @config_class
+    class Config(BaseLoraAdapter.Config):
+        """Configures a LoraFusedQKVAdapter.
+
+        Attributes:
+          num_heads: the number of heads, of `output_dim` dimensions together.
+          enable_lora: which of "query", "key" and "value" have an adapter; what is left out has
+            none.
+        """
+
+        num_heads: Required[int] = REQUIRED
+        enable_lora: Required[dict[str, bool]] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config that maps up to the heads of several projections."""
+        return (
+            super()
+            .default_config()
+            .set(
+                lora_down=LoraDownFusedLinear.default_config().set(param_init=_normal()),
+                lora_up=LoraUpFusedLinear.default_config().set(param_init=_zeros()),
+            )
+        )
+
+    def _add_maps(self) -> None:
+        cfg = self.config
+        if unknown := sorted(cfg.enable_lora.keys() - set(PROJECTIONS)):
+            raise LayerConfigError(
+                f"{self.path()}: enable_lora has {unknown}; its keys are 'query', 'key' and "
+                "'value'."
+            )
+        if not self.enabled():
+            raise LayerConfigError(
+                f"{self.path()}: enable_lora={cfg.enable_lora} enables nothing; enable one of "
+                "'query', 'key' and 'value', or use the layer without an adapter."
+            )
+        n = len(self.enabled())
+        down = cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank, num_enabled=n)
+        up = cfg.lora_up.set(
+            input_dim=cfg.rank,
+            num_enabled=n,
+            num_heads=cfg.num_heads,
+            per_head_dim=cfg.output_dim // cfg.num_heads,
+        )
+        self._add_child("lora_down", down)
+        self._add_child("lora_up", up)
+
+    @nowrap
+    def enabled(self) -> list[str]:
+        """The projections that have an adapter, in the order of the weights' first axis."""
+        return [name for name in PROJECTIONS if self.config.enable_lora.get(name)]
