@@ -207,7 +207,9 @@ def test_a_batch_stays_where_it_is_and_one_microbatch_is_alive_at_a_time():
 def test_what_cannot_be_cut_is_named():
     with pytest.raises(GradientAccumulationError, match=r"steps=0; expected 1 or more"):
         with_minibatch_steps(steps=0)
-    with pytest.raises(GradientAccumulationError, match=r"input_batch/live has 8 rows.*steps=3.*divi"):
+    with pytest.raises(
+        GradientAccumulationError, match=r"input_batch/live has 8 rows.*steps=3.*divi"
+    ):
         loss_in_parts(PARAMS, ALL, 3)
     with pytest.raises(GradientAccumulationError, match=r"without an 'input_batch'"):
         with_minibatch_steps(steps=2)(forward)(model_params=PARAMS, inputs={"x": 1})

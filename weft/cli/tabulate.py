@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from weft.cli.configs import load_config
 from weft.cli.display import bytes_text
-from weft.cli.flops import Flops, count_flops
 from weft.cli.tables import count_text, layout_text, shape_text, table_console, tree_table
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.trainer.flops import Flops, count_flops
 
 
 class Row(NamedTuple):

@@ -93,7 +93,10 @@ class DynamicLossScale(Configurable):
             scale=state["scale"],
             fin_steps=state["finite_steps"],
         ).after(is_finite)
-        return {"scale": scale.scale, "finite_steps": jnp.asarray(scale.fin_steps, jnp.int32)}
+        return {
+            "scale": jnp.asarray(scale.scale),
+            "finite_steps": jnp.asarray(scale.fin_steps, jnp.int32),
+        }
 
 
 def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from weft.cli.flops import count_flops
+from weft.trainer.flops import count_flops
 
 W, X = jnp.zeros((3, 5)), jnp.zeros((2, 3))
 
