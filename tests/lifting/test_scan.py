@@ -139,7 +139,7 @@ def test_shared_state_cannot_be_written():
         out_axes=0,
         length=2,
     )
-    with pytest.raises(RoleError, match="with the role None, which is the same in every iteration"):
+    with pytest.raises(RoleError, match=r"what is shared by all iterations \(None\)"):
         lifted(box)
     assert box.writes == 0
 

@@ -216,9 +216,9 @@ def check_shared(
                 is_state = returned.is_group[i]
                 at = kind.place(static, path) if is_state else f"the result{_text(path)}"
                 raise RoleError(
-                    f"{transformation}: the body returns or changes something with the role None, "
-                    f"which is the same in every iteration, at {at}; give it CARRY, or an axis "
-                    "along which to stack it."
+                    f"{transformation}: the body returns or changes what is shared by all "
+                    f"iterations (None), at {at}; have it carried from one to the next, or give an "
+                    "axis along which to stack it."
                 )
 
 

@@ -11,7 +11,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.nnx.transforms.looks import is_like_plain, look, same, work
 from weft import nnx
-from weft.errors import CapturedObjectError, TraceContextError, TransformArgumentError
+from weft.errors import (
+    CapturedObjectError,
+    InconsistentAliasError,
+    TraceContextError,
+    TransformArgumentError,
+)
 
 
 class Count(nnx.Variable):
@@ -215,6 +220,17 @@ def test_shardings_of_what_goes_in_and_comes_out():
     h = nnx.jit(lambda v: v[0] * 1, in_shardings=x, donate_argnums=0)
     assert h(vector).tolist() == list(range(8)) and h(vector)[1] == 1
     assert vector[0][...].sharding.is_equivalent_to(x, 1)
+
+
+def test_one_object_that_is_to_be_laid_out_in_two_ways_is_refused():
+    x, whole = NamedSharding(mesh(), PartitionSpec("x")), NamedSharding(mesh(), PartitionSpec())
+    f = nnx.jit(lambda first, *rest, last=None: None, in_shardings=(x, whole))
+    model = Model(jnp.arange(8.0))
+    said = r"nnx\.jit\(<lambda>\): .* to first\.n, and .* to args\[1\]\.n\. .*=\(x, whole\)"
+    with pytest.raises(InconsistentAliasError, match=said):
+        f(model, model)
+    with pytest.raises(InconsistentAliasError, match=r"to first\.n, and .* to last\.n"):
+        f(model, Model(), last=model)
 
 
 def test_one_sharding_for_any_number_of_arguments():

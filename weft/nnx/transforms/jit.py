@@ -20,9 +20,11 @@ from typing import Any
 from weft.core.tracing import current_trace
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.nnx.graph import Flat
+from weft.nnx.naming import origin
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
-from weft.nnx.transforms.calls import MISSING, check_unbound
+from weft.nnx.transforms.calls import MISSING, check_unbound, opened, parameter_names
+from weft.nnx.transforms.calls import Call as OpenCall
 from weft.nnx.transforms.jit_aot import Call, Lowered, Traced
 from weft.nnx.transforms.jit_program import (
     Found,
@@ -69,7 +71,7 @@ class _Plan:
         "program", "trace",
     )  # fmt: skip
 
-    def __init__(self, program: Program, epoch: object, found: "Found", forget: Any):
+    def __init__(self, program: Program, epoch: object, found: Found, forget: Any):
         self.program, self.jitted, self.epoch = program, program.jitted, epoch
         self.trace = current_trace()
         self.donated = [found.flat.leaves[n] for n in program.donated]
@@ -111,7 +113,7 @@ class JitWrapped:
     def __init__(self, fn: Callable[..., Any], options: Options):
         taken_over = () if is_object(fn) else functools.WRAPPER_UPDATES
         functools.update_wrapper(self, fn, updated=taken_over)
-        self._fn, self._options = fn, options
+        self._fn, self._options, self._place = fn, options, origin()
         # Functions that are equal by value share their programs.
         self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
         self._seen: Hashable = None
@@ -175,15 +177,24 @@ class JitWrapped:
         if has_objects((rest, named)):
             # A call that looks like the last one until it is traced costs more than a look.
             self._has_hidden, self._last = True, None
-            return self._call_found(found_anywhere(self._options, args, kwargs))
+            return self._call_found(self._found(found_anywhere, args, kwargs))
         if (plan := self._plan(args, kwargs, at, names)) is None:
-            return self._call_found(found_at_top(self._options, args, kwargs))
+            return self._call_found(self._found(found_at_top, args, kwargs))
         values = ([x._value for x in found] for found in (plan.donated, plan.kept))
         outputs = plan.jitted(*values, *rest, **named)
         if outputs[3] is None and plan.trace is current_trace():
             plan.write(*outputs[1:])
             return outputs[0]
         return plan.program.finish(plan.flat(), outputs)
+
+    def _found(self, look: Callable[..., Found], args: Any, kwargs: Any) -> Found:
+        """A call taken apart, with the arguments' names in errors."""
+        names = [*parameter_names(self._fn)[: len(args)]]
+        names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
+        every = (*args, *(x for _, x in sorted(kwargs.items())))
+        specs = "in_shardings", "out_shardings"
+        with opened(OpenCall("jit", self._fn, every, specs, names=names, place=self._place)):
+            return look(self._options, args, kwargs)
 
     def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
         """The plan of a call, made if there is none that holds; None if there cannot be one."""
@@ -192,7 +203,7 @@ class JitWrapped:
         if plan is None or not plan.fits(args, kwargs):
             while True:
                 epoch = EPOCH.now
-                found = found_at_top(self._options, args, kwargs)
+                found = self._found(found_at_top, args, kwargs)
                 if not found.can_be_planned:
                     return None
                 before = [watched(x) for x in found.flat.objects]
@@ -243,7 +254,7 @@ class JitWrapped:
         return self._or_anew(self._traced, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
-        found = found_anywhere(self._options, args, kwargs)
+        found = self._found(found_anywhere, args, kwargs)
         program = self._program(found.layout)
         values = program.values_of(found.flat)
         traced = program.jitted.trace(*values, *found.rest, **found.named)
