@@ -1,19 +1,29 @@
 import signal
 import threading
+import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from weft.trainer.interruption import GracefulStop
+from weft.errors import ProcessLostError
+from weft.input import PrefetchingIterator
+from weft.trainer.interruption import (
+    GracefulStop,
+    StopRun,
+    graceful_stop,
+    still_compiling,
+    stop_point,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_remembered_and_the_handler_restored(number):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
-        assert stop.signal_name is None
+        assert stop.signal_name is None and not stop.wanted
         signal.raise_signal(number)
-        assert stop.signal_name == number.name
+        assert stop.signal_name == number.name and stop.wanted
     assert signal.getsignal(number) is before
 
 
@@ -38,14 +48,128 @@ def test_other_threads_change_no_handlers():
 
 def test_alone_a_process_agrees_at_once():
     with GracefulStop() as stop:
-        assert stop.agreed() is None
+        assert stop.agreed("step 1") is None
         signal.raise_signal(signal.SIGTERM)
-        assert stop.agreed() == "SIGTERM"
+        assert stop.agreed("step 2") == ("signal", "SIGTERM")
 
 
-def test_of_several_processes_all_stop_a_step_after_the_first_was_told(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
+class Source:
+    """Numbers; the third comes late, the fourth never."""
+
+    def __init__(self, late=0.0, error=None):
+        self.n, self.late, self.error = 0, late, error
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.n == 2:
+            time.sleep(self.late)
+            raise self.error or StopIteration
+        self.n += 1
+        return self.n
+
+    def get_state(self):
+        return self.n
+
+    def set_state(self, state):
+        self.n = state
+
+
+def test_waiting_for_input_delays_no_stop_and_takes_no_batch():
+    with PrefetchingIterator(Source(late=1.0)) as batches, GracefulStop() as stop:
+        assert [stop.next_batch(batches, "a step") for _ in range(2)] == [1, 2]
+        timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(StopRun) as stopped:
+            stop.next_batch(batches, "a step")
+        assert time.monotonic() - start < 0.8
+        assert stopped.value.wish == ("signal", "SIGTERM") and stopped.value.error is None
+        assert batches.get_state() == 2
+
+
+def test_a_signal_while_it_is_prepared_takes_no_batch():
+    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
+        with pytest.raises(StopRun):
+            stop.next_batch(
+                batches, "a step", prepare=lambda batch: signal.raise_signal(signal.SIGTERM)
+            )
+        assert batches.get_state() == 0
+
+
+def test_the_end_and_a_failure_of_the_input_stop_the_run():
+    with PrefetchingIterator(Source()) as batches, GracefulStop() as stop:
+        stop.next_batch(batches, "a step"), stop.next_batch(batches, "a step")
+        with pytest.raises(StopRun) as stopped:
+            stop.next_batch(batches, "a step")
+        assert stopped.value.wish == ("end", "input ended")
+    failure = OSError("a.txt, record 3")
+    with PrefetchingIterator(Source(error=failure)) as batches, GracefulStop() as stop:
+        stop.next_batch(batches, "a step"), stop.next_batch(batches, "a step")
+        with pytest.raises(StopRun) as stopped:
+            stop.next_batch(batches, "a step")
+        assert stopped.value.error is failure
+
+
+def test_a_point_stops_a_run_and_is_nothing_outside_of_one():
+    stop_point("batch 1")
+    told = []
+    with GracefulStop(report=told.append):
+        stop_point("batch 2")
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(StopRun, match="SIGTERM"):
+            stop_point("batch 3")
+    assert told == ["batch 2", "batch 3"]
+
+
+class Lowered:
+    """A compilation that takes a while, or fails."""
+
+    def __init__(self, seconds=0.0, error=None):
+        self.seconds, self.error = seconds, error
+
+    def compile(self):
+        time.sleep(self.seconds)
+        if self.error:
+            raise self.error
+
+
+def test_a_compilation_is_left_when_the_run_is_to_stop():
     with GracefulStop() as stop:
-        assert [stop.agreed(), stop.agreed()] == [None, None]
-        signal.raise_signal(signal.SIGINT)
-        assert [stop.agreed(), stop.agreed()] == [None, "SIGINT"]
+        with pytest.raises(ValueError, match="XLA"):
+            stop.compile(Lowered(error=ValueError("XLA")))
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
+        start = time.monotonic()
+        stop.compile(Lowered(seconds=1.0))
+        assert time.monotonic() - start < 0.8
+        assert still_compiling()
+    while still_compiling():
+        time.sleep(0.05)
+
+
+def test_what_was_compiled_beside_is_what_a_call_uses():
+    compilations = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compilations.append(name) if "backend" in name else None
+    )
+    double = jax.jit(lambda x: 2 * x + 17)
+    x = jnp.arange(3.0)
+    with GracefulStop() as stop:
+        stop.compile(double.lower(x))
+    n = len(compilations)
+    double(x)
+    assert len(compilations) == n >= 1
+
+
+class Lost:
+    """Lines to processes of which one is gone."""
+
+    def explain(self, error):
+        raise ProcessLostError("process 1 of 2 has ended") from error
+
+
+def test_an_error_that_another_process_caused_names_it(monkeypatch):
+    monkeypatch.setattr("weft.trainer.interruption.current_companions", Lost)
+    with pytest.raises(ProcessLostError, match="process 1"), graceful_stop(print, 1):
+        raise RuntimeError("gloo: connection closed by peer")

@@ -13,3 +13,11 @@ class ProcessEnvironmentError(WeftError, ValueError):
 
 class CoordinatorNotFoundError(WeftError, TimeoutError):
     """The process that the others meet at did not answer in time."""
+
+
+class ProcessesNotReadyError(WeftError, TimeoutError):
+    """Some of the processes of a run did not come in time; the message names them."""
+
+
+class ProcessLostError(WeftError, RuntimeError):
+    """Another process of the run has failed or ended, and this one cannot go on without it."""

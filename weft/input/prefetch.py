@@ -105,6 +105,12 @@ class PrefetchingIterator:
         finally:
             self.wait_seconds += time.monotonic() - start
 
+    def peek(self) -> Any:
+        """What `next` would give, or raise, without going on."""
+        self.ready()
+        assert self._reader is not None
+        return self._reader.look()
+
     def get_state(self) -> Any:
         """The source's state just after the batch that was handed out last."""
         return copy.deepcopy(self._state)
@@ -174,6 +180,13 @@ class _Reader:
             return self._changed.wait_for(
                 lambda: bool(self._buffer) or self._end is not None, timeout
             )
+
+    def look(self) -> Any:
+        with self._changed:
+            if not self._buffer:
+                assert self._end is not None
+                raise self._end
+            return self._buffer[0][0]
 
     def take(self) -> tuple[Any, Any]:
         with self._changed:

@@ -1,48 +1,87 @@
-"""A polite end: signals that ask a run to stop between two steps.
+"""A polite end: a run that is asked to stop does so between two steps, after a checkpoint.
+
+A signal may come at any time: while the step is compiled, runs, is evaluated or saved, or while the
+input keeps it waiting. Where the main thread would wait in C++ for long, a second thread does, so
+that it notices.
 
 Of several processes all have to stop after the same step: one that takes a step more waits for the
-others without end. So after each step each tells the others of its signal, and all look at what was
-told after the step before, which is the same for all and need not be waited for.
+others without end. So before each step, and each batch of an evaluation, all come to a point at
+which they agree (`Companions.agree`). Who waits for its input, or for its compiler, looks up when
+another wishes to stop, and comes. An input that ends early or fails in one of them stops all alike.
 
-    after step      4          5                6
-    process 0       -          SIGTERM, tells   sees it, stops
-    process 1       -          -                sees it, stops
+    process 0    step 4    SIGTERM, comes to the point        saves step 4
+    process 1    step 4    waits for input, hears of it, comes    saves step 4
 """
 
+import contextlib
+import logging
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.errors import ProcessLostError
+from weft.input import PrefetchingIterator
+from weft.trainer.companions import Companions, Wish, current_companions, in_company
+from weft.trainer.meeting import open_companions
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_COMPILE_THREAD = "weft-compile"
+
+
+class StopRun(BaseException):
+    """Ends the steps of a run; all processes raise it at the same point.
+
+    Not an Exception: code that goes on after failures must not go on after this.
+
+    Args:
+        wish: why.
+        error: what this process raises once it has saved, if anything.
+    """
+
+    def __init__(self, wish: Wish, error: Exception | None = None):
+        super().__init__(wish.text)
+        self.wish = wish
+        self.error = error
 
 
 class GracefulStop:
-    """While open, SIGTERM and Ctrl-C set `signal_name` instead of ending the process.
+    """While open, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
 
     A second Ctrl-C raises KeyboardInterrupt, for a person who does not want to wait. In threads
     other than the main one, Python delivers no signals, and nothing is changed.
 
+    Args:
+        companions: the lines to the other processes; None for a process that is alone.
+        report: told what the run does, and while it waits for others that it is alive.
+
     Example:
         >>> with GracefulStop() as stop:
         ...     signal.raise_signal(signal.SIGTERM)
-        ...     stop.signal_name
-        'SIGTERM'
+        ...     stop.signal_name, stop.agreed("running").text
+        ('SIGTERM', 'SIGTERM')
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        companions: Companions | None = None,
+        report: Callable[[str], None] = lambda doing: None,
+    ) -> None:
         self.signal_name: str | None = None
+        self._companions = companions
+        self._report = report
         self._previous: dict[signal.Signals, Any] = {}
-        self._told: Any = None  # by all processes after the step before, as a number
-        self._largest: Any = None  # of what the processes tell, compiled
 
     def __enter__(self) -> "GracefulStop":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._on_signal)
+        _OPEN.stack.append(self)
         return self
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -50,24 +89,194 @@ class GracefulStop:
             raise KeyboardInterrupt
         self.signal_name = signal.Signals(number).name
 
-    def agreed(self) -> str | None:
-        """The signal on which all processes stop now, or None. All have to call it at each step."""
-        if jax.process_count() == 1:
-            return self.signal_name
-        before, self._told = self._told, self._tell()
-        number = 0 if before is None else int(before)
-        return signal.Signals(number).name if number else None
-
-    def _tell(self) -> Any:
-        """Tells the others of this process's signal; returns the largest number of all."""
-        mesh = Mesh(np.array(jax.devices()), ("devices",))
-        if self._largest is None:
-            self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        number = signal.Signals[self.signal_name] if self.signal_name else 0
-        mine = np.full(len(jax.local_devices()), number, np.int32)
-        sharding = NamedSharding(mesh, PartitionSpec("devices"))
-        return self._largest(jax.make_array_from_process_local_data(sharding, mine))
-
     def __exit__(self, *exc_info: object) -> None:
+        _OPEN.stack.remove(self)
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    # Agreeing.
+
+    def doing(self, what: str) -> None:
+        """Says what the run does now, for the watchdog and the other processes."""
+        if self._companions is not None:
+            self._companions.doing = what
+        self._report(what)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether to come to the next point soon: somebody wishes to stop, or is gone."""
+        if self._companions is None:
+            return self.signal_name is not None
+        self._companions.check()
+        return self.signal_name is not None or self._companions.asked is not None
+
+    def agreed(
+        self, doing: str, own: Wish | None = None, *, within_seconds: float | None = None
+    ) -> Wish | None:
+        """Why all processes stop here, or None. All have to call it as often as each other.
+
+        Args:
+            doing: what comes next.
+            own: why this process wishes to stop, beside a signal.
+            within_seconds: how long the first process waits for the last one here.
+
+        Raises:
+            ProcessesNotReadyError: if some do not come in time.
+            ProcessLostError: if one is gone.
+        """
+
+        def wish() -> Wish | None:
+            if own is None and self.signal_name is not None:
+                return Wish("signal", self.signal_name)
+            return own
+
+        if self._companions is None:
+            return wish()
+        stop = self._companions.agree(
+            wish,
+            within_seconds=within_seconds,
+            alive=lambda: self._report(f"waiting for the other processes before {doing}"),
+        )
+        self.doing(doing)
+        return stop
+
+    def check(self, doing: str) -> None:
+        """A point at which all stop if one is asked to.
+
+        Raises:
+            StopRun: if they do.
+        """
+        stop = self.agreed(doing)
+        if stop is not None:
+            raise StopRun(stop)
+
+    # Waiting.
+
+    def next_batch(
+        self,
+        batches: PrefetchingIterator,
+        doing: str,
+        *,
+        prepare: Callable[[Any], None] | None = None,
+        within_seconds: float | None = None,
+    ) -> Any:
+        """The next batch, once all processes have theirs.
+
+        Args:
+            batches: those of this process.
+            doing: what comes next.
+            prepare: called with the batch before all agree on using it.
+            within_seconds: how long the first process waits for the last one.
+
+        Raises:
+            StopRun: if all stop instead; no batch is taken then.
+        """
+        own, error = None, None
+        while not batches.ready(_POLL_SECONDS):
+            if self.wanted:
+                break
+        else:
+            try:
+                batch = batches.peek()
+                if prepare is not None:
+                    prepare(batch)
+            except StopIteration:
+                own = Wish("end", "input ended")
+            except Exception as raised:
+                own, error = Wish("error", self._told_to_others(raised)), raised
+        stop = self.agreed(doing, own, within_seconds=within_seconds)
+        if stop is None:
+            return next(batches)
+        if stop.kind == "error" and error is None:
+            error = ProcessLostError(f"{stop.text}. What was trained until then is saved.")
+        raise StopRun(stop, error if stop.kind == "error" else None)
+
+    def _told_to_others(self, error: Exception) -> str:
+        where = f"process {jax.process_index()} of {jax.process_count()} has failed"
+        return f"{where}: {type(error).__name__}: {error}"
+
+    def compile(self, lowered: jax.stages.Lowered) -> None:
+        """Compiles, unless the run is asked to stop before that is done.
+
+        JAX keeps what was compiled for the call that follows. A compilation that was given up goes
+        on in its thread, since nothing can end it; see `still_compiling`.
+
+        Args:
+            lowered: to be compiled.
+        """
+        done, failure = threading.Event(), []
+
+        def work() -> None:
+            try:
+                lowered.compile()
+            except BaseException as error:  # raised in the main thread
+                failure.append(error)
+            finally:
+                done.set()
+
+        threading.Thread(target=work, name=_COMPILE_THREAD).start()
+        while not done.wait(_POLL_SECONDS):
+            if self.wanted:
+                return
+        if failure:
+            raise failure[0]
+
+
+def still_compiling() -> bool:
+    """Whether a compilation that was given up goes on: the process ends only when that does."""
+    return any(thread.name == _COMPILE_THREAD for thread in threading.enumerate())
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[GracefulStop] = []
+
+
+_OPEN = _Open()
+
+
+def stop_point(doing: str) -> None:
+    """A point inside of long work between two steps, at which a run may stop; all processes come.
+
+    Outside of a run it does nothing. An evaluation has one before each batch.
+
+    Args:
+        doing: what comes next, for the watchdog.
+
+    Raises:
+        StopRun: if the run stops. Let it through.
+    """
+    if _OPEN.stack:
+        _OPEN.stack[-1].doing(doing)
+        _OPEN.stack[-1].check(doing)
+
+
+@contextlib.contextmanager
+def graceful_stop(
+    report: Callable[[str], None], readiness_timeout_seconds: float
+) -> Iterator[GracefulStop]:
+    """A `GracefulStop` with lines to the other processes, those of this thread or new ones.
+
+    An error that the end of another process has caused becomes one that names it.
+
+    Args:
+        report: told what the run does.
+        readiness_timeout_seconds: how long to wait for the other processes.
+
+    Raises:
+        ProcessLostError: in place of errors that another process's end is behind.
+    """
+    with contextlib.ExitStack() as stack:
+        companions = current_companions()
+        if companions is None:
+            companions = open_companions(readiness_timeout_seconds)
+            if companions is not None:
+                stack.enter_context(in_company(companions))
+        try:
+            yield stack.enter_context(GracefulStop(companions, report))
+        except ProcessLostError:
+            raise
+        except Exception as error:
+            if companions is not None:
+                companions.explain(error)
+            raise

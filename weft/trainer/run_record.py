@@ -45,6 +45,7 @@ MAY_CHANGE = frozenset(
         "log_every_n_steps",
         "watchdog_timeout_seconds",
         "crash_on_hang_timeout_seconds",
+        "readiness_timeout_seconds",
         "start_trace_steps",
         "n_steps_for_each_trace",
         "start_trace_process_indices",

@@ -375,7 +375,8 @@ class SpmdTrainer(Module):
             listener.on_start(self, resumed_from)
 
             evaler_summaries, stopped = self._run_steps(stop, listener)
-            self._save_last(listener, even_before_first=stopped is not None)
+            by_signal = stopped is not None and stopped.wish.kind == "signal"
+            self._save_last(listener, even_before_first=by_signal)
             if stopped is not None and stopped.error is not None:
                 raise stopped.error
             reason = "max_step" if stopped is None else stopped.wish.text
