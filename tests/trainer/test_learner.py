@@ -254,6 +254,46 @@ class TestUpdateRules:
         ):
             run(make(), 1, params=params)
 
+    def test_state_of_layers_is_neither_differentiated_nor_optimized_nor_averaged(self):
+        ema = config_for_function(optimizers.param_ema).set(decay=0.5)
+        learner = make(ema=ema, enable_per_variable_summaries=True)
+        state_of = {"calls": jnp.int32(3), "key": jax.random.key(0)}
+        params = {
+            "linear": opt_params(PARAMS["linear"], 1.0),
+            "norm": opt_params(PARAMS["norm"]),
+            "cache": jax.tree.map(lambda x: OptParam(x, is_state=True), state_of),
+        }
+        params["norm"]["mean"] = OptParam(jnp.zeros(2), is_state=True)
+
+        def counting(model_params, inputs):
+            outputs = forward(model_params=model_params, inputs=inputs)
+            updates = outputs.output_collection.add_child("cache").state_updates
+            updates["calls"] = model_params["cache"]["calls"] + 1
+            updates["key"] = jax.random.fold_in(model_params["cache"]["key"], 1)
+            return outputs
+
+        @jax.jit
+        def run_step(state):
+            return functional(
+                learner,
+                prng_key=None,
+                state=state,
+                inputs={"fn": counting, "inputs": {"x": X}, "opt_params": params},
+                method="forward_and_backward",
+                is_training=True,
+            )
+
+        state = learner.init(params)
+        assert state["optimizer"][0].trace["cache"]["calls"] == optax.MaskedNode()
+        results, collection = run_step(state)
+        new = results.backward_outputs.updated_params
+        average = collection.state_updates["ema"].ema
+        for tree in (new, average):
+            np.testing.assert_allclose(tree["norm"]["mean"], 0.1 * np.mean(X, axis=0), rtol=1e-6)
+            assert int(tree["cache"]["calls"]) == 4
+            assert tree["cache"]["key"] == jax.random.fold_in(jax.random.key(0), 1)
+        np.testing.assert_allclose(average["linear"]["w"], new["linear"]["w"] / 2, rtol=1e-6)
+
     def test_state_updates_must_fit_the_parameters(self):
         def outputs(name, value, model_params, inputs):
             result = forward(model_params=model_params, inputs=inputs)

@@ -242,7 +242,11 @@ class BatchNorm(BaseNormalizationLayer):
         forward_dtype: DType | None = jnp.float32
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        moving: dict[str, Any] = {"dtype": jnp.float32, "weight_decay_scale": 0.0}
+        moving: dict[str, Any] = {
+            "dtype": jnp.float32,
+            "weight_decay_scale": 0.0,
+            "is_state": True,
+        }
         return {
             "scale": self._vector_spec(1.0),
             "bias": self._vector_spec(0.0),
@@ -336,6 +340,7 @@ class MovingAverage(BaseLayer):
                 dtype=jnp.float32,
                 initializer=constant_initializer(0.0),
                 weight_decay_scale=0.0,
+                is_state=True,
             )
 
         return {"count": spec(()), "value": spec(tuple(self.config.shape))}

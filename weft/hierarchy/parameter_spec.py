@@ -57,6 +57,8 @@ class ParameterSpec(TensorSpec):
         factorization: how an optimizer may factor it; None if it may not.
         fan_axes: which axes are inputs and outputs; None for the layer's own rule.
         weight_decay_scale: the factor of weight decay, 1 if None.
+        is_state: whether it is no parameter but state, as moving statistics or a cache: the layer
+            alone changes it, it is not differentiated, and optimizers and averages leave it alone.
 
     Raises:
         ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than
@@ -67,6 +69,7 @@ class ParameterSpec(TensorSpec):
     factorization: FactorizationSpec | None = None
     fan_axes: FanAxes | None = None
     weight_decay_scale: float | None = None
+    is_state: bool = False
 
     def __post_init__(self):
         factors = None if self.factorization is None else self.factorization.axes

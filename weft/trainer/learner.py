@@ -148,7 +148,8 @@ class Learner(BaseLearner):
           optimizer: of an optimizer, that is of a function that makes one, optax's included, or of
             an `UpdateTransformation`.
           update_rules: pairs of a regular expression and how parameters are updated whose whole
-            path matches it; the first match counts. What matches none gets all updates.
+            path matches it; the first match counts. What matches none gets all updates. State
+            of layers (`ParameterSpec.is_state`) never gets those of the optimizer.
           ema: keeps a moving average of the parameters, if its `decay` is not None.
           enable_per_variable_summaries: whether to report the root mean squares of each parameter
             and its gradient; or regular expressions of the paths of those to report.
@@ -206,7 +207,11 @@ class Learner(BaseLearner):
 
     @nowrap
     def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
-        return self._matching(should_update_with_optimizers, model_params)
+        return jax.tree.map(
+            lambda matches, param: matches and not getattr(param, "is_state", False),
+            self._matching(should_update_with_optimizers, model_params),
+            model_params,
+        )
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
@@ -275,6 +280,8 @@ class Learner(BaseLearner):
         reported = {"param_rms": updates.param_values(), "grad_rms": updates.delta_updates}
         for kind, tree in reported.items():
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+                if not jnp.issubdtype(x.dtype, jnp.inexact):
+                    continue
                 name = path_name(path)
                 if any(re.fullmatch(pattern, name) for pattern in patterns):
                     self.add_summary(f"{kind}/{name}", _rms(x))

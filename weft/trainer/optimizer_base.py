@@ -34,11 +34,13 @@ class OptParam:
       value: the array.
       factorization_spec: how statistics of it may be factored; None if they may not.
       weight_decay_scale: the layer's factor for weight decay; None to leave it to the optimizer.
+      is_state: whether it is the layer's state, which optimizers leave alone.
     """
 
     value: Tensor
     factorization_spec: FactorizationSpec | None = None
     weight_decay_scale: float | None = None
+    is_state: bool = False
 
     @property
     def shape(self) -> Shape:

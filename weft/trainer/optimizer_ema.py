@@ -135,7 +135,7 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
     """Keeps an exponential moving average of the parameters, and leaves updates as they are.
 
     The average begins at zero; `weft.trainer.schedule.ema_schedule` gives decays with which that
-    does not matter.
+    does not matter. State of layers, such as moving statistics, is not averaged but kept as it is.
 
     Args:
       decay: the weight of the average so far; may be a schedule. None keeps no average.
@@ -145,16 +145,22 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
     decay_fn = as_schedule_fn(decay)
 
     def init_fn(params: NestedOptParam) -> ParamEmaState:
-        zeros = jax.tree.map(jnp.zeros_like, opt_param_values(params))
-        return ParamEmaState(jnp.zeros((), jnp.int32), zeros)
+        first = jax.tree.map(
+            lambda param: param.value if param.is_state else jnp.zeros_like(param.value), params
+        )
+        return ParamEmaState(jnp.zeros((), jnp.int32), first)
 
     def update_fn(
         updates: NestedTensor, state: ParamEmaState, params: NestedOptParam
     ) -> tuple[NestedTensor, ParamEmaState]:
         decay = decay_fn(state.count)
         averages = jax.tree.map(
-            lambda value, kept: ((1 - decay) * value + decay * kept).astype(kept.dtype),
-            opt_param_values(params),
+            lambda param, kept: (
+                param.value
+                if param.is_state
+                else ((1 - decay) * param.value + decay * kept).astype(kept.dtype)
+            ),
+            params,
             state.ema,
         )
         return updates, ParamEmaState(optax.safe_increment(state.count), averages)

@@ -39,6 +39,7 @@ def opt_params(model_params: NestedTensor, specs: Any) -> Any:
             value=value,
             factorization_spec=spec.factorization,
             weight_decay_scale=spec.weight_decay_scale,
+            is_state=spec.is_state,
         ),
         specs,
         model_params,

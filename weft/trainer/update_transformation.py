@@ -152,6 +152,7 @@ class Updates(PyTreeNode):
                 dtype=param.dtype,
                 factorization=param.factorization_spec,
                 weight_decay_scale=param.weight_decay_scale,
+                is_state=param.is_state,
             )
 
         return jax.tree.map(spec_of, self.opt_params)
