@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
-from weft.functional import yarn_frequencies, yarn_magnitude
+from weft.functional import llama3_frequencies, yarn_frequencies, yarn_magnitude
 from weft.hierarchy.kv_cache import KVState
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.normalization import RMSNorm
 from weft.hierarchy.qkv_linear import FusedGroupedQKVLinear, GroupedQKVLinear, QKVLinear, QLinear
 from weft.hierarchy.rope import (
+    Llama3SinusoidalPositionalEmbedding,
     RoFormerQKVLinear,
     RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding,
@@ -62,6 +63,14 @@ def test_yarn():
     got = embed(YaRNSinusoidalPositionalEmbedding, {"max_seq_len": 5}, attn_factor=2.0, **fields)
     angles = np.arange(5)[:, None] * np.asarray(yarn_frequencies(HEAD, 1e4, **fields))
     expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1) * yarn_magnitude(4.0, 2.0)
+    np.testing.assert_allclose(got[0], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_llama3():
+    fields = {"original_max_seq_length": 16, "scaling_factor": 4.0, "high_freq_factor": 2.0}
+    got = embed(Llama3SinusoidalPositionalEmbedding, {"max_seq_len": 5}, theta=100.0, **fields)
+    angles = np.arange(5)[:, None] * np.asarray(llama3_frequencies(HEAD, 100.0, **fields))
+    expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=-1)
     np.testing.assert_allclose(got[0], expected, rtol=1e-4, atol=1e-6)
 
 

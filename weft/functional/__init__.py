@@ -68,6 +68,7 @@ from weft.functional.embedding import (
 )
 from weft.functional.initializers import draw, fan_sizes
 from weft.functional.linear import dense, dense_general, project, project_weight_axes, spread
+from weft.functional.llama_rope import llama3_frequencies
 from weft.functional.loss import (
     absolute_error,
     binary_cross_entropy,
@@ -167,6 +168,7 @@ __all__ = [
     "rotary_frequencies",
     "sincos",
     "apply_rotary",
+    "llama3_frequencies",
     "yarn_frequencies",
     "yarn_magnitude",
     "alibi_slopes",

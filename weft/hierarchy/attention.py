@@ -80,6 +80,7 @@ from weft.hierarchy.remat import (
 )
 from weft.hierarchy.residual import NormPosition, ResidualLayer
 from weft.hierarchy.rope import (
+    Llama3SinusoidalPositionalEmbedding,
     RoFormerQKVLinear,
     RoFormerSinusoidalPositionalEmbedding,
     YaRNSinusoidalPositionalEmbedding,
@@ -144,6 +145,7 @@ __all__ = [
     "pow_scale_fn",
     # Positions.
     "LearnedPositionalEmbedding",
+    "Llama3SinusoidalPositionalEmbedding",
     "RoFormerSinusoidalPositionalEmbedding",
     "SinusoidalPositionalEmbedding",
     "YaRNSinusoidalPositionalEmbedding",

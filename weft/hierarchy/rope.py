@@ -11,6 +11,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
 from weft.functional import (
     apply_rotary,
+    llama3_frequencies,
     rotary_frequencies,
     sincos,
     yarn_frequencies,
@@ -131,6 +132,41 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
         return self.build_rotary_sinusoidal_positional_embeddings(
             self._positions(positions, max_seq_len), *self.compute_rope_params()
+        )
+
+
+class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
+    """Rotary positions of Llama 3.1, for longer contexts than a model was first trained on."""
+
+    @config_class
+    class Config(RoFormerSinusoidalPositionalEmbedding.Config):
+        """Configures a Llama3SinusoidalPositionalEmbedding.
+
+        Attributes:
+          original_max_seq_length: the longest context before the change.
+          scaling_factor: what the frequencies of slow pairs of dimensions are divided by.
+          low_freq_factor: a pair that turns less often than this within the original context is
+            slow.
+          high_freq_factor: a pair that turns more often than this keeps its frequency.
+        """
+
+        original_max_seq_length: Required[int] = REQUIRED
+        scaling_factor: float = 8.0
+        low_freq_factor: float = 1.0
+        high_freq_factor: float = 4.0
+
+    def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
+        cfg = self.config
+        frequencies = llama3_frequencies(
+            cfg.dim,
+            cfg.theta,
+            original_max_seq_length=cfg.original_max_seq_length,
+            scaling_factor=cfg.scaling_factor,
+            low_freq_factor=cfg.low_freq_factor,
+            high_freq_factor=cfg.high_freq_factor,
+        )
+        return jnp.concatenate(
+            sincos(self._positions(positions, max_seq_len), frequencies), axis=-1
         )
 
 

@@ -1,0 +1,95 @@
+import pytest
+
+from weft.errors import HuggingFaceConfigError
+from weft.hierarchy.rope import (
+    Llama3SinusoidalPositionalEmbedding,
+    RoFormerSinusoidalPositionalEmbedding,
+    YaRNSinusoidalPositionalEmbedding,
+)
+from weft.interop.huggingface.settings import NO_PADDING, Settings, rotary_settings
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "attention_factor": 1.2,
+    "beta_fast": 16.0,
+    "beta_slow": 2.0,
+    "original_max_position_embeddings": 32768,
+}
+
+
+@pytest.mark.parametrize(
+    ("rope", "kind"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, RoFormerSinusoidalPositionalEmbedding),
+        (
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            YaRNSinusoidalPositionalEmbedding,
+        ),
+        (YARN, YaRNSinusoidalPositionalEmbedding),
+        (LLAMA3, Llama3SinusoidalPositionalEmbedding),
+    ],
+    ids=["default", "linear", "yarn", "llama3"],
+)
+def test_rotary_positions_both_ways(rope, kind):
+    cfg = Settings({"rope_parameters": rope}).rotary()
+    assert isinstance(cfg, kind.Config)
+    assert rotary_settings(cfg) == pytest.approx(rope) or rotary_settings(cfg) == rope
+
+
+def test_older_files_have_the_base_beside_the_scaling():
+    scaling = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
+    scaling["type"] = scaling.pop("rope_type")
+    cfg = Settings({"rope_scaling": scaling, "rope_theta": 5e5}).rotary()
+    assert rotary_settings(cfg) == LLAMA3
+    assert Settings({"rope_scaling": None, "rope_theta": 5e5}).rotary().theta == 5e5
+    assert Settings({}).rotary().theta == 1e4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "longrope"}},
+            r"rope_type='longrope', which has no .*'yarn'",
+        ),
+        ({"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale=0.7, which has no counterpart"),
+        ({"rope_parameters": {**YARN, "truncate": False}}, "truncate=False.* can be True"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters lacks 'factor'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ],
+    ids=["kind", "mscale", "truncate", "factor", "partial"],
+)
+def test_rotary_positions_without_a_counterpart(values, message):
+    with pytest.raises(HuggingFaceConfigError, match=message):
+        Settings(values).rotary()
+
+
+def test_settings_that_are_missing_or_not_known():
+    s = Settings({"model_type": "llama", "hidden_act": "mish", "a": 2}, "x/config.json")
+    assert s.get("b", 3) == 3
+    with pytest.raises(HuggingFaceConfigError, match=r"x/config.json lacks 'b', which a .*'llama'"):
+        s.get("b")
+    s.require("a", 1, 2)
+    with pytest.raises(
+        HuggingFaceConfigError, match=r"a=2, which .* can be 1 or 3. Choose another"
+    ):
+        s.require("a", 1, 3)
+    with pytest.raises(HuggingFaceConfigError, match=r"hidden_act='mish'.*can be 'silu' or"):
+        s.activation("hidden_act", "silu")
+    assert s.activation("other", "gelu_new") == "nn.gelu"
+
+
+def test_special_tokens():
+    tokens = Settings({"eos_token_id": [7, 8], "pad_token_id": 3}).special_tokens()
+    assert tokens == {"pad_token_id": 3, "eos_token_id": 7}
+    assert set(Settings({}).special_tokens().values()) == {NO_PADDING}

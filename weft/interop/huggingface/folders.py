@@ -1,0 +1,323 @@
+"""Folders of Hugging Face checkpoints: `config.json` beside `model.safetensors`."""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.config import diff
+from weft.errors import HuggingFaceConfigError, WeightsMismatchError, WeightsReadError
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.stack import BaseStackedTransformerLayer
+from weft.interop.huggingface.changes import Entry
+from weft.interop.huggingface.family import Family, hidden_dim
+from weft.interop.huggingface.gpt2 import GPT2
+from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
+from weft.interop.huggingface.settings import Settings
+from weft.serialization.safetensors_files import (
+    MAX_SHARD_BYTES,
+    PendingTensor,
+    TensorFiles,
+    check_tensors,
+    tensor_names,
+    write_tensors,
+)
+from weft.typing import DType, NestedTensor
+
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (GPT2, LLAMA, QWEN2, QWEN3)}
+"""The families of models by the model type of `config.json`."""
+
+CONFIG = "config.json"
+_PathLike = str | os.PathLike[str]
+
+# Parts of paths in a config that do not change what a trained model computes.
+_WITHOUT_EFFECT = re.compile(
+    r"name|dtype|.*param_init|param_noise|.*partition_spec|remat_spec|tensor_stats|.*dropout\d?"
+    r"|dropout_rate|stochastic_depth|metrics|.*_axis_names|scan_chunk|kv_cache|decoding|add_.*"
+    r"|logits_forward_dtype|forward_dtype|scale_kv_before_cache_update"
+)
+
+
+# Reading.
+
+
+def huggingface_model_config(
+    folder: _PathLike,
+    *,
+    dtype: DType = jnp.float32,
+    stack: BaseStackedTransformerLayer.Config | None = None,
+) -> Model.Config:
+    """The config of the causal LM that a checkpoint is of.
+
+    Args:
+        folder: A folder with the `config.json` of a model of the type gpt2, llama, qwen2 or qwen3.
+        dtype: Of the parameters.
+        stack: How layers are stacked; as `RepeatedTransformerLayer` if None.
+
+    Raises:
+        WeightsReadError: if the config is not there, or is no JSON.
+        HuggingFaceConfigError: if there is no such model here.
+    """
+    settings = _settings(folder)
+    cfg: Any = _family(settings).read(settings).set(dtype=dtype)
+    if stack is not None:
+        made = cfg.decoder.transformer
+        cfg.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
+    return cfg
+
+
+def _settings(folder: _PathLike) -> Settings:
+    path = Path(folder) / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsReadError(
+            f"{str(path)!r} cannot be read ({error}). Name the folder of a Hugging Face checkpoint."
+        ) from error
+    return Settings(values, str(path))
+
+
+def _family(settings: Settings) -> Family:
+    kind: Any = settings.values.get("model_type")
+    if kind not in FAMILIES:
+        raise settings.refusal("model_type", kind, f"can be {' or '.join(map(repr, FAMILIES))}")
+    quantization = settings.values.get("quantization_config")
+    if quantization is not None:
+        raise HuggingFaceConfigError(
+            f"the weights of {settings.source} are quantized "
+            f"({quantization.get('quant_method', 'by an unknown method')}), and plain ones can be "
+            "read. Choose the checkpoint that they were made from."
+        )
+    return FAMILIES[kind]
+
+
+def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
+    """Reads the parameters of a checkpoint, one of them at a time.
+
+    Args:
+        folder: As of `huggingface_model_config`.
+        target: The parameters of that model, or their shapes; values get their dtypes, and are laid
+          out as they are.
+
+    Raises:
+        WeightsReadError: if a file is missing or damaged.
+        WeightsMismatchError: if the files do not have what the model needs.
+        HuggingFaceConfigError: if there is no such model here.
+    """
+    settings = _settings(folder)
+    family = _family(settings)
+    places = _places(family, settings, dict(tensor_names(target)))
+    with TensorFiles(folder) as files:
+        prefix = family.prefix
+        if not any(name.startswith(prefix) for name in files.tensors):
+            prefix = ""  # of the model without a head for logits
+        wanted = {
+            _theirs(place, i, prefix): place.their_shape()
+            for place in places
+            for i in place.numbers()
+        }
+        may_stand = re.compile(rf"({re.escape(prefix)})?({family.may_stand})")
+        check_tensors(
+            files, wanted, cast=True, may_stand=lambda name: bool(may_stand.fullmatch(name))
+        )
+        values = [_read(files, place, prefix) for place in places]
+    return jax.tree.unflatten(jax.tree.structure(target), values)
+
+
+def from_huggingface(
+    folder: _PathLike, *, dtype: DType = jnp.float32
+) -> tuple[Model.Config, NestedTensor]:
+    """Reads a checkpoint: the config of its model, and the parameters.
+
+    Args:
+        folder: As of `huggingface_model_config`.
+        dtype: Of the parameters.
+
+    Raises:
+        WeightsReadError: if a file is missing or damaged.
+        WeightsMismatchError: if the files do not have what the model needs.
+        HuggingFaceConfigError: if there is no such model here.
+    """
+    cfg = huggingface_model_config(folder, dtype=dtype)
+    return cfg, load_huggingface_params(folder, _shapes(cfg))
+
+
+def _shapes(cfg: Model.Config) -> NestedTensor:
+    model: Any = cfg.clone(name="model").instantiate(parent=None)
+    return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+
+
+# Where each parameter is.
+
+
+class _Place:
+    """A parameter of ours, and the tensor of theirs that it is, or those of all layers.
+
+    Attributes:
+        entry: The row of the table.
+        leaf: The array, or its shape.
+        layer: The number of the layer; None beside the layers, -1 where all are in one array.
+    """
+
+    def __init__(self, entry: Entry, leaf: Any, layer: int | None):
+        self.entry, self.leaf, self.layer = entry, leaf, layer
+
+    def numbers(self) -> list[int | None]:
+        """The layers, one tensor each."""
+        return list(range(self.leaf.shape[0])) if self.layer == -1 else [self.layer]
+
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter of one layer."""
+        return tuple(self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape)
+
+    def their_shape(self) -> jax.ShapeDtypeStruct:
+        """The shape of a tensor of theirs."""
+        own = jax.ShapeDtypeStruct(self.own_shape(), self.leaf.dtype)
+        return jax.eval_shape(self.entry.change.to_theirs, own)
+
+
+_IN_LAYERS = re.compile(r"decoder\.transformer\.(?:repeat\.layer|layer(\d+))\.(.*)")
+
+
+def _places(family: Family, settings: Settings, leaves: Mapping[str, Any]) -> list[_Place]:
+    entries = {entry.ours: entry for entry in family.entries(settings)}
+    places, unknown = [], []
+    for name, leaf in leaves.items():
+        match = _IN_LAYERS.fullmatch(name)
+        layer, ours = None, name
+        if match:
+            layer, ours = -1 if match[1] is None else int(match[1]), match[2]
+        if ours in entries:
+            places.append(_Place(entries[ours], leaf, layer))
+        else:
+            unknown.append(name)
+    lacking = entries.keys() - {place.entry.ours for place in places}
+    if unknown or lacking:
+        named = ", ".join(sorted(unknown)[:8]) or "none"
+        raise WeightsMismatchError(
+            f"the parameters are not those of the {family.model_type} of {settings.source}: it "
+            f"lacks {named}, and has {', '.join(sorted(lacking)[:8]) or 'none'} besides. Make the "
+            "model from huggingface_model_config, and merge adapters first."
+        )
+    return places
+
+
+def _theirs(place: _Place, layer: int | None, prefix: str) -> str:
+    name = place.entry.theirs.format(layer)
+    return name if name.startswith("lm_head.") else prefix + name
+
+
+def _read(files: TensorFiles, place: _Place, prefix: str) -> jax.Array:
+    leaf, change = place.leaf, place.entry.change
+    value = np.empty(leaf.shape, jnp.dtype(leaf.dtype))
+    for i in place.numbers():
+        read = change.to_ours(files.read(_theirs(place, i, prefix)))
+        value[i if place.layer == -1 else ...] = read
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return jnp.asarray(value)
+    return jax.make_array_from_callback(leaf.shape, sharding, value.__getitem__)
+
+
+# Writing.
+
+
+def to_huggingface(
+    folder: _PathLike,
+    cfg: Model.Config,
+    params: NestedTensor,
+    *,
+    max_position_embeddings: int = 2048,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Writes a causal LM as a Hugging Face checkpoint, which `transformers` loads.
+
+    Args:
+        folder: Where to; it is made. What is there of an earlier checkpoint is replaced.
+        cfg: The config of the model, of a kind that `huggingface_model_config` makes.
+        params: Its parameters.
+        max_position_embeddings: How long sequences may be, which a model with rotary positions does
+          not know by itself.
+        max_shard_bytes: How many bytes a file of tensors has at most.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        HuggingFaceConfigError: if no family of Hugging Face computes what the model does; the
+          message says where they differ.
+        WeightsMismatchError: if the parameters are not those of the model.
+    """
+    family, values = _description(cfg)
+    settings = Settings(values, "the model")
+    leaves = dict(tensor_names(params))
+    pending = {}
+    for place in _places(family, settings, leaves):
+        for i in place.numbers():
+            theirs = _theirs(place, i, family.prefix)
+            shape, dtype = place.their_shape().shape, place.leaf.dtype
+            pending[theirs] = PendingTensor(shape, dtype, _reader(place, i))
+    if family is not GPT2:
+        values["max_position_embeddings"] = max_position_embeddings
+    dtypes = sorted({jnp.dtype(leaf.dtype).name for leaf in leaves.values()})
+    values |= {"architectures": [family.architecture], "dtype": dtypes[-1]}
+    # "pt" tells others how to take the tensors, which all lie alike.
+    files = write_tensors(
+        Path(folder) / "model.safetensors",
+        pending,
+        metadata={"format": "pt"},
+        max_shard_bytes=max_shard_bytes,
+    )
+    path = Path(folder) / CONFIG
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [path, *files]
+
+
+def _reader(place: _Place, layer: int | None) -> Callable[[], np.ndarray]:
+    def read() -> np.ndarray:
+        leaf = place.leaf[layer] if place.layer == -1 else place.leaf
+        return place.entry.change.to_theirs(np.asarray(leaf))
+
+    return read
+
+
+def _description(cfg: Any) -> tuple[Family, dict[str, Any]]:
+    """The family that computes what a model does, and the content of its `config.json`."""
+    differences = []
+    for write in (LLAMA.write, GPT2.write):
+        try:
+            values = write(cfg)
+        except (AttributeError, TypeError, IndexError):
+            continue  # it has not even the parts of one
+        family = FAMILIES[values["model_type"]]
+        rebuilt: Any = family.read(Settings(values, "the model"))
+        differences = _differences(cfg, rebuilt)
+        if not differences:
+            return family, values
+        differences = [f"  {change}" for change in differences]
+        break
+    raise HuggingFaceConfigError(
+        f"no model of the types {', '.join(FAMILIES)} computes what this one does"
+        + (" (its value → what would be needed):\n" if differences else ". ")
+        + "\n".join([*differences, "Export it as safetensors, which every model can."])
+    )
+
+
+def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
+    """Where two configs differ in what a trained model computes."""
+    ours = cfg.clone()
+    made, stack = rebuilt.decoder.transformer, ours.decoder.transformer
+    # How layers are stacked does not count.
+    rebuilt.decoder.transformer = stack.clone(num_layers=made.num_layers, layer=made.layer)
+    stack.layer.feed_forward.hidden_dim = hidden_dim(stack.layer.feed_forward, ours.decoder.dim)
+    return [
+        change
+        for change in diff(ours, rebuilt)
+        if not any(_WITHOUT_EFFECT.fullmatch(part) for part in re.split(r"[.\[\]]+", change.path))
+    ]

@@ -1,0 +1,106 @@
+"""GPT-2 (Radford et al., 2019): learned positions, LayerNorm, tied embeddings."""
+
+from typing import Any
+
+from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.multihead_attention import MultiheadAttention
+from weft.hierarchy.normalization import LayerNorm
+from weft.hierarchy.positional import LearnedPositionalEmbedding
+from weft.hierarchy.qkv_linear import FusedQKVLinear
+from weft.hierarchy.transformer import TransformerLayer
+from weft.interop.huggingface import changes
+from weft.interop.huggingface.changes import SAME, Entry
+from weft.interop.huggingface.family import (
+    Family,
+    activation_name,
+    decoder_config,
+    hidden_dim,
+    norm_entries,
+    special_tokens,
+)
+from weft.interop.huggingface.settings import Settings
+
+
+def _read(s: Settings) -> Model.Config:
+    s.require("scale_attn_weights", True)
+    s.require("scale_attn_by_inverse_layer_idx", False)
+    s.require("add_cross_attention", False)
+    s.require("tie_word_embeddings", True)
+    dim, num_layers = s.get("n_embd"), s.get("n_layer")
+    norm = LayerNorm.default_config().set(eps=s.get("layer_norm_epsilon", 1e-5))
+    layer = TransformerLayer.default_config()
+    layer.self_attention.set(
+        norm=norm,
+        attention=MultiheadAttention.default_config().set(
+            num_heads=s.get("n_head"),
+            mask=CausalAttentionBias.default_config(),
+            input_linear=FusedQKVLinear.default_config(),
+        ),
+    )
+    layer.feed_forward.set(
+        norm=norm,
+        hidden_dim=s.get("n_inner", 4 * dim),
+        activation=s.activation("activation_function", "gelu_new"),
+    )
+    decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
+    decoder.emb.pos_emb = LearnedPositionalEmbedding.default_config().set(
+        shape=(s.get("n_positions", 1024),)
+    )
+    return Model.default_config().set(decoder=decoder)
+
+
+def _write(cfg: Any) -> dict[str, Any]:
+    decoder = cfg.decoder
+    layer = decoder.transformer.layer
+    return {
+        "model_type": "gpt2",
+        "n_embd": decoder.dim,
+        "n_layer": decoder.transformer.num_layers,
+        "n_head": layer.self_attention.attention.num_heads,
+        "n_inner": hidden_dim(layer.feed_forward, decoder.dim),
+        "n_positions": decoder.emb.pos_emb.shape[0],
+        "vocab_size": decoder.vocab_size,
+        "activation_function": activation_name(layer.feed_forward.activation),
+        "layer_norm_epsilon": decoder.output_norm.eps,
+        "tie_word_embeddings": True,
+        **special_tokens(decoder),
+        # The dropout of a config is that of fine-tuning; here it is said where one fine-tunes.
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), decoder.dropout_rate),
+    }
+
+
+def _entries(s: Settings) -> list[Entry]:
+    heads = s.get("n_head")
+    attention, ff = "self_attention.attention", "feed_forward"
+    fused = f"{attention}.i_proj.qkv_proj"
+    return [
+        Entry("wte.weight", "decoder.emb.token_emb.weight", SAME),
+        Entry("wpe.weight", "decoder.emb.pos_emb.weight", changes.POSITIONS),
+        *norm_entries("ln_f", "decoder.output_norm", bias=True),
+        *norm_entries("h.{}.ln_1", "self_attention.norm", bias=True),
+        *norm_entries("h.{}.ln_2", f"{ff}.norm", bias=True),
+        Entry("h.{}.attn.c_attn.weight", f"{fused}.weight", changes.fused_heads_of_conv(heads)),
+        Entry("h.{}.attn.c_attn.bias", f"{fused}.bias", changes.fused_head_biases(heads)),
+        Entry(
+            "h.{}.attn.c_proj.weight",
+            f"{attention}.o_proj.weight",
+            changes.output_heads_of_conv(heads),
+        ),
+        Entry("h.{}.attn.c_proj.bias", f"{attention}.o_proj.bias", SAME),
+        Entry("h.{}.mlp.c_fc.weight", f"{ff}.linear1.weight", SAME),
+        Entry("h.{}.mlp.c_fc.bias", f"{ff}.linear1.bias", SAME),
+        Entry("h.{}.mlp.c_proj.weight", f"{ff}.linear2.weight", SAME),
+        Entry("h.{}.mlp.c_proj.bias", f"{ff}.linear2.bias", SAME),
+    ]
+
+
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    read=_read,
+    write=_write,
+    entries=_entries,
+    may_stand=r"lm_head\.weight|h\.\d+\.attn\.(masked_)?bias",
+)

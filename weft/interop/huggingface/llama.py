@@ -1,0 +1,188 @@
+"""Llama and Qwen: rotary positions, RMSNorm before each branch, gated feed-forward layers.
+
+llama     biases of all projections, or of none
+qwen2     biases of queries, keys and values
+qwen3     norms of queries and keys, before they are rotated
+"""
+
+from typing import Any, NamedTuple
+
+from weft.config import config_for_function
+from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.decoder import LmHead
+from weft.hierarchy.multihead_attention import GroupedQueryAttention
+from weft.hierarchy.normalization import RMSNorm
+from weft.hierarchy.qkv_linear import GroupedQKVLinear
+from weft.hierarchy.rope import RoFormerQKVLinear
+from weft.hierarchy.scale_qk import ScaleKey, ScaleQuery, constant_scale_fn
+from weft.hierarchy.transformer import TransformerLayer
+from weft.interop.huggingface import changes
+from weft.interop.huggingface.changes import ROTARY, SAME, TRANSPOSED, Entry
+from weft.interop.huggingface.family import (
+    Family,
+    activation_name,
+    decoder_config,
+    hidden_dim,
+    norm_entries,
+    special_tokens,
+)
+from weft.interop.huggingface.settings import Settings, rotary_settings
+
+
+class _Variant(NamedTuple):
+    """What a Llama-like model does in its own way.
+
+    Attributes:
+        qkv_bias: Whether queries, keys and values have biases.
+        output_bias: Whether the output of attention has.
+        mlp_bias: Whether the feed-forward layer has.
+        qk_norm: Whether queries and keys are normalised.
+        head_dim: The dimension of a head.
+        kv_heads: The number of heads of keys and values.
+    """
+
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    head_dim: int
+    kv_heads: int
+
+
+def _variant(s: Settings) -> _Variant:
+    kind, heads = s.get("model_type"), s.get("num_attention_heads")
+    bias = kind == "qwen2" or s.get("attention_bias", False)
+    return _Variant(
+        qkv_bias=bias,
+        output_bias=bias and kind != "qwen2",
+        mlp_bias=kind == "llama" and s.get("mlp_bias", False),
+        qk_norm=kind == "qwen3",
+        head_dim=s.get("head_dim", 128 if kind == "qwen3" else s.get("hidden_size") // heads),
+        kv_heads=s.get("num_key_value_heads", heads if kind == "llama" else 32),
+    )
+
+
+def _read(s: Settings) -> Model.Config:
+    s.require("use_sliding_window", False)
+    for kind in s.get("layer_types", []):
+        if kind != "full_attention":
+            raise s.refusal("layer_types", kind, "can be 'full_attention'")
+    s.require("pretraining_tp", 1)
+    v, dim, heads = _variant(s), s.get("hidden_size"), s.get("num_attention_heads")
+    norm = RMSNorm.default_config().set(eps=s.get("rms_norm_eps", 1e-6))
+    qkv = RoFormerQKVLinear.default_config().set(
+        rope_pos_emb_layer=s.rotary(),
+        input_linear=GroupedQKVLinear.default_config().set(num_kv_heads=v.kv_heads),
+        rotary_value=False,
+    )
+    qkv.input_linear.layer.bias = v.qkv_bias
+    if v.qk_norm:
+        # Before the rotation; the scale of the logits comes after it, in the attention.
+        one = config_for_function(constant_scale_fn).set(value=1.0)
+        qkv.query_scale = ScaleQuery.default_config().set(norm=norm, scale_factor=one)
+        qkv.key_scale = ScaleKey.default_config().set(norm=norm)
+    layer = TransformerLayer.default_config()
+    layer.self_attention.set(
+        norm=norm,
+        attention=GroupedQueryAttention.default_config().set(
+            num_heads=heads,
+            hidden_dim=heads * v.head_dim,
+            mask=CausalAttentionBias.default_config(),
+            input_linear=qkv,
+        ),
+    )
+    layer.self_attention.attention.output_linear.bias = v.output_bias
+    layer.feed_forward.set(
+        norm=norm,
+        hidden_dim=s.get("intermediate_size"),
+        activation=(s.activation("hidden_act", "silu"), "linear"),
+    )
+    layer.feed_forward.linear1.bias = layer.feed_forward.linear2.bias = v.mlp_bias
+    decoder = decoder_config(s, layer, num_layers=s.get("num_hidden_layers"), dim=dim, norm=norm)
+    if not s.get("tie_word_embeddings", False):
+        decoder.lm_head = LmHead.default_config()
+    return Model.default_config().set(decoder=decoder)
+
+
+def _write(cfg: Any) -> dict[str, Any]:
+    decoder = cfg.decoder
+    layer = decoder.transformer.layer
+    attention, ff = layer.self_attention.attention, layer.feed_forward
+    qkv = attention.input_linear
+    qkv_bias, output_bias = qkv.input_linear.layer.bias, attention.output_linear.bias
+    if qkv.query_scale is not None:
+        kind = "qwen3"
+    else:
+        kind = "qwen2" if qkv_bias and not output_bias else "llama"
+    biases = {"attention_bias": qkv_bias, "mlp_bias": ff.linear1.bias} if kind != "qwen2" else {}
+    return {
+        "model_type": kind,
+        "hidden_size": decoder.dim,
+        "intermediate_size": hidden_dim(ff, decoder.dim),
+        "num_hidden_layers": decoder.transformer.num_layers,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": qkv.input_linear.num_kv_heads,
+        "head_dim": (attention.hidden_dim or decoder.dim) // attention.num_heads,
+        "hidden_act": activation_name(ff.activation[0]),
+        "rms_norm_eps": decoder.output_norm.eps,
+        "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
+        "tie_word_embeddings": decoder.lm_head is None,
+        "vocab_size": decoder.vocab_size,
+        **biases,
+        **special_tokens(decoder),
+    }
+
+
+def _entries(s: Settings) -> list[Entry]:
+    v, heads = _variant(s), s.get("num_attention_heads")
+    attention, ff = "self_attention.attention", "feed_forward"
+    qkv = f"{attention}.i_proj"
+    entries = [
+        Entry("embed_tokens.weight", "decoder.emb.token_emb.weight", SAME),
+        *norm_entries("norm", "decoder.output_norm"),
+        *norm_entries("layers.{}.input_layernorm", "self_attention.norm"),
+        *norm_entries("layers.{}.post_attention_layernorm", f"{ff}.norm"),
+    ]
+    if not s.get("tie_word_embeddings", False):
+        entries.append(Entry("lm_head.weight", "decoder.lm_head.weight", SAME))
+    for name, count in (("q_proj", heads), ("k_proj", v.kv_heads), ("v_proj", v.kv_heads)):
+        theirs, ours = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"
+        rotary = name != "v_proj"
+        change = changes.input_heads(count, rotary=rotary)
+        entries.append(Entry(f"{theirs}.weight", f"{ours}.weight", change))
+        if v.qkv_bias:
+            change = changes.head_biases(count, rotary=rotary)
+            entries.append(Entry(f"{theirs}.bias", f"{ours}.bias", change))
+    if v.qk_norm:
+        for name in ("q", "k"):
+            ours = f"{qkv}.{'query' if name == 'q' else 'key'}_scale.norm.scale"
+            entries.append(Entry(f"layers.{{}}.self_attn.{name}_norm.weight", ours, ROTARY))
+    theirs, ours = "layers.{}.self_attn.o_proj", f"{attention}.o_proj"
+    entries.append(Entry(f"{theirs}.weight", f"{ours}.weight", changes.output_heads(heads)))
+    if v.output_bias:
+        entries.append(Entry(f"{theirs}.bias", f"{ours}.bias", SAME))
+    linears = {"gate_proj": "linear1_0", "up_proj": "linear1_1", "down_proj": "linear2"}
+    for theirs, ours in linears.items():
+        name = f"layers.{{}}.mlp.{theirs}"
+        entries.append(Entry(f"{name}.weight", f"{ff}.{ours}.weight", TRANSPOSED))
+        if v.mlp_bias:
+            entries.append(Entry(f"{name}.bias", f"{ff}.{ours}.bias", SAME))
+    return entries
+
+
+def _family(model_type: str, architecture: str) -> Family:
+    return Family(
+        model_type=model_type,
+        architecture=architecture,
+        prefix="model.",
+        read=_read,
+        write=_write,
+        entries=_entries,
+        may_stand=r"lm_head\.weight|.*rotary_emb\.inv_freq",
+    )
+
+
+LLAMA = _family("llama", "LlamaForCausalLM")
+QWEN2 = _family("qwen2", "Qwen2ForCausalLM")
+QWEN3 = _family("qwen3", "Qwen3ForCausalLM")

@@ -1,0 +1,196 @@
+"""What a `config.json` says, and what of it has a counterpart here."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from weft.errors import HuggingFaceConfigError
+from weft.functional import yarn_magnitude
+from weft.hierarchy.rope import (
+    Llama3SinusoidalPositionalEmbedding,
+    RoFormerSinusoidalPositionalEmbedding,
+    YaRNSinusoidalPositionalEmbedding,
+)
+
+ACTIVATIONS = {
+    **{"silu": "nn.silu", "swish": "nn.silu", "relu": "nn.relu", "gelu": "exact_gelu"},
+    **{"gelu_new": "nn.gelu", "gelu_pytorch_tanh": "nn.gelu", "quick_gelu": "quick_gelu"},
+}
+
+NO_PADDING = -1
+"""The id that pads where a tokenizer has none: no token is mistaken for it."""
+
+
+class Settings:
+    """The settings of a model, of which those that are asked for must be there and be known.
+
+    Args:
+        values: The content of a `config.json`.
+        source: What messages call it.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
+        self.values = values
+        self.source = source
+
+    def get(self, name: str, *default: Any) -> Any:
+        """A setting.
+
+        Args:
+            name: Its name.
+            default: What it is if it is missing or null.
+
+        Raises:
+            HuggingFaceConfigError: if it is missing and there is no default.
+        """
+        value = self.values.get(name)
+        if value is not None:
+            return value
+        if not default:
+            raise HuggingFaceConfigError(
+                f"{self.source} lacks {name!r}, which a model of the type "
+                f"{self.values.get('model_type')!r} has. Add it, or copy the file again."
+            )
+        return default[0]
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuses a setting that has no counterpart.
+
+        Args:
+            name: Its name.
+            *allowed: The values that have, besides none.
+
+        Raises:
+            HuggingFaceConfigError: if it has another value.
+        """
+        value = self.values.get(name)
+        if value is not None and value not in allowed:
+            raise self.refusal(name, value, f"can be {' or '.join(map(repr, allowed))}")
+
+    def refusal(self, name: str, value: Any, can: str) -> HuggingFaceConfigError:
+        """The error about a setting that has no counterpart.
+
+        Args:
+            name: Its name.
+            value: Its value.
+            can: What the sentence goes on with, such as "can be 1".
+        """
+        return HuggingFaceConfigError(
+            f"{self.source} has {name}={value!r}, which has no counterpart in Weft: {name} {can}. "
+            "Choose another checkpoint, or convert this one first."
+        )
+
+    def activation(self, name: str, default: str) -> str:
+        """The name that an activation has here.
+
+        Args:
+            name: Of the setting.
+            default: What it is if it is missing.
+        """
+        value = self.get(name, default)
+        if value not in ACTIVATIONS:
+            raise self.refusal(name, value, f"can be {' or '.join(map(repr, ACTIVATIONS))}")
+        return ACTIVATIONS[value]
+
+    def special_tokens(self) -> dict[str, int]:
+        """The ids that pad and end; of several that end, the first."""
+        eos = self.get("eos_token_id", NO_PADDING)
+        return {
+            "pad_token_id": self.get("pad_token_id", NO_PADDING),
+            "eos_token_id": eos[0] if isinstance(eos, list) else eos,
+        }
+
+    def rotary(self) -> RoFormerSinusoidalPositionalEmbedding.Config:
+        """How positions are rotated.
+
+        Raises:
+            HuggingFaceConfigError: if there is no such layer.
+        """
+        self.require("partial_rotary_factor", 1, 1.0)
+        # Since 2025 all is in "rope_parameters"; before, the base stood beside "rope_scaling".
+        values = self.get("rope_parameters", None) or self.get("rope_scaling", {})
+        rope = Settings(values, f"{self.source}: rope_parameters")
+        rope.require("partial_rotary_factor", 1, 1.0)
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind not in _ROTARY:
+            raise rope.refusal("rope_type", kind, f"can be {' or '.join(map(repr, _ROTARY))}")
+        theta = float(values.get("rope_theta", self.get("rope_theta", 10000.0)))
+        length = values.get("original_max_position_embeddings")
+        length = length or self.get("max_position_embeddings", 2048)
+        return _ROTARY[kind](rope, length).set(theta=theta)
+
+
+def _plain(rope: Settings, length: int) -> Any:
+    return RoFormerSinusoidalPositionalEmbedding.default_config()
+
+
+def _linear(rope: Settings, length: int) -> Any:
+    """All frequencies are divided, which is YaRN without exceptions; the length does not count."""
+    factor = rope.get("factor")
+    return YaRNSinusoidalPositionalEmbedding.default_config().set(
+        original_max_seq_length=1,
+        scaling_factor=factor,
+        extrapolation_factor=0.0,
+        attn_factor=1 / yarn_magnitude(factor),
+    )
+
+
+def _yarn(rope: Settings, length: int) -> Any:
+    for name in ("mscale", "mscale_all_dim"):
+        rope.require(name)
+    rope.require("truncate", True)
+    factor = rope.get("factor")
+    magnitude = yarn_magnitude(factor)
+    return YaRNSinusoidalPositionalEmbedding.default_config().set(
+        original_max_seq_length=length,
+        scaling_factor=factor,
+        attn_factor=rope.get("attention_factor", magnitude) / magnitude,
+        beta_fast=float(rope.get("beta_fast", 32.0)),
+        beta_slow=float(rope.get("beta_slow", 1.0)),
+    )
+
+
+def _llama3(rope: Settings, length: int) -> Any:
+    return Llama3SinusoidalPositionalEmbedding.default_config().set(
+        original_max_seq_length=rope.get("original_max_position_embeddings"),
+        scaling_factor=rope.get("factor"),
+        low_freq_factor=rope.get("low_freq_factor"),
+        high_freq_factor=rope.get("high_freq_factor"),
+    )
+
+
+_ROTARY = {"default": _plain, "linear": _linear, "yarn": _yarn, "llama3": _llama3}
+
+
+def rotary_settings(cfg: RoFormerSinusoidalPositionalEmbedding.Config) -> dict[str, Any]:
+    """What `config.json` says of rotated positions: the inverse of `Settings.rotary`.
+
+    Args:
+        cfg: The config of the layer.
+    """
+    values: dict[str, Any] = {"rope_theta": float(cfg.theta)}
+    if isinstance(cfg, Llama3SinusoidalPositionalEmbedding.Config):
+        values |= {
+            "rope_type": "llama3",
+            "factor": float(cfg.scaling_factor),
+            "low_freq_factor": float(cfg.low_freq_factor),
+            "high_freq_factor": float(cfg.high_freq_factor),
+            "original_max_position_embeddings": cfg.original_max_seq_length,
+        }
+    elif isinstance(cfg, YaRNSinusoidalPositionalEmbedding.Config):
+        factor = float(cfg.scaling_factor)
+        attention = yarn_magnitude(factor, cfg.attn_factor)
+        values["factor"] = factor
+        if cfg.extrapolation_factor == 0 and math.isclose(attention, 1.0):
+            values["rope_type"] = "linear"
+        else:
+            values |= {
+                "rope_type": "yarn",
+                "attention_factor": attention,
+                "beta_fast": float(cfg.beta_fast),
+                "beta_slow": float(cfg.beta_slow),
+                "original_max_position_embeddings": cfg.original_max_seq_length,
+            }
+    else:
+        values["rope_type"] = "default"
+    return values
