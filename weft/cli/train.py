@@ -21,6 +21,7 @@ from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch.distributed import joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE
 from weft.recipes import RECIPES
+from weft.trainer.progress import has_ended
 from weft.trainer.report import write_report
 from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
 
@@ -115,7 +116,7 @@ def _conclude(
             for name, b in baselines.items()
         },
     }
-    stopped = reason not in ("max_step", "input ended")
+    stopped = not has_ended(reason)
     if stopped:
         display.say(f"\nstopped by {reason} after step {step:,}, which is saved in {cfg.dir}")
     else:

@@ -29,3 +29,7 @@ class ThroughputError(WeftError, ValueError):
 
 class InferenceError(WeftError, ValueError):
     """A model cannot be run on batches as it was asked for."""
+
+
+class ProfilerTraceError(WeftError, ValueError):
+    """A profiler trace was asked for that would hold nothing."""

@@ -7,7 +7,7 @@ to the summary writer.
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -24,6 +24,12 @@ from weft.errors import InputDatasetError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.input import Input, host_to_global_device_array
+from weft.trainer.eval_policy import (
+    AtEndPolicy,
+    BestMetricEvalPolicy,
+    EvalPolicy,
+    every_n_steps_policy,
+)
 from weft.trainer.metric_calculator import (
     BaseMetricCalculator,
     CompositeMetricCalculator,
@@ -36,8 +42,10 @@ from weft.trainer.summary_writer import SummaryWriter
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
 __all__ = [
+    "AtEndPolicy",
     "BaseMetricCalculator",
     "BaseOutputWriter",
+    "BestMetricEvalPolicy",
     "CompositeMetricCalculator",
     "EvalPolicy",
     "GlobalMetricCalculator",
@@ -46,41 +54,6 @@ __all__ = [
     "SpmdEvaler",
     "every_n_steps_policy",
 ]
-
-
-class EvalPolicy(Protocol):
-    """Decides whether to evaluate."""
-
-    def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
-        """Whether to evaluate after this step.
-
-        Args:
-            step: The step.
-            train_summaries: What the training reported of it.
-        """
-        ...
-
-
-def every_n_steps_policy(
-    n: int = 1, *, min_step: int = 1, max_step: int | None = None
-) -> EvalPolicy:
-    """Evaluates after every n-th step, and after the last one.
-
-    Args:
-        n: The number of steps between two evaluations.
-        min_step: The first step that may be evaluated.
-        max_step: The last step of the run, evaluated in any case. None: no step is.
-
-    >>> policy = every_n_steps_policy(40, max_step=100)
-    >>> [step for step in range(101) if policy(step=step, train_summaries={})]
-    [40, 80, 100]
-    """
-
-    def policy(*, step: int, train_summaries: dict[str, Any]) -> bool:
-        del train_summaries
-        return step == max_step or (step >= min_step and step % n == 0)
-
-    return policy
 
 
 class SpmdEvaler(Module):
@@ -139,6 +112,11 @@ class SpmdEvaler(Module):
         if cfg.output_writer is not None:
             self._add_child("output_writer", cfg.output_writer)
         self._dispatch = jax.jit(self.input.dispatch_global_batch)
+
+    @property
+    def eval_policy(self) -> EvalPolicy:
+        """Decides after which steps to evaluate."""
+        return self._eval_policy
 
     def eval_step(
         self,

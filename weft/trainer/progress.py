@@ -2,8 +2,24 @@
 
 from typing import TYPE_CHECKING, Any
 
+EARLY_STOPPING = "early stopping"
+INPUT_ENDED = "input ended"
+MAX_STEP = "max_step"
+
 if TYPE_CHECKING:
     from weft.trainer.trainer import SpmdTrainer
+
+
+def has_ended(reason: str) -> bool:
+    """Whether a run that is over for this reason was at its end, not only asked to stop.
+
+    Args:
+        reason: As `RunListener.on_end` gets it.
+
+    >>> has_ended("max_step"), has_ended("SIGTERM")
+    (True, False)
+    """
+    return reason in (MAX_STEP, INPUT_ENDED, EARLY_STOPPING)
 
 
 class RunListener:
@@ -41,5 +57,6 @@ class RunListener:
 
         Args:
             step: the last one that was run.
-            reason: "max_step", "input ended", or the name of the signal that asked to stop.
+            reason: "max_step", "input ended", "early stopping", or the name of the signal that
+                asked to stop; see `has_ended`.
         """

@@ -101,7 +101,11 @@ def _header(directory: str, record: Mapping[str, Any]) -> str:
     return f"<header><h1>{html.escape(name)}</h1><p>{html.escape(' · '.join(facts))}</p></header>"
 
 
-_REASONS = {"max_step": "finished", "input ended": "the data ended"}
+_REASONS = {
+    "max_step": "finished",
+    "input ended": "the data ended",
+    "early stopping": "stopped early, as its evaluations no longer improved",
+}
 
 
 def _loss_section(curves: Mapping[str, Curves], baselines: Mapping[str, Any]) -> str:

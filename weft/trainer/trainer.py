@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -33,6 +33,10 @@ from weft.hierarchy.module import Module
 from weft.hierarchy.transforms import CONTEXTS
 from weft.input import Input, PrefetchingIterator, host_to_global_device_array
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
+from weft.trainer.companions import Wish
+from weft.trainer.compilation_cache import compilation_cache
+from weft.trainer.early_stopping import EarlyStopping
+from weft.trainer.eval_policy import AtEndPolicy
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.interruption import GracefulStop, StopRun, graceful_stop
 from weft.trainer.learner import BaseLearner
@@ -42,8 +46,9 @@ from weft.trainer.mesh import (
     build_mesh,
     select_mesh_config,
 )
-from weft.trainer.progress import RunListener
+from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
+from weft.trainer.run_state import RunState
 from weft.trainer.state import (
     new_state,
     partition_specs,
@@ -51,7 +56,9 @@ from weft.trainer.state import (
     state_shardings,
     state_specs,
 )
+from weft.trainer.step_traces import StepTraces
 from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
+from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
 from weft.trainer.train_step import TrainerState, loss_is_finite, train_step
 from weft.trainer.watchdog import Watchdog
@@ -90,6 +97,8 @@ class SpmdTrainer(Module):
             evalers: evaluations by name.
             checkpointer: saves and restores.
             summary_writer: reports.
+            early_stopping: ends the run when the metric of an evaler no longer improves.
+            throughput: reports speed, MFU and goodput under "throughput"; None for not at all.
             train_dtype: in which the model computes; None for that of its parameters. May be a
               function that gives one for each parameter, as `per_param_train_dtype_by_path` does.
             log_every_n_steps: how often the loss is logged; None for never.
@@ -102,6 +111,8 @@ class SpmdTrainer(Module):
             n_steps_for_each_trace: how many steps a trace covers, 3 if None.
             start_trace_process_indices: the processes that trace, or "all".
             context_manager: opened around the whole run.
+            compilation_cache_dir: where compiled programs outlive the process; None leaves JAX as
+              it is set up.
         """
 
         dir: Required[str] = REQUIRED
@@ -119,6 +130,8 @@ class SpmdTrainer(Module):
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
+        early_stopping: EarlyStopping.Config | None = None
+        throughput: Throughput.Config | None = Throughput.default_config()
         train_dtype: DType | ConfigOr[PerParamDType] | None = None
         log_every_n_steps: int | None = None
         watchdog_timeout_seconds: float | None = None
@@ -128,6 +141,7 @@ class SpmdTrainer(Module):
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
+        compilation_cache_dir: str | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
@@ -153,6 +167,18 @@ class SpmdTrainer(Module):
                     model_param_partition_specs=self.trainer_state_partition_specs.model,
                 )
         self._train_step = self._jit_train_step()
+        self._throughput: Throughput | None = maybe_instantiate(cfg.throughput)
+        self._early_stopping: EarlyStopping | None = maybe_instantiate(cfg.early_stopping)
+        if self._early_stopping is not None:
+            self._early_stopping.check(cfg.evalers)
+        policies = {f"evalers/{name}": self.children[name].eval_policy for name in cfg.evalers}  # pyright: ignore[reportAttributeAccessIssue]
+        self._run_state = RunState({"early_stopping": self._early_stopping, **policies})
+        self._traces = StepTraces(
+            cfg.dir,
+            cfg.start_trace_steps,
+            cfg.n_steps_for_each_trace,
+            cfg.start_trace_process_indices,
+        )
 
     # The state.
 
@@ -224,7 +250,7 @@ class SpmdTrainer(Module):
     # Checkpoints.
 
     def _to_save(self, batches: PrefetchingIterator | None, state: Any) -> dict[str, Any]:
-        return {**state._asdict(), "input_iter": batches}
+        return {**state._asdict(), "input_iter": batches, "run_state": self._run_state}
 
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
         """Restores the state, and the position in the data if `run` has opened it.
@@ -363,6 +389,7 @@ class SpmdTrainer(Module):
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())
+            stack.enter_context(compilation_cache(cfg.compilation_cache_dir))
             self._batches = stack.enter_context(self._open_batches())
             stack.callback(self._close)
 
@@ -372,6 +399,8 @@ class SpmdTrainer(Module):
             if started_before:
                 self._void_later_summaries()
             self.summary_writer.log_config(cfg, step=self._step)
+            if self._throughput is not None:
+                self._throughput.start(cfg.dir, self._step)
             listener.on_start(self, resumed_from)
 
             evaler_summaries, stopped = self._run_steps(stop, listener)
@@ -379,9 +408,11 @@ class SpmdTrainer(Module):
             self._save_last(listener, even_before_first=by_signal)
             if stopped is not None and stopped.error is not None:
                 raise stopped.error
-            reason = "max_step" if stopped is None else stopped.wish.text
+            reason = MAX_STEP if stopped is None else stopped.wish.text
+            if has_ended(reason):
+                evaler_summaries |= self._run_evalers_at_end(evaler_summaries, listener)
             listener.on_end(self._step, reason)
-            if not return_evaler_summaries or reason not in ("max_step", "input ended"):
+            if not return_evaler_summaries or not has_ended(reason):
                 return None
             wanted = (
                 set(cfg.evalers) if return_evaler_summaries is True else return_evaler_summaries
@@ -413,6 +444,7 @@ class SpmdTrainer(Module):
                 stop.compile(self._train_step.lower(self._state, batch))  # pyright: ignore[reportFunctionMemberAccess]
 
         try:
+            self._stop_early()
             while self._step < self.config.max_step:
                 stop.doing(f"waiting for the input of step {self._step + 1}")
                 batch = stop.next_batch(
@@ -424,19 +456,29 @@ class SpmdTrainer(Module):
                 compiled = True
                 outputs = self._run_step(batch, listener)
                 stop.doing(f"evaluating or saving after step {self._step}")
-                evaler_summaries = self._run_evalers(outputs["summaries"], listener)
-                self._save_if_due(evaler_summaries, listener)
+                with self._throughput.paused() if self._throughput else contextlib.nullcontext():
+                    evaler_summaries = self._run_evalers(outputs["summaries"], listener)
+                    if self._early_stopping is not None:
+                        self._early_stopping(step=self._step, evaler_summaries=evaler_summaries)
+                    self._save_if_due(evaler_summaries, listener)
+                self._stop_early()
         except StopRun as stopped:
             return evaler_summaries, stopped
         return evaler_summaries, None
 
     def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any]:
         cfg, step = self.config, self._step + 1
-        with self._trace(step):
+        with self._traces.around(step) as computes:
             self._state, outputs = self._train_step(self._state, batch)
             self._step = step
+            computes(outputs)
         listener.on_step(step, outputs, batch)
-        self.summary_writer(step, {"loss": outputs["loss"], **outputs["summaries"]})
+        summaries = {"loss": outputs["loss"], **outputs["summaries"]}
+        if self._throughput is not None:
+            summaries["throughput"] = self._throughput.on_step(
+                step, outputs["loss"], batch, model=self.model, params=self.trainer_state.model
+            )
+        self.summary_writer(step, summaries)
         if step % (cfg.log_every_n_steps or 10) == 0:
             self._check_loss(outputs["loss"])
             if cfg.log_every_n_steps:
@@ -466,7 +508,7 @@ class SpmdTrainer(Module):
                 self._step,
                 prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
                 model_params=self.model_params_for_eval(),
-                train_summaries=train_summaries,
+                train_summaries={**(train_summaries or {}), "evalers": results},
                 force_run=forced is not None,
             )
             if summaries is not None:
@@ -474,11 +516,25 @@ class SpmdTrainer(Module):
                 listener.on_eval(name, self._step, summaries)
         return results
 
+    def _run_evalers_at_end(
+        self, just_run: Collection[str], listener: RunListener
+    ) -> dict[str, Any]:
+        at_end = {
+            name
+            for name in self.config.evalers
+            if isinstance(self.children[name].eval_policy, AtEndPolicy)  # pyright: ignore[reportAttributeAccessIssue]
+        }
+        return self._run_evalers(None, listener, forced=at_end - set(just_run))
+
+    def _stop_early(self) -> None:
+        if self._early_stopping is not None and self._early_stopping.should_stop:
+            raise StopRun(Wish("end", EARLY_STOPPING))
+
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
         """Saves if the policy says so. A save that failed, as on a full disk, ends no training."""
         try:
             if self.save_checkpoint(evaler_summaries):
-                listener.on_checkpoint(self._step)
+                self._on_saved(listener)
         except CheckpointSaveError as error:
             logger.error("%s Training goes on from step %d.", error, self._step)
 
@@ -486,28 +542,18 @@ class SpmdTrainer(Module):
         """Saves the present step, unless it is saved already, and waits for it."""
         due = self._step or even_before_first
         if due and self.save_checkpoint(None, force=True):
-            listener.on_checkpoint(self._step)
+            self._on_saved(listener)
         self.checkpointer.wait_until_finished()
 
+    def _on_saved(self, listener: RunListener) -> None:
+        if self._throughput is not None:
+            self._throughput.on_checkpoint(self._step, self._state)
+        listener.on_checkpoint(self._step)
+
     def _close(self) -> None:
+        self._traces.close()
         self.checkpointer.stop()
         self._batches = None
-
-    @contextlib.contextmanager
-    def _trace(self, step: int) -> Iterator[None]:
-        """Opens a profiler trace at the steps that the config names."""
-        cfg = self.config
-        n = cfg.n_steps_for_each_trace or 3
-        here = cfg.start_trace_process_indices
-        if here != "all" and jax.process_index() not in here:
-            yield
-            return
-        if step in cfg.start_trace_steps:
-            jax.profiler.start_trace(_below(cfg, f"trace/step_{step:08d}"))
-        yield
-        if step - n + 1 in cfg.start_trace_steps:
-            jax.block_until_ready(self._state)
-            jax.profiler.stop_trace()
 
 
 def _below(cfg: SpmdTrainer.Config, name: str) -> str:

@@ -1,0 +1,75 @@
+"""Profiler traces of chosen steps, to be looked at with XProf, TensorBoard or Perfetto.
+
+A trace has a directory of its own below the run's: `trace/step_00000010/plugins/profile/<time>/`
+with `*.xplane.pb`, which XProf and TensorBoard's profile plugin read, and `*.trace.json.gz`, which
+ui.perfetto.dev opens.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+
+from weft.errors import ProfilerTraceError
+
+_DEFAULT_STEPS = 3
+
+
+class StepTraces:
+    """Starts and stops the profiler around steps.
+
+    Args:
+        directory: The run's.
+        start_steps: The steps that a trace begins with; one that an earlier trace still covers
+            begins none.
+        n_steps: How many steps a trace covers; None for 3.
+        processes: The processes that trace, or "all".
+
+    Raises:
+        ProfilerTraceError: If a trace would cover no step.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        start_steps: Sequence[int],
+        n_steps: int | None = None,
+        processes: Literal["all"] | Sequence[int] = (0,),
+    ):
+        if n_steps is not None and n_steps < 1:
+            raise ProfilerTraceError(
+                f"n_steps_for_each_trace={n_steps}; expected 1 or more steps, or None for "
+                f"{_DEFAULT_STEPS}."
+            )
+        here = processes == "all" or jax.process_index() in processes
+        self._start_steps = frozenset(start_steps if here else ())
+        self._directory = directory
+        self._n_steps = n_steps or _DEFAULT_STEPS
+        self._last: int | None = None  # the last step of the trace that is open
+
+    @contextlib.contextmanager
+    def around(self, step: int) -> Iterator[Callable[[Any], None]]:
+        """To be opened around a step.
+
+        Args:
+            step: Its number.
+
+        Yields:
+            A function that takes what the step computes, to wait for it if a trace ends here.
+        """
+        if step in self._start_steps and self._last is None:
+            jax.profiler.start_trace(os.path.join(self._directory, f"trace/step_{step:08d}"))
+            self._last = step + self._n_steps - 1
+        results: list[Any] = []
+        yield results.append
+        if self._last is not None and step >= self._last:
+            jax.block_until_ready(results)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that is open, as when the run ends before the trace does."""
+        if self._last is not None:
+            self._last = None
+            jax.profiler.stop_trace()

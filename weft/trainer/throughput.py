@@ -1,0 +1,229 @@
+"""How fast a run is, in its summaries: steps, examples and tokens per second, MFU and goodput.
+
+    steps per second   of the steps between two readings, without what evaluation and saving took
+    MFU                the operations that the model needs, as a share of what the devices could do
+    goodput            the share of the time since the run was first started that went into steps
+                       which it still stands on
+
+MFU counts three times the operations of a forward pass (the backward pass takes two), whatever is
+computed again (Chowdhery et al., 2022, appendix B). Goodput counts over all starts: what was lost
+when a process was killed, compiling, waiting to be started, saving and evaluating are not steps.
+"""
+
+import contextlib
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.config import Configurable, config_class
+from weft.errors import ThroughputError
+from weft.hierarchy.module import functional
+from weft.trainer.flops import count_flops
+from weft.trainer.run_record import read_record, update_record
+
+# Dense products in bfloat16, FLOP/s of one device as JAX names it, from the makers' data sheets. A
+# kind is looked up by the longest name that it contains.
+PEAK_FLOPS = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "V100": 125e12,
+    "A10G": 70e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+_RECORD = "goodput"
+_KEPT_MARKS = 200
+
+
+def peak_flops_of(device_kind: str) -> float | None:
+    """Operations per second of a device at its best; None for a kind that is not known.
+
+    Args:
+        device_kind: As `jax.Device.device_kind`.
+
+    >>> peak_flops_of("NVIDIA H100 80GB HBM3"), peak_flops_of("cpu")
+    (989000000000000.0, None)
+    """
+    names = [name for name in PEAK_FLOPS if name in device_kind]
+    return PEAK_FLOPS[max(names, key=len)] if names else None
+
+
+class Throughput(Configurable):
+    """Measures the steps of a run.
+
+    Args:
+        clock: Seconds; of a clock that only goes forward.
+        now: The time of day.
+    """
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a Throughput.
+
+        Attributes:
+            every_n_steps: Steps between two readings. A reading waits for its step to be computed;
+                between them steps are started ahead.
+            tokens_field: The field of a batch whose elements are counted as tokens, if it is there.
+            peak_flops_per_device: For the MFU; None for that of the kind of device, as
+                `peak_flops_of` knows it. There is no MFU for a kind that is not known.
+        """
+
+        every_n_steps: int = 100
+        tokens_field: str = "input_ids"
+        peak_flops_per_device: float | None = None
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        now: Callable[[], float] = time.time,
+    ):
+        super().__init__(config)
+        if config.every_n_steps < 1:
+            raise ThroughputError(
+                f"throughput.every_n_steps={config.every_n_steps}; expected 1 or more steps."
+            )
+        self._clock, self._now = clock, now
+        self._start: tuple[int, float] | None = None  # the step and time that steps count from
+        self._paused = 0.0  # seconds in all
+        self._pause_began: float | None = None
+        self._productive = 0.0  # seconds of steps since the run was first started
+        self._flops: float | None = None  # of a step, once counted
+
+    def start(self, directory: str, step: int) -> None:
+        """Begins a run, or goes on with one.
+
+        Args:
+            directory: The run's.
+            step: The last one that was run.
+        """
+        self._directory, self._start = directory, None
+        record = read_record(directory)
+        starts = record.get("starts", [])
+        self._first_start = (
+            datetime.datetime.fromisoformat(starts[0]["time"]).timestamp()
+            if starts
+            else self._now()
+        )
+        marks = [mark for mark in record.get(_RECORD, []) if mark["step"] <= step]
+        self._productive = marks[-1]["productive_seconds"] if marks else 0.0
+
+    def on_step(
+        self, step: int, outputs: Any, batch: Any, *, model: Any, params: Any
+    ) -> dict[str, float]:
+        """Takes note of a step that was started.
+
+        Args:
+            step: Its number.
+            outputs: Arrays that it computes.
+            batch: Its input.
+            model: Whose `forward(input_batch)` the step differentiates.
+            params: The model's parameters.
+
+        Returns:
+            What is to be reported, by name; most of the time nothing.
+        """
+        first = self._start is None
+        if not first and step % self.config.every_n_steps:
+            return {}
+        jax.block_until_ready(outputs)
+        before, (steps, seconds) = self._start, self._read(step)
+        if before is None or seconds <= 0:
+            return {}
+        per_second = steps / seconds
+        summaries = {
+            "steps_per_second": per_second,
+            "examples_per_second": per_second * jax.tree.leaves(batch)[0].shape[0],
+            "goodput": min(1.0, self._productive / max(self._now() - self._first_start, 1e-9)),
+        }
+        if isinstance(batch, Mapping) and self.config.tokens_field in batch:
+            tokens = int(np.prod(np.shape(batch[self.config.tokens_field])))
+            summaries["tokens_per_second"] = per_second * tokens
+        utilization = self._utilization(per_second, batch, model, params)
+        if utilization is not None:
+            summaries["mfu"] = utilization
+        return summaries
+
+    def _read(self, step: int) -> tuple[int, float]:
+        """The steps since the last reading, and the seconds that they took."""
+        now = self._active_seconds()
+        before, self._start = self._start, (step, now)
+        if before is None:  # the first step: its time is that of compiling
+            return 0, 0.0
+        seconds = now - before[1]
+        self._productive += seconds
+        return step - before[0], seconds
+
+    def _active_seconds(self) -> float:
+        """The time, but for pauses; in a pause it stands still."""
+        now = self._clock() if self._pause_began is None else self._pause_began
+        return now - self._paused
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """While open, something other than steps takes time."""
+        self._pause_began = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - self._pause_began
+            self._pause_began = None
+
+    def on_checkpoint(self, step: int, outputs: Any) -> None:
+        """Notes in the run's directory what went into the steps that are saved.
+
+        Args:
+            step: The last of them.
+            outputs: Arrays that it computes.
+        """
+        jax.block_until_ready(outputs)
+        self._read(step)
+        if jax.process_index():
+            return
+        marks = read_record(self._directory).get(_RECORD, [])
+        marks = [mark for mark in marks if mark["step"] < step][-_KEPT_MARKS:]
+        marks.append({"step": step, "productive_seconds": round(self._productive, 3)})
+        with contextlib.suppress(OSError):  # a full disk ends no training
+            update_record(self._directory, **{_RECORD: marks})
+
+    def _utilization(self, per_second: float, batch: Any, model: Any, params: Any) -> float | None:
+        peak = self.config.peak_flops_per_device or peak_flops_of(jax.devices()[0].device_kind)
+        if peak is None:
+            return None
+        if self._flops is None:
+            self._flops = 3 * _forward_flops(model, params, batch)
+        devices = len(jax.tree.leaves(params)[0].sharding.device_set)
+        return self._flops * per_second / (peak * devices)
+
+
+def _forward_flops(model: Any, params: Any, batch: Any) -> int:
+    """The operations of a forward pass over a global batch, without running it."""
+
+    def forward(params: Any, batch: Any) -> Any:
+        (loss, _), _ = functional(
+            model,
+            prng_key=jax.random.key(0),
+            state=params,
+            inputs={"input_batch": batch},
+            is_training=True,
+        )
+        return loss
+
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, batch))
+    return count_flops(forward, *shapes).total()
