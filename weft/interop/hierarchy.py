@@ -11,13 +11,15 @@ from jax.sharding import PartitionSpec
 from weft.config import REQUIRED, Required, config_class
 from weft.core.filters import DenyList, in_filter
 from weft.core.known import known_part
+from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.core.spmd import get_pspec
-from weft.errors import LayerMethodError, ParameterSpecError
+from weft.errors import LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, nowrap
 from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
 from weft.interop.recognition import model_of
+from weft.typing import DType
 
 __all__ = ["HierarchyModel", "InHierarchy", "as_hierarchy"]
 
@@ -142,7 +144,9 @@ class InHierarchy(BaseLayer):
     """A layer of any library as a layer of the hierarchy; see `as_hierarchy`.
 
     Its state has the layer's collections by name. In an invocation, what the call changes of them
-    becomes state updates, and what is new, as values that are sown, module outputs.
+    becomes state updates; of what is new, what is sown into a collection `summaries` becomes
+    summaries, all else module outputs. A `dtype` that is set, here or in a layer around it, is that
+    of the layer's parameters; how these begin and are laid out is for the layer itself to say.
     """
 
     @config_class
@@ -163,7 +167,18 @@ class InHierarchy(BaseLayer):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._model = model_of(cfg.layer, *cfg.args, **cfg.kwargs)
+        try:
+            self._model = model_of(cfg.layer, *cfg.args, **cfg.kwargs)
+        except UnknownLayerError as error:
+            raise UnknownLayerError(f"{self.path()}: {error}") from error
+        for name in ("param_init", "param_partition_spec"):
+            if getattr(cfg, name) is not None:
+                raise ParameterSpecError(
+                    f"{self.path()} has {name}={getattr(cfg, name)!r:.80}, but its parameters are "
+                    f"those of {self._model.name}, a layer of another library, which says itself "
+                    "how they begin and are laid out. Leave it out, and give that layer its "
+                    "initializers, with the names of their axes."
+                )
         self._known: dict[Path, Any] | None = None
 
     def _make(self, key: Any) -> dict[str, Any]:
@@ -172,7 +187,20 @@ class InHierarchy(BaseLayer):
             self.config.inputs,
         )
         # As in training: statistics that only a batch can begin have to be made.
-        return self._model.init({"default": key}, *inputs, training=True)
+        made = self._model.init({"default": key}, *inputs, training=True)
+        dtype = self._dtype_that_is_set()
+        return {
+            col: _cast(entries, dtype) if dtype and self._model.trains(col) else entries
+            for col, entries in made.items()
+        }
+
+    def _dtype_that_is_set(self) -> DType | None:
+        layer: Module | None = self
+        while isinstance(layer, BaseLayer):
+            if layer.config.dtype is not None:
+                return layer.config.dtype
+            layer = layer.parent
+        return None
 
     def _variables(self) -> dict[Path, Any]:
         """The layer's variables by path, with shapes in the place of values."""
@@ -182,7 +210,12 @@ class InHierarchy(BaseLayer):
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        return nested({_named(path): _spec(path, x) for path, x in self._variables().items()})
+        return nested(
+            {
+                _named(path): _spec(x, is_state=not self._model.trains(path[0]))
+                for path, x in self._variables().items()
+            }
+        )
 
     @nowrap
     def initialize_parameters_recursively(self, prng_key, *, prebuilt: Any = None):
@@ -214,7 +247,7 @@ class InHierarchy(BaseLayer):
             nested({real[path]: x for path, x in given.items() if path in real}),
             *args,
             rngs={} if self.prng_key is None else {"default": self.prng_key},
-            mutable=DenyList(("params",)),
+            mutable=DenyList(tuple({col for col, *_ in real.values() if self._model.trains(col)})),
             training=self.is_training,
             **kwargs,
         )
@@ -227,7 +260,7 @@ class InHierarchy(BaseLayer):
             self.add_state_update(col, entries)
         new = nested({path: x for path, x in changed.items() if path not in known})
         for name, value in new.pop("summaries", {}).items():
-            self.add_summary(name, value)
+            self.add_summary(name, _sown(value))
         for name, value in {**new.pop("module_outputs", {}), **new}.items():
             self.add_module_output(name, value)
 
@@ -237,18 +270,45 @@ def _named(path: Path) -> tuple[str, ...]:
     return tuple(map(str, path))
 
 
-def _spec(path: Path, x: Any) -> Any:
+def _cast(tree: Any, dtype: DType) -> Any:
+    """Floating-point numbers in another dtype, all else as it is."""
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+
+
+def _sown(value: Any) -> Any:
+    """What was sown: the value, and by their numbers if there are several."""
+    if isinstance(value, Mapping):
+        return {name: _sown(below) for name, below in value.items()}
+    if type(value) is tuple:
+        return value[0] if len(value) == 1 else {str(i): x for i, x in enumerate(value)}
+    return value
+
+
+def _layout(x: Any) -> PartitionSpec:
+    """The mesh axes that the box of a variable asks for, by its rules or those of the context."""
+    if not is_axis_metadata(x):
+        return PartitionSpec()
+    names = getattr(x, "get_partition_spec", PartitionSpec)()
+    if isinstance(x, LogicallyPartitioned):
+        return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
+    return get_pspec(names) or PartitionSpec()
+
+
+def _spec(x: Any, *, is_state: bool) -> Any:
     """The spec of a variable, laid out as its box says."""
-    layout = PartitionSpec()
-    if is_axis_metadata(x):
-        of_names = getattr(x, "get_partition_spec", PartitionSpec)
-        layout = get_pspec(of_names(), getattr(x, "rules", None)) or layout
-    scale = None if path[0] == "params" else 0.0  # weights alone decay
+    layout = _layout(x)
+    scale = 0.0 if is_state else None
 
     def spec(value: Any) -> ParameterSpec:
         axes = PartitionSpec(*layout, *[None] * (len(value.shape) - len(layout)))
         return ParameterSpec(
-            shape=value.shape, dtype=value.dtype, mesh_axes=axes, weight_decay_scale=scale
+            shape=value.shape,
+            dtype=value.dtype,
+            mesh_axes=axes,
+            weight_decay_scale=scale,
+            is_state=is_state,
         )
 
     return jax.tree.map(spec, unbox(x))

@@ -79,6 +79,14 @@ class Model(abc.ABC):
             new or may have changed.
         """
 
+    def trains(self, collection: str) -> bool:
+        """Whether what a collection holds is trained; all else is the layer's state.
+
+        Args:
+            collection: its name.
+        """
+        return collection == "params"
+
     def _key(self) -> Fixed:
         attributes = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         return Fixed((type(self), tuple(attributes.items())))

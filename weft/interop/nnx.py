@@ -76,6 +76,14 @@ class NNXModel(Model):
     def _is_made(self) -> bool:
         return isinstance(self.module, self.nnx.Pytree)
 
+    def trains(self, collection):
+        """See `Model.trains`: parameters, and what is derived from them."""
+        try:
+            kind = self.nnx.variable_type_from_name(collection)
+        except ValueError:
+            return False
+        return issubclass(kind, self.nnx.Param)
+
     # Making it.
 
     def make(self, rngs: Mapping[str, Any]) -> Any:

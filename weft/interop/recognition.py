@@ -6,7 +6,7 @@ The class of a layer says which module it comes from, so no library has to be im
 import importlib
 from typing import Any
 
-from weft.config import InstantiableConfig
+from weft.config import REQUIRED, ClassConfigBase, FunctionConfigBase, InstantiableConfig
 from weft.errors import UnknownLayerError
 from weft.interop.models import Model
 
@@ -54,6 +54,8 @@ def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
     if isinstance(x, Model):
         return x
     adapter = adapter_of(x)
+    if not adapter and isinstance(x, ClassConfigBase | FunctionConfigBase):
+        return _of_config(x)
     if not adapter and isinstance(x, InstantiableConfig):
         return model_of(x.instantiate())
     if not adapter:
@@ -62,5 +64,31 @@ def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
             "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
             "transformed function of Haiku, or derive from weft.interop.Model."
         )
+    return _load(adapter)(x, *args, **kwargs)
+
+
+class _Maker:
+    """Makes the module of a config that is complete but for its `rngs`, which a model gives it."""
+
+    def __init__(self, config: Any):
+        self._config = config
+        self.made = config.klass if isinstance(config, ClassConfigBase) else config.fn
+        self.__name__ = self.made.__name__
+
+    def __call__(self, *, rngs: Any) -> Any:
+        return self._config.instantiate(rngs=rngs)
+
+
+def _of_config(config: Any) -> Model:
+    """The `Model` of what a config of a class or function makes."""
+    if "rngs" not in config.keys() or config.rngs not in (None, REQUIRED):  # noqa: SIM118
+        return model_of(config.instantiate())
+    maker = _Maker(config)
+    # Nothing but NNX gives streams by this name; a function that takes them makes such a module.
+    adapter = adapter_of(maker.made) if isinstance(maker.made, type) else _ADAPTERS["weft.nnx."]
+    return _load(adapter)(maker) if adapter else model_of(config.instantiate())
+
+
+def _load(adapter: str) -> Any:
     module, _, name = adapter.partition(":")
-    return getattr(importlib.import_module(module), name)(x, *args, **kwargs)
+    return getattr(importlib.import_module(module), name)
