@@ -72,7 +72,11 @@ def test_a_file_that_is_a_directory_now_is_damage(ckpt_dir):
         ("", "manifest.json: cannot be read (JSONDecodeError"),
         ("[]", "manifest.json: cannot be read (TypeError"),
         ("{}", "manifest.json: cannot be read (KeyError"),
-        ('{"version": 1, "files": {}, "sha256": ""}', "manifest.json: its content has changed"),
+        ('{"version": 1, "files": {}, "xxh3_128": ""}', "manifest.json: is of version 1, not 2"),
+        (
+            '{"version": 2, "facts": {}, "files": {}, "xxh3_128": ""}',
+            "manifest.json: its content has changed",
+        ),
     ],
 )
 def test_a_manifest_that_is_none(ckpt_dir, content, found):

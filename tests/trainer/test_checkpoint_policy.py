@@ -4,9 +4,12 @@ import pytest
 from weft.config import config_for_function
 from weft.errors import CheckpointPolicyError
 from weft.hierarchy.metrics import WeightedScalar
+from weft.trainer import checkpoint_policy
 from weft.trainer.checkpoint_policy import (
+    AnyPolicy,
     BestMetricPolicy,
     EvalMetric,
+    EverySecondsPolicy,
     every_n_steps_and_last_policy,
     every_n_steps_policy,
 )
@@ -72,3 +75,40 @@ def test_a_metric_that_is_not_reported_is_an_error_with_the_near_names():
 def test_modes():
     with pytest.raises(CheckpointPolicyError, match="mode='best'; expected 'max' or 'min'"):
         best("best")
+
+
+def test_by_time(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(checkpoint_policy.time, "monotonic", lambda: now[0])
+    policy = EverySecondsPolicy.default_config().set(seconds=60).instantiate()
+    saved = []
+    for step in range(1, 10):
+        now[0] += 25
+        if policy(step=step, evaler_summaries={}):
+            saved.append(step)
+    assert saved == [3, 6, 9]
+    with pytest.raises(CheckpointPolicyError, match=r"seconds=0; expected more than 0"):
+        EverySecondsPolicy.default_config().set(seconds=0).instantiate()
+
+
+def test_several_policies_of_which_each_is_asked_and_remembered():
+    def any_policy():
+        metric = EvalMetric("valid", "accuracy")
+        policies = [
+            config_for_function(every_n_steps_policy).set(n=3),
+            BestMetricPolicy.default_config().set(metric=metric),
+        ]
+        return AnyPolicy.default_config().set(policies=policies).instantiate()
+
+    def saved(policy, values):
+        return [
+            s
+            for s, v in values.items()
+            if policy(step=s, evaler_summaries={"valid": {"accuracy": v}})
+        ]
+
+    policy = any_policy()
+    assert saved(policy, {1: 1.0, 2: 0.5, 3: 2.0, 4: 1.5, 5: 3.0, 6: 0.0}) == [1, 3, 5, 6]
+    again = any_policy()
+    again.set_state(policy.get_state())
+    assert saved(again, {7: 2.9, 8: 3.1, 9: 0.0}) == [8, 9]

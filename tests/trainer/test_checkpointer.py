@@ -23,6 +23,7 @@ from weft.trainer.checkpointer import (
     Checkpointer,
     CheckpointValidationType,
     EvalMetric,
+    KeepBest,
     drop_learner_optimizer_cfg,
     every_n_steps_policy,
     read_index_file,
@@ -178,6 +179,19 @@ def test_a_state_that_cannot_be_saved_is_an_error_of_its_own(make):
     assert os.listdir(checkpointer.config.dir) == []
 
 
+def test_a_synchronous_save_stands_when_it_returns_and_raises_what_went_wrong(make, monkeypatch):
+    checkpointer = make(asynchronous=False)
+    for step in (1, 2):
+        assert checkpointer.save(step=step, state=state_of(step))
+        assert steps_in(checkpointer) == [step]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "publish_dir", lambda path: 1 / 0)
+        with pytest.raises(CheckpointSaveError, match=r"step 3 .*ZeroDivisionError.*stand: 2\."):
+            checkpointer.save(step=3, state=state_of(3))
+    assert checkpointer.save(step=3, state=state_of(3))
+    assert steps_in(checkpointer) == [3]
+
+
 class TrainerState(NamedTuple):
     model: Any
     learner: Any
@@ -213,6 +227,48 @@ def test_by_default_one_is_kept(make):
     save_steps(checkpointer, 1, 2, 3)
     assert steps_in(checkpointer) == [3]
     assert os.listdir(checkpointer.config.dir) == ["step_00000003"]
+
+
+def test_the_best_is_kept_while_the_newest_come_and_go(make):
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "loss"), mode="min")
+    checkpointer = make(keep_last_n=2, keep_best=best)
+    left = []
+    for step, loss in enumerate([3.0, 1.0, 2.0, float("nan"), 1.5, 0.5, 2.0], 1):
+        summaries = {"valid": {"loss": jnp.array(loss)}}
+        checkpointer.save(step=step, state=state_of(step), evaler_summaries=summaries)
+        checkpointer.wait_until_finished()
+        left.append(steps_in(checkpointer))
+    assert left[2:] == [[2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
+    # What each was worth is known to a process that starts anew.
+    again = make(keep_last_n=1, keep_best=best)
+    again.restore(state=target())
+    again.save(step=8, state=state_of(8))
+    again.wait_until_finished()
+    assert steps_in(again) == [6, 8]
+
+
+def test_all_rules_together(make, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "time", lambda: now[0])
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "accuracy"), n=2)
+    checkpointer = make(
+        keep_last_n=1, keep_every_n_steps=40, keep_every_n_seconds=60, keep_best=best
+    )
+    for step, accuracy in zip(range(10, 101, 10), [0, 1, 2, 9, 3, 4, 8, 5, 6, 7], strict=True):
+        now[0] += 25
+        summaries = {"valid": {"accuracy": accuracy}}
+        checkpointer.save(step=step, state=state_of(step), evaler_summaries=summaries)
+    checkpointer.wait_until_finished()
+    # By steps 10, 50, 90; by time 10, 40, 70, 100; the best 40 and 70; the last 100.
+    assert steps_in(checkpointer) == [10, 40, 50, 70, 90, 100]
+
+
+def test_the_best_by_a_metric_that_nobody_reports(make):
+    best = KeepBest.default_config().set(metric=EvalMetric("valid", "los"))
+    checkpointer = make(keep_best=best)
+    with pytest.raises(CheckpointPolicyError, match=r"checkpointer.keep_best looks at 'los'.*loss"):
+        checkpointer.save(step=1, state=state_of(1), evaler_summaries={"valid": {"loss": 1.0}})
+    assert checkpointer.save(step=2, state=state_of(2))  # it did not run
 
 
 def test_removals_can_be_rarer(make):
@@ -320,15 +376,12 @@ def test_if_all_are_damaged_there_is_no_silent_new_beginning(make):
         assert f"step_0000000{step} ({name}: its content has changed)" in str(error.value)
 
 
-def test_all_processes_hear_of_what_the_first_one_found(make, monkeypatch):
-    checkpointer = make()
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    # -2 is what the first process sends when it refuses all there is.
-    monkeypatch.setattr(module.multihost_utils, "broadcast_one_to_all", lambda x: np.int32(-2))
-    with pytest.raises(DamagedCheckpointError, match=r"process 0 found no .* says why"):
-        checkpointer.restore(state=target())
-    monkeypatch.undo()
+def test_all_processes_pass_over_what_another_one_found_damaged(make, monkeypatch, caplog):
+    save_steps(make(keep_last_n=2), 1, 2)
+    answers = iter([1, 0, 0])  # of all about step 2, about step 1, about the arrays of step 1
+    monkeypatch.setattr(module, "largest_number", lambda mine: next(answers))
+    check_restored(*make().restore(state=target()), 1)
+    assert "step_00000002 (another process has found it damaged" in caplog.text
 
 
 def test_a_damaged_one_does_not_count_as_kept(make):
@@ -356,7 +409,7 @@ def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
     checkpointer = make(keep_last_n=1)
     save_steps(checkpointer, 1)
 
-    def fail(ckpt_dir):
+    def fail(ckpt_dir, facts):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -157,13 +157,22 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     assert restore(where / "ckpts", size=1000) == 3
 
 
-def test_two_processes_save_and_one_restores(tmp_path):
+def make_large(directory, **kwargs):
+    """Writes files of 1 MB at most."""
+    cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(directory), **kwargs)
+    cfg.storage.max_chunk_bytes = 2**20
+    return cfg.instantiate(parent=None)
+
+
+def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
     script = """
+    import gc, resource
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
+    from weft.errors import CheckpointSaveError
 
-    directory, port, index = sys.argv[1:]
+    directory, of_one, port, index = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -182,21 +191,57 @@ def test_two_processes_save_and_one_restores(tmp_path):
     assert step == state["count"] == it.position == 3
     for shard in state["w"].addressable_shards:
         np.testing.assert_array_equal(shard.data, whole[shard.index] + 3)
+
+    # Only one of them cannot write. Both hear of it, and both can save the next one.
+    if index == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+    checkpointer.save(step=4, state={"w": w, "count": 4, "it": it})
+    try:
+        checkpointer.wait_until_finished()
+    except CheckpointSaveError as error:
+        print("failed for lack of room:", error.lacks_room, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert checkpointer.save(step=4, state={"w": w + 4, "count": 4, "it": it})
+    checkpointer.wait_until_finished()
     checkpointer.stop()
     print("steps", Checkpointer.checkpoint_steps(directory))
+
+    # What one process has saved in one piece: each reads the half that its devices hold.
+    def memory(name):
+        (line,) = [x for x in open("/proc/self/status") if x.startswith(name + ":")]
+        return int(line.split()[1]) / 1024
+
+    like = jax.ShapeDtypeStruct((1024, 2048), np.float32, sharding=sharding)
+    checkpointer = make(of_one)
+    gc.collect()
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    _, state = checkpointer.restore(state={"large": [like] * 12})
+    grown = memory("VmHWM") - before
+    for i, array in enumerate(state["large"]):
+        for shard in array.addressable_shards:
+            assert shard.data.shape == (256, 2048) and float(shard.data[0, 0]) == i
+    print(f"grown by {grown:.0f} MB")
+    assert grown < 70, grown  # of 96
     """
+    large = [np.full((1024, 2048), i, np.float32) for i in range(12)]
+    with make_large(tmp_path / "of_one") as checkpointer:
+        checkpointer.save(step=1, state={"large": large})
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    processes = [run(script, tmp_path / "ckpts", port, i, env=env) for i in (0, 1)]
+    dirs = (tmp_path / "ckpts", tmp_path / "of_one")
+    processes = [run(script, *dirs, port, i, env=env) for i in (0, 1)]
     outputs = [finish(process)[0] for process in processes]
-    assert all("steps [2, 3]" in output for output in outputs)
+    assert all("steps [3, 4]" in output for output in outputs), outputs
+    assert all("failed for lack of room: True" in output for output in outputs), outputs
+    assert "process 1 of 2: " in outputs[0]
     # And here, one process with another mesh.
     cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
     it = Iterator()
     target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32), "count": 0, "it": it}
     with cfg.instantiate(parent=None) as checkpointer:
         step, state = checkpointer.restore(state=target)
-    assert step == state["count"] == it.position == 3
-    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 3)
+    assert (step, state["count"], it.position) == (4, 4, 3)
+    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 4)

@@ -1,5 +1,7 @@
 """The errors of input pipelines, the trainer and the command line."""
 
+from collections.abc import Sequence
+
 from weft.errors._base import WeftError
 
 
@@ -27,6 +29,10 @@ class InputDatasetError(WeftError, ValueError):
     """A dataset is of the wrong kind or size for what it is asked to do."""
 
 
+class TokenizerError(WeftError, ValueError):
+    """A tokenizer cannot be loaded, or lacks a token that it should have."""
+
+
 class InputDispatchError(WeftError, ValueError):
     """The sizes and indices by which processes share a batch do not fit together."""
 
@@ -41,6 +47,21 @@ class RunDirError(WeftError, ValueError):
 
 class UndefinedLossException(WeftError, FloatingPointError):
     """The loss is NaN or infinite."""
+
+
+class ModelOutputError(WeftError, TypeError):
+    """The call of a model that is trained returns no loss, or one that is no scalar."""
+
+
+class ModelCallError(WeftError, TypeError):
+    """A model that is trained is to be called with more than a batch."""
+
+
+class BatchFieldError(WeftError, KeyError):
+    """A model looks up a field that its batches do not have."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # that of a KeyError is a repr
 
 
 class ScheduleError(WeftError, ValueError):
@@ -84,7 +105,16 @@ class CheckpointError(WeftError):
 
 
 class CheckpointSaveError(CheckpointError, RuntimeError):
-    """A checkpoint could not be saved; those before it stand."""
+    """A checkpoint could not be saved; those before it stand.
+
+    Args:
+        message: the whole text.
+        lacks_room: whether a disk or a quota is full, which a run can outlive.
+    """
+
+    def __init__(self, message: str, *, lacks_room: bool = False):
+        super().__init__(message)
+        self.lacks_room = lacks_room
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -92,7 +122,16 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class DamagedCheckpointError(CheckpointError, RuntimeError):
-    """The files of a checkpoint are not as they were written."""
+    """The files of a checkpoint are not as they were written.
+
+    Args:
+        message: the whole text.
+        damage: a line for each file that is not.
+    """
+
+    def __init__(self, message: str, *, damage: Sequence[str] = ()):
+        super().__init__(message)
+        self.damage = tuple(damage)
 
 
 class CheckpointStructureError(CheckpointError, ValueError):

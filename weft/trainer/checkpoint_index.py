@@ -188,7 +188,8 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the index of a checkpoint ({error}). "
-            "Restore another step, or with the version of Weft that wrote it."
+            "Restore another step, or with the version of Weft that wrote it.",
+            damage=[f"{INDEX}: cannot be read ({error})"],
         ) from error
 
 
@@ -224,11 +225,28 @@ def _tensor_spec(entry: Mapping[str, Any]) -> TensorSpec:
 
 def _dtype(name: str) -> Any:
     if name.startswith("key<"):
-        for implementation in ("threefry2x32", "rbg", "unsafe_rbg"):
-            dtype = jax.eval_shape(lambda impl=implementation: jax.random.key(0, impl=impl)).dtype
-            if str(dtype) == name:
-                return dtype
+        return next(dtype for dtype in _key_dtypes().values() if str(dtype) == name)
     return jnp.dtype(name)
+
+
+def key_implementation(dtype: Any) -> str:
+    """The name by which `jax.random.key` makes keys of a dtype.
+
+    Args:
+        dtype: Of typed keys.
+
+    >>> key_implementation(jax.random.key(0, impl="rbg").dtype)
+    'rbg'
+    """
+    return next(name for name, of_name in _key_dtypes().items() if of_name == dtype)
+
+
+def _key_dtypes() -> dict[str, Any]:
+    """The dtypes of typed keys, by the names of what draws from them."""
+    return {
+        name: jax.eval_shape(lambda impl=name: jax.random.key(0, impl=impl)).dtype
+        for name in ("threefry2x32", "rbg", "unsafe_rbg")
+    }
 
 
 # Comparing.

@@ -2,27 +2,77 @@
 
 Array storage notices a file that is cut short or missing, but not a byte that changed: it hands out
 wrong numbers without a word. The manifest is the last file of a checkpoint to be written, and the
-first to be read.
+first to be read. Beside the digests it holds facts that decide which checkpoints are kept, and the
+step, so that a directory under another's name is noticed too.
+
+The digest is XXH3 with 128 bits, which is computed as fast as memory is read. It tells damage, not
+forgery: who can write files can write a manifest for them.
 """
 
-import hashlib
 import json
 import os
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from weft.errors import MissingExtraError
 from weft.trainer.checkpoint_dirs import files_below, fsync
 
 MANIFEST = "manifest.json"
-_ALGORITHM = "sha256"
+_VERSION = 2
+_DIGEST = "xxh3_128"
 _THREADS = 4
+_BLOCK_BYTES = 1 << 18  # stays in the cache between being read and being digested
 
 
-def write_manifest(ckpt_dir: str) -> None:
+class Manifest:
+    """What a manifest says, once it was read and found whole.
+
+    Attributes:
+        facts: what was noted when the checkpoint was written: "step", "saved_at" in seconds since
+            1970, "metrics" by name of the evaler and path.
+        files: size and digest of each file by its path.
+    """
+
+    def __init__(self, ckpt_dir: str, content: Mapping[str, Any]):
+        self._dir = ckpt_dir
+        self.facts: dict[str, Any] = dict(content["facts"])
+        self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
+
+    def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
+        """Reads a file and says what is wrong with it.
+
+        Args:
+            path: of one of `files`.
+            into: where its content goes, exactly as large; None to look only.
+
+        Returns:
+            A few words, or None if it is as it was written.
+        """
+        entry = self.files.get(path)
+        if entry is None:
+            return "is not in the manifest"
+        try:
+            return _damage_of_file(os.path.join(self._dir, path), entry, into)
+        except FileNotFoundError:
+            return "is missing"
+        except OSError as error:
+            return f"cannot be read ({error})"
+
+    def damage_of_all(self, paths: Iterable[str]) -> list[str]:
+        """What is wrong with files: one line for each that is not as it was written."""
+        paths = list(paths)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            faults = list(pool.map(self.damage_of, paths))
+        return [f"{p}: {fault}" for p, fault in zip(paths, faults, strict=True) if fault]
+
+
+def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> None:
     """Brings the files of a checkpoint to the disk and describes them in its manifest.
 
     Args:
         ckpt_dir: The checkpoint, complete but for its manifest.
+        facts: JSON values to be noted in it.
 
     Raises:
         OSError: If the disk refuses.
@@ -32,12 +82,13 @@ def write_manifest(ckpt_dir: str) -> None:
     def describe(path: str) -> dict[str, Any]:
         full_path = os.path.join(ckpt_dir, path)
         fsync(full_path)
-        return {"size": os.path.getsize(full_path), _ALGORITHM: _digest_of_file(full_path)}
+        return {"size": os.path.getsize(full_path), _DIGEST: _digest_of_file(full_path)}
 
     with ThreadPoolExecutor(_THREADS) as pool:
         files = dict(zip(paths, pool.map(describe, paths), strict=True))
+    content = {"version": _VERSION, "facts": dict(facts or {}), "files": files}
     with open(os.path.join(ckpt_dir, MANIFEST), "w", encoding="utf-8") as file:
-        json.dump({"version": 1, "files": files, _ALGORITHM: _digest_of_json(files)}, file)
+        json.dump({**content, _DIGEST: _digest_of_json(content)}, file)
         file.flush()
         os.fsync(file.fileno())
     for root, _, _ in os.walk(ckpt_dir):
@@ -49,53 +100,98 @@ def has_manifest(ckpt_dir: str) -> bool:
     return os.path.isfile(os.path.join(ckpt_dir, MANIFEST))
 
 
-def find_damage(ckpt_dir: str) -> list[str]:
+def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
+    """Reads a manifest.
+
+    Args:
+        ckpt_dir: The checkpoint.
+        step: The step that it is to be of; None to take any.
+
+    Returns:
+        The manifest, or what is wrong with it.
+    """
+    try:
+        with open(os.path.join(ckpt_dir, MANIFEST), encoding="utf-8") as file:
+            content = json.load(file)
+        digest = content.pop(_DIGEST)
+        if content["version"] != _VERSION:
+            return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
+        manifest = Manifest(ckpt_dir, content)
+    except FileNotFoundError:
+        return f"{MANIFEST}: is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
+    if _digest_of_json(content) != digest:
+        return f"{MANIFEST}: its content has changed"
+    written = manifest.facts.get("step", step)
+    if step is not None and written != step:
+        return f"{MANIFEST}: was written for step {written}, not {step}"
+    return manifest
+
+
+def find_damage(
+    ckpt_dir: str,
+    *,
+    step: int | None = None,
+    wanted: Callable[[str], bool] = lambda path: True,
+    part: tuple[int, int] = (0, 1),
+) -> list[str]:
     """What is wrong with the files of a checkpoint.
 
     Args:
         ckpt_dir: The checkpoint.
+        step: The step that it is to be of; None to take any.
+        wanted: Says of a path whether to look at the file.
+        part: i and n, to look at one in n of those files, beginning with the i-th.
 
     Returns:
         One line per file that is not as it was written; none if all are.
     """
-    manifest = os.path.join(ckpt_dir, MANIFEST)
-    try:
-        with open(manifest, encoding="utf-8") as file:
-            content = json.load(file)
-        files, digest = dict(content["files"]), content[_ALGORITHM]
-    except FileNotFoundError:
-        return [f"{MANIFEST}: is missing"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"]
-    if _digest_of_json(files) != digest:
-        return [f"{MANIFEST}: its content has changed"]
-
-    def check(path: str) -> str | None:
-        return _damage_of_file(os.path.join(ckpt_dir, path), files[path])
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        faults = dict(zip(files, pool.map(check, files), strict=True))
-    return [f"{path}: {fault}" for path, fault in faults.items() if fault is not None]
+    manifest = read_manifest(ckpt_dir, step=step)
+    if isinstance(manifest, str):
+        return [manifest]
+    paths = [path for path in sorted(manifest.files) if wanted(path)]
+    return manifest.damage_of_all(paths[part[0] :: part[1]])
 
 
-def _damage_of_file(path: str, entry: dict[str, Any]) -> str | None:
-    try:
-        size = os.path.getsize(path)
-        if size != entry["size"]:
-            return f"has {size} bytes instead of {entry['size']}"
-        if _digest_of_file(path) != entry[_ALGORITHM]:
-            return "its content has changed"
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error})"
+def _damage_of_file(path: str, entry: Mapping[str, Any], into: memoryview | None) -> str | None:
+    size = os.path.getsize(path)
+    if size != entry["size"]:
+        return f"has {size} bytes instead of {entry['size']}"
+    if into is not None and len(into) != size:
+        return f"has {size} bytes, where the array takes {len(into)}"
+    if _digest_of_file(path, into) != entry[_DIGEST]:
+        return "its content has changed"
     return None
 
 
-def _digest_of_file(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+def _digest_of_file(path: str, into: memoryview | None = None) -> str:
+    """The digest of a file, whose content is left in `into` if that is given."""
+    digest, at = _xxh3(), 0
+    block = memoryview(bytearray(_BLOCK_BYTES)) if into is None else None
+    with open(path, "rb", buffering=0) as file:
+        while True:
+            place = into[at : at + _BLOCK_BYTES] if into is not None else block
+            assert place is not None
+            read = file.readinto(place) if len(place) else 0
+            if not read:
+                return digest.hexdigest()
+            digest.update(place[:read])
+            at += read
 
 
 def _digest_of_json(value: Any) -> str:
-    return hashlib.new(_ALGORITHM, json.dumps(value, sort_keys=True).encode()).hexdigest()
+    digest = _xxh3()
+    digest.update(json.dumps(value, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
+def _xxh3() -> Any:
+    try:
+        import xxhash
+    except ImportError as error:
+        raise MissingExtraError(
+            "checkpoints need the package 'xxhash', which is not installed. Install it with the "
+            'rest of what training takes: pip install "weft[train]".'
+        ) from error
+    return xxhash.xxh3_128()

@@ -11,16 +11,16 @@ structure of a state in `checkpoint_index`, when to save in `checkpoint_policy`,
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
 from weft.config import (
@@ -32,12 +32,12 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.errors import (
-    CheckpointError,
     CheckpointPolicyError,
     CheckpointSaveError,
     DamagedCheckpointError,
 )
 from weft.hierarchy.module import Module
+from weft.trainer.agreement import largest_number, number_of_first
 from weft.trainer.base_checkpointer import BaseCheckpointer
 from weft.trainer.checkpoint_dirs import (
     STEP_NUM_DIGITS,
@@ -60,14 +60,25 @@ from weft.trainer.checkpoint_index import (
     read_state_spec,
     write_index_file,
 )
-from weft.trainer.checkpoint_manifest import find_damage, has_manifest, write_manifest
+from weft.trainer.checkpoint_manifest import (
+    find_damage,
+    has_manifest,
+    read_manifest,
+    write_manifest,
+)
 from weft.trainer.checkpoint_policy import (
+    AnyPolicy,
     BestMetricPolicy,
     CheckpointPolicy,
     EvalMetric,
+    EverySecondsPolicy,
     every_n_steps_and_last_policy,
     every_n_steps_policy,
+    metric_value,
+    scalars_of,
 )
+from weft.trainer.checkpoint_retention import KeepBest, kept_steps
+from weft.trainer.disk_room import lacks_room
 from weft.trainer.python_savables import (
     PythonSavable,
     maybe_restore_python_savables,
@@ -84,6 +95,7 @@ from weft.typing import Nested
 __all__ = [
     "STEP_NUM_DIGITS",
     "STEP_PREFIX",
+    "AnyPolicy",
     "BaseCheckpointer",
     "BestMetricPolicy",
     "CheckpointPolicy",
@@ -91,7 +103,9 @@ __all__ = [
     "Checkpointer",
     "DamagedCheckpoint",
     "EvalMetric",
+    "EverySecondsPolicy",
     "IndexFileWriter",
+    "KeepBest",
     "OrbaxStateStorage",
     "PythonSavable",
     "RestoreStateFilter",
@@ -157,6 +171,7 @@ class Checkpointer(BaseCheckpointer):
 
     Example:
         >>> import tempfile
+        >>> import numpy as np
         >>> cfg = Checkpointer.default_config().set(name="checkpointer", dir=tempfile.mkdtemp())
         >>> with cfg.instantiate(parent=None) as checkpointer:
         ...     checkpointer.save(step=1, state={"w": np.arange(3.0), "epoch": 1})
@@ -174,6 +189,10 @@ class Checkpointer(BaseCheckpointer):
             keep_last_n: How many of the newest checkpoints are kept.
             keep_every_n_steps: Checkpoints whose steps are this far apart, or farther, are kept as
                 well; None keeps none of them.
+            keep_every_n_seconds: Likewise by the times at which they were saved.
+            keep_best: Keeps the best as well; None keeps none of them.
+            asynchronous: Whether `save` returns while a thread writes. If not, it returns when the
+                checkpoint stands, and raises what went wrong.
             gc_loop_interval_seconds: The shortest time between two removals of old checkpoints. 0
                 removes them as soon as a newer one stands.
             storage: Where the states go.
@@ -185,6 +204,9 @@ class Checkpointer(BaseCheckpointer):
 
         keep_last_n: int = 1
         keep_every_n_steps: int | None = None
+        keep_every_n_seconds: float | None = None
+        keep_best: KeepBest.Config | None = None
+        asynchronous: bool = True
         gc_loop_interval_seconds: float = 0
         storage: StateStorage.Config = OrbaxStateStorage.default_config()
         validation: CheckpointValidationType | None = None
@@ -202,6 +224,7 @@ class Checkpointer(BaseCheckpointer):
         self._storage: StateStorage = cfg.storage.instantiate()
         self._index_writer = maybe_instantiate(cfg.index_writer) or write_index_file
         self._filter = maybe_instantiate(cfg.restore_state_filter)
+        self._keep_best = None if cfg.keep_best is None else cfg.keep_best.instantiate()
         if cfg.summary_writer is not None:
             writer = cfg.summary_writer
             writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
@@ -209,8 +232,7 @@ class Checkpointer(BaseCheckpointer):
         self._saving: int | None = None  # the step of the save that is under way
         self._last_step: int | None = None  # saved or restored, so it need not be saved again
         self._last_removal = -float("inf")
-        self._damaged: list[DamagedCheckpoint] = []
-        self._damaged_steps: set[int] = set()
+        self._damaged: dict[int, DamagedCheckpoint] = {}
 
     def ckpt_dir(self, step: int) -> str:
         """The directory of a step's checkpoint."""
@@ -219,7 +241,7 @@ class Checkpointer(BaseCheckpointer):
     @property
     def damaged_checkpoints(self) -> tuple[DamagedCheckpoint, ...]:
         """What `restore` found damaged, and passed over or refused."""
-        return tuple(self._damaged)
+        return tuple(self._damaged.values())
 
     @classmethod
     def checkpoint_paths(cls, base_dir: str) -> list[str]:
@@ -248,28 +270,31 @@ class Checkpointer(BaseCheckpointer):
         evaler_summaries: dict[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        wanted = self._save_policy(step=step, evaler_summaries=evaler_summaries or {})
+        evaler_summaries = evaler_summaries or {}
+        wanted = self._save_policy(step=step, evaler_summaries=evaler_summaries)
         if not (wanted or force) or step in (self._saving, self._last_step):
             return False
+        facts = self._facts(step, evaler_summaries)
         failure = self._finish_save()
-        try:
-            self._begin_save(step, state)
-        except CheckpointError:
-            raise
-        except Exception as error:
-            raise self._save_error(step, error) from error
+        self._begin_save(step, state, facts)
+        if not self.config.asynchronous:
+            failure = self._finish_save() or failure
         if failure is not None:
             raise failure
         return True
 
-    def _begin_save(self, step: int, state: Nested[Any]) -> None:
+    def _facts(self, step: int, evaler_summaries: dict[str, Any]) -> dict[str, Any]:
+        """What the manifest is to note."""
+        if self._keep_best is not None:
+            metric = self._keep_best.config.metric
+            metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
+        metrics = scalars_of(step, evaler_summaries)
+        return {"step": step, "saved_at": time.time(), "metrics": metrics}
+
+    def _begin_save(self, step: int, state: Nested[Any], facts: dict[str, Any]) -> None:
         final_dir = self.ckpt_dir(step)
         ckpt_dir = dir_being_written(final_dir)
-        if jax.process_index() == 0:
-            os.makedirs(self.config.dir, exist_ok=True)
-            tidy(self.config.dir)
-            os.makedirs(ckpt_dir)
-        _sync_processes(f"made {ckpt_dir}")
+        self._make(ckpt_dir, step)
         policy = self._save_policy
         policy_state = policy.get_state() if isinstance(policy, PythonSavable) else None
 
@@ -280,9 +305,9 @@ class Checkpointer(BaseCheckpointer):
             if policy_state is not None:
                 with open(os.path.join(ckpt_dir, _POLICY_STATE), "w", encoding="utf-8") as file:
                     json.dump(policy_state, file)
-            write_manifest(ckpt_dir)
+            write_manifest(ckpt_dir, facts=facts)
             publish_dir(final_dir)
-            self._damaged_steps.discard(step)
+            self._damaged.pop(step, None)
             self._log(final_dir, step, CheckpointerAction.SAVE, state=None)
             self._remove_old(step)
 
@@ -295,26 +320,53 @@ class Checkpointer(BaseCheckpointer):
             raise
         self._saving = step
 
-    def _finish_save(self) -> CheckpointSaveError | None:
-        """Waits for the save that is under way; returns its failure."""
+    def _make(self, ckpt_dir: str, step: int) -> None:
+        """Makes the directory that all processes write to."""
+        failure = None
+        if jax.process_index() == 0:
+            try:
+                os.makedirs(self.config.dir, exist_ok=True)
+                tidy(self.config.dir)
+                os.makedirs(ckpt_dir)
+            except OSError as error:
+                failure = error
+        if number_of_first(failure is not None):
+            failure = failure or OSError(f"process 0 could not make {ckpt_dir}")
+            raise self._save_error(step, failure) from failure
+
+    def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
+        """Waits for the save that is under way; returns its failure, the same in all processes.
+
+        Args:
+            alone: Whether other processes may not come here, as after an error in this one.
+        """
         step, self._saving = self._saving, None
         if step is None:
             return None
+        failure = None
         try:
             self._storage.wait_until_finished()
         except Exception as error:
             failure = self._save_error(step, error)
             failure.__cause__ = error
-            return failure
-        self._last_step = step
-        return None
+        if not alone:
+            worst = largest_number(0 if failure is None else 1 if failure.lacks_room else 2)
+            if worst and failure is None:
+                other = OSError("another process could not write its part, and says why")
+                failure = self._save_error(step, other)
+            if failure is not None:
+                failure.lacks_room = worst == 1
+        if failure is None:
+            self._last_step = step
+        return failure
 
     def _save_error(self, step: int, error: BaseException) -> CheckpointSaveError:
         stand = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         return CheckpointSaveError(
             f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: "
             f"{type(error).__name__}: {error}. Those that stand: {stand}. Make room, or make the "
-            "directory writable; the next one that is due will be tried again."
+            "directory writable.",
+            lacks_room=lacks_room(error),
         )
 
     def _remove_old(self, step: int) -> None:
@@ -325,23 +377,24 @@ class Checkpointer(BaseCheckpointer):
         self._last_removal = now
         # What lies ahead is of another course of the run, and no reason to remove what is behind.
         dirs = {s: path for s, path in step_dirs(self.config.dir).items() if s <= step}
-        kept = self._kept([s for s in dirs if s not in self._damaged_steps])
+        facts = {s: self._facts_of(s, path) for s, path in dirs.items() if s not in self._damaged}
+        cfg = self.config
+        kept = kept_steps(
+            facts,
+            last_n=cfg.keep_last_n,
+            every_n_steps=cfg.keep_every_n_steps,
+            every_n_seconds=cfg.keep_every_n_seconds,
+            best=self._keep_best,
+        )
         for old in dirs.keys() - kept:
             try:
                 self.cleanup_checkpoint(dirs[old], sync=False)
             except OSError as error:
                 logger.warning("The old checkpoint %s cannot be removed: %s", dirs[old], error)
 
-    def _kept(self, steps: list[int]) -> set[int]:
-        cfg = self.config
-        kept = set(steps[-cfg.keep_last_n :])
-        if cfg.keep_every_n_steps is not None:
-            last = -float("inf")
-            for step in steps:
-                if step - last >= cfg.keep_every_n_steps:
-                    kept.add(step)
-                    last = step
-        return kept
+    def _facts_of(self, step: int, path: str) -> dict[str, Any]:
+        manifest = read_manifest(path, step=step)
+        return {} if isinstance(manifest, str) else manifest.facts
 
     def wait_until_finished(self) -> None:
         failure = self._finish_save()
@@ -349,7 +402,7 @@ class Checkpointer(BaseCheckpointer):
             raise failure
 
     def stop(self, *, has_exception: bool = False) -> None:
-        failure = self._finish_save()
+        failure = self._finish_save(alone=has_exception)
         self._storage.stop()
         if "summary_writer" in self.children:
             self.summary_writer.close()
@@ -364,15 +417,57 @@ class Checkpointer(BaseCheckpointer):
         self, *, step: int | None = None, state: Nested[Any]
     ) -> tuple[int | None, Nested[Any]]:
         self.wait_until_finished()
-        step = self._choose_step(step)
-        if step is None:
-            return None, state
-        cfg, ckpt_dir = self.config, self.ckpt_dir(step)
-        validation = cfg.validation or CheckpointValidationType.EXACT
+        given = state
+        validation = self.config.validation or CheckpointValidationType.EXACT
         if self._filter is not None:
             state = self._filter(state)
             validation = validation.allowing_more
-        state = self._storage.restore_from_dir(
+        damaged = []
+        for found in self._steps_to_try(step):
+            try:
+                restored = self._restore_step(found, state, validation)
+            except DamagedCheckpointError as error:
+                damaged.append(DamagedCheckpoint(self.ckpt_dir(found), error.damage))
+                self._damaged[found] = damaged[-1]
+                if step is None:
+                    logger.warning(
+                        "The checkpoint %s is damaged. It is passed over for the one before.",
+                        damaged[-1],
+                    )
+            else:
+                return found, restored
+        if not damaged:
+            return None, given
+        raise self._all_damaged(step, damaged)
+
+    def _steps_to_try(self, wanted: int | None) -> Iterator[int]:
+        """The steps, the newest first, as the first process sees them, or the one asked for."""
+        none = -1
+        mine = step_dirs(self.config.dir) if jax.process_index() == 0 else {}
+        if wanted is not None:
+            if not number_of_first(wanted in mine):
+                raise not_found(self.config.dir, wanted)
+            mine = {wanted: self.ckpt_dir(wanted)}
+        for step in [*reversed(mine), none] if jax.process_index() == 0 else itertools.repeat(none):
+            found = number_of_first(step)
+            if found == none:
+                return
+            yield found
+
+    def _restore_step(
+        self, step: int, state: Nested[Any], validation: CheckpointValidationType
+    ) -> Nested[Any]:
+        """Restores a step of which every file is as it was written."""
+        ckpt_dir, by_storage = self.ckpt_dir(step), self._storage.checks_below
+        damage = find_damage(
+            ckpt_dir,
+            step=step,
+            wanted=lambda path: by_storage is None or not path.startswith(by_storage),
+        )
+        if largest_number(bool(damage)):
+            damage = damage or ["another process has found it damaged, and names the file"]
+            raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
+        restored = self._storage.restore_from_dir(
             step, state, ckpt_dir=ckpt_dir, validation=validation
         )
         policy_file = os.path.join(ckpt_dir, _POLICY_STATE)
@@ -380,69 +475,26 @@ class Checkpointer(BaseCheckpointer):
             with open(policy_file, encoding="utf-8") as file:
                 self._save_policy.set_state(json.load(file))
         self._last_step = step
-        self._log(ckpt_dir, step, CheckpointerAction.RESTORE, state)
-        return step, state
+        self._log(ckpt_dir, step, CheckpointerAction.RESTORE, restored)
+        return restored
 
-    def _choose_step(self, wanted: int | None) -> int | None:
-        """The step to restore; the first process looks, and tells the others."""
-        none, refused = -1, -2
-        found, error = none, None
-        if jax.process_index() == 0:
-            try:
-                chosen = self._newest_whole() if wanted is None else self._if_whole(wanted)
-                found = none if chosen is None else chosen
-            except CheckpointError as e:
-                found, error = refused, e
-        if jax.process_count() > 1:
-            found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
-        if error is not None:
-            raise error
-        if found == refused:
-            raise DamagedCheckpointError(
-                f"process 0 found no checkpoint in {self.config.dir!r} that can be restored. Its "
-                "own error says why."
-            )
-        return None if found == none else found
-
-    def _newest_whole(self) -> int | None:
-        damaged = []
-        for step, path in reversed(step_dirs(self.config.dir).items()):
-            checkpoint = self._if_damaged(step, path)
-            if checkpoint is None:
-                return step
-            damaged.append(checkpoint)
-            logger.warning(
-                "The checkpoint %s is damaged. It is passed over for the one before.", checkpoint
-            )
-        if damaged:
-            raise DamagedCheckpointError(
+    def _all_damaged(
+        self, wanted: int | None, damaged: list[DamagedCheckpoint]
+    ) -> DamagedCheckpointError:
+        damage = [line for checkpoint in damaged for line in checkpoint.damage]
+        if wanted is None:
+            return DamagedCheckpointError(
                 f"every checkpoint in {self.config.dir!r} is damaged: "
                 f"{'; '.join(map(str, damaged))}. Bring one back from a copy, or move the "
-                "directory away to begin anew."
+                "directory away to begin anew.",
+                damage=damage,
             )
-        return None
-
-    def _if_whole(self, step: int) -> int:
-        path = self.ckpt_dir(step)
-        if not os.path.isdir(path):
-            raise not_found(self.config.dir, step)
-        checkpoint = self._if_damaged(step, path)
-        if checkpoint is not None:
-            others = [s for s in self.checkpoint_steps(self.config.dir) if s != step]
-            raise DamagedCheckpointError(
-                f"the checkpoint {checkpoint} is damaged. "
-                f"Restore another step: {', '.join(map(str, others)) or 'there is none'}."
-            )
-        return step
-
-    def _if_damaged(self, step: int, path: str) -> DamagedCheckpoint | None:
-        damage = find_damage(path)
-        if not damage:
-            return None
-        checkpoint = DamagedCheckpoint(path, tuple(damage))
-        self._damaged.append(checkpoint)
-        self._damaged_steps.add(step)
-        return checkpoint
+        others = [s for s in self.checkpoint_steps(self.config.dir) if s != wanted]
+        return DamagedCheckpointError(
+            f"the checkpoint {damaged[0]} is damaged. "
+            f"Restore another step: {', '.join(map(str, others)) or 'there is none'}.",
+            damage=damage,
+        )
 
     def _log(self, ckpt_dir: str, step: int, action: CheckpointerAction, state: Any) -> None:
         if "summary_writer" in self.children:

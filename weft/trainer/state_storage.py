@@ -4,6 +4,7 @@
 back when everything is on the disk.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -20,9 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from weft.config import Configurable
-from weft.errors import CheckpointStateError
+from weft.config import Configurable, config_class
+from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.trainer.agreement import largest_number
+from weft.trainer.array_files import ArrayFiles
 from weft.trainer.checkpoint_index import (
     CheckpointValidationType,
     Index,
@@ -30,13 +33,16 @@ from weft.trainer.checkpoint_index import (
     check_state_structure,
     flatten_state,
     is_array,
+    is_key_dtype,
     is_state_leaf,
     read_index_file,
 )
+from weft.trainer.checkpoint_manifest import has_manifest, read_manifest
 from weft.trainer.python_savables import (
     maybe_restore_python_savables,
     maybe_save_python_savables,
 )
+from weft.trainer.writing_processes import WritingProcesses
 from weft.typing import Nested
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,14 @@ class StateStorageCommitCallback(Protocol):
 
 
 class StateStorage(Configurable):
-    """Base of the storages. Saves one state at a time; all processes call it alike."""
+    """Base of the storages. Saves one state at a time; all processes call it alike.
+
+    Attributes:
+        checks_below: the directory, with "/" at its end, whose files `restore_from_dir` itself
+            compares with the manifest, all of them, while it reads; None if it looks at no digest.
+    """
+
+    checks_below: str | None = None
 
     def save_to_dir(
         self,
@@ -104,6 +117,11 @@ class StateStorage(Configurable):
 
         Returns:
             A pytree like `state`, with the saved values; savable objects are changed in place.
+
+        Raises:
+            CheckpointStructureError: If they are not alike.
+            DamagedCheckpointError: If a file is not as it was written; in all processes, whichever
+                of them found it. Savable objects are as they were then.
         """
         raise NotImplementedError(type(self))
 
@@ -113,21 +131,35 @@ class StateStorage(Configurable):
 
 
 class OrbaxStateStorage(StateStorage):
-    """Keeps each array in a directory of its own, in the zarr format, through Orbax.
+    """Keeps each array in a directory of its own, in the zarr format, written by Orbax.
 
     Without ocdbt, which takes five times as long, and without compression, which takes three times
-    as long and finds little in trained parameters. Works from any mesh to any other.
+    as long and finds little in trained parameters. Works from any mesh to any other, and from any
+    number of processes to any other: each reads what its own devices take.
     """
 
+    @config_class
+    class Config(StateStorage.Config):
+        """Configures an OrbaxStateStorage.
+
+        Attributes:
+            max_chunk_bytes: the size of the largest file. A process that needs a part of it reads
+                the whole, so this bounds the memory that restoring takes beside the state itself.
+        """
+
+        max_chunk_bytes: int = 2**28
+
     _ARRAYS, _PYTHON = "arrays", "python"
-    _TIMEOUT_SECONDS = 3600
+    checks_below = f"{_ARRAYS}/"
 
     def __init__(self, config: StateStorage.Config):
         super().__init__(config)
         import orbax.checkpoint  # takes half a second, so only where one is made
+        from etils import epath
 
         self._ocp: Any = orbax.checkpoint
-        self._saver: Any = None
+        self._path = epath.Path
+        self._handler: Any = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -143,44 +175,56 @@ class OrbaxStateStorage(StateStorage):
         leaves = flatten_state(state)
         index = build_index(state)
         arrays = {_array_name(path): _to_save(path, leaf) for path, leaf in leaves if _stored(leaf)}
-        maybe_save_python_savables(dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_orbax_errors_not_logged())
-            if arrays:
-                self._open_saver().save(
-                    os.path.abspath(os.path.join(ckpt_dir, self._ARRAYS)),
-                    args=self._ocp.args.PyTreeSave(arrays),
-                )
-            of_thread = stack.pop_all()
+        processes = WritingProcesses(ckpt_dir)
+        copied = threading.Event()  # the state may change from now on
 
-        def finish() -> None:
+        def write() -> None:
+            with _orbax_errors_not_logged():
+                maybe_save_python_savables(dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON))
+                futures = self._begin_to_write(arrays, os.path.join(ckpt_dir, self._ARRAYS))
+                copied.set()
+                for future in futures:
+                    future.result()
+
+        def save() -> None:
             try:
-                with of_thread:
-                    if arrays:
-                        self._saver.wait_until_finished()
+                with processes.written():
+                    write()
                 on_commit_callback(ckpt_dir=ckpt_dir, index=index)
             except BaseException as error:
                 self._error = error
-                _remove_what_was_written(ckpt_dir)
+                if jax.process_index() == 0:
+                    _remove_what_was_written(ckpt_dir)
                 logger.error(
                     "The checkpoint of step %d could not be written to %s: %s",
                     step,
                     ckpt_dir,
                     error,
                 )
+            finally:
+                copied.set()
 
-        self._thread = threading.Thread(target=finish, name=f"save of step {step}")
+        self._thread = threading.Thread(target=save, name=f"save of step {step}")
         self._thread.start()
+        copied.wait()
+        if isinstance(self._error, CheckpointStateError):  # the same in all processes
+            self.wait_until_finished()
 
-    def _open_saver(self) -> Any:
-        if self._saver is None:
-            handler = self._ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-            if jax.process_count() == 1:
-                # What is left to finalize is to compare the processes, and to merge what ocdbt
-                # wrote, of which there is nothing: Orbax warns of that at every save.
-                handler.finalize = lambda directory: None
-            self._saver = self._ocp.AsyncCheckpointer(handler, timeout_secs=self._TIMEOUT_SECONDS)
-        return self._saver
+    def _begin_to_write(self, arrays: dict[str, Any], directory: str) -> list[Any]:
+        """Copies arrays to the host; returns what is to be waited for until they are written."""
+        if not arrays:
+            return []
+        if self._handler is None:
+            self._handler = self._ocp.PyTreeCheckpointHandler(
+                use_ocdbt=False, use_compression=False
+            )
+        os.makedirs(directory, exist_ok=True)
+        args = self._ocp.SaveArgs(chunk_byte_size=self.config.max_chunk_bytes)
+        saving = self._handler.async_save(
+            self._path(os.path.abspath(directory)),
+            args=self._ocp.args.PyTreeSave(arrays, save_args=dict.fromkeys(arrays, args)),
+        )
+        return asyncio.run(saving) or []
 
     def wait_until_finished(self) -> None:
         if self._thread is not None:
@@ -198,32 +242,36 @@ class OrbaxStateStorage(StateStorage):
         ckpt_dir: str,
         validation: CheckpointValidationType = CheckpointValidationType.EXACT,
     ) -> Nested[Any]:
-        del step
         saved = read_index_file(ckpt_dir)
         check_state_structure(saved, build_index(state), validation=validation)
         leaves = flatten_state(state)
         arrays = self._read_arrays(
-            {path: leaf for path, leaf in leaves if _stored(leaf)},
-            os.path.abspath(os.path.join(ckpt_dir, self._ARRAYS)),
+            step, {path: leaf for path, leaf in leaves if _stored(leaf)}, ckpt_dir
         )
         maybe_restore_python_savables(dict(leaves), dir=os.path.join(ckpt_dir, self._PYTHON))
         values = dict(saved)
         restored = [_restored(path, leaf, arrays, values) for path, leaf in leaves]
         return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_state_leaf), restored)
 
-    def _read_arrays(self, targets: dict[str, Any], directory: str) -> dict[str, Any]:
+    def _read_arrays(self, step: int, targets: dict[str, Any], ckpt_dir: str) -> dict[str, Any]:
         """The arrays by path, each with the dtype and layout of its target."""
-        ocp = self._ocp
-        if not targets:
-            return {}
-        args = {_array_name(path): _restore_args(ocp, leaf) for path, leaf in targets.items()}
-        reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False))
-        with reader:
-            arrays = reader.restore(
-                directory,
-                args=ocp.args.PyTreeRestore(
-                    item=dict.fromkeys(args, 0), restore_args=args, partial_restore=True
-                ),
+        found = read_manifest(ckpt_dir, step=step) if has_manifest(ckpt_dir) else None
+        manifest, faults = (None, [found]) if isinstance(found, str) else (found, [])
+        files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
+        arrays, seen, of_arrays = files.read(
+            {_array_name(path): _with_layout(leaf) for path, leaf in targets.items()}
+        )
+        faults += of_arrays
+        if manifest is not None:
+            # What nobody needs is looked at as well, each file by one of the processes.
+            below = sorted(p for p in manifest.files if p.startswith(f"{self._ARRAYS}/"))
+            mine = below[jax.process_index() :: jax.process_count()]
+            faults += manifest.damage_of_all(p for p in mine if p not in seen)
+        if largest_number(bool(faults)):
+            faults = faults or ["another process, which names it, has found damage"]
+            raise DamagedCheckpointError(
+                f"the checkpoint {ckpt_dir} is damaged: {'; '.join(faults[:8])}. Restore another.",
+                damage=faults,
             )
         return {path: arrays[_array_name(path)] for path in targets}
 
@@ -231,15 +279,15 @@ class OrbaxStateStorage(StateStorage):
         try:
             self.wait_until_finished()
         finally:
-            if self._saver is not None:
-                self._saver.close()
-            self._saver = None
+            if self._handler is not None:
+                self._handler.close()
+            self._handler = None
 
 
 def _remove_what_was_written(ckpt_dir: str) -> None:
     """Makes room on a full disk."""
-    # After the first error, Orbax does not wait for the other arrays that are being written; each
-    # brings its directory back if that is gone.
+    # After the first error, other arrays are still being written; each brings its directory back if
+    # that is gone.
     for seconds in (0, 0.1, 0.4):
         time.sleep(seconds)
         shutil.rmtree(ckpt_dir, ignore_errors=True)
@@ -305,10 +353,9 @@ def _sharding_of(leaf: Any) -> Any:
     return getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.devices()[0])
 
 
-def _restore_args(ocp: Any, leaf: Any) -> Any:
-    dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.dtype(leaf.dtype)
+def _with_layout(leaf: Any) -> Any:
+    """What an array is to look like, as reading takes it."""
     if isinstance(leaf, np.ndarray | np.generic):
-        return ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
-    return ocp.ArrayRestoreArgs(
-        sharding=_sharding_of(leaf), global_shape=tuple(leaf.shape), dtype=dtype, strict=True
-    )
+        return leaf
+    dtype = leaf.dtype if is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=_sharding_of(leaf))

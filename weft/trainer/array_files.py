@@ -1,0 +1,199 @@
+"""Arrays read from the files of a checkpoint, each checked while it is read.
+
+    arrays/decoder-emb-weight/.zarray    shape, dtype, and the shape of a chunk
+    arrays/decoder-emb-weight/0.0        the first chunk: the bytes of its elements, row by row
+    arrays/decoder-emb-weight/0.1        the chunk to the right of it
+
+The format is zarr's, written by Orbax without compression. A process reads the chunks in which its
+own devices have a part, array by array: however large the whole state is, a host holds the parts of
+its devices, and the few chunks that are being read. A file is read once, for its values and for its
+digest, which is what makes a restore as fast as plain reads.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weft.trainer.checkpoint_index import is_key_dtype, key_implementation
+from weft.trainer.checkpoint_manifest import Manifest
+
+_THREADS = 4
+_ALIGNMENT = 64  # JAX takes over memory that begins at such an address, and copies any other
+
+
+class ArrayFileError(Exception):
+    """A file is damaged; says which, and how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayFiles:
+    """Where arrays lie.
+
+    Attributes:
+        ckpt_dir: the checkpoint.
+        within: the directory of the arrays, as a path from there.
+        manifest: the digests; None to read unchecked.
+    """
+
+    ckpt_dir: str
+    within: str
+    manifest: Manifest | None
+
+    def read(self, targets: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], list[str]]:
+        """Reads arrays, several at a time.
+
+        Args:
+            targets: by name, a NumPy array, or anything with shape, dtype and sharding.
+
+        Returns:
+            The arrays by name; the paths of the files that were looked at; and what is wrong with
+            them, a line for each array with damage, which then is not among the arrays.
+        """
+        arrays, seen, faults = {}, set(), []
+
+        def read_one(name: str) -> None:
+            try:
+                arrays[name] = _Reader(self, name, seen).read(targets[name])
+            except ArrayFileError as error:
+                faults.append(str(error))
+
+        largest_first = sorted(targets, key=lambda name: -math.prod(targets[name].shape))
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(read_one, largest_first):
+                pass
+        return arrays, seen, sorted(faults)
+
+
+class _Reader:
+    """Reads one array."""
+
+    def __init__(self, files: ArrayFiles, name: str, seen: set[str]):
+        self._files, self._name, self._seen = files, name, seen
+        header = bytearray(self._size(".zarray"))
+        self._fill(".zarray", memoryview(header))
+        try:
+            content = json.loads(header)
+            self._chunk = tuple(map(int, content["chunks"]))
+            self._shape = tuple(map(int, content["shape"]))
+            self._dtype = _stored_dtype(content["dtype"])
+            plain = (content["compressor"], content["filters"], content["order"])
+            self._separator = content.get("dimension_separator", ".")
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._fault(".zarray", f"describes no array ({error})") from error
+        if plain != (None, None, "C") or len(self._chunk) != len(self._shape):
+            raise self._fault(".zarray", "describes an array that was not written by Weft")
+
+    def read(self, target: Any) -> Any:
+        """The array, with the dtype and layout of the target."""
+        impl, shape, dtype = None, tuple(target.shape), target.dtype
+        if is_key_dtype(dtype):
+            impl = key_implementation(dtype)
+            data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+            shape, dtype = shape + data.shape, data.dtype
+        if shape != self._shape:
+            raise self._fault(".zarray", f"has the shape {self._shape}, the index {shape}")
+        if isinstance(target, np.ndarray | np.generic):
+            return self._region(tuple(slice(0, n) for n in shape), dtype)
+        regions: dict[Any, np.ndarray] = {}
+        parts = []
+        for device, index in target.sharding.addressable_devices_indices_map(shape).items():
+            region = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
+            key = tuple((s.start, s.stop) for s in region)
+            if key not in regions:
+                regions[key] = self._region(region, dtype)
+            parts.append(jax.device_put(regions[key], _one(device, target.sharding)))
+        sharding = target.sharding
+        array = jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+
+    def _region(self, region: tuple[slice, ...], dtype: Any) -> np.ndarray:
+        """The elements of a part of the array, from all chunks in which it lies."""
+        whole = _aligned(tuple(s.stop - s.start for s in region), self._dtype)
+        for at, within, chunk_name in self._chunks(region):
+            place = whole[at]
+            if place.shape == self._chunk and place.flags.c_contiguous:
+                self._fill(chunk_name, _bytes_of(place))
+            else:
+                chunk = _aligned(self._chunk, self._dtype)
+                self._fill(chunk_name, _bytes_of(chunk))
+                whole[at] = chunk[within]
+        return whole if whole.dtype == dtype else whole.astype(dtype)
+
+    def _chunks(self, region: tuple[slice, ...]) -> Iterator[tuple[Any, Any, str]]:
+        """Where each chunk goes in the region, which part of it does, and what it is called."""
+        numbers = [
+            range(s.start // c, -(-s.stop // c)) for s, c in zip(region, self._chunk, strict=True)
+        ]
+        for number in itertools.product(*numbers):
+            at, within = [], []
+            for i, c, s in zip(number, self._chunk, region, strict=True):
+                first, last = max(s.start, i * c), min(s.stop, (i + 1) * c)
+                at.append(slice(first - s.start, last - s.start))
+                within.append(slice(first - i * c, last - i * c))
+            name = self._separator.join(map(str, number)) or "0"
+            yield (*at, ...), (*within, ...), name
+
+    def _path(self, name: str) -> str:
+        return f"{self._files.within}/{self._name}/{name}"
+
+    def _size(self, name: str) -> int:
+        try:
+            return os.path.getsize(os.path.join(self._files.ckpt_dir, self._path(name)))
+        except OSError:
+            self._seen.add(self._path(name))
+            raise self._fault(name, "is missing") from None
+
+    def _fill(self, name: str, into: memoryview) -> None:
+        """Reads a file into memory of its size."""
+        path, manifest = self._path(name), self._files.manifest
+        self._seen.add(path)
+        if manifest is not None:
+            fault = manifest.damage_of(path, into)
+        else:
+            fault = _read_unchecked(os.path.join(self._files.ckpt_dir, path), into)
+        if fault is not None:
+            raise self._fault(name, fault)
+
+    def _fault(self, name: str, fault: str) -> ArrayFileError:
+        return ArrayFileError(f"{self._path(name)}: {fault}")
+
+
+def _read_unchecked(path: str, into: memoryview) -> str | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            read = at = file.readinto(into) if len(into) else 0
+            while read and at < len(into):
+                read = file.readinto(into[at:])
+                at += read
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return None if at == len(into) else f"has {at} bytes instead of {len(into)}"
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _bytes_of(array: np.ndarray) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _stored_dtype(name: str) -> np.dtype:
+    """The dtype of a header, such as "<f4"; those that NumPy does not know stand by their names."""
+    return np.dtype(name) if name[0] in "<>|=" else jnp.dtype(name)
+
+
+def _one(device: Any, sharding: Any) -> Any:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
