@@ -33,7 +33,7 @@ def set_dropout_rate_recursively(
         if _makes(config, Dropout) and not (set_only_if_none and config.rate is not None):
             config.rate = dropout_rate
 
-    _for_each_config(cfg, set_rate)
+    for_each_config(cfg, set_rate)
 
 
 def set_layer_norm_eps_recursively(
@@ -51,7 +51,7 @@ def set_layer_norm_eps_recursively(
         if _makes(config, LayerNormStateless) and not (set_only_if_none and config.eps is not None):
             config.eps = eps
 
-    _for_each_config(cfg, set_eps)
+    for_each_config(cfg, set_eps)
 
 
 def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
@@ -66,7 +66,7 @@ def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
         if "bias" in config.keys():  # noqa: SIM118 - a config is no mapping
             config.bias = bias
 
-    _for_each_config(cfg, set_bias)
+    for_each_config(cfg, set_bias)
 
 
 def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
@@ -100,7 +100,7 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
             if has_norm(value):
                 setattr(config, name, replaced(value))
 
-    _for_each_config(cfg, set_norm)
+    for_each_config(cfg, set_norm)
 
 
 def _makes(value: Any, cls: type) -> bool:
@@ -109,8 +109,13 @@ def _makes(value: Any, cls: type) -> bool:
     return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
 
 
-def _for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
-    """Calls `fn` on every config in `root`, inner ones first."""
+def for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
+    """Calls a function on every config, inner ones first.
+
+    Args:
+        root: the config in which they lie, and itself.
+        fn: changes one.
+    """
     found: list[ConfigBase] = []
 
     def enter(path: str, value: Any, children: list | None) -> list | None:

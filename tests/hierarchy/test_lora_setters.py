@@ -1,0 +1,107 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import LayerConfigError
+from weft.hierarchy.attention import (
+    GroupedQKVLinear,
+    GroupedQueryAttention,
+    RepeatedTransformerLayer,
+    RoFormerQKVLinear,
+    StackedTransformerLayer,
+    TransformerLayer,
+)
+from weft.hierarchy.layers import LayerNorm
+from weft.hierarchy.lora import merge_adapters
+from weft.hierarchy.lora_setters import set_lora_recursively, with_base_state, without_lora
+from weft.hierarchy.module import functional as F
+
+DIM = 8
+
+
+def stack(cls=RepeatedTransformerLayer, *, grouped=False):
+    layer = TransformerLayer.default_config()
+    attention = layer.self_attention.attention.set(num_heads=4)
+    if grouped:
+        qkv = GroupedQKVLinear.default_config().set(num_kv_heads=2)
+        qkv = RoFormerQKVLinear.default_config().set(input_linear=qkv, rotary_value=False)
+        attention = GroupedQueryAttention.default_config().set(num_heads=4, input_linear=qkv)
+    layer.self_attention.attention = attention
+    layer.feed_forward.set(hidden_dim=6, activation=("nn.silu", "linear"))
+    return cls.default_config().set(name="stack", input_dim=DIM, num_layers=2, layer=layer)
+
+
+def adapted(cfg, **kwargs):
+    cfg = cfg.clone()
+    set_lora_recursively(cfg, rank=2, alpha=4.0, **kwargs)
+    return cfg
+
+
+def layer_and_state(cfg, seed=0):
+    layer = cfg.clone().instantiate(parent=None)
+    return layer, jax.jit(layer.initialize_parameters_recursively)(jax.random.key(seed))
+
+
+def paths(state):
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
+
+
+@pytest.mark.parametrize(
+    ("cls", "grouped"),
+    [(RepeatedTransformerLayer, False), (StackedTransformerLayer, True)],
+    ids=["repeated", "stacked and grouped"],
+)
+def test_adapters_on_a_base_change_nothing_and_merge_into_it(cls, grouped):
+    cfg = stack(cls, grouped=grouped)
+    base, base_state = layer_and_state(cfg, seed=1)
+    layer, state = layer_and_state(adapted(cfg))
+    state = with_base_state(layer, state, base_state)
+    x = jnp.sin(jnp.arange(2 * 3 * DIM, dtype=jnp.float32)).reshape(2, 3, DIM)
+
+    def run(layer, state):
+        return jax.jit(lambda s: F(layer, None, s, (x,), is_training=False)[0].data)(state)
+
+    np.testing.assert_array_equal(run(layer, state), run(base, base_state))
+    trained = jax.tree_util.tree_map_with_path(
+        lambda path, v: v + 0.1 if "adapter" in jax.tree_util.keystr(path) else v, state
+    )
+    expected = run(layer, trained)
+    assert np.abs(expected - run(base, base_state)).max() > 0.1
+    merged = merge_adapters(layer, trained)
+    assert jax.tree.structure(merged) == jax.tree.structure(base_state)
+    np.testing.assert_allclose(run(base, merged), expected, atol=1e-5)
+
+
+def test_which_layers_get_adapters():
+    cfg = stack(grouped=True)
+    layers = adapted(cfg).layer
+    qkv = layers.self_attention.attention.input_linear.input_linear
+    assert qkv.adapter.enable_lora == {"query": True, "key": False, "value": False}
+    assert adapted(stack()).layer.self_attention.attention.input_linear.adapter.enable_lora["key"]
+    of = {}
+    for which in ("attention", "feed_forward"):
+        _, state = layer_and_state(adapted(cfg, **{which: False}))
+        of[which] = {p for p in paths(state) if "/adapter/" in p}
+    assert all("feed_forward" in p for p in of["attention"])
+    assert all("self_attention" in p for p in of["feed_forward"])
+
+
+def test_settings_reach_every_adapter_and_a_second_call_adds_none():
+    cfg = adapted(stack(), dropout_rate=0.25)
+    adapter = cfg.layer.feed_forward.linear2.adapter
+    assert (adapter.rank, adapter.alpha, adapter.lora_dropout.rate) == (2, 4.0, 0.25)
+    with pytest.raises(LayerConfigError, match=r"has no attention and .* without an adapter"):
+        adapted(cfg)
+
+
+def test_what_has_no_layers_for_adapters():
+    with pytest.raises(LayerConfigError, match=r"LayerNorm.* has no attention"):
+        adapted(LayerNorm.default_config())
+
+
+def test_a_config_without_adapters_again():
+    cfg = stack(grouped=True)
+    assert without_lora(adapted(cfg)) == cfg
+    assert without_lora(cfg) == cfg

@@ -1,0 +1,142 @@
+"""Functions that give the layers of a model's config adapters, and take them away again.
+
+    set_lora_recursively(cfg, rank=8, alpha=16.0)
+
+puts a `LoraFusedQKVLinear` in the place of the projections of every attention, a
+`LoraMultiheadOutputLinear` in that of its output, and a `LoraLinear` in that of each linear map of
+a feed-forward layer. `with_base_state` gives the model with adapters the state of one without.
+"""
+
+import copy
+from typing import Any
+
+from weft.config import ConfigBase
+from weft.errors import LayerConfigError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.config_setters import for_each_config
+from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.lora import LoraFusedQKVLinear, LoraLinear, LoraMultiheadOutputLinear
+from weft.hierarchy.multihead_attention import MultiheadAttention
+from weft.hierarchy.qkv_linear import (
+    FusedGroupedQKVLinear,
+    GroupedQKVLinear,
+    MultiheadOutputLinear,
+)
+
+_WITH_ADAPTER = (LoraLinear, LoraMultiheadOutputLinear, LoraFusedQKVLinear)
+
+
+def set_lora_recursively(
+    cfg: ConfigBase,
+    *,
+    rank: int,
+    alpha: float,
+    dropout_rate: float = 0.0,
+    attention: bool = True,
+    feed_forward: bool = True,
+) -> None:
+    """Puts adapters beside the linear maps of every attention and every feed-forward layer.
+
+    Where there are fewer heads of keys and values than of queries, of the projections only the
+    queries' gets one.
+
+    Args:
+      cfg: the config to change.
+      rank: the number of dimensions of adapters.
+      alpha: what they add is multiplied by `alpha / rank`.
+      dropout_rate: of their inputs.
+      attention: whether attention gets adapters.
+      feed_forward: whether feed-forward layers do.
+
+    Raises:
+      LayerConfigError: if there was nothing to put one beside.
+
+    Example:
+      >>> from weft.hierarchy.transformer import TransformerLayer
+      >>> cfg = TransformerLayer.default_config()
+      >>> set_lora_recursively(cfg, rank=2, alpha=4.0)
+      >>> cfg.feed_forward.linear1.klass.__name__
+      'LoraLinear'
+    """
+    done = []
+
+    def beside(layer: Any, kind: Any) -> Any:
+        done.append(layer)
+        new = kind.default_config().set(layer=layer)
+        new.adapter.set(rank=rank, alpha=alpha)
+        new.adapter.lora_dropout.rate = dropout_rate
+        return new
+
+    def add(config: Any) -> None:
+        if attention and _is_of(config, MultiheadAttention):
+            if _is_of(config.output_linear, MultiheadOutputLinear):
+                config.output_linear = beside(config.output_linear, LoraMultiheadOutputLinear)
+            holder = config if not hasattr(config.input_linear, "input_linear") else None
+            holder = holder or config.input_linear
+            if not _is_of(holder.input_linear, LoraFusedQKVLinear):
+                holder.input_linear = _enabled(
+                    beside(holder.input_linear, LoraFusedQKVLinear), config.num_heads
+                )
+        if feed_forward and _is_of(config, TransformerFeedForwardLayer):
+            for name in ("linear1", "linear2"):
+                if _is_of(getattr(config, name), Linear):
+                    setattr(config, name, beside(getattr(config, name), LoraLinear))
+
+    for_each_config(cfg, add)
+    if not done:
+        raise LayerConfigError(
+            f"{cfg._title()} has no attention and no feed-forward layer without an adapter, "
+            f"beside which one could stand (attention={attention}, feed_forward={feed_forward}). "
+            "Give the config of a transformer."
+        )
+
+
+def _is_of(config: Any, cls: type) -> bool:
+    klass = getattr(config, "klass", None)
+    return isinstance(klass, type) and issubclass(klass, cls)
+
+
+def _enabled(cfg: Any, num_heads: int) -> Any:
+    """Says which projections have an adapter."""
+    grouped = _is_of(cfg.layer, GroupedQKVLinear) or _is_of(cfg.layer, FusedGroupedQKVLinear)
+    all_heads = not grouped or cfg.layer.num_kv_heads == num_heads
+    all_heads = all_heads and not cfg.layer.klass.is_kv_sharing(cfg.layer)
+    cfg.adapter.enable_lora = {"query": True, "key": all_heads, "value": all_heads}
+    return cfg
+
+
+def without_lora(cfg: Any) -> Any:
+    """The config of the model without adapters, for the state that `merge_adapters` gives.
+
+    Args:
+      cfg: the config of a model; it is not changed.
+    """
+    new = cfg.clone()
+
+    def remove(config: Any) -> None:
+        for name, value in config.items():
+            if any(_is_of(value, cls) for cls in _WITH_ADAPTER):
+                setattr(config, name, value.layer)
+
+    for_each_config(new, remove)
+    return new
+
+
+def with_base_state(layer: BaseLayer, state: dict[str, Any], base: dict[str, Any]) -> Any:
+    """The state of a model with adapters, in which all else is that of the model without.
+
+    Args:
+      layer: the model with adapters, or a part of it.
+      state: its state, of which only that of adapters is kept. It is not changed.
+      base: the state of the model without adapters.
+    """
+    if isinstance(layer, _WITH_ADAPTER):
+        new: Any = copy.copy(state)
+        new["layer"] = base
+        return new
+    new = copy.copy(base)  # a stack stays marked as one
+    for name, child in layer.children.items():
+        if isinstance(child, BaseLayer) and name in base:
+            new[name] = with_base_state(child, state[name], base[name])
+    return new
