@@ -215,8 +215,8 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         if hasattr(cfg.layer, "input_linear"):
             raise LayerConfigError(
                 f"{self.path()}: layer is a {cfg.layer.klass.__name__}, which changes queries "
-                "and keys after projecting them, so an adapter's projections cannot be added to its "
-                "outputs. Set input_linear of that layer to a LoraFusedQKVLinear instead."
+                "and keys after projecting them, so an adapter's projections cannot be added to "
+                "its outputs. Set input_linear of that layer to a LoraFusedQKVLinear instead."
             )
         layer: Any = self._add_child(
             "layer",

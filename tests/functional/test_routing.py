@@ -1,0 +1,108 @@
+"""Routing, against a loop that gives out the rooms one by one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.errors import ArgumentValueError
+from weft.functional import routing as R
+
+
+def by_hand(experts, gates, num_experts, capacity, live):
+    """For one group: a list of (token, expert, room, gate) and how many choices were dropped."""
+    tokens, k = experts.shape
+    used, placed, dropped = [0] * num_experts, [], [0] * k
+    for rank in range(k):
+        for token in range(tokens):
+            if not live[token]:
+                continue
+            expert = experts[token, rank]
+            if used[expert] < capacity:
+                placed.append((token, expert, used[expert], gates[token, rank]))
+                used[expert] += 1
+            else:
+                dropped[rank] += 1
+    return placed, dropped
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_rooms_are_given_out_as_by_a_loop(seed, k, capacity, padded):
+    rng = np.random.default_rng(seed)
+    groups, tokens, num_experts = 2, 6, 4
+    experts = np.argsort(rng.random((groups, tokens, num_experts)), axis=-1)[..., :k]
+    gates = rng.random((groups, tokens, k)).astype("f") + 0.1
+    live = rng.random((groups, tokens)) < 0.7 if padded else np.ones((groups, tokens), bool)
+    got = R.route(
+        jnp.asarray(experts),
+        jnp.asarray(gates),
+        num_experts=num_experts,
+        capacity=capacity,
+        live=jnp.asarray(live) if padded else None,
+    )
+    combine = np.zeros((groups, tokens, num_experts, capacity), "f")
+    missed = np.zeros(k)
+    for group in range(groups):
+        placed, dropped = by_hand(experts[group], gates[group], num_experts, capacity, live[group])
+        missed += dropped
+        for token, expert, room, gate in placed:
+            combine[group, token, expert, room] = gate
+    sizes = {"num_experts": num_experts, "capacity": capacity}
+    np.testing.assert_allclose(R.combine_tensor(got, **sizes), combine, rtol=1e-6)
+    np.testing.assert_array_equal(R.dispatch_tensor(got, **sizes), combine > 0)
+    share = R.over_capacity(got, jnp.asarray(live))
+    np.testing.assert_allclose(share, missed / max(1, live.sum()), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_losses_are_those_of_the_papers(padded):
+    rng = np.random.default_rng(1)
+    logits = rng.normal(size=(2, 5, 3)).astype("f")
+    probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    experts = np.argsort(-logits, axis=-1)[..., :2]
+    live = np.array([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1]], bool) if padded else np.ones((2, 5), bool)
+    expected, squares = [], []
+    for group in range(2):
+        tokens = [t for t in range(5) if live[group, t]]
+        f, p = np.zeros(3), np.zeros(3)
+        for t in tokens:
+            p += probs[group, t] / len(tokens)
+            f[experts[group, t]] += 1 / (2 * len(tokens))
+            squares.append(np.log(np.exp(logits[group, t]).sum()) ** 2)
+        expected.append(3 * (f * p).sum())
+    mask = jnp.asarray(live) if padded else None
+    got = R.load_balance_loss(jnp.asarray(probs), jnp.asarray(experts), mask)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    z_loss = R.router_z_loss(jnp.asarray(logits), mask)
+    np.testing.assert_allclose(z_loss, np.mean(squares), rtol=1e-5)
+
+
+def test_without_live_tokens_statistics_are_zero():
+    live = jnp.zeros((1, 4), bool)
+    probs, experts = jnp.full((1, 4, 2), 0.5), jnp.zeros((1, 4, 1), jnp.int32)
+    assert R.load_balance_loss(probs, experts, live).tolist() == [0]
+    assert R.router_z_loss(probs, live) == 0
+
+
+@pytest.mark.parametrize(
+    "factor, minimum, expected",
+    [(1.0, None, 3), (2.0, None, 5), (0.1, None, 1), (0.1, 2, 2), (None, None, 10), (None, 4, 4),
+     (99.0, None, 10)],
+)  # fmt: skip
+def test_capacity(factor, minimum, expected):
+    assert R.expert_capacity(10, 4, factor=factor, minimum=minimum) == expected
+
+
+@pytest.mark.parametrize("factor, minimum", [(0.0, None), (-1.0, 2), (None, 0)])
+def test_no_room_is_refused(factor, minimum):
+    with pytest.raises(
+        ArgumentValueError, match=f"a factor of {factor} and a minimum of {minimum}"
+    ):
+        R.expert_capacity(10, 4, factor=factor, minimum=minimum)
+
+
+def test_groups_of_one_expert():
+    scores = jnp.array([[1.0, 3.0, 2.0]])
+    assert R.limit_to_groups(scores, num_groups=3, num_kept=2).tolist() == [[-jnp.inf, 3.0, 2.0]]

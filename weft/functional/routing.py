@@ -1,0 +1,231 @@
+"""Routing: which expert sees which token, and with what weight.
+
+Each token of a group chooses `k` of the experts by the scores that a router gives it. An expert has
+room for `capacity` tokens of a group. Rooms are given out to all first choices, in the order of the
+tokens, then to all second choices, and so on; a choice that finds no room is dropped, and adds
+nothing to the token's output (GShard: Lepikhin et al., 2021; Switch: Fedus et al., 2022).
+
+With `live`, tokens can be left out: padding takes no room and counts in no statistic.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from weft.errors import ArgumentValueError
+from weft.functional.norm import l2_normalize
+
+
+class Routing(NamedTuple):
+    """The choices of tokens.
+
+    Attributes:
+        experts: `Int[Array, "*groups tokens k"]`, the chosen experts, the best first.
+        gates: `Float[Array, "*groups tokens k"]`, their weights; 0 where a choice was dropped.
+        positions: `Int[Array, "*groups tokens k"]`, the room of a choice with its expert.
+        kept: `Bool[Array, "*groups tokens k"]`, whether it found room.
+    """
+
+    experts: Array
+    gates: Array
+    positions: Array
+    kept: Array
+
+
+def expert_capacity(
+    group_size: int, num_experts: int, *, factor: float | None, minimum: int | None = None
+) -> int:
+    """Returns for how many tokens of a group an expert has room.
+
+    Args:
+        group_size: the number of tokens in a group.
+        num_experts: the number of experts.
+        factor: how many times an equal share, `group_size / num_experts`, that is, rounded up.
+            Without it, and without a minimum, there is room for the whole group.
+        minimum: the least number.
+
+    Raises:
+        ArgumentValueError: if the number is less than 1.
+
+    >>> expert_capacity(10, 4, factor=1.0), expert_capacity(10, 4, factor=None)
+    (3, 10)
+    """
+    if (factor is not None and factor <= 0) or (minimum is not None and minimum < 1):
+        raise ArgumentValueError(
+            f"an expert's capacity is given by a factor of {factor} and a minimum of {minimum}; "
+            "without room for a token nothing is routed: expected a factor above 0 and a minimum "
+            "of at least 1."
+        )
+    if factor is None:
+        return group_size if minimum is None else min(minimum, group_size)
+    # Beyond the whole group there is nobody to take the room.
+    return min(group_size, max(math.ceil(group_size * factor / num_experts), minimum or 1))
+
+
+def route(
+    experts: Int[Array, "*groups tokens k"],
+    gates: Float[Array, "*groups tokens k"],
+    *,
+    num_experts: int,
+    capacity: int,
+    live: Bool[Array, "*groups tokens"] | None = None,
+) -> Routing:
+    """Gives out the rooms.
+
+    Args:
+        experts: the choices of each token, all different, the best first.
+        gates: their weights.
+        num_experts: the number of experts.
+        capacity: for how many tokens of a group each has room.
+        live: which tokens take part; all of them by default.
+
+    >>> route(jnp.array([[0], [0], [1]]), jnp.ones((3, 1)), num_experts=2, capacity=1).kept[:, 0]
+    Array([ True, False,  True], dtype=bool)
+    """
+    chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32)
+    if live is not None:
+        chosen = chosen * live[..., None, None]
+    # How many choices came before: all tokens' better ones, and earlier tokens' equally good ones.
+    by_rank = jnp.moveaxis(chosen, -2, -3)
+    queue = by_rank.reshape(*by_rank.shape[:-3], -1, num_experts)
+    before = (jnp.cumsum(queue, axis=-2) - queue).reshape(by_rank.shape)
+    positions = jnp.sum(jnp.moveaxis(before, -3, -2) * chosen, axis=-1)
+    kept = (positions < capacity) & jnp.any(chosen, axis=-1)
+    return Routing(experts, jnp.where(kept, gates, 0.0), positions, kept)
+
+
+def combine_tensor(
+    routing: Routing, *, num_experts: int, capacity: int
+) -> Float[Array, "*groups tokens experts capacity"]:
+    """Returns the weight of each room of each expert in each token's output.
+
+    Args:
+        routing: the choices.
+        num_experts: the number of experts.
+        capacity: the number of rooms of each.
+    """
+    dtype = routing.gates.dtype
+    of_expert = jax.nn.one_hot(routing.experts, num_experts, dtype=dtype)
+    # A dropped choice has a position beyond all rooms, or a gate of 0.
+    of_room = jax.nn.one_hot(routing.positions, capacity, dtype=dtype)
+    return jnp.einsum("...ske,...skc->...sec", of_expert * routing.gates[..., None], of_room)
+
+
+def dispatch_tensor(
+    routing: Routing, *, num_experts: int, capacity: int
+) -> Bool[Array, "*groups tokens experts capacity"]:
+    """Returns which token is in which room of which expert, whatever its weight.
+
+    Args:
+        routing: the choices.
+        num_experts: the number of experts.
+        capacity: the number of rooms of each.
+    """
+    kept = routing._replace(gates=routing.kept.astype(jnp.float32))
+    return combine_tensor(kept, num_experts=num_experts, capacity=capacity) > 0
+
+
+def load_balance_loss(
+    probs: Float[Array, "*groups tokens experts"],
+    experts: Int[Array, "*groups tokens k"],
+    live: Bool[Array, "*groups tokens"] | None = None,
+) -> Float[Array, " *groups"]:
+    """Returns `num_experts * sum_e f_e * P_e` of each group; 1 if all experts are equally likely.
+
+    `f_e` is the share of choices that went to expert `e`, `P_e` the mean probability the router
+    gave it (Fedus et al., 2022, equations 4 to 6).
+
+    Args:
+        probs: what the router gives.
+        experts: the choices that count as load.
+        live: which tokens count; all of them by default.
+
+    >>> load_balance_loss(jnp.full((4, 2), 0.5), jnp.array([[0], [1], [0], [1]])).item()
+    1.0
+    """
+    num_experts = probs.shape[-1]
+    chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=-2)
+    share = _token_mean(chosen, live, axis=-2) / experts.shape[-1]
+    return num_experts * jnp.sum(share * _token_mean(probs, live, axis=-2), axis=-1)
+
+
+def router_z_loss(
+    logits: Float[Array, "*groups tokens experts"],
+    live: Bool[Array, "*groups tokens"] | None = None,
+) -> Float[Array, ""]:
+    """Returns the mean of `logsumexp(logits) ** 2`, which keeps logits small (Zoph et al., 2022).
+
+    Args:
+        logits: of the router.
+        live: which tokens count; all of them by default.
+
+    >>> round(router_z_loss(jnp.zeros((3, 2))).item(), 4)
+    0.4805
+    """
+    squares = jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1))
+    return _token_mean(squares, live, axis=None)
+
+
+def over_capacity(
+    routing: Routing, live: Bool[Array, "*groups tokens"] | None = None
+) -> Float[Array, " k"]:
+    """Returns the share of first, second, ... choices that were dropped.
+
+    Args:
+        routing: the choices.
+        live: which tokens count; all of them by default.
+    """
+    dropped = 1.0 - routing.kept
+    return jnp.stack(
+        [_token_mean(dropped[..., i], live, axis=None) for i in range(dropped.shape[-1])]
+    )
+
+
+def limit_to_groups(
+    scores: Float[Array, "*tokens experts"], *, num_groups: int, num_kept: int
+) -> Float[Array, "*tokens experts"]:
+    """Sets the scores to -inf but for the best groups of neighbouring experts.
+
+    A group is as good as its two best experts together (DeepSeek-AI, 2024, section 2.1.2).
+
+    Args:
+        scores: of each expert.
+        num_groups: divides the number of experts.
+        num_kept: how many groups a token may choose from.
+
+    >>> limit_to_groups(jnp.array([3.0, 0.0, 2.0, 2.0]), num_groups=2, num_kept=1).tolist()
+    [-inf, -inf, 2.0, 2.0]
+    """
+    grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
+    best = jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0].sum(axis=-1)
+    _, chosen = jax.lax.top_k(best, num_kept)
+    allowed = jnp.any(jax.nn.one_hot(chosen, num_groups, dtype=jnp.bool_), axis=-2)
+    return jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(scores.shape)
+
+
+def _token_mean(x: Array, live: Array | None, *, axis: int | None) -> Array:
+    """The mean over live tokens, along `axis` or over everything."""
+    if live is None:
+        return jnp.mean(x, axis=axis)
+    weight = live if axis is None else live[..., None]
+    total = jnp.sum(jnp.where(weight, x, 0.0), axis=axis)
+    return total / jnp.maximum(1, jnp.sum(weight, axis=axis))
+
+
+def decorrelation_loss(weight: Float[Array, "dim experts"]) -> Float[Array, ""]:
+    """Returns the mean squared cosine between a router's weights of two experts.
+
+    Args:
+        weight: from tokens to the logits of experts.
+
+    >>> decorrelation_loss(jnp.array([[1.0, 2.0], [0.0, 0.0]])).item()
+    1.0
+    """
+    num_experts = weight.shape[-1]
+    columns = l2_normalize(weight.astype(jnp.float32), axis=0, eps=1e-12)
+    squares = jnp.square(columns.T @ columns)
+    pairs = max(1, num_experts * (num_experts - 1))
+    return jnp.sum(jnp.where(jnp.eye(num_experts, dtype=bool), 0.0, squares)) / pairs

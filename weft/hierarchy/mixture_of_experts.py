@@ -1,0 +1,38 @@
+"""Mixtures of experts, in one place.
+
+The layer (`moe_layer`), how it chooses experts (`gating`), the layer that drops no token
+(`moe_drop_free`), and how to begin from a dense model (`moe_conversion`).
+"""
+
+from weft.hierarchy.gating import (
+    AdaptiveLoadBalanceLoss,
+    BaseGating,
+    GateNoise,
+    ScoreFn,
+    Top2Gating,
+    TopKBiasGating,
+    TopKDropFreeGating,
+    TopKFn,
+    TopKGating,
+    approx_max_k,
+    sigmoid,
+)
+from weft.hierarchy.moe_conversion import convert_dense_to_moe_parameters
+from weft.hierarchy.moe_layer import TransformerFeedForwardMoE, get_outer_batch_from_mesh
+
+__all__ = [
+    "AdaptiveLoadBalanceLoss",
+    "BaseGating",
+    "GateNoise",
+    "ScoreFn",
+    "Top2Gating",
+    "TopKBiasGating",
+    "TopKDropFreeGating",
+    "TopKFn",
+    "TopKGating",
+    "TransformerFeedForwardMoE",
+    "approx_max_k",
+    "convert_dense_to_moe_parameters",
+    "get_outer_batch_from_mesh",
+    "sigmoid",
+]

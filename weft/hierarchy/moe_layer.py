@@ -1,0 +1,308 @@
+"""The feed-forward layer of a transformer, as a mixture of experts.
+
+A router sends each token to a few of many feed-forward layers, the experts, so that there are more
+parameters without more arithmetic for a token:
+
+    tokens (o g s m) --router--> logits (o g s e) --gating--> who is in which room (o g s e c)
+    dispatch: (o g s m) -> (o e g c m) --experts--> (o e g c m) --combine--> (o g s m)
+
+The letters are the axes: outer batch, group, token of a group ("sequence"), model dimension,
+expert, room ("capacity"), hidden dimension. Tokens compete for rooms within their group. Groups
+lie over the mesh axes "data" and "expert" before the dispatch, experts over "expert" after it, and
+the compiler exchanges tokens in between (Lepikhin et al., 2021).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, FunctionConfigBase, Required, config_class
+from weft.errors import ArgumentShapeError, ArgumentValueError, LayerConfigError
+from weft.functional import get_activation_fn
+from weft.functional.routing import decorrelation_loss
+from weft.hierarchy.base_layer import FactorizationSpec, ParameterSpec
+from weft.hierarchy.gating import BaseGating, Top2Gating
+from weft.hierarchy.module import Module
+from weft.hierarchy.param_init import FanAxes
+from weft.hierarchy.residual import ResidualLayer
+from weft.hierarchy.sharding import maybe_shard
+from weft.typing import PartitionSpec, Tensor
+
+# How arrays lie over the mesh by default, by the letters of their axes.
+DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
+    "me": PartitionSpec(None, None),
+    "emh": PartitionSpec("expert", None, "model"),
+    "ehm": PartitionSpec("expert", "model", None),
+    "ogsm": PartitionSpec("data", "expert", None, None),
+    "ogse": PartitionSpec("data", "expert", None, None),
+    "ogsec": PartitionSpec("data", "expert", None, None, None),
+    "oegcm": PartitionSpec("data", "expert", None, None, None),
+    "oegch": PartitionSpec("data", "expert", None, None, "model"),
+}
+
+
+def get_outer_batch_from_mesh(
+    *,
+    mesh_axis_names: Sequence[str],
+    outer_batch_axis_names: Sequence[str],
+    mesh_shape: Any,
+) -> int | None:
+    """How many outer batches there should be: one for each part of a mesh that has all experts.
+
+    Args:
+      mesh_axis_names: the names of the mesh's axes.
+      outer_batch_axis_names: those over which experts are not spread, such as "data".
+      mesh_shape: the size of each axis; of a hybrid mesh, with `ici_mesh_shape` and
+        `dcn_mesh_shape`. None if it is not known yet.
+
+    Returns:
+      The number; None if the shape is not known.
+
+    Raises:
+      ArgumentValueError: if the mesh has no such axis, or the size of one is left open.
+
+    Example:
+      >>> get_outer_batch_from_mesh(
+      ...     mesh_axis_names=("data", "expert"),
+      ...     outer_batch_axis_names=("data",),
+      ...     mesh_shape=(4, 2),
+      ... )
+      4
+    """
+    if mesh_shape is None:
+        return None
+    parts = [mesh_shape]
+    if hasattr(mesh_shape, "ici_mesh_shape"):
+        parts = [mesh_shape.ici_mesh_shape, mesh_shape.dcn_mesh_shape]
+    number = 1
+    for part in parts:
+        sizes = dict(zip(mesh_axis_names, part, strict=True))
+        for name in outer_batch_axis_names:
+            if sizes.get(name, 0) < 1:
+                raise ArgumentValueError(
+                    f"the outer batch lies over the mesh axis {name!r}, whose size in {sizes} is "
+                    "not known; expected an axis of the mesh with a positive size."
+                )
+            number *= sizes[name]
+    return number
+
+
+class TransformerFeedForwardMoE(ResidualLayer):
+    """A mixture of feed-forward layers beside a skip connection.
+
+    Parameters: `gate_weight` (input_dim, num_experts) of the router, `wi_weight` (num_experts,
+    input_dim, hidden_dim), or `wi_0_weight` and `wi_1_weight` of a gated layer, and `wo_weight`
+    (num_experts, hidden_dim, input_dim). Experts have no biases.
+
+    Its losses are the module output "aux_loss", weighted and added up; a language model adds it to
+    its own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
+    """
+
+    @config_class
+    class Config(ResidualLayer.Config):
+        """Configures a TransformerFeedForwardMoE.
+
+        Attributes:
+          input_dim: the size of input and output.
+          hidden_dim: the size between the linear maps of an expert, or a function of `input_dim`,
+            such as `scaled_hidden_dim(4)`.
+          activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
+            such as ("nn.silu", "linear").
+          num_experts: the number of experts.
+          num_groups: into how many groups the tokens of an outer batch are divided. More groups
+            mean less memory, and more chance that tokens are dropped.
+          outer_batch: into how many parts a batch is divided of which each uses all experts; see
+            `get_outer_batch_from_mesh`.
+          gating: chooses experts.
+          load_balance_loss_weight: of the gating's load-balancing loss.
+          router_z_loss_weight: of the gating's loss on the size of logits.
+          corr_loss_weight: of the mean squared cosine between the router's weights of two experts.
+          residual_weight: a factor of the branch.
+          dim_to_mesh_axis_map: how weights and activations lie over the mesh, by the letters of
+            their axes; see this module. With one outer batch, groups take the place of outer
+            batches on the mesh.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        hidden_dim: Required[int | FunctionConfigBase] = REQUIRED
+        activation: str | tuple[str, str] = "nn.relu"
+        num_experts: Required[int] = REQUIRED
+        num_groups: Required[int] = REQUIRED
+        outer_batch: int = 1
+        gating: BaseGating.Config = Top2Gating.default_config()
+        load_balance_loss_weight: float = 0.01
+        router_z_loss_weight: float = 0.0
+        corr_loss_weight: float = 0.0
+        residual_weight: float = 1.0
+        dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {}
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config with experts over the mesh axis "expert", hidden dimensions over "model"."""
+        return super().default_config().set(dim_to_mesh_axis_map=dict(DIM_TO_MESH_AXES))
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        for name in ("num_experts", "num_groups", "outer_batch"):
+            if getattr(cfg, name) < 1:
+                raise LayerConfigError(
+                    f"{self.path()}: {name}={getattr(cfg, name)}; expected at least 1."
+                )
+        if unknown := sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()):
+            raise LayerConfigError(
+                f"{self.path()}: dim_to_mesh_axis_map has {unknown}; there are "
+                f"{', '.join(DIM_TO_MESH_AXES)}."
+            )
+        hidden_dim: Any = cfg.hidden_dim
+        if not isinstance(hidden_dim, int):
+            hidden_dim = hidden_dim.set(input_dim=cfg.input_dim).instantiate()
+        self._hidden_dim: int = hidden_dim
+        names = (cfg.activation,) if isinstance(cfg.activation, str) else cfg.activation
+        self._activations = [get_activation_fn(name) for name in names]
+        self._add_norms(cfg.input_dim)
+        self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
+        # Where the norm stands after the sum, only the branch's output is dropped.
+        self._dropouts = ["dropout"] if cfg.structure == "postnorm" else ["dropout1", "dropout2"]
+        for name in self._dropouts:
+            self._add_child(name, cfg.dropout)
+        self._add_child("stochastic_depth", cfg.stochastic_depth)
+
+    def _wi_names(self) -> list[str]:
+        n = len(self._activations)
+        return ["wi_weight"] if n == 1 else [f"wi_{i}_weight" for i in range(n)]
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        m, e, h = cfg.input_dim, cfg.num_experts, self._hidden_dim
+
+        def spec(shape: tuple[int, ...], dims: str, fan_axes: FanAxes) -> ParameterSpec:
+            factors = (None,) * (len(shape) - 2) + ("row", "col")
+            return ParameterSpec(
+                shape,
+                mesh_axes=cfg.dim_to_mesh_axis_map.get(dims),
+                factorization=FactorizationSpec(factors),
+                fan_axes=fan_axes,
+            )
+
+        of_expert = FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+        return {
+            **super()._create_layer_parameter_specs(),
+            "gate_weight": spec((m, e), "me", FanAxes(in_axis=0, out_axis=1)),
+            **{name: spec((e, m, h), "emh", of_expert) for name in self._wi_names()},
+            "wo_weight": spec((e, h, m), "ehm", of_expert),
+        }
+
+    def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
+        """Applies the layer.
+
+        Args:
+          inputs: `Float[Array, "batch time input_dim"]`. The first axes together are the tokens,
+            the earlier of which find room first.
+          paddings: `Bool[Array, "batch time"]`: True for tokens that go to no expert and count in
+            no loss; none by default.
+
+        Returns:
+          As `inputs`.
+
+        Raises:
+          ArgumentShapeError: if the tokens do not divide into the groups in training. Otherwise
+            there are as many groups as there can be.
+        """
+        cfg = self.config
+        self._add_tensor_stats("inputs", inputs)
+        skipped, x = self._enter_branch(inputs)
+        live = None if paddings is None else jnp.logical_not(paddings)
+        x = self._remat_name(self._apply_experts(x, live), "linear2_0")
+        outputs = self._leave_branch(
+            skipped, x, dropout=getattr(self, self._dropouts[-1]), weight=cfg.residual_weight
+        )
+        self._add_tensor_stats("outputs", outputs)
+        return outputs
+
+    def _group_sizes(self, num_tokens: int) -> tuple[int, int]:
+        """The number of outer batches and of groups in each."""
+        cfg = self.config
+        outer, groups = cfg.outer_batch, cfg.num_groups
+        if num_tokens % (outer * groups) == 0:
+            return outer, groups
+        if self.is_training:
+            raise ArgumentShapeError(
+                f"{self.path()}: {num_tokens} tokens do not divide into outer_batch={outer} times "
+                f"num_groups={groups} groups; set num_groups to a divisor of "
+                f"{num_tokens // math.gcd(num_tokens, outer)}."
+            )
+        outer = math.gcd(num_tokens, outer)
+        return outer, math.gcd(num_tokens // outer, groups)
+
+    def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
+        """What the experts make of the branch's input."""
+        sizes = self._group_sizes(math.prod(x.shape[:-1]))
+        tokens = self._shard(x.reshape(*sizes, -1, x.shape[-1]), "ogsm")
+        output = self.gating(
+            self._router_logits(tokens, "ogse"),
+            **({} if live is None else {"live": live.reshape(tokens.shape[:-1])}),
+        )
+        self._add_losses(output)
+        specs = {dims: self._partition_spec(dims, sizes[0]) for dims in ("oegcm", "ogsm")}
+        rooms = self.gating.dispatch(
+            tokens,
+            dispatch_tensor=self._shard(output.dispatch_tensor, "ogsec"),
+            combine_tensor=output.combine_tensor,
+            dtype=x.dtype,
+            partition_spec=specs["oegcm"],
+        )
+        combined = self.gating.combine(
+            self._shard(self._experts(rooms), "oegcm"),
+            combine_tensor=self._shard(output.combine_tensor, "ogsec"),
+            dtype=x.dtype,
+            partition_spec=specs["ogsm"],
+        )
+        return combined.reshape(x.shape)
+
+    def _router_logits(self, tokens: Tensor, dims: str) -> Tensor:
+        """In float32: a router that rounds is unstable (Fedus et al., 2022, section 2.4)."""
+        weight = self.parameters["gate_weight"].astype(jnp.float32)
+        return self._shard(tokens.astype(jnp.float32) @ weight, dims)
+
+    def _experts(self, rooms: Tensor) -> Tensor:
+        """Applies each expert to its rooms, `(o e g c m)`."""
+        hidden: Any = None
+        for i, (name, activation) in enumerate(
+            zip(self._wi_names(), self._activations, strict=True)
+        ):
+            weight = self.parameters[name].astype(rooms.dtype)
+            y = self._shard(jnp.einsum("oegcm,emh->oegch", rooms, weight), "oegch")
+            y = activation(self._remat_name(y, f"linear1_{i}"))
+            hidden = y if hidden is None else hidden * y
+        if len(self._dropouts) == 2:
+            hidden = getattr(self, self._dropouts[0])(hidden)
+        weight = self.parameters["wo_weight"].astype(rooms.dtype)
+        return jnp.einsum("oegch,ehm->oegcm", hidden, weight)
+
+    def _add_losses(self, output: BaseGating.Output) -> None:
+        cfg = self.config
+        loss = cfg.load_balance_loss_weight * output.load_balance_loss
+        if cfg.router_z_loss_weight:
+            loss = loss + cfg.router_z_loss_weight * output.router_z_loss
+        if cfg.corr_loss_weight:
+            corr_loss = decorrelation_loss(self.parameters["gate_weight"])
+            self.add_summary("corr_loss", corr_loss)
+            loss = loss + cfg.corr_loss_weight * corr_loss
+        if output.seq_load_balance_loss is not None:
+            loss = loss + output.seq_load_balance_loss
+        self.add_module_output("aux_loss", loss)
+
+    def _partition_spec(self, dims: str, outer_batch: int) -> PartitionSpec | None:
+        """How an array with these axes lies over the mesh."""
+        spec = self.config.dim_to_mesh_axis_map.get(dims)
+        if spec is None or outer_batch > 1:
+            return spec
+        axes = [() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec]
+        group = dims.index("g")
+        axes[group], axes[0] = axes[0] + axes[group], ()
+        return PartitionSpec(*(a or None for a in axes))
+
+    def _shard(self, x: Tensor, dims: str) -> Tensor:
+        return maybe_shard(x, self._partition_spec(dims, x.shape[0]))
