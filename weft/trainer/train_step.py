@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.trainer.model import checked_outputs, explained
 from weft.trainer.optimizer_base import OptParam
 from weft.trainer.train_dtype import PerParamDType, cast_for_forward
 from weft.trainer.update_transformation import ForwardOutputs
@@ -78,13 +79,15 @@ def train_step(
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
         params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
-        (loss, aux), collection = functional(
-            model,
-            prng_key=inputs["forward_key"],
-            state=params,
-            inputs={"input_batch": batch},
-            is_training=True,
-        )
+        with explained(model, batch):
+            outputs, collection = functional(
+                model,
+                prng_key=inputs["forward_key"],
+                state=params,
+                inputs={"input_batch": batch},
+                is_training=True,
+            )
+        loss, aux = checked_outputs(model, outputs)
         return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
 
     inputs = {"input_batch": batch, "forward_key": forward_key, "noise_key": noise_key}

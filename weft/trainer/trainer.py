@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -23,12 +23,13 @@ from weft.config import (
     REQUIRED,
     ConfigModifier,
     ConfigOr,
+    InstantiableConfig,
     Required,
     config_class,
     maybe_instantiate,
 )
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointSaveError, UndefinedLossException
-from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import Module
 from weft.hierarchy.transforms import CONTEXTS
 from weft.input import Input, PrefetchingIterator, host_to_global_device_array
@@ -46,9 +47,11 @@ from weft.trainer.mesh import (
     build_mesh,
     select_mesh_config,
 )
+from weft.trainer.model import model_config
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
 from weft.trainer.run_state import RunState
+from weft.trainer.save_failures import save_at_end, save_if_due
 from weft.trainer.state import (
     new_state,
     partition_specs,
@@ -84,7 +87,9 @@ class SpmdTrainer(Module):
 
         Attributes:
             dir: the directory of the run.
-            model: its `forward(input_batch)` returns a scalar loss and anything else.
+            model: the config of a layer of the hierarchy, or of a class or function that makes a
+              module of Linen, NNX or another library. Its call takes a batch and returns a scalar
+              loss and anything else, see `weft.trainer.model`.
             learner: updates the parameters.
             input: the training data.
             max_step: the number of steps.
@@ -94,6 +99,9 @@ class SpmdTrainer(Module):
             mesh_rules: pairs of a regular expression for hardware and what is to hold for it: a
               mesh shape, a config modifier, or None; see `select_mesh_config`.
             batch_axis_names: the axes over which the rows of a batch are laid.
+            logical_axis_rules: pairs of a name that a module of another library gives to an axis,
+              and the mesh axis or axes over which such axes are laid, None for none; in the order
+              of their priority.
             evalers: evaluations by name.
             checkpointer: saves and restores.
             summary_writer: reports.
@@ -116,7 +124,7 @@ class SpmdTrainer(Module):
         """
 
         dir: Required[str] = REQUIRED
-        model: Required[BaseModel.Config] = REQUIRED
+        model: Required[InstantiableConfig] = REQUIRED
         learner: Required[BaseLearner.Config] = REQUIRED
         input: Required[Input.Config] = REQUIRED
         max_step: int | float = math.inf
@@ -127,6 +135,7 @@ class SpmdTrainer(Module):
             Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]] | None
         ) = None
         batch_axis_names: str | Sequence[str] | None = "data"
+        logical_axis_rules: Sequence[tuple[str, str | Sequence[str] | None]] = []
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
@@ -150,7 +159,7 @@ class SpmdTrainer(Module):
         self._state: TrainerState | None = None
         with self.mesh():
             self._add_child("input", cfg.input)
-            self._add_child("model", cfg.model)
+            self._add_child("model", model_config(cfg.model, self.input.element_spec))
             self._add_child("learner", cfg.learner)
             self._state_specs = state_specs(self.model, self.learner)
             self._shardings = state_shardings(self._mesh, self._state_specs)
@@ -182,9 +191,11 @@ class SpmdTrainer(Module):
 
     # The state.
 
-    def mesh(self) -> AbstractContextManager:
-        """Makes the trainer's mesh the current one while open."""
-        return jax.set_mesh(self._mesh)
+    @contextlib.contextmanager
+    def mesh(self) -> Iterator[None]:
+        """Makes the trainer's mesh, and its rules for logical axes, the current ones while open."""
+        with jax.set_mesh(self._mesh), logical_axis_rules(self.config.logical_axis_rules):
+            yield
 
     @property
     def step(self) -> int:
@@ -250,7 +261,8 @@ class SpmdTrainer(Module):
     # Checkpoints.
 
     def _to_save(self, batches: PrefetchingIterator | None, state: Any) -> dict[str, Any]:
-        return {**state._asdict(), "input_iter": batches, "run_state": self._run_state}
+        beside = {"input_iter": batches, "run_state": self._run_state, "next_step": self._step + 1}
+        return {**state._asdict(), **beside}
 
     def restore_checkpoint(self, restore_step: int | None = None) -> int | None:
         """Restores the state, and the position in the data if `run` has opened it.
@@ -269,11 +281,12 @@ class SpmdTrainer(Module):
                 step=restore_step, state=self._to_save(batches, target)
             )
             if step is not None:
-                self._step = step
+                self._step = restored["next_step"] - 1
                 self._state = TrainerState(**{k: restored[k] for k in TrainerState._fields})
             return step
 
     _batches: PrefetchingIterator | None = None
+    _failed_saves = 0
 
     def save_checkpoint(
         self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
@@ -373,6 +386,8 @@ class SpmdTrainer(Module):
             BatchShardingError: if the batches do not fit the mesh.
             RunDirError: if the directory belongs to another config.
             UndefinedLossException: if the loss becomes NaN or infinite.
+            CheckpointSaveError: if the last step, or on a disk with room any step that was due,
+              could not be saved.
             ProcessesNotReadyError: if another process does not come to the first step.
             ProcessLostError: if another process ends or fails.
         """
@@ -391,7 +406,7 @@ class SpmdTrainer(Module):
             stack.enter_context(self.mesh())
             stack.enter_context(compilation_cache(cfg.compilation_cache_dir))
             self._batches = stack.enter_context(self._open_batches())
-            stack.callback(self._close)
+            stack.push(self._close)
 
             resumed_from = self.restore_checkpoint()
             if resumed_from is None:
@@ -531,28 +546,33 @@ class SpmdTrainer(Module):
             raise StopRun(Wish("end", EARLY_STOPPING))
 
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
-        """Saves if the policy says so. A save that failed, as on a full disk, ends no training."""
-        try:
-            if self.save_checkpoint(evaler_summaries):
-                self._on_saved(listener)
-        except CheckpointSaveError as error:
-            logger.error("%s Training goes on from step %d.", error, self._step)
+        """Saves if the policy says so."""
+        report = functools.partial(self._on_save_failed, listener)
+        if save_if_due(lambda: self.save_checkpoint(evaler_summaries), report=report):
+            self._on_saved(listener)
 
     def _save_last(self, listener: RunListener, *, even_before_first: bool = False) -> None:
         """Saves the present step, unless it is saved already, and waits for it."""
-        due = self._step or even_before_first
-        if due and self.save_checkpoint(None, force=True):
+        due = bool(self._step or even_before_first)
+        report = functools.partial(self._on_save_failed, listener)
+        wait = self.checkpointer.wait_until_finished
+        if save_at_end(lambda: due and self.save_checkpoint(None, force=True), wait, report=report):
             self._on_saved(listener)
-        self.checkpointer.wait_until_finished()
 
     def _on_saved(self, listener: RunListener) -> None:
         if self._throughput is not None:
             self._throughput.on_checkpoint(self._step, self._state)
         listener.on_checkpoint(self._step)
 
-    def _close(self) -> None:
+    def _on_save_failed(self, listener: RunListener, error: CheckpointSaveError) -> None:
+        logger.error("%s Training goes on from step %d.", error, self._step)
+        self._failed_saves += 1
+        self.summary_writer(self._step, {"failed_saves": self._failed_saves})
+        listener.on_save_failed(self._step, error)
+
+    def _close(self, *exc_info: Any) -> None:
         self._traces.close()
-        self.checkpointer.stop()
+        self.checkpointer.stop(has_exception=exc_info[0] is not None)
         self._batches = None
 
 
