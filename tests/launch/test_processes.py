@@ -1,5 +1,6 @@
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -61,7 +62,8 @@ def test_lines_come_with_the_number_of_their_process():
 def test_a_process_that_is_killed_takes_the_others_with_it_even_if_they_do_not_listen():
     start = time.monotonic()
     outcome, _ = run(
-        '[ $ID = 1 ] && { echo "step 7"; kill -9 $$; }; trap "" TERM; while :; do sleep 1; done'
+        '[ $ID = 1 ] && { sleep 0.5; echo "step 7"; kill -9 $$; }; '
+        'trap "" TERM; while :; do sleep 1; done'
     )
     assert time.monotonic() - start < 10
     assert (outcome.failed.index, outcome.failed.code) == (1, 137)
@@ -71,7 +73,7 @@ def test_a_process_that_is_killed_takes_the_others_with_it_even_if_they_do_not_l
 
 
 def test_the_first_to_fail_is_named_and_its_code_is_that_of_all():
-    script = 'trap "exit 9" TERM; [ $ID = 2 ] && exit 3; while :; do sleep 0.1; done'
+    script = 'trap "exit 9" TERM; [ $ID = 2 ] && sleep 0.5 && exit 3; while :; do sleep 0.1; done'
     outcome, _ = run(script, num=3, failure_grace_seconds=20)
     assert (outcome.failed.index, outcome.code) == (2, 3)
     assert sorted(e.code for e in outcome.ended) == [3, 9, 9]
@@ -110,6 +112,38 @@ def test_who_does_not_stop_in_time_is_killed():
         grace_seconds=0.3,
     )
     assert outcome.stopped_by == "SIGTERM" and outcome.code == 137 and outcome.failed is None
+
+
+GROUP = """
+import os, sys
+from weft.launch.processes import ProcessGroup
+script = 'trap "echo saved >> $OUT; exit 0" TERM; echo ready; while :; do sleep 0.05; done'
+ProcessGroup(
+    ["sh", "-c", script],
+    [dict(os.environ)] * 2,
+    say=lambda index, line: print(line, flush=True),
+    grace_seconds=20,
+    failure_grace_seconds=20,
+).run()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent")
+def test_if_this_process_is_killed_the_others_are_asked_to_stop(tmp_path):
+    out = tmp_path / "out"
+    group = subprocess.Popen(
+        [sys.executable, "-c", GROUP],
+        env={**os.environ, "OUT": str(out)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with group:
+        assert [group.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        group.kill()
+    deadline = time.monotonic() + 20
+    while not out.exists() or out.read_text().count("saved") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_only_the_last_lines_are_kept():

@@ -150,15 +150,18 @@ def test_a_compilation_is_left_when_the_run_is_to_stop():
 
 def test_what_was_compiled_beside_is_what_a_call_uses():
     compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: compilations.append(name) if "backend" in name else None
-    )
+
+    def listener(name, seconds, **_):
+        compilations.append(name) if "backend_compile" in name else None
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
     double = jax.jit(lambda x: 2 * x + 17)
     x = jnp.arange(3.0)
     with GracefulStop() as stop:
         stop.compile(double.lower(x))
     n = len(compilations)
     double(x)
+    jax.monitoring.unregister_event_duration_listener(listener)
     assert len(compilations) == n >= 1
 
 

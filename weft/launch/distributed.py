@@ -23,7 +23,9 @@ from typing import NamedTuple
 import jax
 
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
-from weft.launch.job import COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID
+from weft.launch.job import COORDINATOR_ADDRESS, HEARTBEAT_TIMEOUT, NUM_PROCESSES, PROCESS_ID
+from weft.trainer.companions import HEARTBEAT_TIMEOUT_SECONDS, in_company
+from weft.trainer.meeting import meet
 
 _CONNECT_SECONDS = 300.0
 
@@ -154,19 +156,41 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
     Raises:
         ProcessEnvironmentError: if the variables do not go together.
         CoordinatorNotFoundError: if process 0 does not answer.
+        ProcessesNotReadyError: if others do not come; the message names them.
     """
-    place = place_of(os.environ if environ is None else environ)
+    environ = os.environ if environ is None else environ
+    place = place_of(environ)
     if place is None or jax.distributed.is_initialized():
         yield place
         return
+    heartbeat_timeout = _heartbeat_timeout(environ)
     if place.process_id != 0:
         wait_for_coordinator(place)
-    jax.distributed.initialize(*place, cluster_detection_method="deactivate")
+    companions = meet(
+        place.coordinator,
+        process_id=place.process_id,
+        num_processes=place.num_processes,
+        timeout_seconds=_CONNECT_SECONDS,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+    )
     try:
-        yield place
+        with in_company(companions):
+            jax.distributed.initialize(
+                *place,
+                cluster_detection_method="deactivate",
+                heartbeat_timeout_seconds=heartbeat_timeout,
+            )
+            yield place
     except BaseException as error:
         _leave(error)
     jax.distributed.shutdown()
+
+
+def _heartbeat_timeout(environ: Mapping[str, str]) -> int:
+    text = environ.get(HEARTBEAT_TIMEOUT, str(HEARTBEAT_TIMEOUT_SECONDS))
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise ProcessEnvironmentError(f"{HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds.")
+    return int(text)
 
 
 def _leave(error: BaseException) -> None:

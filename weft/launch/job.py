@@ -27,6 +27,9 @@ this is not set. A scheduler that starts a job again only when it failed needs a
 TRY_AGAIN = 75
 """The usual code for "failed for now, try again"."""
 
+HEARTBEAT_TIMEOUT = "WEFT_HEARTBEAT_TIMEOUT_SECONDS"
+"""After how many seconds a silent process counts as gone."""
+
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -54,6 +57,8 @@ class Job(Configurable):
             max_tries: how often all processes are started, at most. The next try follows when one
                 of them failed; a training goes on from its last checkpoint.
             grace_seconds: how long processes that were asked to stop may take to save.
+            heartbeat_timeout_seconds: after how long a process of which the others hear nothing
+                counts as gone. One that ends is noticed at once.
         """
 
         name: Required[str] = REQUIRED
@@ -63,6 +68,7 @@ class Job(Configurable):
         env: dict[str, str] = {}
         max_tries: int = 1
         grace_seconds: float = 120
+        heartbeat_timeout_seconds: int = 100
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -72,7 +78,13 @@ class Job(Configurable):
                 f"{self._where('command')} is empty. Write a program and its arguments one by "
                 'one, as command=["weft", "train", "lm"].'
             )
-        for field, least in (("num_processes", 1), ("gpus_per_process", 0), ("max_tries", 1)):
+        least_values = {
+            "num_processes": 1,
+            "gpus_per_process": 0,
+            "max_tries": 1,
+            "heartbeat_timeout_seconds": 2,
+        }
+        for field, least in least_values.items():
             if getattr(cfg, field) < least:
                 raise JobConfigError(
                     f"{self._where(field)}={getattr(cfg, field)}; expected {least} or more."
@@ -103,7 +115,11 @@ class Job(Configurable):
     @property
     def environment(self) -> dict[str, str]:
         """The variables that are the same for each process."""
-        return {**self.config.env, NUM_PROCESSES: str(self.config.num_processes)}
+        cfg = self.config
+        variables = {NUM_PROCESSES: str(cfg.num_processes)}
+        if cfg.heartbeat_timeout_seconds != type(self).default_config().heartbeat_timeout_seconds:
+            variables[HEARTBEAT_TIMEOUT] = str(cfg.heartbeat_timeout_seconds)
+        return {**cfg.env, **variables}
 
 
 def check_text(job: str, field: str, value: Any, pattern: str, expected: str) -> None:

@@ -3,13 +3,15 @@
 Each is watched by two threads: one reads what it prints, one waits for its end. Ends arrive in a
 queue in the order in which they happened, so that the first to fail is the one that is named. From
 then on the others are asked to stop, since they wait for what will never come; who has not ended
-after a while is killed. A signal that asks this process to stop is passed on to each of them.
+after a while is killed. A signal that asks this process to stop is passed on to each of them; if it
+is killed itself, the kernel asks them to stop.
 """
 
 import collections
 import contextlib
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,6 +65,28 @@ class Outcome(NamedTuple):
         if self.failed is not None:
             return self.failed.code
         return next((e.code for e in self.ended if e.code), 0)
+
+
+# Becomes the program, after it has had the kernel send SIGTERM to it when this process ends. A
+# `preexec_fn` would do so without it, but not after a fork of a process with JAX's threads.
+_PR_SET_PDEATHSIG = 1
+_UNTIL_PARENT_ENDS = f"""
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):  # else it has ended before
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def ending_with_parent(command: Sequence[str]) -> list[str]:
+    """A command for a child of this process that is asked to stop when this process is killed.
+
+    Args:
+        command: the program and its arguments.
+    """
+    if sys.platform != "linux":
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid()), *command]
 
 
 class ProcessGroup:
@@ -123,8 +147,13 @@ class ProcessGroup:
             if self._log_paths is not None:
                 output = stack.enter_context(self._open_log(self._log_paths[index]))
             try:
+                if (
+                    shutil.which(self._command[0], path=self._environments[index].get("PATH"))
+                    is None
+                ):
+                    raise FileNotFoundError(f"there is no program {self._command[0]!r}")
                 process = subprocess.Popen(
-                    self._command,
+                    ending_with_parent(self._command),
                     env=dict(self._environments[index]),
                     stdin=subprocess.DEVNULL,
                     stdout=output,

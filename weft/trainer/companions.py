@@ -197,7 +197,7 @@ class Companions:
         with selectors.DefaultSelector() as selector:
             for index, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, index)
-            while selector.get_map() and self._over is None:
+            while selector.get_map() and self._over is None and not self._left:
                 for key, _ in selector.select(min(pulse, 1.0)):
                     index = key.data
                     lines = self._read(index, buffers)
@@ -213,6 +213,8 @@ class Companions:
                     for connection in self._connections.values():
                         self._send(connection, {"alive": self.doing})
                 self._look_at_clocks(now)
+        for connection in self._connections.values():
+            connection.close()
 
     def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
         """The lines that have come from a process; None at the end."""
@@ -292,9 +294,7 @@ class Companions:
                 self._asked = wish
                 self._broadcast({"asked": wish})
             if min(self._at.values()) == message["at"]:
-                stop = min(
-                    self._wishes.values(), key=lambda w: _KINDS.index(w.kind), default=None
-                )
+                stop = min(self._wishes.values(), key=lambda w: _KINDS.index(w.kind), default=None)
                 self._wishes.clear()
                 self._first_came = None
                 self._broadcast({"go": message["at"], "stop": stop})

@@ -5,6 +5,7 @@ that address is free again for JAX, and the connections stay as their `Companion
 has initialized `jax.distributed` by itself is met later, at a port that process 0 tells by JAX.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -165,20 +166,27 @@ def _join(
     deadline = time.monotonic() + timeout_seconds
     attempt, error = 0, None
     while time.monotonic() < deadline:
-        try:
-            connection = socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
-            connection.sendall(line_of(hello))
-            # Process 0 waits for the rest; it speaks first if they do not come.
-            answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
-        except OSError as failure:
-            answer, error = {}, failure
-        if "refused" in answer:
-            raise ProcessesNotReadyError(answer["refused"])
-        if "welcome" in answer:
-            names = {0: answer["welcome"]}
-            return Companions(
-                index, {0: connection}, names, heartbeat_timeout_seconds=heartbeat_timeout_seconds
-            )
+        with contextlib.ExitStack() as stack:
+            try:
+                connection = stack.enter_context(
+                    socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
+                )
+                connection.sendall(line_of(hello))
+                # Process 0 waits for the rest; it speaks first if they do not come.
+                answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
+            except OSError as failure:
+                answer, error = {}, failure
+            if "refused" in answer:
+                raise ProcessesNotReadyError(answer["refused"])
+            if "welcome" in answer:
+                stack.pop_all()
+                names = {0: answer["welcome"]}
+                return Companions(
+                    index,
+                    {0: connection},
+                    names,
+                    heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+                )
         attempt += 1
         time.sleep(0.1)
     raise ProcessesNotReadyError(
@@ -215,4 +223,3 @@ def _missing(names: dict[int, str], count: int, address: str, seconds: float) ->
         f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Those that "
         f"are there: {there}. See in the logs of the others whether they were started."
     )
-

@@ -1,0 +1,96 @@
+import json
+import socket
+import threading
+
+import pytest
+
+from weft.errors import ProcessesNotReadyError
+from weft.trainer.meeting import meet, open_companions
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{s.getsockname()[1]}"
+
+
+def together(address, places, timeout=10.0):
+    """What `meet` gives or raises in each of several places, as (id, number)."""
+    results = {}
+
+    def run(key, index, count):
+        try:
+            results[key] = meet(
+                address, process_id=index, num_processes=count, timeout_seconds=timeout
+            )
+        except ProcessesNotReadyError as error:
+            results[key] = error
+
+    threads = [threading.Thread(target=run, args=(key, *place)) for key, place in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[key] for key in sorted(results)]
+
+
+def test_all_meet_and_the_address_is_free_again(address):
+    lines = together(address, [(0, 3), (1, 3), (2, 3)])
+    port = int(address.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        agreed = []
+        threads = [
+            threading.Thread(target=lambda c=c: agreed.append(c.agree(lambda: None))) for c in lines
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert agreed == [None] * 3
+    for companions in lines:
+        companions.leave()
+
+
+def test_who_did_not_come_is_named_to_all(address):
+    for error in together(address, [(0, 4), (2, 4)], timeout=0.8):
+        assert isinstance(error, ProcessesNotReadyError)
+        assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 0.8 s.")
+        assert "there: process 0 of 4 (host " in str(error) and "process 2 of 4" in str(error)
+
+
+def test_without_process_0_the_address_is_named(address):
+    (error,) = together(address, [(1, 2)], timeout=0.3)
+    assert str(error).startswith(f"process 1 of 2 did not get through to process 0 at {address}")
+    assert "Its log says whether it runs" in str(error)
+
+
+def test_two_with_one_number_and_strangers_are_refused(address):
+    def stranger():
+        host, _, port = address.rpartition(":")
+        for text in (b"GET / HTTP/1.1\r\n\r\n", json.dumps({"token": "?"}).encode() + b"\n"):
+            while True:
+                try:
+                    with socket.create_connection((host, int(port))) as s:
+                        s.sendall(text)
+                        s.recv(10)
+                    break
+                except ConnectionRefusedError:
+                    pass
+                except ConnectionError:
+                    break
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    found = together(address, [(0, 3), (1, 3), (1, 3)], timeout=1.5)
+    thread.join()
+    texts = sorted(map(str, found[1:]))
+    assert texts[0].startswith("process 1 of 3 came to a run of 3 processes, in which process 1 of")
+    assert texts[0].endswith("is there already. Give each process a number.")
+    assert str(found[0]) == texts[1] and texts[1].startswith("process 2 of 3 did not come")
+    found = together(address, [(0, 2), (1, 5)], timeout=0.5)
+    assert "process 1 of 5 came to a run of 2 processes. Give each" in str(found[1])
+
+
+def test_a_process_that_is_alone_meets_nobody():
+    assert open_companions(1) is None
