@@ -5,12 +5,13 @@ import numpy as np
 import pytest
 
 from weft.config import config_for_function
-from weft.errors import EmptyCorpusError, InputDispatchError
+from weft.errors import EmptyCorpusError, InputDatasetError, InputDispatchError
 from weft.input.baselines import ngram_baselines
 from weft.input.corpus import Corpus, TextFile, stdlib_corpus
+from weft.input.files import json_lines_dataset
 from weft.input.grain import DispatchConfig, Input
 from weft.input.prefetch import PrefetchingIterator
-from weft.input.text import lm_text_source
+from weft.input.text import lm_documents_source, lm_text_source
 from weft.input.tokenizer import ByteTokenizer
 
 CORPUS = config_for_function(stdlib_corpus).set(pattern="[a-b]*.py")
@@ -149,3 +150,64 @@ def test_too_little_text_for_one_batch():
 def test_a_batch_that_does_not_divide_over_the_processes():
     with pytest.raises(InputDispatchError, match=r"global_batch_size=8 does not divide over 3"):
         make().source(DispatchConfig(0, 3))
+
+
+class TestDocuments:
+    @pytest.fixture
+    def folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for name, letters in {"a": "abcd", "b": "vwxyz"}.items():
+            lines = (json.dumps({"text": letter * 15, "body": "-" * 15}) for letter in letters)
+            (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def make(self, **kwargs):
+        documents = config_for_function(json_lines_dataset).set(paths="*.jsonl")
+        kwargs = {"documents": documents, "sequence_length": 16, "global_batch_size": 4} | kwargs
+        source = config_for_function(lm_documents_source).set(**kwargs)
+        return Input.default_config().set(name="input", source=source).instantiate(parent=None)
+
+    def letters(self, found):
+        return [chr(row[1]) for b in found for row in b["input_ids"] if row[1] < 256]
+
+    def test_records_of_files(self, folder):
+        evaluation = self.make(is_training=False, segments=True)
+        found = batches(evaluation.source)
+        assert self.letters(found) == list("abcdvwxyz")
+        assert [b["target_num_bytes"].sum() for b in found] == [60, 60, 15]
+        assert {b["input_segment_ids"].shape for b in found} == {(4, 16)}
+        training = batches(self.make(is_training=True).source, 9)
+        rows = self.letters(training)
+        assert sorted(rows[:9]) == sorted(rows[9:18]) == list("abcdvwxyz")
+        other = batches(self.make(is_training=True, text_key="body").source, 1)
+        assert set(self.letters(other)) == {"-"}
+
+    def test_a_mixture_by_weights(self, folder):
+        named = {
+            name: config_for_function(json_lines_dataset).set(paths=f"{name}.jsonl")
+            for name in "ab"
+        }
+        mixed = self.make(documents=named, weights={"b": 1.0, "a": 3.0}, is_training=True)
+        rows = self.letters(batches(mixed.source, 8))
+        assert sum(letter in "abcd" for letter in rows) == 24
+        for weights in ({"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}):
+            with pytest.raises(InputDatasetError, match=r"the documents are \['a', 'b'\]; give"):
+                self.make(documents=named, weights=weights, is_training=True)
+
+    def test_too_few(self, folder):
+        with pytest.raises(
+            EmptyCorpusError, match=r"the text of documents gives 9 sequences of 16"
+        ):
+            self.make(is_training=True, global_batch_size=10)
+
+    def test_a_tokenizer_decides_what_a_token_is_and_how_many_bytes_it_has(self, folder):
+        class Threes:
+            eos_id, pad_id, vocab_size = 0, 1, 200
+            token_num_bytes = np.where(np.arange(200) > 1, 3, 0)
+
+            def encode(self, text):
+                return np.frombuffer(text.encode(), np.uint8)[::3].astype(np.int32)
+
+        source = self.make(tokenizer=Threes(), is_training=False, sequence_length=6).source
+        found = batches(source)
+        assert [b["target_num_bytes"].sum() for b in found] == [60, 60, 15]
+        assert found[0]["input_ids"][0].tolist() == [0, *[ord("a")] * 5]

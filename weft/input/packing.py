@@ -44,8 +44,8 @@ class PackedSequences:
     An example is a dict of
         input_ids: `Int32["length"]`.
         target_labels: `Int32["length"]`, the token after each input; `pad_id` where there is none.
-        target_num_bytes: `Int32[""]`, how many targets are text, that is, neither `eos_id` nor
-            `pad_id`. With byte tokens, bits per byte = summed cross-entropy / summed
+        target_num_bytes: `Int32[""]`, of how many bytes the targets are that are text, that is,
+            neither `eos_id` nor `pad_id`. Bits per byte = summed cross-entropy / summed
             target_num_bytes / ln 2.
         input_segment_ids: `Int32["length"]`, 1 for the first document in the sequence, 2 for the
             next, 0 for padding.
@@ -62,6 +62,8 @@ class PackedSequences:
             of this.
         segments: Whether examples have `input_segment_ids` and `input_positions`.
         max_examples: Take at most so many, evenly spaced over the stream.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, of how many bytes of text each token is. None:
+            one, as those of `ByteTokenizer` are.
 
     Raises:
         EmptyCorpusError: If there is not one sequence.
@@ -83,12 +85,14 @@ class PackedSequences:
         pad_to_multiple_of: int = 1,
         segments: bool = False,
         max_examples: int | None = None,
+        token_num_bytes: np.ndarray | None = None,
     ):
         self._stream = stream
         self._length = sequence_length
         self._eos_id = eos_id
         self._pad_id = pad_id
         self._segments = segments
+        self._token_num_bytes = token_num_bytes
         num_targets = len(stream) - 1
         available = num_targets // sequence_length
         if not drop_remainder and num_targets % sequence_length:
@@ -101,6 +105,11 @@ class PackedSequences:
         self._available = available
         self._num_examples = min(available, max_examples or available)
         self._num_padded = -(-self._num_examples // pad_to_multiple_of) * pad_to_multiple_of
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per example."""
+        return self._length
 
     def __len__(self) -> int:
         return self._num_padded
@@ -134,6 +143,8 @@ class PackedSequences:
         # The stream's last token is a target only; as an input it would predict padding.
         inputs = np.where(targets == self._pad_id, self._pad_id, inputs)
         text = (targets != self._pad_id) & (targets != self._eos_id)
+        if self._token_num_bytes is not None:
+            text = np.where(text, self._token_num_bytes[targets], 0)
         batch = {
             "input_ids": inputs,
             "target_labels": targets,

@@ -1,4 +1,6 @@
-"""Text for a language model: packed sequences of a corpus, as a source for `grain.Input`.
+"""Text for a language model: packed sequences, as a source for `weft.input.grain.Input`.
+
+Of a corpus in memory, `lm_text_source`:
 
     source = config_for_function(lm_text_source).set(
         corpus=config_for_function(stdlib_corpus),
@@ -6,44 +8,24 @@
     )
     cfg = Input.default_config().set(source=source)
 
-Global batch k is the same rows in the same order for any number of processes, each of which reads
-consecutive rows of it, and the iterator's state is `{"next_index": k}` in all of them. So a run may
-go on with another number of processes, or of worker processes, and sees the same data.
+Of the records of files, or of a mixture of several kinds of them, `lm_documents_source`. In both
+the batches are a function of their index, see `weft.input.sequences`.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-import grain
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
 from weft.config import ConfigOr, config_for_class, config_for_function, maybe_instantiate
-from weft.errors import EmptyCorpusError
+from weft.errors import InputDatasetError
 from weft.input.corpus import Corpus, Split, stdlib_corpus
-from weft.input.grain import (
-    BuildDatasetFn,
-    DispatchConfig,
-    feed_batch_size,
-    maybe_to_iter_dataset,
-    prefetch_dataset,
-    shard_dataset_with_proportion,
-)
+from weft.input.grain import BuildDatasetFn
 from weft.input.packing import PackedSequences, token_stream
-from weft.input.tokenizer import ByteTokenizer
+from weft.input.sequences import sequence_batches
+from weft.input.token_files import tokens_of_documents
+from weft.input.tokenizer import ByteTokenizer, Tokenizer
 
 STDLIB = config_for_function(stdlib_corpus)
 BYTES = config_for_class(ByteTokenizer)
-
-
-class Tokenizer(Protocol):
-    """What sources, and what generates text, ask of a tokenizer."""
-
-    eos_id: int
-    pad_id: int
-
-    def encode(self, text: bytes) -> np.ndarray: ...
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
 def lm_text_source(
@@ -90,32 +72,90 @@ def lm_text_source(
         pad_to_multiple_of=1 if is_training else global_batch_size,
         segments=segments,
         max_examples=max_examples,
+        token_num_bytes=tokenizer.token_num_bytes,
     )
-    if len(source) < global_batch_size:
-        raise EmptyCorpusError(
-            f"the {split!r} part of {corpus} gives {len(source)} sequences of {sequence_length} "
-            f"tokens, fewer than one batch of {global_batch_size}; give more text, or a smaller "
-            "sequence_length or global_batch_size"
-        )
+    return sequence_batches(
+        [source],
+        global_batch_size=global_batch_size,
+        is_training=is_training,
+        seed=seed,
+        num_workers=num_workers,
+        name=f"the {split!r} part of {corpus}",
+    )
 
-    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
-        # Shuffled, shared out and batched as indices, which costs a tenth of doing it with
-        # examples.
-        ds: Any = grain.MapDataset.range(len(source))
-        if is_training:
-            ds = ds.seed(seed).shuffle().repeat(None)
-        rows = feed_batch_size(global_batch_size, dispatch_config)
-        start = rows * dispatch_config.flat_index()
-        ds = shard_dataset_with_proportion(
-            ds, range_start=start, range_end=start + rows, period=global_batch_size
-        )
-        ds = ds.batch(rows, drop_remainder=True).map(source.take)
-        if num_workers:
-            options = grain.MultiprocessingOptions(
-                num_workers=num_workers, per_worker_buffer_size=2
-            )
-            return prefetch_dataset(ds, multiprocessing_options=options)
-        # No threads: the trainer reads ahead in one of its own.
-        return maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
 
-    return build_dataset
+def lm_documents_source(
+    *,
+    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
+    weights: Mapping[str, float] | None = None,
+    text_key: str = "text",
+    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    sequence_length: int,
+    global_batch_size: int,
+    is_training: bool,
+    seed: int = 0,
+    segments: bool = False,
+    num_workers: int = 0,
+) -> BuildDatasetFn:
+    """A source of batches of `PackedSequences`, from documents that are records by index.
+
+    All documents are tokenized once, before the first batch; see `weft.input.token_files`.
+
+    Args:
+        documents: The documents, a `grain.MapDataset` of dicts, such as those of
+            `weft.input.files`; or several by name.
+        weights: How many sequences come from each of several, relative to the others, in training.
+            None: as many as there are.
+        text_key: The key of a document's text.
+        tokenizer: From text to ids.
+        sequence_length: Tokens per example.
+        global_batch_size: Examples per step over all processes.
+        is_training: Whether the examples come without end, in a new order in each pass; or once, in
+            order, the last batch filled up with padding.
+        seed: Decides the order in training.
+        segments: Whether examples tell their documents apart, so that attention does not cross
+            from one to the next; see `PackedSequences`.
+        num_workers: Processes that make batches; none are needed.
+
+    Raises:
+        EmptyCorpusError: If there are no documents, or there is not one batch to train on.
+        InputReadError: If a document cannot be read, tokenized or has no text.
+        InputDatasetError: If the weights do not name the documents.
+
+    >>> import grain
+    >>> from weft.input.grain import DispatchConfig
+    >>> documents = grain.MapDataset.source([{"text": "one"}, {"text": "two"}])
+    >>> source = lm_documents_source(
+    ...     documents=documents, sequence_length=4, global_batch_size=2, is_training=False)
+    >>> next(iter(source(DispatchConfig(0, 1))))["input_ids"].tolist()
+    [[256, 111, 110, 101], [256, 116, 119, 111]]
+    """
+    named = documents if isinstance(documents, Mapping) else {"documents": documents}
+    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    if weights is not None and set(weights) != set(named):
+        raise InputDatasetError(
+            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
+            "one positive weight for each of them"
+        )
+    sources = [
+        PackedSequences(
+            tokens_of_documents(maybe_instantiate(one), loaded, text_key=text_key),
+            sequence_length=sequence_length,
+            eos_id=loaded.eos_id,
+            pad_id=loaded.pad_id,
+            drop_remainder=is_training,
+            pad_to_multiple_of=1 if is_training else global_batch_size,
+            segments=segments,
+            token_num_bytes=loaded.token_num_bytes,
+        )
+        for one in named.values()
+    ]
+    return sequence_batches(
+        sources,
+        weights=None if weights is None else [weights[name] for name in named],
+        global_batch_size=global_batch_size,
+        is_training=is_training,
+        seed=seed,
+        num_workers=num_workers,
+        name=f"the text of {', '.join(named)}",
+    )

@@ -1,0 +1,175 @@
+"""Inputs made of other inputs: one after the other, or side by side.
+
+concatenated: a1 a2 b1 b2 b3        zipped: {a: a1, b: b1} {a: a2, b: b2}
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from weft.config import REQUIRED, InstantiableConfig, Required, config_class
+from weft.errors import InputDatasetError
+from weft.hierarchy.module import Module, nowrap
+from weft.input.base import Input
+from weft.typing import Nested
+
+
+class _CompositeInput(Input):
+    """Makes children of inputs; each reads its own part of the data."""
+
+    @config_class
+    class Config(Input.Config):
+        """Configures a composite input.
+
+        Attributes:
+            is_training: Whether the input is for training. Set in each of `inputs` that has a field
+                of this name.
+        """
+
+        is_training: Required[bool] = REQUIRED
+
+    def _add_inputs(self, inputs: Mapping[str, InstantiableConfig]) -> dict[str, Input]:
+        """Adds the inputs as children.
+
+        Raises:
+            InputDatasetError: If there is none, or one has a dispatcher of its own.
+        """
+        if not inputs:
+            raise InputDatasetError(
+                f"{self.path()}: inputs is empty, so there are no batches; give at least one input"
+            )
+        added: Any = {}
+        for name, cfg in inputs.items():
+            child: Any = cfg.clone()
+            if hasattr(child, "is_training"):
+                child.is_training = self.config.is_training
+            if child.input_dispatcher is not None:
+                raise InputDatasetError(
+                    f"{self.path()}: {name!r} has an input_dispatcher; the batches are dispatched "
+                    f"together: set it in {type(self).__name__} instead"
+                )
+            # It says what part of the data each of them reads.
+            child.input_dispatcher = self.config.input_dispatcher
+            added[name] = self._add_child(name, child)
+        return added
+
+
+class ConcatenatedInput(_CompositeInput):
+    """The batches of several inputs, one input after the other.
+
+    All but the last must end, or those behind are never read.
+    """
+
+    @config_class
+    class Config(_CompositeInput.Config):
+        """Configures a ConcatenatedInput.
+
+        Attributes:
+            inputs: The inputs, whose batches have equal structures and shapes.
+        """
+
+        inputs: Sequence[InstantiableConfig] = []
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._inputs = self._add_inputs({f"input{i}": c for i, c in enumerate(cfg.inputs)})
+
+    @nowrap
+    def dataset(self) -> Iterable[Nested[np.ndarray]]:
+        """The batches of all inputs."""
+        return _Composite(_ConcatenatedIterator, self._inputs)
+
+
+class ZipInput(_CompositeInput):
+    """A batch of each of several inputs, as one dict; it ends with the first that does."""
+
+    @config_class
+    class Config(_CompositeInput.Config):
+        """Configures a ZipInput.
+
+        Attributes:
+            inputs: The inputs by the names that their batches get.
+        """
+
+        inputs: dict[str, InstantiableConfig] = {}
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        self._inputs = self._add_inputs(cfg.inputs)
+
+    @nowrap
+    def dataset(self) -> Iterable[Nested[np.ndarray]]:
+        """Dicts of the batches of all inputs."""
+        return _Composite(_ZipIterator, self._inputs)
+
+
+class _Composite:
+    """A dataset that opens the datasets of its parts when it is iterated over."""
+
+    def __init__(self, iterator_class: "type[_CompositeIterator]", inputs: Mapping[str, Input]):
+        self._iterator_class, self._inputs = iterator_class, inputs
+
+    def __iter__(self) -> "_CompositeIterator":
+        return self._iterator_class(
+            {name: iter(input_.dataset()) for name, input_ in self._inputs.items()}
+        )
+
+
+class _CompositeIterator:
+    """Its state is those of its parts, if they have one."""
+
+    def __init__(self, parts: Mapping[str, Any]):
+        self._parts = dict(parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        raise NotImplementedError(type(self))
+
+    def __getattr__(self, name: str) -> Any:
+        # Present only if all parts can be saved, which is how an iterator says that it can.
+        if name in ("get_state", "set_state") and all(
+            hasattr(part, name) for part in self._parts.values()
+        ):
+            return self._get_states if name == "get_state" else self._set_states
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def _get_states(self) -> dict[str, Any]:
+        return {name: part.get_state() for name, part in self._parts.items()}
+
+    def _set_states(self, state: Mapping[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.set_state(state[name])
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            if hasattr(part, "close"):
+                part.close()
+
+
+class _ConcatenatedIterator(_CompositeIterator):
+    def __next__(self) -> Any:
+        # One that has ended says so again, so where it stands need not be remembered.
+        for part in self._parts.values():
+            try:
+                return next(part)
+            except StopIteration:
+                continue
+        raise StopIteration
+
+
+class _ZipIterator(_CompositeIterator):
+    def __next__(self) -> Any:
+        # If one ends, those before it must not have gone on: what is given out is what counts.
+        before = self.get_state() if hasattr(self, "get_state") else None
+        batch = {}
+        for name, part in self._parts.items():
+            try:
+                batch[name] = next(part)
+            except StopIteration:
+                if before is not None:
+                    self.set_state(before)
+                raise
+        return batch

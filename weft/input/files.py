@@ -1,0 +1,128 @@
+"""Datasets of the records of files, each by its index.
+
+    documents = json_lines_dataset("data/*.jsonl.gz")
+    documents[7]["text"]
+
+They are Grain `MapDataset`s, whose errors name the file and the record, see `weft.input.records`.
+Every shuffle of such a dataset is a function of the index, so the state of an iterator is one
+number. Files are found when the dataset is made, and must not change while it is read.
+ArrayRecord files are read by `weft.input.grain.array_record_dataset`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Literal
+
+from weft.errors import InputReadError
+from weft.input.line_files import JsonLinesFile, LineFile, file_fingerprint
+from weft.input.records import NamedSource, RecordDataset, matching_files
+from weft.input.table_files import ParquetFile
+
+
+def text_dataset(
+    paths: str | Sequence[str], *, document: Literal["file", "line"] = "file"
+) -> RecordDataset:
+    """Documents of plain text, as `{"text": bytes}`.
+
+    Args:
+        paths: Files and glob patterns.
+        document: Whether a whole file is a document, or each line that is not empty.
+
+    Raises:
+        InputReadError: If a path or pattern names no file, or a file cannot be read; later, if a
+            document cannot be.
+
+    >>> import json
+    >>> documents = text_dataset(json.__path__[0] + "/*.py")
+    >>> documents.describe(0).endswith("json/__init__.py"), len(documents[0]["text"]) > 1000
+    (True, True)
+    """
+    files = matching_files(paths)
+    source = NamedSource(files, LineFile) if document == "line" else _WholeFiles(files)
+    return RecordDataset(_Texts(source))
+
+
+def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
+    """The values of files with one JSON value in each line.
+
+    Args:
+        paths: Files and glob patterns; a file whose name ends with `.gz` is unpacked.
+
+    Raises:
+        InputReadError: If a path or pattern names no file, or a file cannot be read; later, with
+            file, line and column, if a line is not JSON.
+    """
+    return RecordDataset(NamedSource(matching_files(paths), JsonLinesFile))
+
+
+def parquet_dataset(
+    paths: str | Sequence[str], *, columns: Sequence[str] | None = None
+) -> RecordDataset:
+    """The rows of Parquet files, as dicts of Python values. Needs the extra `parquet`.
+
+    Args:
+        paths: Files and glob patterns.
+        columns: Which columns to read. None: all.
+
+    Raises:
+        InputReadError: If a path or pattern names no file, a file is no Parquet file, or lacks one
+            of the columns.
+        MissingExtraError: If pyarrow is not installed.
+    """
+    open_file = functools.partial(ParquetFile, columns=columns)
+    return RecordDataset(NamedSource(matching_files(paths), open_file))
+
+
+class _WholeFiles:
+    """Each file as one record."""
+
+    def __init__(self, paths: Sequence[str]):
+        self._paths = list(paths)
+        self._states = [file_fingerprint(path) for path in self._paths]
+        self.fingerprint = ("files", *self._states)
+        self.num_bytes = sum(size for _, size, _ in self._states)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} files"
+
+    def __getitem__(self, index: int) -> bytes:
+        try:
+            with open(self._paths[index], "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise InputReadError(
+                f"cannot read {self._paths[index]} ({error.strerror or error}); make it readable"
+            ) from error
+
+    def describe(self, index: int) -> str:
+        return self._paths[index]
+
+
+class _Texts:
+    """Bytes as records with the key `text`, as JSON and Parquet have them."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __repr__(self) -> str:
+        return repr(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, bytes]:
+        return {"text": self._source[index]}
+
+    def describe(self, index: int) -> str:
+        return self._source.describe(index)
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        return self._source.fingerprint
+
+    @property
+    def num_bytes(self) -> int | None:
+        return self._source.num_bytes

@@ -1,0 +1,91 @@
+"""Datasets of Hugging Face's `datasets` by index. Needs the extra `hf`."""
+
+import os
+from typing import Any
+
+from weft.errors import InputReadError, MissingExtraError
+from weft.input.line_files import file_fingerprint
+from weft.input.records import RecordDataset
+
+
+def hugging_face_dataset(
+    path: str, *, name: str | None = None, split: str | None = None
+) -> RecordDataset:
+    """The rows of a dataset, as dicts of Python values.
+
+    Args:
+        path: A folder that `save_to_disk` wrote, or what `datasets.load_dataset` finds by this
+            name, which may download it.
+        name: Of the configurations of a dataset that is not a folder, which.
+        split: Which part, such as `"train"`. None: the only one.
+
+    Raises:
+        InputReadError: If it cannot be loaded, or has not the split.
+        MissingExtraError: If `datasets` is not installed.
+    """
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtraError(
+            f"hugging_face_dataset needs the package datasets, which cannot be imported ({error}); "
+            "install it with `pip install 'weft[hf]'`"
+        ) from error
+    saved = os.path.isdir(path) and {"state.json", "dataset_dict.json"} & set(os.listdir(path))
+    try:
+        if saved:
+            found: Any = datasets.load_from_disk(path)
+        else:
+            found = datasets.load_dataset(path, name, split=split)
+    except Exception as error:
+        raise InputReadError(
+            f"cannot load the dataset {path!r}, split {split!r}: {type(error).__name__}: {error}"
+        ) from error
+    title = path if split is None else f"{split} of {path}"
+    if isinstance(found, dict):
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
+            raise InputReadError(
+                f"the dataset {path!r} has the splits {sorted(found)}, not {split!r}; set split "
+                "to one of them"
+            )
+        found = found[split]
+    elif saved and split is not None:
+        raise InputReadError(
+            f"the dataset {path!r} was saved without splits, so it has no {split!r}; leave out "
+            "split"
+        )
+    return RecordDataset(_Rows(found, title))
+
+
+class _Rows:
+    """A loaded dataset as a source."""
+
+    def __init__(self, rows: Any, title: str):
+        self._rows, self._title = rows, title
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} rows of {self._title}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        try:
+            return self._rows[index]
+        except Exception as error:
+            raise InputReadError(
+                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def describe(self, index: int) -> str:
+        return f"row {index} of {self._title}"
+
+    @property
+    def fingerprint(self) -> tuple | None:
+        files = [file["filename"] for file in self._rows.cache_files]
+        return (self._title, *map(file_fingerprint, files)) if files else None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(os.path.getsize(file["filename"]) for file in self._rows.cache_files)

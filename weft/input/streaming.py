@@ -1,0 +1,203 @@
+"""Packing on the fly: for text too large, or too changing, to be tokenized before the first step.
+
+`lm_stream_source` gives the same features as `weft.input.text.lm_documents_source`, with Grain's
+packing. What the two differ in is what a row depends on:
+
+                        lm_documents_source         lm_stream_source
+    row k is            arithmetic on k             the result of all documents before it
+    state               one number                  a place among the documents, and how many rows
+                                                    were made since: some numbers, of fixed count
+    before step 1       every document is read      nothing is read
+    each process        reads its own rows          reads all documents, and keeps its own rows
+
+The last line is the price of a state that is the same in every process, so that a run may go on as
+another number of them.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import grain
+import grain.experimental
+import numpy as np
+
+from weft.config import ConfigOr, maybe_instantiate
+from weft.errors import EmptyCorpusError, InputDatasetError
+from weft.input.grain import (
+    BuildDatasetFn,
+    Dataset,
+    DispatchConfig,
+    feed_batch_size,
+    maybe_to_iter_dataset,
+    pad_for_evaluation,
+    sample_from_datasets,
+)
+from weft.input.text import BYTES
+from weft.input.token_files import document_text
+from weft.input.tokenizer import Tokenizer
+
+
+def lm_stream_source(
+    *,
+    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]],
+    weights: Mapping[str, float] | None = None,
+    text_key: str = "text",
+    tokenizer: ConfigOr[Tokenizer] = BYTES,
+    sequence_length: int,
+    global_batch_size: int,
+    is_training: bool,
+    seed: int = 0,
+    split_documents: bool = True,
+    num_threads: int = 2,
+) -> BuildDatasetFn:
+    """A source of batches that are packed while they are read.
+
+    Args:
+        documents: The documents, a `grain.MapDataset` of dicts, such as those of
+            `weft.input.files`; or several by name.
+        weights: How many documents come from each of several, relative to the others, in training.
+            None: as many as there are.
+        text_key: The key of a document's text.
+        tokenizer: From text to ids.
+        sequence_length: Tokens per example.
+        global_batch_size: Examples per step over all processes.
+        is_training: Whether documents come without end, in a new order in each pass; or once, in
+            order, the last batch filled up with padding.
+        seed: Decides the order in training.
+        split_documents: Whether a document that does not fit goes on in the next example. If not,
+            each is put whole into the first example of the batch that has room, and the rest is
+            padding.
+        num_threads: Threads that read and tokenize.
+
+    Raises:
+        EmptyCorpusError: If there are no documents.
+        InputDatasetError: If the weights do not name the documents.
+        InputReadError: Later, if a document cannot be read, has no text, or is too long; it names
+            the document.
+    """
+    named = documents if isinstance(documents, Mapping) else {"documents": documents}
+    loaded: Tokenizer = maybe_instantiate(tokenizer)
+    if weights is not None and set(weights) != set(named):
+        raise InputDatasetError(
+            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
+            "one positive weight for each of them"
+        )
+    datasets = {name: maybe_instantiate(one) for name, one in named.items()}
+    for name, one in datasets.items():
+        if not len(one):
+            raise EmptyCorpusError(f"{name} has no documents; give it files that hold records")
+    limit = None if split_documents else sequence_length
+
+    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
+        # Mapped first, where an error still knows the name of the document.
+        tokens = {
+            name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
+        }
+        packed = _packed(
+            maybe_to_iter_dataset(
+                _in_order(tokens, weights, seed if is_training else None),
+                read_options=grain.ReadOptions(num_threads, 8 * num_threads),
+            ),
+            sequence_length,
+            num_bins=None if split_documents else global_batch_size,
+        ).map(_Features(loaded))
+        if not is_training:
+            packed = pad_for_evaluation(
+                packed,
+                per_feed_batch_size=global_batch_size,
+                pad_example_fn=_Padding(loaded.pad_id),
+                max_num_examples=sys.maxsize,
+            )
+        rows = feed_batch_size(global_batch_size, dispatch_config)
+        start = rows * dispatch_config.flat_index()
+        batches = maybe_to_iter_dataset(packed.batch(global_batch_size, drop_remainder=True))
+        return batches.map(_Rows(start, start + rows))
+
+    return build_dataset
+
+
+def _in_order(
+    named: Mapping[str, grain.MapDataset], weights: Mapping[str, float] | None, seed: int | None
+) -> Dataset:
+    """Shuffled, repeated and mixed; or without a seed, one after the other."""
+    if seed is None:
+        return grain.MapDataset.concatenate(list(named.values()))
+    # A seed for each, or sources of equal size would be shuffled alike.
+    shuffled = [one.seed(seed + i).shuffle() for i, one in enumerate(named.values())]
+    weights = weights or {name: float(len(one)) for name, one in named.items()}
+    return sample_from_datasets(sources=shuffled, weights=[weights[name] for name in named])
+
+
+def _packed(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grain.IterDataset:
+    lengths = {"input_ids": length, "target_labels": length}
+    if num_bins is None:
+        return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths)
+    return grain.experimental.FirstFitPackIterDataset(
+        ds, length_struct=lengths, num_packing_bins=num_bins, shuffle_bins=False
+    )
+
+
+# Classes, not closures, so that datasets of them can be pickled for worker processes.
+
+
+class _Tokenize:
+    """A document as inputs and the tokens after them."""
+
+    def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
+        self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
+
+    def __call__(self, record: Any) -> dict[str, np.ndarray]:
+        tokens = self._tokenizer.encode(document_text(record, self._text_key))
+        if self._limit is not None and len(tokens) >= self._limit:
+            raise InputDatasetError(
+                f"the document has {len(tokens) + 1} tokens with its end, more than "
+                f"sequence_length={self._limit}; leave it out, make sequence_length larger, or "
+                "set split_documents=True"
+            )
+        with_ends = np.full(len(tokens) + 2, self._tokenizer.eos_id, np.int32)
+        with_ends[1:-1] = tokens
+        return {"input_ids": with_ends[:-1], "target_labels": with_ends[1:]}
+
+
+class _Features:
+    """The features of `PackedSequences`, from those that Grain makes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._eos_id, self._pad_id = tokenizer.eos_id, tokenizer.pad_id
+        self._token_num_bytes = tokenizer.token_num_bytes
+
+    def __call__(self, packed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        segments = packed["input_ids_segment_ids"]
+        live = segments > 0
+        targets = np.where(live, packed["target_labels"], self._pad_id)
+        sizes = self._token_num_bytes[targets]
+        return {
+            "input_ids": np.where(live, packed["input_ids"], self._pad_id).astype(np.int32),
+            "target_labels": targets.astype(np.int32),
+            "target_num_bytes": np.array(sizes.sum(), np.int32),
+            "input_segment_ids": segments,
+            "input_positions": packed["input_ids_positions"],
+        }
+
+
+class _Padding:
+    """An example like the given one in which nothing counts."""
+
+    def __init__(self, pad_id: int):
+        self._pad_id = pad_id
+
+    def __call__(self, example: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        zeros = {name: np.zeros_like(value) for name, value in example.items()}
+        ids = ("input_ids", "target_labels")
+        return zeros | {name: np.full_like(example[name], self._pad_id) for name in ids}
+
+
+class _Rows:
+    """The rows of a global batch that one process keeps."""
+
+    def __init__(self, start: int, end: int):
+        self._rows = slice(start, end)
+
+    def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: values[self._rows] for name, values in batch.items()}

@@ -1,0 +1,244 @@
+"""Trained tokenizers from their files: of Hugging Face `tokenizers`, and of SentencePiece.
+
+    tokenizer = config_for_class(HuggingFaceTokenizer).set(
+        path="tokenizer.json", eos_token="<|endoftext|>"
+    )
+
+Both need the extra `text`. No text gives a special token, also if it spells one.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from weft.errors import MissingExtraError, TokenizerError
+
+
+class _FileTokenizer:
+    """What both have in common: a file, two special ids, and no end in the ids of a text.
+
+    Args:
+        path: The tokenizer's file.
+        eos_token: The token that separates documents. None: an id of its own, behind the others.
+        pad_token: The token of padding. None: an id of its own, behind the others.
+
+    Raises:
+        TokenizerError: If the file cannot be loaded, or does not have one of the tokens.
+        MissingExtraError: If the package that reads it is not installed.
+    """
+
+    def __init__(self, path: str, *, eos_token: str | None = None, pad_token: str | None = None):
+        self._arguments = (path, eos_token, pad_token)
+        try:
+            with open(path, "rb") as file:
+                content = file.read()
+        except OSError as error:
+            raise TokenizerError(
+                f"cannot read the tokenizer {path} ({error.strerror or error}); give the path of "
+                "its file"
+            ) from error
+        self._load(path, content)
+        self.vocab_size = self._num_tokens()
+        self.eos_id = self._special(path, "eos_token", eos_token)
+        self.pad_id = self._special(path, "pad_token", pad_token)
+        if self.eos_id == self.pad_id:
+            raise TokenizerError(
+                f"{path}: eos_token and pad_token are both token {self.eos_id}, so the ends of "
+                "documents would count as padding, which is never learnt; leave out pad_token for "
+                "an id of its own"
+            )
+        special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
+        self.fingerprint = special + hashlib.sha256(content).hexdigest()
+
+    def __reduce__(self):
+        return _open, (type(self), *self._arguments)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._arguments[0]!r}, {self.vocab_size} tokens)"
+
+    def _special(self, path: str, name: str, token: str | None) -> int:
+        if token is None:
+            self.vocab_size += 1
+            return self.vocab_size - 1
+        found = self._id_of(token)
+        if found is None:
+            raise TokenizerError(
+                f"{path} has no token {token!r} to be the {name}; it has {self._examples()}: name "
+                f"one of its special tokens, or leave out {name} for an id of its own"
+            )
+        return found
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """The ids of a text, without any end: `Int32[np.ndarray, "tokens"]`.
+
+        Args:
+            text: Text, or bytes of UTF-8.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
+        """The ids of each of several texts, found by all cores at once.
+
+        Args:
+            texts: As for `encode`.
+        """
+        words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
+        return [np.array(ids, np.int32) for ids in self._encode(words)]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids, without `eos_id` and `pad_id`."""
+        values = np.asarray(ids).reshape(-1).tolist()
+        limit = self._num_tokens()
+        return self._decode(
+            [i for i in values if i < limit and i not in (self.eos_id, self.pad_id)]
+        )
+
+    @cached_property
+    def token_num_bytes(self) -> np.ndarray:
+        """Of how many bytes of text each token is; 0 for the special ones."""
+        sizes = np.zeros(self.vocab_size, np.int32)
+        known = [self._num_bytes(i) for i in range(self._num_tokens())]
+        sizes[: len(known)] = known
+        sizes[[self.eos_id, self.pad_id]] = 0
+        return sizes
+
+    def _load(self, path: str, content: bytes) -> None:
+        raise NotImplementedError(type(self))
+
+    def _num_tokens(self) -> int:
+        raise NotImplementedError(type(self))
+
+    def _id_of(self, token: str) -> int | None:
+        raise NotImplementedError(type(self))
+
+    def _examples(self) -> str:
+        raise NotImplementedError(type(self))
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        raise NotImplementedError(type(self))
+
+    def _decode(self, ids: list[int]) -> str:
+        raise NotImplementedError(type(self))
+
+    def _num_bytes(self, index: int) -> int:
+        raise NotImplementedError(type(self))
+
+
+class HuggingFaceTokenizer(_FileTokenizer):
+    """A `tokenizer.json` of Hugging Face's `tokenizers`."""
+
+    def _load(self, path: str, content: bytes) -> None:
+        try:
+            import tokenizers  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing("tokenizers", error) from error
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:
+            raise _unloadable(path, "a tokenizer.json", error) from error
+        # Padding and cutting are the business of the input; and no text is to spell a special
+        # token.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._tokenizer.encode_special_tokens = True
+        # A byte of byte-level tokens is one character; others write spaces as characters.
+        self._of_bytes = _names_decoder(self._tokenizer, "ByteLevel")
+        self._special_ids = set(self._tokenizer.get_added_tokens_decoder())
+
+    def _num_tokens(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def _id_of(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def _examples(self) -> str:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return ", ".join(repr(token.content) for token in list(added)[:8]) or "no special tokens"
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return (one.ids for one in encoded)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def _num_bytes(self, index: int) -> int:
+        token = self._tokenizer.id_to_token(index)
+        if token is None or index in self._special_ids:
+            return 0
+        return len(token) if self._of_bytes else _piece_num_bytes(token)
+
+
+class SentencePieceTokenizer(_FileTokenizer):
+    """A model of SentencePiece, `tokenizer.model`.
+
+    Without `eos_token` its own end of a sequence, if it has one, separates documents; likewise
+    without `pad_token`.
+    """
+
+    def _load(self, path: str, content: bytes) -> None:
+        try:
+            import sentencepiece  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise _missing("sentencepiece", error) from error
+        try:
+            self._processor: Any = sentencepiece.SentencePieceProcessor(model_proto=content)
+        except Exception as error:
+            raise _unloadable(path, "a SentencePiece model", error) from error
+
+    def _num_tokens(self) -> int:
+        return self._processor.get_piece_size()
+
+    def _special(self, path: str, name: str, token: str | None) -> int:
+        own = self._processor.eos_id() if name == "eos_token" else self._processor.pad_id()
+        return own if token is None and own >= 0 else super()._special(path, name, token)
+
+    def _id_of(self, token: str) -> int | None:
+        found = self._processor.piece_to_id(token)
+        return found if self._processor.id_to_piece(found) == token else None
+
+    def _examples(self) -> str:
+        ids = range(min(8, self._num_tokens()))
+        return ", ".join(repr(self._processor.id_to_piece(i)) for i in ids)
+
+    def _encode(self, texts: list[str]) -> Iterable[Sequence[int]]:
+        return self._processor.encode(texts, out_type=int)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def _num_bytes(self, index: int) -> int:
+        if self._processor.is_control(index) or self._processor.is_unknown(index):
+            return 0
+        return _piece_num_bytes(self._processor.id_to_piece(index))
+
+
+def _open(cls: type[_FileTokenizer], path: str, eos_token: str | None, pad_token: str | None):
+    return cls(path, eos_token=eos_token, pad_token=pad_token)
+
+
+def _piece_num_bytes(piece: str) -> int:
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        return 1  # a byte of a character that is not in the vocabulary
+    return len(piece.replace("▁", " ").encode())
+
+
+def _names_decoder(tokenizer: Any, kind: str) -> bool:
+    return tokenizer.decoder is not None and kind in repr(tokenizer.decoder)
+
+
+def _missing(package: str, error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"this tokenizer needs the package {package}, which cannot be imported ({error}); install "
+        "it with `pip install 'weft[text]'`"
+    )
+
+
+def _unloadable(path: str, expected: str, error: Exception) -> TokenizerError:
+    return TokenizerError(
+        f"{path} is not {expected}: {type(error).__name__}: {error}; give the file that the "
+        "tokenizer was saved to"
+    )

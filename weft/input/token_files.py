@@ -1,0 +1,143 @@
+"""All documents of a dataset as one stream of tokens, made once.
+
+With the whole stream at hand, sequences of one length are arithmetic on an index
+(`weft.input.packing`): the shuffle is one of indices, an iterator's state is one number whatever
+the number of processes, and no step waits for a tokenizer. The tokens of large files are kept in
+the user's cache folder, see `weft.input.file_cache`.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from weft.errors import EmptyCorpusError, InputDatasetError, InputReadError
+from weft.input.file_cache import made_once
+from weft.input.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_BATCH_CHARACTERS = 2**20
+_LOG_SECONDS = 30.0
+
+
+def document_text(record: Any, text_key: str) -> str | bytes:
+    """The text of a record.
+
+    Args:
+        record: A dict.
+        text_key: The key of its text.
+
+    Raises:
+        InputDatasetError: If the record has no such text.
+    """
+    if not isinstance(record, Mapping):
+        raise InputDatasetError(
+            f"the record is of type {type(record).__name__}; expected a dict with {text_key!r}"
+        )
+    if text_key not in record:
+        raise InputDatasetError(
+            f"the record has no {text_key!r}, it has {sorted(record)}; set text_key to one of them"
+        )
+    text = record[text_key]
+    if not isinstance(text, str | bytes):
+        raise InputDatasetError(
+            f"{text_key!r} of the record is of type {type(text).__name__}; expected a string"
+        )
+    return text
+
+
+def tokens_of_documents(
+    documents: Any, tokenizer: Tokenizer, *, text_key: str = "text"
+) -> np.ndarray:
+    """The stream of `weft.input.packing.token_stream`, of the documents of a dataset.
+
+    Documents whose files are known, and on which no function was mapped, are tokenized once: a
+    large result is kept in the cache folder. Others are tokenized at each start, and kept in
+    memory.
+
+    Args:
+        documents: Records by index; those that are None are passed over.
+        tokenizer: From text to ids.
+        text_key: The key of a record's text.
+
+    Returns:
+        `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536 ids.
+
+    Raises:
+        EmptyCorpusError: If there are no documents.
+        InputReadError: If a document cannot be read or has no text; it names the document.
+
+    >>> from weft.input.tokenizer import ByteTokenizer
+    >>> tokens_of_documents([{"text": "ab"}, {"text": "c"}], ByteTokenizer()).tolist()
+    [256, 97, 98, 256, 99, 256]
+    """
+    if not len(documents):
+        raise EmptyCorpusError(f"{documents} has no documents; give it files that hold records")
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    data = getattr(documents, "fingerprint", None)
+    ids = getattr(tokenizer, "fingerprint", None)
+    num_bytes = documents.num_bytes if data and ids else 0
+
+    def tokenize(out: BinaryIO) -> None:
+        eos = np.array([tokenizer.eos_id], dtype).tobytes()
+        out.write(eos)
+        for tokens in _batches_of_tokens(documents, tokenizer, text_key):
+            for one in tokens:
+                out.write(one.astype(dtype).tobytes())
+                out.write(eos)
+
+    made = made_once("tokens", (data, ids, text_key), tokenize, num_bytes=num_bytes)
+    return made.view(dtype)
+
+
+def _batches_of_tokens(
+    documents: Any, tokenizer: Tokenizer, text_key: str
+) -> Iterator[Sequence[np.ndarray]]:
+    """Many documents at a time, because some tokenizers use all cores for them."""
+    encode_batch = getattr(tokenizer, "encode_batch", None)
+    texts: list[str | bytes] = []
+    first = size = 0
+    logged = time.monotonic()
+    for index in range(len(documents)):
+        record = documents[index]
+        if record is not None:
+            try:
+                texts.append(document_text(record, text_key))
+            except InputDatasetError as error:
+                raise InputReadError(f"{describe(documents, index)}: {error}") from error
+            size += len(texts[-1])
+        if size < _BATCH_CHARACTERS and index + 1 < len(documents):
+            continue
+        try:
+            yield encode_batch(texts) if encode_batch else [tokenizer.encode(t) for t in texts]
+        except Exception:
+            _raise_for_one(documents, tokenizer, text_key, range(first, index + 1))
+            raise
+        texts, first, size = [], index + 1, 0
+        if time.monotonic() - logged > _LOG_SECONDS:
+            logged = time.monotonic()
+            logger.info("tokenized %d of %d documents", index + 1, len(documents))
+
+
+def _raise_for_one(documents: Any, tokenizer: Tokenizer, text_key: str, indices: range) -> None:
+    """Finds which of a batch of documents it is that cannot be tokenized."""
+    for index in indices:
+        record = documents[index]
+        if record is None:
+            continue
+        try:
+            tokenizer.encode(document_text(record, text_key))
+        except Exception as error:
+            raise InputReadError(
+                f"{describe(documents, index)} cannot be tokenized: {type(error).__name__}: "
+                f"{error}; mend its text or leave it out"
+            ) from error
+
+
+def describe(documents: Any, index: int) -> str:
+    """What to call a record of a dataset in a message."""
+    own = getattr(documents, "describe", None)
+    return own(index) if own else f"record {index} of {documents}"
