@@ -11,6 +11,7 @@ from weft.input import PrefetchingIterator
 from weft.trainer.interruption import (
     GracefulStop,
     StopRun,
+    batches_until_stopped,
     graceful_stop,
     still_compiling,
     stop_point,
@@ -121,6 +122,23 @@ def test_a_point_stops_a_run_and_is_nothing_outside_of_one():
         with pytest.raises(StopRun, match="SIGTERM"):
             stop_point("batch 3")
     assert told == ["batch 2", "batch 3"]
+
+
+def test_batches_inside_of_a_step_end_fail_and_stop():
+    def all_of(source):
+        with batches_until_stopped(source, iter, "held_out") as batches:
+            return list(batches)
+
+    assert all_of(iter([1, 2])) == all_of(Source()) == [1, 2]
+    told = []
+    with GracefulStop(report=told.append):
+        assert all_of(Source()) == [1, 2]
+        assert told[:2] == ["waiting for batch 1 of held_out", "running batch 1 of held_out"]
+        with pytest.raises(OSError, match=r"a\.txt"):
+            all_of(Source(error=OSError("a.txt")))
+        threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,)).start()
+        with pytest.raises(StopRun, match="SIGTERM"):
+            all_of(Source(late=1.0))
 
 
 class Lowered:

@@ -30,6 +30,7 @@ from weft.trainer.eval_policy import (
     EvalPolicy,
     every_n_steps_policy,
 )
+from weft.trainer.interruption import batches_until_stopped
 from weft.trainer.metric_calculator import (
     BaseMetricCalculator,
     CompositeMetricCalculator,
@@ -181,13 +182,10 @@ class SpmdEvaler(Module):
         input_: Input = self.input
         dispatched = input_.dispatcher is not None or input_.config.input_partitioner is not None
         iterator: Any = iter(input_.dataset())
-        try:
-            for batch in input_.batches(iterator):
+        with batches_until_stopped(iterator, input_.batches, self.path()) as batches:
+            for batch in batches:
                 batch = host_to_global_device_array(batch, partition=input_.partition_spec)
                 yield self._dispatch(batch) if dispatched else batch
-        finally:
-            if hasattr(iterator, "close"):
-                iterator.close()
 
     @contextlib.contextmanager
     def _traced(self, step: int, batch: int) -> Iterator[Callable[[Any], Any]]:

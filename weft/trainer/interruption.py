@@ -14,10 +14,11 @@ another wishes to stop, and comes. An input that ends early or fails in one of t
 """
 
 import contextlib
+import itertools
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -131,6 +132,7 @@ class GracefulStop:
             return own
 
         if self._companions is None:
+            self.doing(doing)
             return wish()
         stop = self._companions.agree(
             wish,
@@ -247,8 +249,49 @@ def stop_point(doing: str) -> None:
         StopRun: if the run stops. Let it through.
     """
     if _OPEN.stack:
-        _OPEN.stack[-1].doing(doing)
         _OPEN.stack[-1].check(doing)
+
+
+@contextlib.contextmanager
+def batches_until_stopped(
+    iterator: Any, stream: Callable[[Any], Iterable[Any]], name: str
+) -> Iterator[Iterator[Any]]:
+    """The batches of work inside of a step, such as an evaluation, with a `stop_point` before each.
+
+    Within a run they are read ahead, so that a slow source delays no stop; of several processes all
+    end with the first whose batches do.
+
+    Args:
+        iterator: the source; closed at the end if it can be.
+        stream: from the source to the batches, one for each of its elements.
+        name: of the work, for the watchdog.
+
+    Yields:
+        The batches.
+    """
+    close = getattr(iterator, "close", None)
+    if _OPEN.stack and hasattr(iterator, "get_state"):
+        with PrefetchingIterator(iterator, stream=stream) as batches:
+            yield _until_stopped(_OPEN.stack[-1], batches, name)
+        return
+    try:
+        yield iter(stream(iterator))
+    finally:
+        if close is not None:
+            close()
+
+
+def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) -> Iterator[Any]:
+    for n in itertools.count(1):
+        stop.doing(f"waiting for batch {n} of {name}")
+        try:
+            yield stop.next_batch(batches, f"running batch {n} of {name}")
+        except StopRun as stopped:
+            if stopped.error is not None:
+                raise stopped.error from None
+            if stopped.wish.kind == "end":
+                return
+            raise
 
 
 @contextlib.contextmanager
