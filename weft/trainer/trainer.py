@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from weft import lifting
 from weft.config import (
@@ -32,7 +31,7 @@ from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.module import Module
 from weft.hierarchy.transforms import CONTEXTS
-from weft.input import Input, PrefetchingIterator, host_to_global_device_array
+from weft.input import Input, PrefetchingIterator
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
@@ -59,11 +58,18 @@ from weft.trainer.state import (
     state_shardings,
     state_specs,
 )
+from weft.trainer.step_analysis import aot_model_analysis
 from weft.trainer.step_traces import StepTraces
 from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
 from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
 from weft.trainer.train_step import TrainerState, loss_is_finite, train_step
+from weft.trainer.training_batches import (
+    batch_partition,
+    batch_shapes,
+    check_batches,
+    open_batches,
+)
 from weft.trainer.watchdog import Watchdog
 from weft.typing import DType, PartitionSpec, Tensor
 
@@ -238,25 +244,10 @@ class SpmdTrainer(Module):
     # The data.
 
     def _batch_partition(self) -> PartitionSpec:
-        if self.input.config.partition_spec is not None or self.input.dispatcher is not None:
-            return self.input.partition_spec
-        return PartitionSpec(self.config.batch_axis_names)
-
-    def _check_batches(self) -> None:
-        """Lays out zeros in the place of a batch: whether it divides shows before any work."""
-        zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.input.element_spec())
-        with self.mesh():
-            host_to_global_device_array(zeros, partition=self._batch_partition())
+        return batch_partition(self.input, self.config.batch_axis_names)
 
     def _open_batches(self) -> PrefetchingIterator:
-        """The training batches on the devices, made ready ahead of the step."""
-        to_devices = functools.partial(
-            host_to_global_device_array, partition=self._batch_partition(), mesh=self._mesh
-        )
-        return PrefetchingIterator(
-            iter(self.input.dataset()),  # pyright: ignore[reportArgumentType]
-            stream=lambda it: map(to_devices, self.input.batches(it)),
-        )
+        return open_batches(self.input, self._batch_partition(), self._mesh)
 
     # Checkpoints.
 
@@ -346,13 +337,7 @@ class SpmdTrainer(Module):
             if trainer_state is None:
                 trainer_state = jax.eval_shape(self._init_state, jax.random.key(0))
             if input_batch is None:
-                sharding = jax.sharding.NamedSharding(self._mesh, self._batch_partition())
-                input_batch = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(
-                        (x.shape[0] * jax.process_count(), *x.shape[1:]), x.dtype, sharding=sharding
-                    ),
-                    self.input.element_spec(),
-                )
+                input_batch = batch_shapes(self.input, self._batch_partition(), self._mesh)
             lowered = self._train_step.lower(trainer_state, input_batch)
             return lowered.compile(compiler_options=compiler_options)
 
@@ -392,7 +377,8 @@ class SpmdTrainer(Module):
             ProcessLostError: if another process ends or fails.
         """
         cfg, listener = self.config, listener or RunListener()
-        self._check_batches()
+        with self.mesh():
+            check_batches(self.input, self._batch_partition())
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
             watchdog = stack.enter_context(
@@ -578,21 +564,3 @@ class SpmdTrainer(Module):
 
 def _below(cfg: SpmdTrainer.Config, name: str) -> str:
     return os.path.join(cfg.dir, name)
-
-
-def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
-    """What XLA says of a compiled step: memory by purpose and floating-point operations.
-
-    Args:
-        compiled: from `SpmdTrainer.compile_train_step`.
-    """
-    lines = []
-    memory = compiled.memory_analysis()
-    for name in ("argument", "output", "temp", "alias", "generated_code"):
-        size = getattr(memory, f"{name}_size_in_bytes", None)
-        if size is not None:
-            lines.append(f"{name.replace('_', ' ')}: {size / 2**20:.1f} MiB")
-    cost = compiled.cost_analysis() or {}
-    if "flops" in cost:
-        lines.append(f"floating-point operations: {cost['flops']:.3e}")
-    return "\n".join(lines)
