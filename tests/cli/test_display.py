@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from weft.cli.display import LineDisplay, LiveDisplay, make_display
+from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import WeightedScalar
 
 
@@ -42,6 +43,12 @@ def play(display, resumed_from=None, steps=range(1, 8)):
         display.on_checkpoint(7)
         display.on_end(7, "max_step")
     return text_of(display)
+
+
+def test_a_save_that_failed_stands_out():
+    display = LineDisplay(console(), "runs/x")
+    display.on_save_failed(7, CheckpointSaveError("the checkpoint of step 6 could not be saved"))
+    assert "step 7  NOT SAVED: the checkpoint of step 6 could not be saved" in text_of(display)
 
 
 def test_a_log_gets_lines_and_no_control_codes():

@@ -44,6 +44,7 @@ def trainer_of(cfg, devices=1):
 class Recorder(RunListener):
     def __init__(self, at_step=None):
         self.losses, self.saved, self.evals, self.at_step = {}, [], [], at_step
+        self.failed = []
 
     def on_start(self, trainer, resumed_from):
         self.resumed_from = resumed_from
@@ -58,6 +59,9 @@ class Recorder(RunListener):
 
     def on_checkpoint(self, step):
         self.saved.append(step)
+
+    def on_save_failed(self, step, error):
+        self.failed.append(step)
 
     def on_end(self, step, reason):
         self.end = (step, reason)
@@ -188,21 +192,49 @@ def test_what_fails_in_the_input_is_raised_and_the_rest_saved(straight, tmp_path
     assert_equal_states(run(config(tmp_path))[0], straight[0])
 
 
-def test_a_save_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
-    cfg = config(tmp_path)
-    cfg.checkpointer.save_policy.n = 2
-    trainer = trainer_of(cfg)
-    save = trainer.checkpointer.save
+@pytest.fixture
+def failing_at(tmp_path, monkeypatch):
+    """A trainer that saves every second step, some of which cannot be saved."""
 
-    def failing(*, step, **kwargs):
-        if step == 2:
-            raise CheckpointSaveError("step 2 cannot be saved: the disk is full.")
-        return save(step=step, **kwargs)
+    def make(*steps, lacks_room):
+        cfg = config(tmp_path)
+        cfg.checkpointer.save_policy.n = 2
+        trainer = trainer_of(cfg)
+        save = trainer.checkpointer.save
 
-    monkeypatch.setattr(trainer.checkpointer, "save", failing, raising=False)
-    trainer.run()
-    assert "the disk is full. Training goes on from step 2." in caplog.text
+        def failing(*, step, **kwargs):
+            if step in steps:
+                raise CheckpointSaveError(f"{step} cannot be saved: full.", lacks_room=lacks_room)
+            return save(step=step, **kwargs)
+
+        monkeypatch.setattr(trainer.checkpointer, "save", failing, raising=False)
+        return trainer
+
+    return make
+
+
+def test_a_full_disk_ends_no_training_and_is_reported(failing_at, tmp_path, caplog):
+    trainer, recorder = failing_at(2, lacks_room=True), Recorder()
+    trainer.run(listener=recorder)
+    assert "2 cannot be saved: full. Training goes on from step 2." in caplog.text
+    assert recorder.failed == [2]
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [4]
+    text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text()
+    assert next(json.loads(x) for x in text.splitlines() if "failed_saves" in x)["step"] == 2
+
+
+def test_a_run_whose_last_step_is_not_saved_fails(failing_at, caplog):
+    trainer = failing_at(4, lacks_room=True)
+    with pytest.raises(CheckpointSaveError, match="4 cannot be saved"):
+        trainer.run()
+    assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [2]
+
+
+def test_a_save_that_fails_for_another_reason_fails_the_run(failing_at):
+    trainer = failing_at(2, lacks_room=False)
+    with pytest.raises(CheckpointSaveError, match="2 cannot be saved"):
+        trainer.run()
+    assert trainer.step == 2
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.cli.meter import Meter, Reading, scalar
+from weft.errors import CheckpointSaveError
 from weft.trainer.progress import RunListener
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -95,6 +96,9 @@ class Display(RunListener):
 
     def on_checkpoint(self, step: int) -> None:
         self._meter.pause()
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        self.say(f"step {step:,}  NOT SAVED: {error}")
 
     def on_end(self, step: int, reason: str) -> None:
         self.ended = (step, reason)

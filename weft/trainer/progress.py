@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from weft.errors import CheckpointSaveError
+
 EARLY_STOPPING = "early stopping"
 INPUT_ENDED = "input ended"
 MAX_STEP = "max_step"
@@ -51,6 +53,14 @@ class RunListener:
 
     def on_checkpoint(self, step: int) -> None:
         """The state after a step was handed to the checkpointer."""
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        """A save has failed for lack of room, and training goes on.
+
+        Args:
+            step: the last one that was run; the error names the one that could not be saved.
+            error: says why, and which checkpoints stand.
+        """
 
     def on_end(self, step: int, reason: str) -> None:
         """The run is over.
