@@ -1,4 +1,4 @@
-"""The command line: `weft train`, `launch`, `recipes`, `config`, `sample`, `inspect`, `tabulate`.
+"""The command line: `weft train`, `launch`, `config`, `sample`, `export`, `inspect` and others.
 
 This file reads the arguments and says what went wrong. Each command is a file of its own, imported
 when it is asked for, so that `weft --help` does not wait for JAX.

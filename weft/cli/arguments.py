@@ -43,6 +43,7 @@ def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
     _add_config(commands)
     _add_sample(commands)
     _add_inspect(commands)
+    _add_export(commands)
     _add_tabulate(commands)
     return parser, commands
 
@@ -234,6 +235,44 @@ def _add_inspect(commands: Any) -> None:
         commands, "inspect", "inspect", "print what a run's checkpoints hold, without loading them"
     )
     inspect.add_argument("dir", metavar="DIR", help="the directory of a run")
+
+
+def _add_export(commands: Any) -> None:
+    export = _add(
+        commands,
+        "export",
+        "export",
+        "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
+        epilog="Examples:\n"
+        "  weft export runs/lm --to lm.safetensors\n"
+        "  weft export runs/lm-lora --to checkpoints/lm-lora\n\n"
+        "The second one is for causal LMs of the kinds that transformers has: GPT-2, Llama, Qwen.",
+    )
+    export.add_argument("dir", metavar="DIR", help="the directory of a run")
+    export.add_argument(
+        "--to",
+        required=True,
+        metavar="PATH",
+        help="a file *.safetensors; or a folder, for a Hugging Face checkpoint",
+    )
+    export.add_argument(
+        "--step", type=int, help="the step of the checkpoint; the newest by default"
+    )
+    export.add_argument(
+        "--merge",
+        action="store_true",
+        help="add low-rank adapters to the weights, as a Hugging Face checkpoint always does",
+    )
+    export.add_argument(
+        "--dtype", help="convert to it, such as bfloat16; as in the checkpoint by default"
+    )
+    export.add_argument(
+        "--max-file-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="larger than this, several files are written (%(default)g)",
+    )
 
 
 def _add_tabulate(commands: Any) -> None:

@@ -37,16 +37,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def restore_model(cfg: Any) -> tuple[Module, Any]:
+def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
     """Builds the model of a run and restores its parameters, on one device.
 
     Where the learner keeps a moving average of the parameters, it is that.
 
     Args:
         cfg: The trainer's config, with the run's directory.
+        step: The step of the checkpoint; None for the newest that is whole.
 
     Returns:
-        The model and the parameters of the newest checkpoint that is whole.
+        The model and its parameters.
 
     Raises:
         CheckpointNotFoundError: if the run has not saved yet.
@@ -67,9 +68,9 @@ def restore_model(cfg: Any) -> tuple[Module, Any]:
         )
         averaged = getattr(getattr(cfg.learner, "ema", None), "decay", None) is not None
         wanted = {"learner": {"ema": {"ema": target}}} if averaged else {"model": target}
-        step, state = checkpointer.restore(state=wanted)
+        restored, state = checkpointer.restore(step=step, state=wanted)
         checkpointer.stop()
-    if step is None:
+    if restored is None:
         raise CheckpointNotFoundError(
             f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it further."
         )

@@ -1,0 +1,134 @@
+"""`weft export`: from a run's checkpoint to files that other programs read."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from weft.cli import main
+from weft.cli.configs import load_config
+from weft.config import config_for_class, from_text, to_text
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.lora import merge_adapters
+from weft.hierarchy.lora_setters import set_lora_recursively
+from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.interop.huggingface import from_huggingface, huggingface_model_config
+from weft.trainer.run_record import claim_run_dir
+
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [],
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+}
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 2,
+    "vocab_size": 264,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run of a small Qwen with adapters, of which two steps were saved."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    cfg = load_config("lm-tiny", [f"dir={folder / 'lora'}"])
+    cfg.model = huggingface_model_config(folder)
+    set_lora_recursively(cfg.model, rank=2, alpha=4.0)
+    cfg.input.source.set(
+        tokenizer=config_for_class(HuggingFaceTokenizer).set(path=str(folder / "tokenizer.json"))
+    )
+    claim_run_dir(cfg)
+    model = cfg.model.set(name="model").instantiate(parent=None)
+    shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    saver = cfg.checkpointer.set(name="saver", dir=f"{cfg.dir}/checkpoints")
+    with saver.instantiate(parent=None) as checkpointer:
+        for step in (1, 2):
+            params = jax.tree.map(lambda x, v=step / 8: jnp.full(x.shape, v, x.dtype), shapes)
+            checkpointer.save(step=step, state={"model": params}, force=True)
+    return cfg.dir, model, params
+
+
+def export(*arguments):
+    return main(["export", *map(str, arguments)])
+
+
+def test_safetensors_hold_the_parameters_and_the_config(run, tmp_path, capsys):
+    directory, _, params = run
+    path = tmp_path / "m.safetensors"
+    assert export(directory, "--to", path) == 0
+    assert capsys.readouterr().out.startswith(f"{path}  ")
+    there = load_file(path)
+    assert len(there) == len(jax.tree.leaves(params))
+    assert there["decoder.emb.token_emb.weight"].mean() == 2 / 8
+    with safe_open(path, "np") as file:
+        model = from_text(file.metadata()["model"])
+    assert isinstance(model, Model.Config)
+    assert export(directory, "--to", path, "--step", 1, "--dtype", "bfloat16") == 0
+    there = load_file(path)["decoder.emb.token_emb.weight"]
+    assert there.dtype == ml_dtypes.bfloat16 and there.astype("f4").mean() == 1 / 8
+
+
+def test_adapters_are_merged_if_asked(run, tmp_path):
+    directory, model, params = run
+    path = tmp_path / "m.safetensors"
+    assert export(directory, "--to", path, "--merge") == 0
+    there = load_file(path)
+    merged = merge_adapters(model, params)
+    assert len(there) == len(jax.tree.leaves(merged)) and not any("adapter" in k for k in there)
+    name = "decoder.transformer.repeat.layer.feed_forward.linear2.weight"
+    layer = merged["decoder"]["transformer"]["repeat"]["layer"]
+    np.testing.assert_allclose(there[name], layer["feed_forward"]["linear2"]["weight"])
+    with safe_open(path, "np") as file:
+        assert "Lora" not in file.metadata()["model"]
+
+
+def test_a_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path):
+    directory, model, params = run
+    assert export(directory, "--to", tmp_path / "hf", "--max-file-gb", "0.00001") == 0
+    names = sorted(file.name for file in (tmp_path / "hf").iterdir())
+    assert names[0] == "config.json" and names[-1] == "tokenizer.json"
+    assert "model.safetensors.index.json" in names
+    cfg, read = from_huggingface(tmp_path / "hf")
+    merged = merge_adapters(model, params)
+    jax.tree.map(np.testing.assert_array_equal, read, merged)
+    values = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert values["max_position_embeddings"] == 32  # the length of the run's sequences
+    assert to_text(cfg) == to_text(huggingface_model_config(tmp_path / "hf"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--to", "m.safetensors", "--dtype", "int8"], "--dtype='int8' is none of float32, bf"),
+        (["--to", "m.safetensors", "--max-file-gb", "0"], "--max-file-gb=0 leaves no room"),
+        (["--to", "file"], "--to='file' is a file. Name a folder"),
+        (["--to", "m.safetensors", "--step", "3"], "no checkpoint of step 3"),
+    ],
+    ids=["dtype", "size", "file", "step"],
+)
+def test_what_cannot_be_exported(run, arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert export(run[0], *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_hugging_face_has_not(tmp_path, capsys, run):
+    cfg = load_config(run[0]).set(dir=str(tmp_path / "run"))
+    cfg.model.decoder.emb.soft_cap_logits = 3.0
+    claim_run_dir(cfg)
+    (tmp_path / "run" / "checkpoints").symlink_to(f"{run[0]}/checkpoints")
+    assert export(tmp_path / "run", "--to", tmp_path / "hf") == 2
+    assert "decoder.emb.soft_cap_logits: 3.0 → None" in capsys.readouterr().err
