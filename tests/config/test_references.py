@@ -152,6 +152,7 @@ def test_nothing_is_reached_through_underscores(name):
         "weft.config.get_named_trainer_config",
         "weft.config.recipes.get_named_trainer_config",
         "weft.config.from_text",
+        "weft.input.file_cache.made_once",
     ],
 )
 def test_what_a_text_may_not_call(name):

@@ -35,7 +35,7 @@ _NOT_CALLABLE = (
     *("weft.serialization", "weft.trainer.checkpoint_dirs", "weft.trainer.checkpoint_index"),
     *("weft.trainer.checkpoint_manifest", "weft.trainer.event_file"),
     *("weft.trainer.python_savables", "weft.trainer.run_record", "weft.trainer.state_storage"),
-    *("weft.training.checkpoints", "weft.nnx.display"),
+    *("weft.training.checkpoints", "weft.nnx.display", "weft.input.file_cache"),
 )
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 _IMPORTABLE = (
