@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from weft.errors import MeshError
+from weft.errors import MeshError, ShardingWarning
 from weft.hierarchy.sharding import maybe_shard
 
 X = jnp.arange(16.0).reshape(4, 4)
@@ -48,5 +48,13 @@ def test_nothing_without_a_mesh():
 
 
 def test_unknown_mesh_axis(mesh):
-    with pytest.raises(MeshError, match="no axis 'fsdp'; it has 'data', 'model'"):
+    with pytest.raises(MeshError, match="over 'fsdp', and the mesh has the axes 'data', 'model'"):
         maybe_shard(X, (("data", "fsdp"), None))
+
+
+def test_an_axis_that_does_not_divide_is_not_split(mesh):
+    if jax.device_count() == 1:
+        pytest.skip("one device divides everything")
+    with pytest.warns(ShardingWarning, match=r"axis 1 .* \(4, 3\) cannot be split into 2 equal"):
+        y = jax.jit(lambda x: maybe_shard(x, ("data", "model")))(jnp.ones((4, 3)))
+    assert y.sharding.spec == PartitionSpec("data")

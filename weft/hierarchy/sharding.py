@@ -1,13 +1,9 @@
 """How activations lie over the mesh."""
 
-import jax
 from jax.sharding import PartitionSpec
 
-from weft.errors import MeshError
+from weft.core.layout import constrain, global_mesh_defined
 from weft.typing import MeshAxes, Tensor
-
-# Outside of a compiled function the constraint would refuse arrays that are on one device only.
-_constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
 def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> Tensor:
@@ -19,18 +15,13 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
         as it is.
 
     Raises:
-      MeshError: if the mesh has no axis of a name.
+      MeshError: if the mesh has no axis of a name, or the layout more axes than the array.
+
+    Warns:
+      ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if partition_spec is None or mesh.empty:
+    if partition_spec is None or not global_mesh_defined():
         return x
-    axes = [tuple(a) if isinstance(a, list) else a for a in partition_spec]
-    names = {name for a in axes for name in (a if isinstance(a, tuple) else (a,))}
-    unknown = sorted(n for n in names if isinstance(n, str) and n not in mesh.axis_names)
-    if unknown:
-        raise MeshError(
-            f"an activation of shape {x.shape} is to be laid out as {tuple(axes)}, and the mesh "
-            f"has no axis {', '.join(map(repr, unknown))}; it has "
-            f"{', '.join(map(repr, mesh.axis_names))}."
-        )
-    return _constrained(x, PartitionSpec(*axes))
+    return constrain(
+        x, PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in partition_spec))
+    )

@@ -1,0 +1,202 @@
+"""Parallel transformers, on eight virtual devices: what they compute and what each device holds."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from weft.config import config_for_function
+from weft.errors import ConfigModifierError
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
+from weft.input import host_to_global_device_array
+from weft.recipes.lm import lm_tiny
+from weft.trainer.collectives import collectives_of
+from weft.trainer.optimizers import adafactor_optimizer
+from weft.trainer.parallelism import (
+    MESH_AXIS_NAMES,
+    ParallelismModifier,
+    mesh_shape_from_axes,
+)
+
+NUM_LAYERS = 5  # a number that is no other size
+
+
+def config(**axes):
+    cfg = lm_tiny().set(dir="", evalers={})
+    cfg.model.decoder.set(dim=16)
+    cfg.model.decoder.transformer.num_layers = NUM_LAYERS
+    layer = cfg.model.decoder.transformer.layer
+    layer.self_attention.attention.num_heads = 4
+    layer.feed_forward.hidden_dim = 32
+    cfg.input.source.set(sequence_length=16)
+    cfg.learner.optimizer.inner.learning_rate = 1e-3
+    return ParallelismModifier.default_config().set(**axes).instantiate()(cfg)
+
+
+def set_initializer(cfg, weights):
+    """Draws all weights like this: what draws nothing compiles in a fraction of the time."""
+    init = DefaultInitializer.default_config().set(init_by_param_name={".*weight$": weights})
+    cfg.model.param_init = init
+    layer = cfg.model.decoder.transformer.layer
+    layer.self_attention.attention.output_linear.param_init = init
+    layer.feed_forward.linear2.param_init = init
+
+
+def trainer_of(cfg):
+    count = math.prod(cfg.mesh_shape)
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} devices; WEFT_TEST_DEVICES gives {jax.device_count()}")
+    return cfg.instantiate(parent=None, devices=jax.devices()[:count])
+
+
+class Run:
+    """Three steps of training."""
+
+    def __init__(self, **axes):
+        self.trainer = trainer_of(config(**axes))
+        self.trainer.init(jax.random.key(0))
+        state, self.losses = self.trainer.trainer_state, []
+        batch = next(iter(self.trainer.input.dataset()))
+        with self.trainer.mesh():
+            partition = self.trainer._batch_partition()
+            batch = host_to_global_device_array(batch, partition=partition)
+            for _ in range(3):
+                state, outputs = self.trainer._train_step(state, batch)
+                self.losses.append(float(outputs["loss"]))
+        self.trainer._state = state
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return Run()
+
+
+@pytest.fixture(scope="module")
+def fsdp():
+    return Run(fsdp=8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"fsdp": 8},
+        {"data": 2, "model": 4},
+        {"fsdp": 2, "seq": 4},
+        {"fsdp": 2, "seq": 2, "model": 2},
+    ],
+    ids=lambda axes: ",".join(f"{name}={size}" for name, size in axes.items()),
+)
+def test_a_mesh_changes_no_losses(alone, fsdp, axes):
+    run = fsdp if axes == {"fsdp": 8} else Run(**axes)
+    assert run.losses[2] < run.losses[0]
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=2e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-3),
+        run.trainer.trainer_state.model,
+        alone.trainer.trainer_state.model,
+    )
+
+
+def bytes_per_device(tree):
+    held = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return held
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_fsdp_divides_parameters_and_optimizer_state_among_devices(n):
+    cfg = config(fsdp=n)
+    set_initializer(cfg, ConstantInitializer.default_config().set(value=0.1))
+    trainer = trainer_of(cfg)
+    trainer.init(jax.random.key(0))
+    state = (trainer.trainer_state.model, trainer.trainer_state.learner)
+    held = bytes_per_device(state)
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert len(held) == n
+    # What counts steps, a few bytes, every device has.
+    assert max(held.values()) == pytest.approx(whole / n, rel=0.002)
+
+
+def test_no_device_ever_holds_a_whole_parameter(fsdp):
+    trainer = fsdp.trainer
+    for leaf in jax.tree.leaves(trainer.trainer_state.model):
+        pieces = [shard.data.size for shard in leaf.addressable_shards]
+        assert pieces == [leaf.size // 8] * 8
+    # Nor does one while the values are drawn: results, and everything in between.
+    init = jax.jit(trainer._init_state, out_shardings=trainer._shardings)
+    with trainer.mesh():
+        memory = init.lower(jax.random.key(0)).compile().memory_analysis()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(trainer.trainer_state.model))
+    assert memory.temp_size_in_bytes < largest
+
+
+def test_a_scanned_transformer_gathers_one_layer_at_a_time(fsdp):
+    text = fsdp.trainer.compile_train_step().as_text()
+    found = collectives_of(text)
+    in_loop = [c for c in found if c.kind == "all-gather" and c.in_loop]
+    gathered = {size for c in in_loop for size in map(elements, c.shapes)}
+    layers = fsdp.trainer.trainer_state_specs.model["decoder"]["transformer"]["repeat"]["layer"]
+    for spec in jax.tree.leaves(layers):
+        assert "fsdp" in spec.partition_spec
+        # A layer's slice is gathered in the body of the loop, and the stack is nowhere whole:
+        # neither as a parameter, nor as a gradient, nor in the optimizer.
+        assert math.prod(spec.shape[1:]) in gathered
+        assert f"f32[{','.join(map(str, spec.shape))}]" not in text
+    assert {c.times for c in in_loop} == {NUM_LAYERS}
+    assert all(c.axes(fsdp.trainer._mesh.shape) == ("fsdp",) for c in in_loop)
+
+
+def elements(shape):
+    return math.prod(int(n) for n in shape.partition("[")[2].rstrip("]").split(",") if n)
+
+
+def test_the_initial_values_are_those_of_one_device(alone, fsdp):
+    for run in (alone, fsdp):
+        run.trainer.init(jax.random.key(3))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+        alone.trainer.trainer_state.model,
+        fsdp.trainer.trainer_state.model,
+    )
+
+
+def test_factored_optimizer_state_follows_the_parameters():
+    cfg = config(fsdp=4, model=2)
+    cfg.learner.optimizer = config_for_function(adafactor_optimizer).set(
+        learning_rate=0.1,
+        b1=0.9,
+        b2=0.98,
+        multiply_by_parameter_scale=False,
+        clipping_threshold=None,
+    )
+    trainer = trainer_of(cfg)
+    specs = jax.tree_util.tree_leaves_with_path(trainer.trainer_state_specs.learner)
+    found = [
+        (tuple(spec.shape), tuple(spec.partition_spec))
+        for path, spec in specs
+        if jax.tree_util.keystr(path, simple=True, separator="/").endswith("linear1_0/weight")
+    ]
+    weight = ((NUM_LAYERS, 16, 32), (None, "fsdp", "model"))
+    by_row = ((NUM_LAYERS, 32), (None, "model"))
+    by_column = ((NUM_LAYERS, 16), (None, "fsdp"))
+    unused = ((1,), (None,))
+    assert set(found) == {weight, by_row, by_column, unused}
+
+
+def test_sizes_by_name():
+    assert mesh_shape_from_axes(data=-1, fsdp=8, model=2) == (1, -1, 1, 8, 1, 2)
+    assert MESH_AXIS_NAMES == ("pipeline", "data", "expert", "fsdp", "seq", "model")
+    cfg = config(data=-1, fsdp=2)
+    assert cfg.mesh_axis_names == MESH_AXIS_NAMES
+    assert cfg.mesh_shape == (1, -1, 1, 2, 1, 1)
+
+
+def test_a_model_without_transformer_layers():
+    cfg = lm_tiny().set(model=Linear.default_config())
+    with pytest.raises(ConfigModifierError, match="finds no attention and no feed-forward layer"):
+        ParallelismModifier.default_config().set(fsdp=2).instantiate()(cfg)

@@ -1,0 +1,162 @@
+import pytest
+
+from weft.config import from_text, to_text
+from weft.errors import ConfigModifierError, InvalidConfigValueError
+from weft.hierarchy.attention import TransformerFeedForwardLayer
+from weft.hierarchy.base_layer import RematSpec
+from weft.hierarchy.layers import LayerNorm, RMSNorm
+from weft.hierarchy.linear import Linear
+from weft.recipes.lm import lm_tiny
+from weft.trainer.gradient_accumulation import with_minibatch_steps
+from weft.trainer.mesh import HybridMeshShape, select_mesh_config
+from weft.trainer.trainer_config_modifier import (
+    ChainConfigModifier,
+    GradientAccumulationModifier,
+    MeshShapeModifier,
+    ModuleConfigModifier,
+    PartitionSpecModifier,
+    RematSpecModifier,
+    ReplaceLayerConfigModifier,
+)
+
+LAYER = "model.decoder.transformer.layer"
+EMB = "model.decoder.emb.token_emb"
+
+
+def modified(modifier, **fields):
+    return modifier.default_config().set(**fields).instantiate()(lm_tiny())
+
+
+def test_the_mesh_shape():
+    hybrid = HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(-1, 1))
+    assert modified(MeshShapeModifier, mesh_shape=(-1, 4)).mesh_shape == (-1, 4)
+    assert modified(MeshShapeModifier, mesh_shape=hybrid).mesh_shape == hybrid
+
+
+def test_what_is_computed_again():
+    spec = RematSpec(prevent_cse=False)
+    cfg = modified(RematSpecModifier, remat_policies={LAYER: spec})
+    assert cfg.get_recursively(LAYER).remat_spec == spec
+
+
+def test_layouts_of_weights_and_of_activations():
+    specs = {EMB: ("model", None), LAYER: {"dtype": None}}
+    specs[f"{LAYER}.feed_forward.linear1"] = {
+        "param_partition_spec": ("data", "model"),
+        "output_partition_spec": ("data", None, "model"),
+    }
+    cfg = modified(PartitionSpecModifier, partition_specs=specs)
+    assert cfg.get_recursively(EMB).param_partition_spec == ("model", None)
+    linear = cfg.get_recursively(f"{LAYER}.feed_forward.linear1")
+    assert linear.param_partition_spec == ("data", "model")
+    assert linear.output_partition_spec == ("data", None, "model")
+
+
+def test_a_config_in_the_place_of_another():
+    norm = LayerNorm.default_config().set(eps=0.1)
+    path = f"{LAYER}.feed_forward.norm"
+    cfg = modified(ModuleConfigModifier, target_config=path, modification=norm)
+    assert cfg.get_recursively(path) == norm
+    norm.eps = 0.2  # what the modifier holds is a copy
+    assert cfg.get_recursively(path).eps == 0.1
+
+
+def test_every_config_of_a_class_is_replaced():
+    source = LayerNorm.default_config().set(eps=0.1)
+    cfg = modified(ReplaceLayerConfigModifier, target_cls=RMSNorm, source_config=source)
+    norms = [
+        cfg.get_recursively(f"{LAYER}.self_attention.norm"),
+        cfg.get_recursively(f"{LAYER}.feed_forward.norm"),
+        cfg.model.decoder.output_norm,
+    ]
+    assert {norm.klass for norm in norms} == {LayerNorm}
+    # Common fields carry over, but for those that are left out.
+    assert {norm.eps for norm in norms} == {1e-8}
+    cfg = modified(
+        ReplaceLayerConfigModifier,
+        target_cls=RMSNorm,
+        source_config=source,
+        exclude_keys=["eps"],
+    )
+    assert cfg.model.decoder.output_norm.eps == 0.1
+
+
+class Wider(TransformerFeedForwardLayer):
+    """A feed-forward layer of a project's own."""
+
+
+def test_a_replacement_keeps_what_lay_inside():
+    cfg = modified(
+        ReplaceLayerConfigModifier,
+        target_cls=TransformerFeedForwardLayer,
+        source_config=Wider.default_config(),
+    )
+    layer = cfg.get_recursively(f"{LAYER}.feed_forward")
+    assert layer.klass is Wider
+    assert layer.activation == ("nn.silu", "linear")
+    assert layer.linear1.bias is False
+
+
+def test_microbatches():
+    cfg = modified(GradientAccumulationModifier, grad_acc_steps=4)
+    transformation = cfg.learner.forward_fn_transformation
+    assert transformation.fn is with_minibatch_steps
+    assert transformation.steps == 4
+
+
+def test_a_rule_of_several_modifiers_survives_the_config_text():
+    remat = RematSpecModifier.default_config().set(remat_policies={LAYER: RematSpec()})
+    mesh = MeshShapeModifier.default_config().set(mesh_shape=(2, 4))
+    chain = ChainConfigModifier.default_config().set(config_modifiers=[mesh, remat])
+    cfg = from_text(to_text(lm_tiny().set(mesh_rules=[("gpu-.*", chain), (".*", (-1, 1))])))
+    select_mesh_config(cfg, mesh_selector="gpu-h100")
+    assert cfg.mesh_shape == (2, 4)
+    assert cfg.get_recursively(LAYER).remat_spec == RematSpec()
+
+
+@pytest.mark.parametrize(
+    ("modifier", "fields", "message"),
+    [
+        (
+            RematSpecModifier,
+            {"remat_policies": {"model.decoder.transfomer.layer": RematSpec()}},
+            "RematSpecModifier finds nothing at 'model.decoder.transfomer.layer': .*transformer",
+        ),
+        (
+            PartitionSpecModifier,
+            {"partition_specs": {f"{EMB}.dim": ("model",)}},
+            "PartitionSpecModifier looks for a config at .*token_emb.dim', where there is",
+        ),
+        (
+            PartitionSpecModifier,
+            {"partition_specs": {EMB: {"outputs_partition_spec": ("model",)}}},
+            "'outputs_partition_spec' of .*token_emb', and Embedding has no .*'output_partition_spec'",
+        ),
+        (
+            ModuleConfigModifier,
+            {"target_config": "model.encoder", "modification": Linear.default_config()},
+            "ModuleConfigModifier finds nothing at 'model.encoder'",
+        ),
+        (
+            ReplaceLayerConfigModifier,
+            {"target_cls": LayerNorm, "source_config": RMSNorm.default_config()},
+            "ReplaceLayerConfigModifier finds no config of LayerNorm to replace",
+        ),
+    ],
+    ids=["remat", "no config", "field", "module", "class"],
+)
+def test_a_modifier_that_matches_nothing(modifier, fields, message):
+    with pytest.raises(ConfigModifierError, match=message):
+        modified(modifier, **fields)
+
+
+def test_microbatches_of_a_learner_without_them():
+    cfg = lm_tiny().set(learner=LayerNorm.default_config())
+    modifier = GradientAccumulationModifier.default_config().set(grad_acc_steps=2).instantiate()
+    with pytest.raises(ConfigModifierError, match="'forward_fn_transformation' of 'learner'"):
+        modifier(cfg)
+
+
+def test_a_modifier_is_checked_when_it_is_configured():
+    with pytest.raises(InvalidConfigValueError, match="grad_acc_steps"):
+        GradientAccumulationModifier.default_config().set(grad_acc_steps="4")

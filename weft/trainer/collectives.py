@@ -1,0 +1,245 @@
+"""What devices send to each other in a compiled program, read from the text of its HLO.
+
+A program is a set of computations that call each other. A collective in the body of a loop runs as
+often as the loop does, which XLA writes next to a loop of a known length:
+
+    %body (...) { ... %w = f32[8,64]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], ... }
+    ENTRY %main (...) { ... while(...), body=%body, ..."known_trip_count":{"n":"12"} ... }
+
+Groups are of positions in the mesh, so that they tell the mesh axes that a collective goes over.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<shape>.+?) (?P<op>[a-z][\w\-]*)\(")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+)
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TRIP_COUNT = re.compile(r'known_trip_count"?:\{"?n"?:"?(\d+)')
+_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESHED = re.compile(
+    r"replica_groups=mesh\[([^\]]+)\]"
+    r"(?:, device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? \{([^}]*)\}"
+)
+_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective operation of a program.
+
+    Attributes:
+        kind: one of `KINDS`.
+        shapes: of the arrays that a device gets, such as ("f32[8,64]",).
+        bytes: of these; of a reduce-scatter those that a device brings.
+        times: how often it runs in one run of the program; that of a loop whose length XLA does not
+          know is taken for 1.
+        computation: where it stands; several in one loop body share it.
+        in_loop: whether it is in the body of a loop.
+        groups: the positions of the devices that take part together.
+        op_name: what it was compiled from.
+    """
+
+    kind: str
+    shapes: tuple[str, ...]
+    bytes: int
+    times: int
+    computation: str
+    in_loop: bool
+    groups: tuple[tuple[int, ...], ...]
+    op_name: str
+
+    def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+        """The mesh axes that it goes over.
+
+        Args:
+            mesh_shape: the sizes of the mesh axes by name, as `Mesh.shape` has them.
+
+        Returns:
+            Their names, or None if the groups are not those of mesh axes.
+        """
+        names = [name for name, size in mesh_shape.items() if size > 1]
+        places = np.arange(math.prod(mesh_shape.values())).reshape(list(mesh_shape.values()))
+        if self.kind == "collective-permute":
+            where = np.array([np.argwhere(places == p)[0] for pair in self.groups for p in pair])
+            moved = (where[::2] != where[1::2]).any(axis=0)
+            return tuple(n for n, m in zip(mesh_shape, moved, strict=True) if m)
+        wanted = {frozenset(group) for group in self.groups}
+        for count in range(len(names) + 1):
+            for chosen in itertools.combinations(names, count):
+                rows = _rows(places, list(mesh_shape), chosen)
+                if {frozenset(map(int, row)) for row in rows} == wanted:
+                    return chosen
+        return None
+
+
+def _rows(places: np.ndarray, names: list[str], chosen: Sequence[str]) -> np.ndarray:
+    axes = [names.index(name) for name in chosen]
+    others = [axis for axis in range(len(names)) if axis not in axes]
+    size = math.prod(places.shape[axis] for axis in axes)
+    return places.transpose(others + axes).reshape(-1, size)
+
+
+def collectives_of(hlo: str) -> list[Collective]:
+    """The collectives of a compiled program.
+
+    Args:
+        hlo: its text, from `jax.stages.Compiled.as_text`.
+
+    >>> import jax
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    >>> rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    >>> x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=rows)
+    >>> program = jax.jit(lambda x: x.sum()).lower(x).compile()
+    >>> [(c.kind, c.bytes, c.times) for c in collectives_of(program.as_text())][:1]
+    [('all-reduce', 4, 1)]
+    """
+    bodies, entry = _computations(hlo)
+    times, in_loop = _executions(bodies, entry)
+    found = []
+    for name, lines in bodies.items():
+        for line in lines:
+            collective = _collective(line, name, times[name], name in in_loop)
+            if collective is not None and collective.times:
+                found.append(collective)
+    return found
+
+
+def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
+    """The lines of each computation, and the name of the one that the program starts with."""
+    bodies: dict[str, list[str]] = {}
+    entry, lines = "", []
+    for line in hlo.splitlines():
+        start = _COMPUTATION.match(line)
+        if start:
+            lines = bodies.setdefault(start[2], [])
+            entry = start[2] if start[1] else entry
+        else:
+            lines.append(line)
+    return bodies, entry
+
+
+def _executions(bodies: dict[str, list[str]], entry: str) -> tuple[Counter[str], set[str]]:
+    """How often each computation runs, and which ones run within loops."""
+    times: Counter[str] = Counter({entry: 1})
+    in_loop: set[str] = set()
+    # Callees stand before their callers in the text, so the callers are done first.
+    for name in reversed(bodies):
+        for line in bodies[name]:
+            callees = _CALLED.findall(line)
+            for branches in _BRANCHES.findall(line):
+                callees += re.findall(r"%?([\w.\-]+)", branches)
+            is_loop = " while(" in line
+            trips = _TRIP_COUNT.search(line) if is_loop else None
+            for callee in callees:
+                times[callee] += times[name] * (int(trips[1]) if trips else 1)
+                if is_loop or name in in_loop:
+                    in_loop.add(callee)
+    return times, in_loop
+
+
+def _collective(line: str, computation: str, times: int, in_loop: bool) -> Collective | None:
+    match = _INSTRUCTION.match(line)
+    if match is None:
+        return None
+    # Of an asynchronous pair the second gives the result; the groups are said by the first.
+    kind = match["op"].removesuffix("-start")
+    if kind not in KINDS:
+        return None
+    arrays = _ARRAY.findall(match["shape"])
+    if match["op"].endswith("-start") and kind != "all-reduce":
+        arrays = arrays[len(arrays) // 2 :]  # what is sent stands before what is got
+    groups = _groups(line)
+    size = sum(_bytes(dtype, dims) for dtype, dims in arrays)
+    if kind == "reduce-scatter":
+        size *= len(groups[0]) if groups else 1
+    op_name = re.search(r'op_name="([^"]*)"', line)
+    return Collective(
+        kind=kind,
+        shapes=tuple(f"{dtype}[{dims}]" for dtype, dims in arrays),
+        bytes=size,
+        times=times,
+        computation=computation,
+        in_loop=in_loop,
+        groups=groups,
+        op_name=op_name[1] if op_name else "",
+    )
+
+
+def _groups(line: str) -> tuple[tuple[int, ...], ...]:
+    """The positions of the devices of each group, from any of the forms that XLA writes.
+
+    {{0,1},{2,3}}    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2], device_ids=([4]) {'b'}
+    """
+    meshed = _MESHED.search(line)
+    if meshed:
+        return _groups_of_mesh(*meshed.groups())
+    iota = _IOTA.search(line)
+    if iota:
+        return _as_groups(_counted(iota[2], iota[3]).reshape(_numbers(iota[1])))
+    listed = _LISTED.search(line)
+    groups = re.findall(r"\{([\d,]+)\}", listed[1]) if listed else []
+    return tuple(tuple(_numbers(group)) for group in groups)
+
+
+def _groups_of_mesh(
+    axes: str, ids: str | None, order: str | None, listed: str | None, over: str
+) -> tuple[tuple[int, ...], ...]:
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    count = math.prod(sizes.values())
+    places = np.array(_numbers(listed)) if listed else _counted(ids or str(count), order)
+    # An axis may be taken in part: 'a':(2)4 is the middle of its parts of 2, 4 and what is left.
+    parts = {name: (int(pre or 1), int(size or 0)) for name, pre, size in _PART.findall(over)}
+    dims: list[int] = []
+    chosen: list[int] = []
+    for name, size in sizes.items():
+        pre, own = parts.get(name, (1, 1))
+        own = own or size
+        if name in parts:
+            chosen.append(len(dims) + 1)
+        dims += [pre, own, size // (pre * own)]
+    others = [axis for axis in range(len(dims)) if axis not in chosen]
+    size = math.prod(dims[axis] for axis in chosen)
+    return _as_groups(places.reshape(dims).transpose(others + chosen).reshape(-1, size))
+
+
+def _counted(dims: str, order: str | None) -> np.ndarray:
+    """0, 1, 2 … in an array of this shape, its axes in another order, as one row."""
+    shape = _numbers(dims)
+    places = np.arange(math.prod(shape)).reshape(shape)
+    return (places.transpose(_numbers(order)) if order else places).reshape(-1)
+
+
+def _as_groups(rows: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(map(int, row)) for row in rows)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _bytes(dtype: str, dims: str) -> int:
+    # Names such as f32, bf16, s8, c64, f8e4m3fn, u4 say the bits first; a pred takes a byte.
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    size = int(bits[1]) if bits else 8
+    return math.ceil(math.prod(int(d) for d in dims.split(",") if d) * size / 8)

@@ -1,0 +1,164 @@
+"""Parallel transformers: one layout of the library's transformer over a mesh of named axes.
+
+The axes stand for kinds of parallelism, and their sizes say which are in use; an axis of size 1
+costs nothing.
+
+| axis | what lies over it |
+|---|---|
+| `pipeline` | the stages of a pipeline |
+| `data` | the rows of a batch; parameters are copied |
+| `expert` | the rows of a batch, and the experts of mixture-of-experts layers |
+| `fsdp` | the rows of a batch, and parameters, which are gathered for a layer when it runs |
+| `seq` | the positions of a sequence; attention gathers keys and values |
+| `model` | heads, hidden dimensions, and the vocabulary |
+
+So a parameter of a feed-forward layer lies as (fsdp, model), an activation as ((data, expert,
+fsdp), seq, model). Sources: Rajbhandari et al., https://arxiv.org/abs/1910.02054 (fsdp); Xu et al.,
+https://arxiv.org/abs/2105.04663 (weights over two axes); Korthikanti et al.,
+https://arxiv.org/abs/2205.05198 (seq).
+"""
+
+from typing import Any
+
+from weft.config import ConfigBase, ConfigModifier, config_class
+from weft.errors import ConfigModifierError
+from weft.hierarchy.attention_sharding import (
+    set_attention_partition_specs,
+    set_feed_forward_partition_specs,
+)
+from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.decoder import Decoder, LmHead
+from weft.hierarchy.embedding import Embedding
+from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.multihead_attention import MultiheadAttention
+from weft.hierarchy.normalization import LayerNorm, RMSNorm
+
+MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
+BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
+_VECTORS = (BATCH_AXIS_NAMES, "seq", None)
+
+
+def mesh_shape_from_axes(
+    *,
+    pipeline: int = 1,
+    data: int = 1,
+    expert: int = 1,
+    fsdp: int = 1,
+    seq: int = 1,
+    model: int = 1,
+) -> tuple[int, ...]:
+    """The mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
+
+    Args:
+        pipeline: the number of stages of a pipeline.
+        data: of groups of devices that hold the same parameters and see other rows.
+        expert: of groups of experts.
+        fsdp: of parts that parameters are cut into.
+        seq: of parts of a sequence.
+        model: of parts that heads, hidden dimensions and the vocabulary are cut into.
+
+    Returns:
+        The shape. One size may be -1, for the devices that are left.
+
+    >>> mesh_shape_from_axes(data=-1, fsdp=8)
+    (1, -1, 1, 8, 1, 1)
+    """
+    return (pipeline, data, expert, fsdp, seq, model)
+
+
+class ParallelismModifier(ConfigModifier):
+    """Lays a trainer's transformer over a mesh with the axes `MESH_AXIS_NAMES`.
+
+    It sets the mesh, and how the batch, the parameters and the activations of the library's layers
+    lie over it, wherever in the model they are. Optimizer state and gradients follow the
+    parameters. Parameters of other layers stay as they are; `weft check` shows them.
+
+    Example:
+        >>> from weft.recipes.lm import lm_tiny
+        >>> modifier = ParallelismModifier.default_config().set(fsdp=4, model=2).instantiate()
+        >>> cfg = modifier(lm_tiny())
+        >>> cfg.mesh_shape, cfg.model.decoder.transformer.layer.feed_forward.linear1
+        ((1, 1, 1, 4, 1, 2), ...)
+    """
+
+    @config_class
+    class Config(ConfigModifier.Config):
+        """Configures a ParallelismModifier.
+
+        Attributes:
+            pipeline: the size of the mesh axis of that name.
+            data: likewise; one of all may be -1, for the devices that are left.
+            expert: likewise.
+            fsdp: likewise.
+            seq: likewise.
+            model: likewise.
+        """
+
+        pipeline: int = 1
+        data: int = 1
+        expert: int = 1
+        fsdp: int = 1
+        seq: int = 1
+        model: int = 1
+
+    def __call__(self, cfg: Any) -> Any:
+        if not _lay_out(cfg.model):
+            raise ConfigModifierError(
+                f"{type(self).__name__} finds no attention and no feed-forward layer of "
+                "weft.hierarchy in the trainer's `model` to lay over the mesh. Set the partition "
+                "specs of its own layers: `PartitionSpecModifier`."
+            )
+        sizes = {name: getattr(self.config, name) for name in MESH_AXIS_NAMES}
+        return cfg.set(
+            mesh_axis_names=MESH_AXIS_NAMES,
+            mesh_shape=mesh_shape_from_axes(**sizes),
+            batch_axis_names=BATCH_AXIS_NAMES,
+        )
+
+
+def _lay_out(model: ConfigBase) -> bool:
+    """Sets the layouts of the layers of a model; returns whether one is a transformer's."""
+    found: list[Any] = []
+
+    def enter(path: str, value: Any, children: list | None) -> list | None:
+        del path
+        if isinstance(getattr(value, "klass", None), type):
+            found.append(value)
+        return children
+
+    model.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    has_layers = False
+    for cfg in found:
+        if issubclass(cfg.klass, MultiheadAttention):
+            set_attention_partition_specs(
+                cfg, batch_axis_names=BATCH_AXIS_NAMES, set_attn_activation_specs=True
+            )
+            has_layers = True
+        elif issubclass(cfg.klass, TransformerFeedForwardLayer):
+            set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
+            # As the residual stream and the output of attention, so that nothing moves in between.
+            cfg.linear2.output_partition_spec = _VECTORS
+            has_layers = True
+        else:
+            _lay_out_around(cfg)
+    return has_layers
+
+
+def _lay_out_around(cfg: Any) -> None:
+    """Sets the layout of what a language model has around its attention and feed-forward layers."""
+    if issubclass(cfg.klass, Embedding):
+        # The table is gathered over fsdp where it is used, as a layer's weights are.
+        cfg.set(
+            param_partition_spec=("model", "fsdp"),
+            embedding_partition_spec=("model", None),
+            output_partition_spec=_VECTORS,
+        )
+    elif issubclass(cfg.klass, LmHead):
+        cfg.param_partition_spec = ("model", "fsdp")
+    elif issubclass(cfg.klass, RMSNorm | LayerNorm):
+        cfg.param_partition_spec = ("fsdp",)
+    elif issubclass(cfg.klass, Decoder):
+        cfg.hidden_state_partition_spec = _VECTORS
+        cfg.logits_partition_spec = (BATCH_AXIS_NAMES, "seq", "model")
+    elif issubclass(cfg.klass, Model):
+        cfg.set(batch_axis_names=BATCH_AXIS_NAMES, seq_axis_names=("seq",))
