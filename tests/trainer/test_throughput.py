@@ -47,11 +47,17 @@ class Run:
         self.throughput.start(str(directory), step)
         self.step_number = step
 
-    def step(self, seconds=1.0):
+    def step(self, seconds=1.0, waited=0.0):
         self.clock.seconds += seconds
+        self.waited = getattr(self, "waited", 0.0) + waited
         self.step_number += 1
         return self.throughput.on_step(
-            self.step_number, LOSS, BATCH, model=MODEL, params=self.params
+            self.step_number,
+            LOSS,
+            BATCH,
+            model=MODEL,
+            params=self.params,
+            input_wait_seconds=self.waited,
         )
 
     def save(self, seconds=0.0):
@@ -81,6 +87,22 @@ def test_a_batch_without_tokens_has_examples_only(tmp_path):
     run = Run(tmp_path, tokens_field="ids")
     run.step()
     assert "tokens_per_second" not in run.step()
+
+
+def test_a_slow_input_shows_and_is_said_once(tmp_path, caplog):
+    run = Run(tmp_path)
+    run.step(waited=100)  # for the first batch, which is no step's
+    assert run.step(waited=0.05)["input_wait_seconds"] == pytest.approx(0.05)
+    assert not caplog.records
+    run.save(seconds=10)
+    run.step(waited=0.4)
+    assert run.step(waited=0.2)["input_wait_seconds"] == pytest.approx(0.3)
+    for _ in range(4):
+        run.step(waited=0.9)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "Up to step 4 each step waited 0.3 s for its input, 30 % of the time: the input is slower"
+    )
 
 
 def test_mfu_is_a_share_of_what_the_devices_can_do(tmp_path):

@@ -2,6 +2,7 @@
 
     steps per second   of the steps between two readings, without what evaluation and saving took
     MFU                the operations that the model needs, as a share of what the devices could do
+    input wait         seconds per step that went by before its batch was there
     goodput            the share of the time since the run was first started that went into steps
                        which it still stands on
 
@@ -12,6 +13,7 @@ when a process was killed, compiling, waiting to be started, saving and evaluati
 
 import contextlib
 import datetime
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,6 +49,10 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 _RECORD = "goodput"
+# From which share of the time on it is said that the input is slow.
+_SLOW_INPUT = 0.1
+
+logger = logging.getLogger(__name__)
 _KEPT_MARKS = 200
 
 
@@ -105,6 +111,8 @@ class Throughput(Configurable):
         self._pause_began: float | None = None
         self._productive = 0.0  # seconds of steps since the run was first started
         self._flops: float | None = None  # of a step, once counted
+        self._waited: tuple[int, float] = (0, 0.0)  # the last report's step and seconds in all
+        self._said_slow = False
 
     def start(self, directory: str, step: int) -> None:
         """Begins a run, or goes on with one.
@@ -125,7 +133,14 @@ class Throughput(Configurable):
         self._productive = marks[-1]["productive_seconds"] if marks else 0.0
 
     def on_step(
-        self, step: int, outputs: Any, batch: Any, *, model: Any, params: Any
+        self,
+        step: int,
+        outputs: Any,
+        batch: Any,
+        *,
+        model: Any,
+        params: Any,
+        input_wait_seconds: float = 0.0,
     ) -> dict[str, float]:
         """Takes note of a step that was started.
 
@@ -135,6 +150,7 @@ class Throughput(Configurable):
             batch: Its input.
             model: Whose `forward(input_batch)` the step differentiates.
             params: The model's parameters.
+            input_wait_seconds: For how long the run has waited for batches until now, in all.
 
         Returns:
             What is to be reported, by name; most of the time nothing.
@@ -144,12 +160,16 @@ class Throughput(Configurable):
             return {}
         jax.block_until_ready(outputs)
         before, (steps, seconds) = self._start, self._read(step)
+        waited, self._waited = self._waited, (step, input_wait_seconds)
         if before is None or seconds <= 0:
             return {}
         per_second = steps / seconds
+        wait = (input_wait_seconds - waited[1]) / (step - waited[0])
+        self._say_if_slow(step, wait, wait * per_second)
         summaries = {
             "steps_per_second": per_second,
             "examples_per_second": per_second * jax.tree.leaves(batch)[0].shape[0],
+            "input_wait_seconds": wait,
             "goodput": min(1.0, self._productive / max(self._now() - self._first_start, 1e-9)),
         }
         if isinstance(batch, Mapping) and self.config.tokens_field in batch:
@@ -159,6 +179,18 @@ class Throughput(Configurable):
         if utilization is not None:
             summaries["mfu"] = utilization
         return summaries
+
+    def _say_if_slow(self, step: int, wait: float, share: float) -> None:
+        if share > _SLOW_INPUT and not self._said_slow:
+            self._said_slow = True
+            logger.warning(
+                "Up to step %d each step waited %.3g s for its input, %.0f %% of the time: the "
+                "input is slower than the model. Let it do less per batch, or read with more "
+                "workers.",
+                step,
+                wait,
+                100 * min(share, 1.0),
+            )
 
     def _read(self, step: int) -> tuple[int, float]:
         """The steps since the last reading, and the seconds that they took."""

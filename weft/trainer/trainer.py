@@ -477,7 +477,12 @@ class SpmdTrainer(Module):
         summaries = {"loss": outputs["loss"], **outputs["summaries"]}
         if self._throughput is not None:
             summaries["throughput"] = self._throughput.on_step(
-                step, outputs["loss"], batch, model=self.model, params=self.trainer_state.model
+                step,
+                outputs["loss"],
+                batch,
+                model=self.model,
+                params=self.trainer_state.model,
+                input_wait_seconds=self._batches.wait_seconds if self._batches else 0.0,
             )
         self.summary_writer(step, summaries)
         if step % (cfg.log_every_n_steps or 10) == 0:
