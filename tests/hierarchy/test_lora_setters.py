@@ -14,7 +14,12 @@ from weft.hierarchy.attention import (
 )
 from weft.hierarchy.layers import LayerNorm
 from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import set_lora_recursively, with_base_state, without_lora
+from weft.hierarchy.lora_setters import (
+    base_state,
+    set_lora_recursively,
+    with_base_state,
+    without_lora,
+)
 from weft.hierarchy.module import functional as F
 
 DIM = 8
@@ -62,19 +67,21 @@ def paths(state):
 def test_adapters_on_a_base_change_nothing_and_merge_into_it(cls, grouped, filled):
     cfg = stack(cls, grouped=grouped)
     base, layer = layer_of(cfg), layer_of(adapted(cfg))
-    base_state, state = filled(base), filled(layer)
-    trained = with_base_state(layer, state, base_state)
+    of_base, state = filled(base), filled(layer)
+    trained = with_base_state(state, of_base)
+    assert jax.tree.structure(base_state(state)) == jax.tree.structure(of_base)
+    assert paths(state) == paths(trained)
     state = of_adapters(trained, jnp.zeros_like)
     x = jnp.sin(jnp.arange(2 * 3 * DIM, dtype=jnp.float32)).reshape(2, 3, DIM)
 
     def run(layer, state):
         return F(layer, None, state, (x,), is_training=False)[0].data
 
-    np.testing.assert_array_equal(run(layer, state), run(base, base_state))
+    np.testing.assert_array_equal(run(layer, state), run(base, of_base))
     expected = run(layer, trained)
-    assert np.abs(expected - run(base, base_state)).max() > 0.1
+    assert np.abs(expected - run(base, of_base)).max() > 0.1
     merged = merge_adapters(layer, trained)
-    assert jax.tree.structure(merged) == jax.tree.structure(base_state)
+    assert jax.tree.structure(merged) == jax.tree.structure(of_base)
     np.testing.assert_allclose(run(base, merged), expected, atol=1e-5)
 
 

@@ -4,7 +4,8 @@
 
 puts a `LoraFusedQKVLinear` in the place of the projections of every attention, a
 `LoraMultiheadOutputLinear` in that of its output, and a `LoraLinear` in that of each linear map of
-a feed-forward layer. `with_base_state` gives the model with adapters the state of one without.
+a feed-forward layer. `base_state` and `with_base_state` take the rest of a state apart from its
+adapters, and put them together again.
 """
 
 import copy
@@ -12,7 +13,6 @@ from typing import Any
 
 from weft.config import ConfigBase
 from weft.errors import LayerConfigError
-from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.config_setters import for_each_config
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.linear import Linear
@@ -123,20 +123,53 @@ def without_lora(cfg: Any) -> Any:
     return new
 
 
-def with_base_state(layer: BaseLayer, state: dict[str, Any], base: dict[str, Any]) -> Any:
+def base_state(state: dict[str, Any]) -> Any:
+    """The state of the model without adapters, which are left out and not merged.
+
+    Args:
+      state: of a model with adapters, or the shapes, specs or layouts of one. It is not changed.
+
+    Example:
+      >>> adapter = {"lora_down": 2, "lora_up": 3}
+      >>> base_state({"linear": {"layer": {"weight": 1}, "adapter": adapter}})
+      {'linear': {'weight': 1}}
+    """
+    if not isinstance(state, dict):
+        return state
+    if _has_adapter(state):
+        return state["layer"]
+    new = copy.copy(state)  # a stack stays marked as one
+    new.update({name: base_state(child) for name, child in state.items()})
+    return new
+
+
+def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
     """The state of a model with adapters, in which all else is that of the model without.
 
     Args:
-      layer: the model with adapters, or a part of it.
-      state: its state, of which only that of adapters is kept. It is not changed.
-      base: the state of the model without adapters.
+      state: of the model with adapters, of which those alone are kept. It is not changed.
+      base: of the model without.
+
+    Example:
+      >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
+      >>> with_base_state(state, {"linear": {"weight": 4}})["linear"]["layer"]
+      {'weight': 4}
     """
-    if isinstance(layer, _WITH_ADAPTER):
-        new: Any = copy.copy(state)
+    if not isinstance(state, dict):
+        return base
+    new = copy.copy(state)
+    if _has_adapter(state):
         new["layer"] = base
-        return new
-    new = copy.copy(base)  # a stack stays marked as one
-    for name, child in layer.children.items():
-        if isinstance(child, BaseLayer) and name in base:
-            new[name] = with_base_state(child, state[name], base[name])
+    else:
+        new.update({name: with_base_state(child, base[name]) for name, child in state.items()})
     return new
+
+
+def _has_adapter(state: dict[str, Any]) -> bool:
+    """Whether this is the state of a layer beside an adapter."""
+    adapter = state.get("adapter")
+    return (
+        state.keys() == {"layer", "adapter"}
+        and isinstance(adapter, dict)
+        and ({"lora_down", "lora_up"} <= adapter.keys())
+    )
