@@ -1,0 +1,265 @@
+"""What a run may do beside plain steps, through the trainer: on a model of two weights."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import config_for_function
+from weft.errors import EarlyStoppingError
+from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.layers import Linear
+from weft.hierarchy.metrics import WeightedScalar
+from weft.input.fake import fake_source
+from weft.input.grain import Input, per_feed_batch
+from weft.trainer.checkpoint_policy import EvalMetric
+from weft.trainer.checkpointer import every_n_steps_policy as save_every_n_steps_policy
+from weft.trainer.early_stopping import EarlyStopping
+from weft.trainer.eval_policy import AtEndPolicy, BestMetricEvalPolicy, every_n_steps_policy
+from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.gradient_accumulation import with_minibatch_steps
+from weft.trainer.learner import Learner
+from weft.trainer.loss_scale import DynamicLossScale
+from weft.trainer.optimizer_ema import param_ema
+from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.progress import RunListener
+from weft.trainer.summary_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.throughput import Throughput
+from weft.trainer.train_dtype import per_param_train_dtype_by_path
+from weft.trainer.trainer import SpmdTrainer
+
+
+class Regression(BaseModel):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("linear", Linear.default_config().set(input_dim=2, output_dim=1))
+
+    def forward(self, input_batch):
+        errors = self.linear(input_batch["x"])[:, 0] - input_batch["y"]
+        loss = jnp.mean(errors**2)
+        self.add_summary("loss", WeightedScalar(loss, errors.size))
+        return loss, {}
+
+
+def examples_of(is_training):
+    """Noise: what is learned of it does not hold for other noise."""
+    rng = np.random.default_rng(int(is_training))
+    return rng.normal(size=(16, 2)).astype(np.float32), rng.normal(size=16).astype(np.float32)
+
+
+def points(is_training: bool):
+    examples = [{"x": x, "y": y} for x, y in zip(*examples_of(is_training), strict=True)]
+    source = fake_source(is_training, examples, repeat=None if is_training else 1)
+
+    def build_dataset(dispatch_config):
+        return per_feed_batch(
+            source(dispatch_config), global_batch_size=8, dispatch_config=dispatch_config
+        )
+
+    return build_dataset
+
+
+def input_config(is_training):
+    source = config_for_function(points).set(is_training=is_training)
+    return Input.default_config().set(source=source)
+
+
+def evaler(policy):
+    return SpmdEvaler.default_config().set(
+        input=input_config(False),
+        eval_policy=policy,
+        summary_writer=JsonLinesWriter.default_config(),
+    )
+
+
+EVERY_STEP = config_for_function(every_n_steps_policy).set(n=1)
+HELD_OUT = EvalMetric("held_out", "loss")
+
+
+def config(directory, **kwargs):
+    optimizer = config_for_function(adamw_optimizer).set(
+        learning_rate=0.1, b1=0.9, b2=0.95, eps=1e-8
+    )
+    cfg = SpmdTrainer.default_config().set(
+        name="trainer",
+        dir=str(directory),
+        max_step=8,
+        model=Regression.default_config(),
+        learner=Learner.default_config().set(optimizer=optimizer),
+        input=input_config(True),
+        summary_writer=JsonLinesWriter.default_config(),
+        mesh_shape=(1, 1),
+        mesh_axis_names=("data", "model"),
+    )
+    cfg.checkpointer.save_policy = config_for_function(save_every_n_steps_policy).set(n=10**6)
+    return cfg.set(**kwargs)
+
+
+class Recorder(RunListener):
+    def __init__(self):
+        self.losses, self.evals = [], []
+
+    def on_step(self, step, outputs, batch):
+        self.losses.append(float(outputs["loss"]))
+
+    def on_eval(self, name, step, summaries):
+        self.evals.append((name, step, float(summaries["loss"].mean)))
+
+    def on_end(self, step, reason):
+        self.end = (step, reason)
+
+
+def run(cfg, **kwargs):
+    trainer, recorder = cfg.instantiate(parent=None, devices=jax.devices()[:1]), Recorder()
+    result = trainer.run(listener=recorder, **kwargs)
+    return trainer, recorder, result
+
+
+def weights(trainer):
+    return np.asarray(trainer.trainer_state.model["linear"]["weight"])
+
+
+def reported(directory, name):
+    lines = read_json_lines(str(Path(directory, "summaries", name)))
+    return {line["step"]: line["values"] for line in lines if "values" in line}
+
+
+def everything(directory, **kwargs):
+    """All features at once; with "max", an evaluation of a model that learns is no improvement."""
+    evalers = {
+        "held_out": evaler(EVERY_STEP),
+        "best": evaler(BestMetricEvalPolicy.default_config().set(metric=HELD_OUT, mode="max")),
+        "at_end": evaler(AtEndPolicy.default_config()),
+    }
+    cfg = config(
+        directory,
+        evalers=evalers,
+        early_stopping=EarlyStopping.default_config().set(metric=HELD_OUT, mode="max", patience=3),
+        throughput=Throughput.default_config().set(every_n_steps=3, peak_flops_per_device=1e12),
+    )
+    cfg.learner.set(
+        ema=config_for_function(param_ema).set(decay=0.5),
+        loss_scale=DynamicLossScale.default_config().set(growth_interval=3),
+        forward_fn_transformation=config_for_function(with_minibatch_steps).set(steps=2),
+    )
+    return cfg.set(**kwargs)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run with everything that stops early, where its programs are kept, and what it returned."""
+    directory = tmp_path_factory.mktemp("straight")
+    cache = str(directory / "cache")
+    cfg = everything(directory / "run", compilation_cache_dir=cache, max_step=50)
+    return *run(cfg, return_evaler_summaries={"at_end"}), directory
+
+
+def evaluated(recorder, wanted):
+    return {step: loss for name, step, loss in recorder.evals if name == wanted}
+
+
+def better_steps(losses):
+    """The steps whose loss is above all before."""
+    return [s for s in losses if losses[s] > max([-np.inf, *(losses[t] for t in range(1, s))])]
+
+
+@pytest.mark.long
+def test_a_run_stops_early_and_evaluates_at_its_end(straight):
+    _, recorder, result, _ = straight
+    (step, reason), losses = recorder.end, evaluated(recorder, "held_out")
+    assert reason == "early stopping"
+    assert list(losses) == list(range(1, step + 1))
+    assert step == better_steps(losses)[-1] + 4 < 50  # three may pass, the fourth stops
+    assert list(evaluated(recorder, "at_end")) == [step]
+    assert float(result["at_end"]["loss"].mean) == losses[step]
+    assert list(evaluated(recorder, "best")) == better_steps(losses)
+
+
+@pytest.mark.long
+def test_a_run_that_was_cut_has_counted_all_that_the_other_has(straight, tmp_path):
+    whole, one, _, _ = straight
+    step = one.end[0]
+    cut_at = step - 2
+    _, first, _ = run(everything(tmp_path, max_step=cut_at))
+    resumed, second, _ = run(everything(tmp_path, max_step=50))
+    assert second.end == one.end
+    assert first.losses + second.losses == one.losses
+    late = [at for at in evaluated(one, "best") if at > cut_at]
+    assert list(evaluated(second, "best")) == late
+    jax.tree.map(
+        np.testing.assert_array_equal, resumed.trainer_state.model, whole.trainer_state.model
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal, resumed.trainer_state.learner, whole.trainer_state.learner
+    )
+    marks = json.loads(Path(tmp_path, "run.json").read_text())["goodput"]
+    assert [mark["step"] for mark in marks] == [cut_at, step]
+    assert marks[0]["productive_seconds"] < marks[1]["productive_seconds"]
+
+
+@pytest.mark.long
+def test_what_a_run_with_everything_leaves(straight):
+    trainer, recorder, _, directory = straight
+    step = recorder.end[0]
+    state = trainer.trainer_state.learner
+    assert float(state["loss_scale"]["scale"]) == 2.0 ** (15 + step // 3)
+
+    averaged = state["ema"].ema["linear"]
+    assert not np.array_equal(averaged["weight"], weights(trainer))
+    xs, ys = examples_of(is_training=False)
+    loss = np.mean(((xs @ averaged["weight"] + averaged["bias"])[:, 0] - ys) ** 2)
+    np.testing.assert_allclose(evaluated(recorder, "held_out")[step], loss, rtol=1e-5)
+
+    values = reported(directory / "run", "train_train")
+    with_speed = [at for at, v in values.items() if "throughput/goodput" in v]
+    assert with_speed == [at for at in range(1, step + 1) if at % 3 == 0]
+    for at in with_speed:
+        speed = {n.removeprefix("throughput/"): v for n, v in values[at].items()}
+        assert speed["examples_per_second"] == pytest.approx(8 * speed["steps_per_second"])
+        assert 0 < speed["mfu"] < 1
+        assert 0 <= speed["goodput"] <= 1
+
+    assert list((directory / "cache").iterdir())
+
+
+def test_early_stopping_needs_an_evaler_of_the_run(tmp_path):
+    cfg = everything(tmp_path, evalers={})
+    with pytest.raises(EarlyStoppingError, match=r"'held_out', which is none of the run's: there"):
+        cfg.instantiate(parent=None, devices=jax.devices()[:1])
+
+
+def lowered(cfg):
+    """The learner's state and the outputs of a step by name, and its program."""
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    with trainer.mesh():
+        state = jax.eval_shape(trainer._init_state, jax.random.key(0))
+        batch = {
+            "x": jax.ShapeDtypeStruct((8, 2), np.float32),
+            "y": jax.ShapeDtypeStruct((8,), np.float32),
+        }
+        _, outputs = jax.eval_shape(trainer._train_step, state, batch)
+        text = trainer._train_step.lower(state, batch).as_text()
+    return state.learner, outputs, text
+
+
+def test_parameters_are_computed_with_in_the_dtypes_of_their_paths(tmp_path):
+    train_dtype = config_for_function(per_param_train_dtype_by_path).set(
+        default_dtype=jnp.bfloat16, update_rules=[(".*/bias", None)]
+    )
+    _, _, text = lowered(config(tmp_path, train_dtype=train_dtype))
+    assert "tensor<2x1xbf16>" in text
+    assert "tensor<1xbf16>" not in text
+
+
+def test_what_is_off_is_no_part_of_the_step(tmp_path):
+    state, outputs, _ = lowered(config(tmp_path))
+    assert sorted(state) == ["optimizer"]
+    assert sorted(outputs) == ["aux", "loss", "summaries"]
+    assert sorted(outputs["summaries"]) == ["learner", "loss"]
+    assert sorted(outputs["summaries"]["learner"]) == ["optimizer"]
+    on, outputs, _ = lowered(everything(tmp_path))
+    assert sorted(on) == ["ema", "loss_scale", "optimizer"]
+    assert sorted(outputs["summaries"]["learner"]) == ["loss_scale", "optimizer"]
