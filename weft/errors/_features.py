@@ -33,3 +33,7 @@ class InferenceError(WeftError, ValueError):
 
 class ProfilerTraceError(WeftError, ValueError):
     """A profiler trace was asked for that would hold nothing."""
+
+
+class DecodingEvalError(WeftError, ValueError):
+    """A batch has no prompts for a model to go on from."""

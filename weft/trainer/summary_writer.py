@@ -25,6 +25,7 @@ from weft.trainer.base_writer import (
 )
 from weft.trainer.event_file import EventFile
 from weft.trainer.json_lines_writer import JsonLinesWriter, read_json_lines
+from weft.trainer.mlflow_writer import MLflowWriter
 from weft.trainer.summary_values import Shown, SummaryKind
 from weft.trainer.wandb_writer import WandBWriter
 from weft.typing import Nested
@@ -34,6 +35,7 @@ __all__ = [
     "CheckpointerAction",
     "CompositeWriter",
     "JsonLinesWriter",
+    "MLflowWriter",
     "NoOpWriter",
     "SummaryKind",
     "SummaryWriter",

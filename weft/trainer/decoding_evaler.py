@@ -1,0 +1,187 @@
+r"""An evaler that lets a language model write, and keeps what it wrote.
+
+The first tokens of each sequence of its input are prompts. What the model adds to them is written
+as text beside the summaries, one JSON object a line, and the first few are shown as summaries:
+
+    summaries/samples/step_00000200.jsonl    {"prompt": "def f(", "text": "x):\n    return"}
+
+What is sampled is a function of parameters, prompts and the run's key, so a run that was cut writes
+the same.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.config import (
+    REQUIRED,
+    ConfigOr,
+    InstantiableConfig,
+    Required,
+    config_class,
+    config_for_function,
+    maybe_instantiate,
+)
+from weft.errors import DecodingEvalError
+from weft.functional import scale_by
+from weft.hierarchy.module import Module
+from weft.input.text import Tokenizer
+from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.metric_calculator import BaseMetricCalculator
+from weft.trainer.run_record import write_whole
+from weft.typing import Nested, NestedTensor, Tensor
+
+
+class SampleDecoding(BaseMetricCalculator):
+    """Samples a continuation of the first tokens of each sequence.
+
+    Its output for a batch is a dict of `prompts` and `sampled`, `Int[Array, "batch ..."]`.
+    """
+
+    @config_class
+    class Config(BaseMetricCalculator.Config):
+        """Configures a SampleDecoding.
+
+        Attributes:
+            tokenizer: From ids to text.
+            prompt_length: The number of tokens that a prompt has, the first of which, such as one
+                that begins a document, is no text.
+            num_tokens: How many tokens to add at most.
+            logits_modifier: Temperature and cut-offs, as for the model's `sample_decode`.
+            prompt_field: The field of a batch that holds tokens, `Int[Array, "batch time"]`.
+            num_shown: How many texts are shown as summaries.
+        """
+
+        tokenizer: Required[ConfigOr[Tokenizer]] = REQUIRED
+        prompt_length: int = 16
+        num_tokens: int = 64
+        logits_modifier: InstantiableConfig = config_for_function(scale_by).set(temperature=1.0)
+        prompt_field: str = "input_ids"
+        num_shown: int = 2
+
+    def __init__(self, cfg: Config, *, parent: Module | None, **kwargs: Any):
+        super().__init__(cfg, parent=parent, **kwargs)
+        if cfg.prompt_length < 1 or cfg.num_tokens < 1:
+            raise DecodingEvalError(
+                f"{self.path()}: prompt_length={cfg.prompt_length} and num_tokens={cfg.num_tokens};"
+                " expected at least one token of each."
+            )
+        self._tokenizer: Tokenizer = maybe_instantiate(cfg.tokenizer)
+        modifier = maybe_instantiate(cfg.logits_modifier)
+        self._run = self._jit_of_model(
+            "sample_decode",
+            inputs=lambda batch: {
+                "input_batch": {"prefix": self._prompts(batch)},
+                "max_sequence_length": cfg.prompt_length - 1 + cfg.num_tokens,
+                "logits_modifier": modifier,
+            },
+            outputs=lambda batch, result, collection: {
+                "prompts": self._prompts(batch),
+                "sampled": result.sequences[:, 0, cfg.prompt_length - 1 :],
+            },
+        )
+
+    def _prompts(self, batch: Any) -> Tensor:
+        cfg = self.config
+        tokens = batch.get(cfg.prompt_field)
+        if tokens is None or tokens.shape[1] < cfg.prompt_length:
+            found = "there is no such field" if tokens is None else f"it has {tokens.shape[1]}"
+            raise DecodingEvalError(
+                f"{self.path()}: prompts are the first prompt_length={cfg.prompt_length} tokens of "
+                f"{cfg.prompt_field!r}, and {found}. The batch has {', '.join(sorted(batch))}."
+            )
+        return tokens[:, : cfg.prompt_length]
+
+    def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
+        return {"prng_key": prng_key}
+
+    def forward(
+        self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
+    ) -> dict[str, Any]:
+        prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
+        return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
+
+    def get_summaries(
+        self,
+        *,
+        model_params: NestedTensor,
+        state: Any,
+        all_forward_outputs: list[Nested[Any]],
+    ) -> dict[str, Any]:
+        samples = self.texts(all_forward_outputs)
+        shown = {
+            f"sample_{i}": sample["prompt"] + sample["text"]
+            for i, sample in enumerate(samples[: self.config.num_shown])
+        }
+        lengths = [sample["num_tokens"] for sample in samples]
+        return self._with_prefix({**shown, "num_tokens": float(np.mean(lengths))})
+
+    def texts(self, all_forward_outputs: list[Nested[Any]]) -> list[dict[str, Any]]:
+        """The samples as JSON values: `prompt`, `text` and `num_tokens`, those that were added.
+
+        Args:
+            all_forward_outputs: The "output" of each batch.
+        """
+        samples = []
+        for outputs in all_forward_outputs:
+            for prompt, added in zip(outputs["prompts"], outputs["sampled"], strict=True):
+                ends = np.flatnonzero(
+                    np.isin(added, [self._tokenizer.eos_id, self._tokenizer.pad_id])
+                )
+                added = added[: ends[0]] if len(ends) else added
+                samples.append(
+                    {
+                        "prompt": self._tokenizer.decode(prompt),
+                        "text": self._tokenizer.decode(added),
+                        "num_tokens": len(added),
+                    }
+                )
+        return samples
+
+
+class DecodingEvaler(SpmdEvaler):
+    """Samples from the model and writes what it wrote, a file for each evaluation."""
+
+    @config_class
+    class Config(SpmdEvaler.Config):
+        """Configures a DecodingEvaler.
+
+        Attributes:
+            metric_calculator: What samples.
+        """
+
+        metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
+
+    def eval_step(
+        self,
+        step: int,
+        *,
+        prng_key: Tensor,
+        model_params: NestedTensor,
+        return_aux: bool = False,
+        train_summaries: dict[str, Any] | None = None,
+        force_run: bool = False,
+    ) -> tuple[Tensor, dict[str, Any] | None, list[Nested[Any]] | None]:
+        """Samples, if the policy says so; see `SpmdEvaler.eval_step`."""
+        next_key, summaries, outputs = super().eval_step(
+            step,
+            prng_key=prng_key,
+            model_params=model_params,
+            return_aux=True,
+            train_summaries=train_summaries,
+            force_run=force_run,
+        )
+        if outputs is not None:
+            self._write(step, self.metric_calculator.texts(outputs))
+        return next_key, summaries, outputs if return_aux else None
+
+    def _write(self, step: int, samples: list[dict[str, Any]]) -> None:
+        if jax.process_index():
+            return
+        path = Path(self.summary_writer.config.dir, f"step_{step:08d}.jsonl")
+        os.makedirs(path.parent, exist_ok=True)
+        write_whole(path, "".join(json.dumps(sample) + "\n" for sample in samples))

@@ -1,0 +1,110 @@
+"""MLflow. The package is imported when a writer is made, and only then."""
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weft.config import ConfigBase, config_class
+from weft.errors import MissingExtraError
+from weft.hierarchy.module import Module
+from weft.trainer.base_writer import PeriodicWriter, processor_zero_only
+
+
+class MLflowWriter(PeriodicWriter):
+    """Writes numbers to a run of MLflow, and texts beside them.
+
+    The id of the run is kept in `dir`, so that training that is started again goes on with it.
+    Images, sound and arrays are left to other writers.
+
+    Raises:
+        MissingExtraError: If the package mlflow is not installed.
+    """
+
+    @config_class
+    class Config(PeriodicWriter.Config):
+        """Configures an MLflowWriter.
+
+        Attributes:
+            tracking_uri: Where MLflow keeps runs: a server's address, `sqlite:///PATH`, or a
+                directory; None for what MLflow is set up with, as by MLFLOW_TRACKING_URI.
+            experiment_name: The experiment that the run belongs to; it is made if there is none.
+            run_name: The name of the run; None lets MLflow choose one.
+            tags: Its tags.
+            prefix: Goes before the name of every number, as `prefix/name`.
+        """
+
+        tracking_uri: str | None = None
+        experiment_name: str = "Default"
+        run_name: str | None = None
+        tags: dict[str, str] = {}
+        prefix: str | None = None
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        try:
+            import mlflow.tracking  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingExtraError(
+                f"{self.path()}: MLflowWriter needs the package mlflow, which cannot be imported "
+                f"({error}). Install it with `pip install 'weft[mlflow]'`, or use another "
+                "summary_writer."
+            ) from error
+        self._mlflow: Any = mlflow
+        self._client: Any = None
+        self._run_id = ""
+        self._start_run()
+
+    @processor_zero_only
+    def _start_run(self) -> None:
+        cfg = self.config
+        os.makedirs(cfg.dir, exist_ok=True)
+        self._client = self._mlflow.MlflowClient(tracking_uri=cfg.tracking_uri)
+        path = os.path.join(cfg.dir, "mlflow_run_id")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                self._run_id = file.read().strip()
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(cfg.experiment_name)
+        experiment_id = (
+            self._client.create_experiment(cfg.experiment_name)
+            if experiment is None
+            else experiment.experiment_id
+        )
+        run = self._client.create_run(experiment_id, tags=cfg.tags, run_name=cfg.run_name)
+        self._run_id = run.info.run_id
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self._run_id)
+
+    @processor_zero_only
+    def __call__(self, step: int, values: dict[str, Any]) -> None:
+        shown = self._due(step, values)
+        self._log(step, {s.path: s.value for s in shown if s.kind == "ScalarSummary"})
+        for text in (s for s in shown if s.kind == "TextSummary"):
+            name = f"{self._named(text.path)}/step_{step:08d}.txt"
+            self._client.log_text(self._run_id, text.value, name)
+
+    @processor_zero_only
+    def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        self._client.log_text(self._run_id, config.debug_string(), f"config/step_{step:08d}.txt")
+
+    @processor_zero_only
+    def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
+        if len(step_times):
+            self._log(step, {"average_step_time": sum(step_times) / len(step_times)})
+
+    @processor_zero_only
+    def close(self) -> None:
+        self._client.set_terminated(self._run_id)
+
+    def _named(self, path: str) -> str:
+        return f"{self.config.prefix}/{path}" if self.config.prefix else path
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metric = self._mlflow.entities.Metric
+        metrics = [metric(self._named(path), value, now, step) for path, value in values.items()]
+        # MLflow takes a thousand at a time.
+        for i in range(0, len(metrics), 1000):
+            self._client.log_batch(self._run_id, metrics=metrics[i : i + 1000])
