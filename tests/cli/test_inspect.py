@@ -65,3 +65,21 @@ def test_no_arrays_are_loaded(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax", None)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     assert main(["inspect", str(tmp_path)]) == 0
+
+
+def test_every_file_of_every_checkpoint_is_compared_with_its_digest(tmp_path, capsys):
+    for step in (100, 200, 300):
+        write_manifest(str(save(tmp_path, step)), facts={"step": step})
+    assert main(["inspect", str(tmp_path), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("whole: 2 files") == 3 and "damaged" not in out.lower()
+
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "step_00000300" / "index").write_text("[")
+    (checkpoints / "step_00000100" / "manifest.json").unlink()
+    assert main(["inspect", str(tmp_path), "--verify"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("DAMAGED") and lines[1] == "  manifest.json: is missing"
+    assert "step 200" in lines[2] and "whole" in lines[2]
+    assert lines[3].endswith("DAMAGED") and lines[4].startswith("  index: has 1 bytes instead of")
+    assert lines[5].startswith("2 of 3 checkpoints are damaged. A run passes over them")

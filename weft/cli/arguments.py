@@ -235,6 +235,12 @@ def _add_inspect(commands: Any) -> None:
         commands, "inspect", "inspect", "print what a run's checkpoints hold, without loading them"
     )
     inspect.add_argument("dir", metavar="DIR", help="the directory of a run")
+    inspect.add_argument(
+        "--verify",
+        action="store_true",
+        help="read every file of every checkpoint and compare it with its digest; exit with 1 if "
+        "one is damaged",
+    )
 
 
 def _add_export(commands: Any) -> None:

@@ -1,4 +1,7 @@
-"""`weft inspect`: what a run's newest checkpoint holds, read from its index and not its arrays."""
+"""`weft inspect`: what a run's newest checkpoint holds, read from its index and not its arrays.
+
+With `--verify`: whether every file of every checkpoint is as it was written.
+"""
 
 import argparse
 import math
@@ -7,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from rich.console import Console
 
 from weft.cli.display import bytes_text
 from weft.cli.tables import layout_text, shape_text, table_console, tree_table
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.trainer.checkpoint_dirs import files_below, step_dirs
 from weft.trainer.checkpoint_index import read_index_file
-from weft.trainer.checkpoint_manifest import has_manifest
+from weft.trainer.checkpoint_manifest import find_damage, has_manifest
 from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
@@ -34,7 +38,7 @@ class Row(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the steps of the checkpoints, and the tree of the newest."""
+    """Prints the steps of the checkpoints, and the tree of the newest or what is damaged."""
     if not os.path.isdir(arguments.dir):
         raise CommandLineError(f"{arguments.dir!r} is no directory. Name the directory of a run.")
     base_dir = os.path.join(arguments.dir, CHECKPOINTS_DIR)
@@ -44,6 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"there is no checkpoint in {base_dir!r}. Name the directory of a run that has saved."
         )
     console = table_console()
+    if arguments.verify:
+        return _verify(found, console)
     for step, directory in found.items():
         size = sum(os.path.getsize(os.path.join(directory, f)) for f in files_below(directory))
         state = "" if has_manifest(directory) else "  not whole: its manifest is missing"
@@ -54,6 +60,27 @@ def run(arguments: argparse.Namespace) -> int:
         table.add_row("  " * row.depth + row.name, *_cells(row.entry), f"{row.bytes:,}")
     console.print(table)
     return 0
+
+
+def _verify(found: Mapping[int, str], console: Console) -> int:
+    """Says of each checkpoint whether it is whole, and names every file that is not."""
+    damaged = []
+    for step, directory in found.items():
+        damage = find_damage(directory, step=step)
+        if damage:
+            damaged.append(step)
+        files = list(files_below(directory))
+        size = sum(os.path.getsize(os.path.join(directory, f)) for f in files)
+        state = "DAMAGED" if damage else f"whole: {len(files):,} files, {bytes_text(size)}"
+        console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
+        for line in damage:
+            console.print(f"  {line}", soft_wrap=True, markup=False)
+    if damaged:
+        console.print(
+            f"{len(damaged)} of {len(found)} checkpoints are damaged. A run passes over them when "
+            "it goes on; remove them, or bring their files back from a copy."
+        )
+    return 1 if damaged else 0
 
 
 def tree_rows(index: Any) -> Iterator[Row]:
