@@ -52,6 +52,11 @@ HloModule step, num_partitions=8
   ROOT %s = f32[] add(%x, %x)
 }
 
+%counted (i: (s32[])) -> pred[] {
+  %l = s32[]{:T(128)} constant(7)
+  ROOT %c = pred[]{:T(512)} compare(%i, %l), direction=LT
+}
+
 %body (p: (f32[4,8])) -> (f32[4,8]) {
   %p = (f32[4,8]{1,0}) parameter(0)
   %g = bf16[32,8]{1,0} all-gather(%v), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
@@ -66,6 +71,7 @@ HloModule step, num_partitions=8
 ENTRY %main (a: f32[4,8]) -> f32[4,8] {
   %w = (f32[4,8]{1,0}) while(%a), condition=%cond, body=%body, known_trip_count":{"n":"12"}
   %u = (f32[4,8]{1,0}) while(%a), condition=%cond, body=%body
+  %x = (f32[4,8]{1,0}) while(%a), condition=%counted, body=%body
   %o = f32[4]{0} conditional(%i), branch_computations={%other, %other}
   %s = (f32[2,8], f32[4,8]) all-gather-start(%v), replica_groups=[4,2]<=[2,4]T(1,0)
   %d = f32[4,8]{1,0} all-gather-done(%s)
@@ -82,8 +88,8 @@ def test_every_form_of_groups_and_calls():
     found = collectives_of(HLO)
     shown = [(c.kind, c.shapes, c.bytes, c.times, c.in_loop, c.axes(MESH)) for c in found]
     assert shown == [
-        ("all-gather", ("bf16[32,8]",), 512, 13, True, ("model",)),
-        ("reduce-scatter", ("f32[4,8]",), 256, 13, True, ("data",)),
+        ("all-gather", ("bf16[32,8]",), 512, 20, True, ("model",)),
+        ("reduce-scatter", ("f32[4,8]",), 256, 20, True, ("data",)),
         ("collective-permute", ("f32[4]",), 16, 2, False, ("model",)),
         ("all-gather", ("f32[4,8]",), 128, 1, False, ("data",)),
         ("all-reduce", ("pred[]", "s4[3]"), 3, 1, False, ("data", "model")),

@@ -31,5 +31,9 @@ class LogicalAxisError(WeftError, ValueError):
     """Rules for logical axes, or the names that they are for, are not in form or do not agree."""
 
 
+class TopologyError(WeftError, ValueError):
+    """There is no such topology, it cannot be compiled for, or its devices do not fit a shape."""
+
+
 class ShardingWarning(WeftError, UserWarning):
     """A layout over the mesh was asked for and cannot be kept."""

@@ -52,8 +52,8 @@ class Collective:
         kind: one of `KINDS`.
         shapes: of the arrays that a device gets, such as ("f32[8,64]",).
         bytes: of these; of a reduce-scatter those that a device brings.
-        times: how often it runs in one run of the program; that of a loop whose length XLA does not
-          know is taken for 1.
+        times: how often it runs in one run of the program; that of a loop whose length is not known
+          is taken for 1.
         computation: where it stands; several in one loop body share it.
         in_loop: whether it is in the body of a loop.
         groups: the positions of the devices that take part together.
@@ -150,12 +150,24 @@ def _executions(bodies: dict[str, list[str]], entry: str) -> tuple[Counter[str],
             for branches in _BRANCHES.findall(line):
                 callees += re.findall(r"%?([\w.\-]+)", branches)
             is_loop = " while(" in line
-            trips = _TRIP_COUNT.search(line) if is_loop else None
+            trips = _trips(line, bodies) if is_loop else 1
             for callee in callees:
-                times[callee] += times[name] * (int(trips[1]) if trips else 1)
+                times[callee] += times[name] * trips
                 if is_loop or name in in_loop:
                     in_loop.add(callee)
     return times, in_loop
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+    """How often a loop runs, 1 if that is not known."""
+    known = _TRIP_COUNT.search(line)
+    if known:
+        return int(known[1])
+    # Of a loop that counts from 0, as that of `jax.lax.scan`, the condition holds the number.
+    condition = re.search(r"\bcondition=%?([\w.\-]+)", line)
+    text = "\n".join(bodies.get(condition[1], ()) if condition else ())
+    limits = re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
+    return int(limits[0]) if len(limits) == 1 and "direction=LT" in text else 1
 
 
 def _collective(line: str, computation: str, times: int, in_loop: bool) -> Collective | None:

@@ -102,7 +102,7 @@ def _hybrid_grid(
     shapes = {"ici_mesh_shape": shape.ici_mesh_shape, "dcn_mesh_shape": shape.dcn_mesh_shape}
     ici, dcn = _filled(shapes, names, len(devices))
     within = [
-        mesh_utils.create_device_mesh(ici, devices=group)
+        mesh_utils.create_device_mesh(ici, devices=group, allow_split_physical_axes=True)
         for group in _groups(devices, math.prod(dcn), names, dcn)
     ]
     # Axis i of the mesh: first the groups along it, and inside of each its devices.

@@ -35,6 +35,7 @@ from weft.input import Input, PrefetchingIterator
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
+from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.early_stopping import EarlyStopping
 from weft.trainer.eval_policy import AtEndPolicy
 from weft.trainer.evaler import SpmdEvaler
@@ -127,6 +128,7 @@ class SpmdTrainer(Module):
             context_manager: opened around the whole run.
             compilation_cache_dir: where compiled programs outlive the process; None leaves JAX as
               it is set up.
+            config_modifiers: change this config, in their order, before a trainer is made of it.
         """
 
         dir: Required[str] = REQUIRED
@@ -157,6 +159,10 @@ class SpmdTrainer(Module):
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
         context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
         compilation_cache_dir: str | None = None
+        config_modifiers: Sequence[ConfigOr[ConfigModifier]] = []
+
+        def instantiate(self, **kwargs: Any) -> "SpmdTrainer":
+            return Module.Config.instantiate(apply_config_modifiers(self), **kwargs)
 
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
@@ -335,7 +341,8 @@ class SpmdTrainer(Module):
         """
         with self.mesh():
             if trainer_state is None:
-                trainer_state = jax.eval_shape(self._init_state, jax.random.key(0))
+                # The key as well: the devices of the mesh may be of another machine.
+                trainer_state = jax.eval_shape(lambda: self._init_state(jax.random.key(0)))
             if input_batch is None:
                 input_batch = batch_shapes(self.input, self._batch_partition(), self._mesh)
             lowered = self._train_step.lower(trainer_state, input_batch)

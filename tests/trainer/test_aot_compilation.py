@@ -1,0 +1,125 @@
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from weft.errors import TopologyError
+from weft.recipes.lm import lm_tiny
+from weft.trainer.aot_compilation import (
+    USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS,
+    SystemCharacteristics,
+    compile_trainer_programs,
+    get_devices_for_topology,
+    reshape_devices,
+)
+from weft.trainer.collectives import collectives_of
+from weft.trainer.step_analysis import aot_model_analysis
+
+needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+
+
+def tiny():
+    cfg = lm_tiny().set(dir="", evalers={}, mesh_shape=(4, 2))
+    cfg.model.decoder.transformer.num_layers = 1
+    cfg.input.source.sequence_length = 16
+    return cfg
+
+
+@needs_eight
+@pytest.mark.long
+def test_the_train_step_is_compiled_for_a_topology():
+    cfg = tiny()
+    (name, program), *others = compile_trainer_programs(cfg, topology="cpu-8").items()
+    assert (name, others) == ("train_step", [])
+    assert "temp: " in aot_model_analysis(program)
+    axes = {c.axes({"data": 4, "model": 2}) for c in collectives_of(program.as_text())}
+    assert {("data",), ("model",)} <= axes
+    assert cfg.name == "trainer"  # what was given stays as it was
+    cfg.instantiate(parent=None, devices=jax.devices()[:8])
+
+
+def test_devices_of_this_machine():
+    assert get_devices_for_topology(None) == jax.devices()
+    assert len(get_devices_for_topology("cpu-1")) == 1
+
+
+def test_more_devices_than_this_machine_has_in_a_process_of_its_own():
+    code = (
+        "from weft.trainer.aot_compilation import get_devices_for_topology\n"
+        "print(len(get_devices_for_topology('cpu-24', 2)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["48"]
+
+
+@pytest.mark.parametrize(
+    ("topology", "message"),
+    [
+        ("v5p-127", "unknown topology 'v5p-127'.*v5p-128.*'cpu-64'"),
+        ("cpu-0", "unknown topology 'cpu-0'"),
+        ("cpu-4096", "4096 virtual devices .* has made .* already; ask before JAX is used, or set"),
+    ],
+)
+def test_topologies_that_are_not_there(topology, message):
+    jax.devices()
+    with pytest.raises(TopologyError, match=message):
+        get_devices_for_topology(topology)
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is installed")
+def test_without_the_compiler_of_a_topology():
+    with pytest.raises(
+        TopologyError, match=r"pip install 'jax\[tpu\]'.*devices of the CPU: 'cpu-64'"
+    ):
+        get_devices_for_topology("tpu-v5p-128")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_the_devices_of_every_system():
+    for name, system in USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS.items():
+        assert len(get_devices_for_topology(name)) == system.devices_per_slice
+
+
+def test_names_count_cores_or_chips():
+    systems = USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS
+    assert systems["v5p-128"] == SystemCharacteristics(
+        "tpu", "v5p:4x4x4", "megacore", (2, 2, 1), 64
+    )
+    assert systems["v5litepod-16"] == systems["v5e-16"]
+    assert systems["v6e-1"] == SystemCharacteristics("tpu", "v6e:1x1", "default", (1, 1, 1), 1)
+
+
+@needs_eight
+def test_devices_in_the_shape_of_a_mesh():
+    devices = jax.devices()[:8]
+    grid = reshape_devices(devices=devices, mesh_shape=(1, 4, 2), devices_per_slice=4, num_slices=2)
+    ids = np.vectorize(lambda device: device.id)(grid)
+    # The slices of devices 0 to 3 and 4 to 7 lie along the first axis that two divide.
+    assert ids.tolist() == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+
+
+@needs_eight
+@pytest.mark.parametrize(
+    ("shape", "per_slice", "slices", "message"),
+    [
+        ((4, 4), 4, 2, r"mesh_shape=\(4, 4\) has 16 places for 8 devices"),
+        ((4, 2), 2, 2, "8 devices in num_slices=2 slices of devices_per_slice=2"),
+        ((8,), 2, 3, "in num_slices=3"),
+    ],
+)
+def test_devices_that_fit_no_shape(shape, per_slice, slices, message):
+    with pytest.raises(TopologyError, match=message):
+        reshape_devices(
+            devices=jax.devices()[:8],
+            mesh_shape=shape,
+            devices_per_slice=per_slice,
+            num_slices=slices,
+        )
+
+
+def test_slices_that_divide_no_axis():
+    with pytest.raises(TopologyError, match=r"num_slices=4 divides no axis of mesh_shape=\(2, 2\)"):
+        reshape_devices(devices=range(4), mesh_shape=(2, 2), devices_per_slice=1, num_slices=4)

@@ -1,0 +1,200 @@
+"""Compiling ahead of time, for devices that this machine does not have.
+
+A topology is a number of devices by name: "cpu-64" is 64 virtual devices of the CPU, which compile
+any layout into the same collectives as other devices do; "tpu-v5p-128" is a part of a TPU pod, for
+which XLA's TPU compiler makes the very program that it would run (`pip install 'jax[tpu]'`; no TPU
+is needed).
+
+    programs = compile_trainer_programs(cfg, topology="v5p-128", topology_num_slices=2)
+    print(aot_model_analysis(programs["train_step"]))
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from weft.config.names import did_you_mean
+from weft.errors import TopologyError
+from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class SystemCharacteristics:
+    """A kind of system, as its compiler knows it.
+
+    Attributes:
+        platform: such as "tpu".
+        topology_name: the generation of the chips and how many there are along each side.
+        chip_config_name: "megacore" if the two cores of a chip are one device.
+        chips_per_host_bounds: the chips of one host along each side.
+        devices_per_slice: the number of devices of one slice.
+    """
+
+    platform: str
+    topology_name: str
+    chip_config_name: str
+    chips_per_host_bounds: Sequence[int]
+    devices_per_slice: int
+
+
+# Sizes are those that clouds offer: in two dimensions by chips, in three by cores, two to a chip.
+_SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = (
+    *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
+    *("8x8x16", "8x16x16"),
+)
+_GENERATIONS = (
+    # user-facing name, name of the topology, sides, cores per chip that names count
+    ("v4", "v4", _CUBES, 2),
+    ("v5p", "v5p", (*_CUBES, "16x16x16", "16x16x24"), 2),
+    ("v5e", "v5e", _SQUARES, 1),
+    ("v5litepod", "v5e", _SQUARES, 1),
+    ("v6e", "v6e", _SQUARES, 1),
+)
+
+
+def _system(generation: str, sides: str) -> SystemCharacteristics:
+    chips = math.prod(map(int, sides.split("x")))
+    return SystemCharacteristics(
+        platform="tpu",
+        topology_name=f"{generation}:{sides}",
+        chip_config_name="megacore" if sides.count("x") == 2 else "default",
+        chips_per_host_bounds=(1, 1, 1) if chips == 1 else (2, 2, 1),
+        devices_per_slice=chips,
+    )
+
+
+USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = {
+    f"{name}-{cores * math.prod(map(int, sides.split('x')))}": _system(generation, sides)
+    for name, generation, all_sides, cores in _GENERATIONS
+    for sides in all_sides
+}
+"""The TPU slices that can be compiled for, by names such as "v5p-128"."""
+
+
+def get_devices_for_topology(
+    topology: str | None, topology_num_slices: int = 1
+) -> Sequence[Any]:
+    """The devices of a topology; programs can be compiled for them, and run if they are here.
+
+    Args:
+        topology: "cpu-N" for N virtual devices of the CPU, or a name of
+          `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, which may begin with "tpu-"; None for the
+          devices of this machine.
+        topology_num_slices: how many slices of it.
+
+    Raises:
+        TopologyError: if there is no such topology, or its compiler is not installed.
+    """
+    if topology is None:
+        return jax.devices()
+    cpu = re.fullmatch(r"cpu-([1-9]\d*)", topology)
+    if cpu:
+        return _cpu_devices(int(cpu[1]) * topology_num_slices)
+    name = topology.removeprefix("tpu-")
+    system = USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS.get(name)
+    if system is None:
+        raise TopologyError(
+            f"unknown topology {topology!r}. "
+            f"{did_you_mean(name, USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS)} Or name a number of "
+            "virtual devices of the CPU: 'cpu-64'."
+        )
+    # With one slice, the compiler is not to expect a network between slices.
+    slices = {"num_slices": topology_num_slices} if topology_num_slices > 1 else {}
+    try:
+        described = topologies.get_topology_desc(
+            platform=system.platform,
+            topology_name=system.topology_name,
+            chip_config_name=system.chip_config_name,
+            chips_per_host_bounds=system.chips_per_host_bounds,
+            **slices,
+        )
+    except RuntimeError as error:
+        raise TopologyError(
+            f"the compiler for {topology!r} cannot be used: {error} Install it by "
+            "pip install 'jax[tpu]'; no TPU is needed. Or compile for virtual devices of the CPU: "
+            f"'cpu-{system.devices_per_slice}'."
+        ) from error
+    return described.devices
+
+
+def _cpu_devices(count: int) -> Sequence[Any]:
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # JAX has made its devices already
+        devices = jax.devices("cpu")
+        if len(devices) < count:
+            raise TopologyError(
+                f"{count} virtual devices of the CPU were asked for, and JAX has made "
+                f"{len(devices)} already; ask before JAX is used, or set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+            ) from None
+        return devices[:count]
+    return jax.devices("cpu")
+
+
+def reshape_devices(
+    *, devices: Sequence[Any], mesh_shape: MeshShape, devices_per_slice: int, num_slices: int
+) -> np.ndarray:
+    """Devices in the shape of a mesh, so that what is near in it is near in the machine.
+
+    Args:
+        devices: of all slices.
+        mesh_shape: the number of devices along each axis. The slices lie along the first axis
+          whose size they divide.
+        devices_per_slice: the number of devices of each slice.
+        num_slices: the number of slices.
+
+    Raises:
+        TopologyError: if the numbers do not go together.
+    """
+    sizes = tuple(mesh_shape)
+    if math.prod(sizes) != len(devices) or len(devices) != devices_per_slice * num_slices:
+        raise TopologyError(
+            f"mesh_shape={sizes} has {math.prod(sizes)} places for {len(devices)} devices in "
+            f"num_slices={num_slices} slices of devices_per_slice={devices_per_slice}; all three "
+            "numbers must be equal."
+        )
+    axis = next((i for i, size in enumerate(sizes) if size % num_slices == 0), None)
+    if axis is None:
+        raise TopologyError(
+            f"num_slices={num_slices} divides no axis of mesh_shape={sizes}; make one a multiple, "
+            "or give a HybridMeshShape to the trainer."
+        )
+    across = tuple(num_slices if i == axis else 1 for i in range(len(sizes)))
+    within = tuple(size // n for size, n in zip(sizes, across, strict=True))
+    names = [str(i) for i in range(len(sizes))]
+    return build_mesh(HybridMeshShape(within, across), names, devices).devices
+
+
+def compile_trainer_programs(
+    trainer_config: Any,
+    *,
+    topology: str | None,
+    topology_num_slices: int = 1,
+    compiler_options: dict[str, Any] | None = None,
+) -> dict[str, jax.stages.Compiled]:
+    """Compiles what a trainer runs on its devices.
+
+    Args:
+        trainer_config: the config; its mesh is one over all devices of the topology.
+        topology: see `get_devices_for_topology`.
+        topology_num_slices: how many slices of it.
+        compiler_options: for XLA.
+
+    Returns:
+        The compiled programs by name: "train_step".
+
+    Raises:
+        TopologyError: if there is no such topology.
+        MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
+    """
+    devices = get_devices_for_topology(topology, topology_num_slices)
+    trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
+    return {"train_step": trainer.compile_train_step(compiler_options=compiler_options)}
