@@ -96,7 +96,7 @@ def test_who_is_late_is_named_with_what_it_does(three):
             "All others were waiting."
         )
     with pytest.raises(ProcessesNotReadyError, match="process 2 of 3"):
-        lines[2].check()
+        lines[2].agree(go_on)
 
 
 @pytest.mark.parametrize(

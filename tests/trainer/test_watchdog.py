@@ -43,6 +43,24 @@ def test_a_long_hang_ends_the_process():
     assert "in stuck_in_here" in done.stderr
 
 
+@pytest.mark.long
+def test_whoever_asks_is_shown_the_stacks():
+    script = HANG.format(timeout=None, crash=None).replace(
+        "time.sleep(float(sys.argv[1]))\nprint", "print(1, flush=True); time.sleep(2)\nprint"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, "30"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "1\n"
+        process.send_signal(signal.SIGQUIT)
+        out, told = process.communicate(timeout=60)
+    assert (process.returncode, out) == (0, "ended\n")
+    assert "in stuck_in_here" in told
+
+
 def test_progress_keeps_it_quiet(capfd):
     with Watchdog(timeout_seconds=0.4) as watchdog:
         for step in range(8):

@@ -147,6 +147,11 @@ class Companions:
             if told is None and (told := wish()) is not None:
                 self._tell_first({"at": self._point, "wish": told, "within": within_seconds})
 
+    @property
+    def _agreed_on_error(self) -> bool:
+        """Whether all have agreed to fail: then their ends are no news."""
+        return self._stop is not None and self._stop.kind == "error"
+
     def check(self) -> None:
         """Raises if another process is gone or was too late.
 
@@ -168,7 +173,7 @@ class Companions:
         """
         deadline = time.monotonic() + patience_seconds
         with self._changed:
-            while self._over is None and time.monotonic() < deadline:
+            while not self._agreed_on_error and self._over is None and time.monotonic() < deadline:
                 self._changed.wait(_POLL_SECONDS)
         try:
             self.check()
@@ -232,7 +237,7 @@ class Companions:
         message = parse(line)
         if "bye" in message:
             self._gone.add(index)
-            if message["bye"] is not None:
+            if message["bye"] is not None and not self._agreed_on_error:
                 self._on_gone(index, f"has failed: {message['bye']}")
         elif self._id == 0:
             self._activities[index] = str(message.get("alive", self._activities[index]))
@@ -317,7 +322,7 @@ class Companions:
         self._gone.add(index)
         if self._left:
             return
-        text = f"{self._names[index]} {how}. This process cannot go on without it."
+        text = f"{self._names[index]} {how.rstrip('.')}. This process cannot go on without it."
         if self._id == 0:
             self._broadcast({"over": text, "late": False})
         self._end(text, late=False)

@@ -190,7 +190,9 @@ class GracefulStop:
         if stop is None:
             return next(batches)
         if stop.kind == "error" and error is None:
-            error = ProcessLostError(f"{stop.text}. What was trained until then is saved.")
+            error = ProcessLostError(
+                f"{stop.text.rstrip('.')}. What was trained until then is saved."
+            )
         raise StopRun(stop, error if stop.kind == "error" else None)
 
     def _told_to_others(self, error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""A watchdog: when a step hangs, the stacks of all threads say where."""
+r"""A watchdog: when a step hangs, the stacks of all threads say where.
+
+Whoever wants to know at once, sends SIGQUIT to the process: `kill -QUIT`, or Ctrl-\ on a terminal.
+"""
 
 import faulthandler
 import logging
@@ -7,12 +10,13 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Prints every thread's stack when nothing was reported for too long.
+    """Prints every thread's stack when nothing was reported for too long, and at SIGQUIT.
 
     Args:
         timeout_seconds: after how long without a report the stacks are printed, again after each
@@ -40,6 +44,8 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
+        if hasattr(faulthandler, "register"):  # not on Windows
+            faulthandler.register(signal.SIGQUIT, file=_stderr(), all_threads=True)
         if self._timeout is not None or self._crash_after is not None:
             self._thread = threading.Thread(target=self._watch, name="weft-watchdog", daemon=True)
             self._thread.start()
@@ -47,6 +53,8 @@ class Watchdog:
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
+        if hasattr(faulthandler, "unregister"):
+            faulthandler.unregister(signal.SIGQUIT)
         if self._thread is not None:
             self._thread.join()
 
@@ -68,4 +76,9 @@ class Watchdog:
         logger.error(
             "No progress for %.0f s while %s. The stacks of all threads:", silent, self._doing
         )
-        faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        faulthandler.dump_traceback(file=_stderr(), all_threads=True)
+
+
+def _stderr() -> Any:
+    """Where the process prints errors, whatever stands in for `sys.stderr`."""
+    return sys.__stderr__ or sys.stderr

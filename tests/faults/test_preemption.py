@@ -1,0 +1,51 @@
+"""SIGTERM at any time leads to one checkpoint, on which all processes agree, within seconds."""
+
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.long
+
+# Of a step, a batch or a save that is under way, and of a machine that is busy.
+GRACE_SECONDS = 15.0
+
+
+def check_stop(processes, phase, before):
+    """All have stopped after one step, which was saved once; returns its number."""
+    done = [process.done() for process in processes]
+    assert [d["fault"] for d in done] == [phase] * len(done)
+    steps = {tuple(d["ended"]) for d in done}
+    assert len(steps) == 1, done
+    ((step, reason),) = steps
+    assert reason == "SIGTERM"
+    assert max(d["time"] for d in done) - before["time"] < GRACE_SECONDS
+    saved = before["steps"]
+    for d in done:
+        assert d["resumed_from"] == (saved[-1] if saved else None)
+        if phase != "saving":
+            assert d["steps"] == [*saved, step] and list(d["saved"]) == [step]
+        else:  # those that were due before are there as well
+            assert d["steps"][-1] == step and d["saved"][-1] == step
+            assert len(set(d["saved"])) == len(d["saved"])
+    return done[0]
+
+
+def test_in_five_phases_two_processes_stop_as_one(start):
+    phases = ["stepping", "evaluating", "waiting", "saving", "compiling"]
+    processes = start(*phases)
+    before = {"steps": []}
+    for phase in phases:
+        if phase == "compiling":
+            before = {"steps": []}  # of a model of its own
+        # Only the last waits for its input.
+        processes[-1].wait_for(f"here {phase}")
+        time.sleep(1.0 if phase == "compiling" else 0.2)
+        before["time"] = time.monotonic()
+        # A scheduler tells all of them; one of them has to do as well.
+        processes[1].send(signal.SIGTERM)
+        if phase in ("stepping", "waiting"):
+            processes[0].send(signal.SIGTERM)
+        before = check_stop(processes, phase, before)
+    assert before["still_compiling"] and before["ended"] == [0, "SIGTERM"]
+    assert [process.code() for process in processes] == [0, 0]
