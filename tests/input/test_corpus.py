@@ -1,8 +1,10 @@
+import gzip
+import json
 import sysconfig
 
 import pytest
 
-from weft.errors import CorpusReadError, EmptyCorpusError
+from weft.errors import CorpusReadError, EmptyCorpusError, InputReadError
 from weft.input.corpus import Corpus, TextFile, folder_corpus, is_held_out, stdlib_corpus
 
 
@@ -141,3 +143,30 @@ def test_two_files_of_one_name_are_refused(tmp_path):
         (tmp_path / name).write_text("x")
     with pytest.raises(CorpusReadError, match=r"two files .* are named 'src/x.py'.*common parent"):
         folder_corpus([str(tmp_path / "a/src"), str(tmp_path / "b/src")])
+
+
+def test_records_of_files_are_documents_of_their_own(tmp_path):
+    lines = [json.dumps({"text": f"é{i}", "body": "b"}) for i in range(30)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:20]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines[20:]).encode()))
+    (tmp_path / "c.txt").write_text("plain")
+    corpus = folder_corpus(str(tmp_path), held_out_fraction=0.3)
+    assert [f.name for f in corpus.files[18:22]] == [
+        *("a.jsonl#0000018", "a.jsonl#0000019", "b.jsonl.gz#0000000", "b.jsonl.gz#0000001")
+    ]
+    texts = [f.text.decode() for f in corpus.files]
+    assert texts == [*(f"é{i}" for i in range(30)), "plain"]
+    assert len(corpus.split("held_out")) > 3
+    other = folder_corpus([str(tmp_path / "a.jsonl")], text_key="body")
+    assert {f.text for f in other.files} == {b"b"}
+    with pytest.raises(InputReadError, match=r"line 1 of \S+a\.jsonl: the record has no 'words'"):
+        folder_corpus(str(tmp_path), text_key="words")
+
+
+def test_rows_of_parquet_files_are_documents(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    import pyarrow as pa
+
+    parquet.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    corpus = folder_corpus(str(tmp_path))
+    assert [f.text for f in corpus.files] == [b"one", b"two"]

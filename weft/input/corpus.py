@@ -14,7 +14,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from weft.errors import CorpusReadError, EmptyCorpusError
 
@@ -160,7 +160,8 @@ def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -
     TextFile('json/__init__.py', ... bytes)
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _read_folder(root, pattern, STDLIB_EXCLUDED)
+    found = _files_below(root, pattern, STDLIB_EXCLUDED)
+    files = [TextFile(name, _read(path)) for name, path in found]
     name = f"stdlib-{sysconfig.get_python_version()}"
     return _checked(name, files, held_out_fraction, [root], pattern)
 
@@ -171,8 +172,12 @@ def folder_corpus(
     pattern: str = "**/*",
     exclude: Sequence[str] = (),
     held_out_fraction: float = 0.1,
+    text_key: str = "text",
 ) -> Corpus:
     """The files below some folders, or these files.
+
+    The records of JSON lines (`.jsonl`, `.jsonl.gz`) and of Parquet files (`.parquet`) are
+    documents, each a file of its own, `name#0000000` and so on.
 
     Args:
         paths: Folders and files. With more than one, names start with the last part of their path.
@@ -180,20 +185,22 @@ def folder_corpus(
             stands for `/`.
         exclude: Globs; a file is left out if any part of its relative name fits one.
         held_out_fraction: Which part of the names is held out.
+        text_key: The key of the text in a record.
 
     Raises:
         EmptyCorpusError: If no file fits.
         CorpusReadError: If a file cannot be read, or two files would have the same name.
+        InputReadError: If a record cannot be read or has no text; it names the record.
     """
     roots = [Path(p) for p in ([paths] if isinstance(paths, str) else paths)]
     files: list[TextFile] = []
     for root in roots:
         if root.is_file():
-            files.append(TextFile(root.name, _read(root)))
+            files.extend(_documents(root.name, root, text_key))
             continue
         prefix = f"{root.name}/" if len(roots) > 1 else ""
-        found = _read_folder(root, pattern, exclude)
-        files.extend(TextFile(prefix + file.name, file.text) for file in found)
+        for name, path in _files_below(root, pattern, exclude):
+            files.extend(_documents(prefix + name, path, text_key))
     seen: set[str] = set()
     for file in files:
         if file.name in seen:
@@ -225,7 +232,9 @@ def _checked(
     return corpus
 
 
-def _read_folder(root: Path, pattern: str, exclude: Sequence[str]) -> list[TextFile]:
+def _files_below(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
+    """Relative names and paths."""
+
     def kept(part: str) -> bool:
         return not any(fnmatch.fnmatchcase(part, glob) for glob in exclude)
 
@@ -236,8 +245,25 @@ def _read_folder(root: Path, pattern: str, exclude: Sequence[str]) -> list[TextF
         for path in (Path(folder, name) for name in names if kept(name)):
             name = path.relative_to(root).as_posix()
             if _fits(name, pattern) and path.is_file():
-                found.append(TextFile(name, _read(path)))
+                found.append((name, path))
     return found
+
+
+def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
+    """A file of text as it is; of a file of records, each."""
+    if not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
+        return [TextFile(name, _read(path))]
+    # Not imported before, so that a corpus of text needs no Grain.
+    from weft.input.files import json_lines_dataset, parquet_dataset
+    from weft.input.token_files import document_text
+
+    def text(record: Any) -> bytes:
+        found = document_text(record, text_key)
+        return found.encode() if isinstance(found, str) else found
+
+    read = parquet_dataset if name.endswith(".parquet") else json_lines_dataset
+    texts: Any = read(str(path)).map(text)
+    return [TextFile(f"{name}#{i:07}", texts[i]) for i in range(len(texts))]
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -1,0 +1,128 @@
+"""Does a step of 20 ms ever wait for its batch of 32 × 1,024 tokens?
+
+For each way of reading text: steps that take 20 ms of a device and nothing of the host, fed as the
+trainer feeds them, against steps that need no data. And by itself: the CPU time of all threads that
+make a batch, as a share of 20 ms, so 1 is one core.
+"""
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.harness import Row, ratios, row
+from weft.input import PrefetchingIterator, stdlib_corpus
+from weft.input.files import json_lines_dataset, text_dataset
+from weft.input.grain import DispatchConfig
+from weft.input.streaming import lm_stream_source
+from weft.input.text import lm_documents_source
+from weft.input.text_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+
+STEP_SECONDS = 0.020
+ROWS, LENGTH = 32, 1024
+STEPS, PAIRS, BATCHES = 25, 15, 10
+
+
+def _write(folder: Path) -> None:
+    """The standard library's text as JSON lines and as plain text, and tokenizers trained on it."""
+    import sentencepiece
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts = [file.text.decode(errors="ignore") for file in stdlib_corpus().split("train")]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (folder / "lines.txt").write_text("\n".join(texts))
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=16_000, show_progress=False)
+    bpe.train_from_iterator(texts[::8], trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    lines = itertools.chain.from_iterable(text.splitlines() for text in texts[::16])
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=filter(None, lines),
+        model_prefix=str(folder / "pieces"),
+        vocab_size=8_000,
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+
+
+def _sources(folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    def documents(**kwargs: Any) -> Any:
+        return lambda: lm_documents_source(**common, **kwargs)
+
+    def stream(**kwargs: Any) -> Any:
+        return lambda: lm_stream_source(**common, **kwargs)
+
+    common = {"sequence_length": LENGTH, "global_batch_size": ROWS, "is_training": True}
+    jsonl = json_lines_dataset(str(folder / "text.jsonl"))
+    lines = text_dataset(str(folder / "lines.txt"), document="line")
+    bpe = HuggingFaceTokenizer(str(folder / "tokenizer.json"))
+    pieces = SentencePieceTokenizer(str(folder / "pieces.model"))
+    both = {"jsonl": jsonl, "lines": lines}
+    yield "packed, bytes", documents(documents=jsonl, segments=True)
+    yield "packed, BPE", documents(documents=jsonl, segments=True, tokenizer=bpe)
+    yield (
+        "packed, mixture",
+        documents(documents=both, weights={"jsonl": 2.0, "lines": 1.0}, segments=True),
+    )
+    yield "on the fly, bytes", stream(documents=jsonl)
+    yield "on the fly, SentencePiece", stream(documents=jsonl, tokenizer=pieces)
+    yield "on the fly, BPE", stream(documents=jsonl, tokenizer=bpe)
+
+
+def run() -> list[Row]:
+    """Each way of reading text, in steps and by itself."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        _write(Path(folder))
+        for name, make in _sources(Path(folder)):
+            start = time.perf_counter()
+            source = make()(DispatchConfig(0, 1))
+            made = time.perf_counter() - start
+            # Of the time on the fly, a BPE of `tokenizers` takes all but a tenth: 3 µs per token.
+            # So there it is shown, but it is the way above that is meant for it.
+            is_judged = name != "on the fly, BPE"
+            rows += _measured(name, source, f"ready after {made:.2g} s", is_judged)
+    return rows
+
+
+def _measured(name: str, source: Any, note: str, is_judged: bool) -> list[Row]:
+    def to_device(it: Any) -> Any:
+        return (jax.block_until_ready(jax.device_put(batch)) for batch in it)
+
+    def steps(batches: Any) -> None:
+        for _ in range(STEPS):
+            next(batches)
+            time.sleep(STEP_SECONDS)
+
+    with PrefetchingIterator(iter(source), stream=to_device) as batches:
+        measured = ratios(lambda: steps(batches), lambda: steps(itertools.repeat(0)), pairs=PAIRS)
+    fed = row(
+        f"steps of 20 ms fed by text, {name} / not fed",
+        measured,
+        at_most=1.05 if is_judged else None,
+        note=note,
+    )
+    it = iter(source)
+    next(it)
+    times = []
+    for _ in range(PAIRS):
+        start = time.process_time()
+        for _ in range(BATCHES):
+            next(it)
+        times.append((time.process_time() - start) / BATCHES)
+    it.close()
+    cores = [seconds / STEP_SECONDS for seconds in times]
+    alone = row(
+        f"CPU time of a batch of text, {name} / 20 ms",
+        (cores, times, [STEP_SECONDS]),
+        at_most=1.0 if is_judged else None,
+    )
+    return [fed, alone]
