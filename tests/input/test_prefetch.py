@@ -2,8 +2,11 @@ import json
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
 
+from weft.input import host_to_global_device_array
 from weft.input.prefetch import PrefetchingIterator
 
 
@@ -66,6 +69,24 @@ def test_reads_ahead_while_the_step_runs_but_not_further_than_the_buffer():
         wait_for(lambda: source.next_index == 4)
         time.sleep(0.05)
         assert source.next_index == 4
+
+
+def test_batches_are_on_the_devices_before_they_are_asked_for():
+    mesh = jax.make_mesh((8,), ("data",))
+    made = []
+
+    def to_device(number):
+        batch = host_to_global_device_array({"x": np.full(8, number)}, mesh=mesh)
+        made.append(batch["x"])
+        return batch
+
+    with PrefetchingIterator(Counter(), stream=lambda it: map(to_device, it)) as batches:
+        next(batches)
+        # While the first is used, the next ones are brought to the devices.
+        wait_for(lambda: len(made) == 4)
+        wait_for(lambda: all(x.is_ready() for x in made))
+        assert len(made[1].sharding.device_set) == 8
+        assert next(batches)["x"] is made[1]
 
 
 def test_the_stream_runs_in_the_other_thread_and_is_made_anew_after_a_restore():
@@ -164,3 +185,15 @@ def test_counts_the_seconds_that_were_waited():
         timer.join()
         assert batches.wait_seconds >= waited + 0.04
         source.let.release()
+
+
+def test_one_can_look_at_a_batch_before_it_is_taken():
+    with PrefetchingIterator(Counter(stop=1)) as batches:
+        assert batches.peek() == batches.peek() == 0
+        assert batches.get_state() == {"next_index": 0}
+        assert next(batches) == 0
+        with pytest.raises(StopIteration):
+            batches.peek()
+    with PrefetchingIterator(Counter(fails_at=0)) as batches:
+        with pytest.raises(OSError, match="record 0 is broken"):
+            batches.peek()

@@ -18,6 +18,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from weft.errors import BatchShardingError
+from weft.input import grain
+from weft.input.files import json_lines_dataset
+from weft.input.grain import DispatchConfig
+from weft.input.streaming import lm_stream_source
+from weft.input.text import lm_documents_source
 from weft.input import (InputDispatcher, SpmdInputDispatcher, global_to_host_array,
                         host_to_global_device_array)
 from weft.input.fake import FakeLmInput
@@ -60,6 +65,24 @@ for mesh in (Mesh(devices.T, ("data", "model")), Mesh(devices, ("data", "model")
     run(mesh, 6, dispatcher=spmd)
     run(mesh, 6, dispatcher=spmd.set(partition_spec=P()))
 
+# A run of one process goes on as two, which see the batches that it would have seen.
+for make in (lm_documents_source, lm_stream_source):
+    source = make(documents=json_lines_dataset(sys.argv[3]), sequence_length=8,
+                  global_batch_size=4, is_training=True)
+    alone = iter(source(DispatchConfig(0, 1)))
+    before = [next(alone) for _ in range(3)]
+    text = grain.Input.default_config().set(name="text", source=source).instantiate(parent=None)
+    mine = iter(text.dataset())
+    mine.set_state(alone.get_state())
+    for host in (next(mine), next(mine)):
+        want = next(alone)["input_ids"]
+        batch = host_to_global_device_array(host, mesh=data, partition=P("data"))["input_ids"]
+        assert host["input_ids"].shape == (2, 8) and batch.shape == (4, 8)
+        everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(data, P()))(batch)
+        np.testing.assert_array_equal(np.asarray(everywhere.addressable_data(0)), want)
+    assert mine.get_state() == alone.get_state()
+    mine.close(), alone.close()
+
 try:
     run(data, 6)
 except BatchShardingError as error:
@@ -72,14 +95,16 @@ print("done", me)
 
 
 @pytest.mark.long
-def test_two_processes_make_one_batch():
+def test_two_processes_make_one_batch(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join('{"text": "%s"}' % (chr(97 + i) * (i + 3)) for i in range(26)))
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), str(i)],
+            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), str(i), str(path)],
             env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

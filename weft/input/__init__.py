@@ -1,8 +1,10 @@
 """Input: from files on each process to one global batch in the compiled step.
 
 `Input` is the module; `weft.input.grain` has the one on Grain and the functions for its pipelines,
-`weft.input.text` a source of packed text, `weft.input.fake` made-up data. They are imported by
-name, so that Grain is loaded only where it is used.
+`weft.input.files` datasets of the records of files, `weft.input.hugging_face` and `weft.input.tfds`
+those of others, `weft.input.text` and `weft.input.streaming` sources of packed text,
+`weft.input.composite` inputs of inputs, `weft.input.fake` made-up data. They are imported by name,
+so that Grain is loaded only where it is used.
 """
 
 # The module, and how processes share a batch.
@@ -19,13 +21,15 @@ from weft.input.global_batch import (
 )
 from weft.input.packing import PackedSequences, token_stream
 from weft.input.prefetch import PrefetchingIterator, SavableIterator
-from weft.input.tokenizer import ByteTokenizer
+from weft.input.text_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from weft.input.tokenizer import ByteTokenizer, Tokenizer
 
 __all__ = [
     "BaseInputDispatcher",
     "Baseline",
     "ByteTokenizer",
     "Corpus",
+    "HuggingFaceTokenizer",
     "Input",
     "InputDispatcher",
     "InputPartitionFn",
@@ -33,8 +37,10 @@ __all__ = [
     "PathAndRank",
     "PrefetchingIterator",
     "SavableIterator",
+    "SentencePieceTokenizer",
     "SpmdInputDispatcher",
     "TextFile",
+    "Tokenizer",
     "folder_corpus",
     "global_to_host_array",
     "host_to_global_device_array",
