@@ -3,8 +3,8 @@
 From the inside out: projections (`qkv_linear`, `rope`), scales (`scale_qk`), biases
 (`attention_bias`, `attention_logit_bias`), caches (`kv_cache`), attention (`multihead_attention`,
 `multihead_attention_xl`), a branch beside a skip connection (`residual`), the feed-forward layer
-(`feed_forward`), layers (`transformer`), stacks (`stack`), what to keep for the backward pass
-(`remat`), and how it all lies over a mesh (`attention_sharding`).
+(`feed_forward`), layers (`transformer`), stacks (`stack`, `pipelined_stack`), what to keep for the
+backward pass (`remat`), and how it all lies over a mesh (`attention_sharding`).
 """
 
 from weft.functional import relative_to_absolute as rel_pos_to_abs_pos
@@ -57,6 +57,7 @@ from weft.hierarchy.multihead_attention_xl import (
     MultiheadRelativePositionLinear,
     xl_attention_logits,
 )
+from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
 from weft.hierarchy.positional import (
     LearnedPositionalEmbedding,
     SinusoidalPositionalEmbedding,
@@ -192,6 +193,7 @@ __all__ = [
     "scaled_hidden_dim",
     # Stacks.
     "BaseStackedTransformerLayer",
+    "PipelinedTransformerLayer",
     "RepeatedTransformerLayer",
     "StackedTransformerLayer",
     "UpdateDataFn",

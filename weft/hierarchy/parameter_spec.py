@@ -57,6 +57,8 @@ class ParameterSpec(TensorSpec):
         factorization: how an optimizer may factor it; None if it may not.
         fan_axes: which axes are inputs and outputs; None for the layer's own rule.
         weight_decay_scale: the factor of weight decay, 1 if None.
+        logical_axes: the logical names of its axes, from which `mesh_axes` were made by rules; None
+            if they were not.
         is_state: whether it is no parameter but state, as moving statistics or a cache: the layer
             alone changes it, it is not differentiated, and optimizers and averages leave it alone.
 
@@ -69,6 +71,7 @@ class ParameterSpec(TensorSpec):
     factorization: FactorizationSpec | None = None
     fan_axes: FanAxes | None = None
     weight_decay_scale: float | None = None
+    logical_axes: tuple[Any, ...] | None = None
     is_state: bool = False
 
     def __post_init__(self):
@@ -110,6 +113,19 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
         spec,
         shape=(size, *spec.shape),
         mesh_axes=PartitionSpec(mesh_axis, *spec.partition_spec),
+        logical_axes=spec.logical_axes and (None, *spec.logical_axes),
         factorization=factors,
         fan_axes=prepended,
+    )
+
+
+def with_leading_mesh_axis(spec: ParameterSpec, mesh_axis: Any) -> ParameterSpec:
+    """A spec whose first axis is laid over a mesh axis.
+
+    Args:
+        spec: of stacked parameters.
+        mesh_axis: what the first axis is laid over.
+    """
+    return dataclasses.replace(
+        spec, mesh_axes=PartitionSpec(mesh_axis, *tuple(spec.partition_spec)[1:])
     )

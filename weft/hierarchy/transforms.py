@@ -6,7 +6,7 @@ closing over them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -232,11 +232,20 @@ def propagate_repeated_output_collections(
         return
     iterations = [jax.tree.map(lambda x, i=i: x[i], summaries) for i in range(len(leaves[0]))]
     if merge_summaries:
-        merged = jax.tree.map(_merged, *iterations, is_leaf=_is_summable)
+        merged = merged_summaries(iterations)
         target.summaries.setdefault(child_name_prefix, {}).update(merged)
         return
     for i, of_iteration in enumerate(iterations):
         target.summaries.setdefault(f"{child_name_prefix}{i}", {}).update(of_iteration)
+
+
+def merged_summaries(summaries: Sequence[Any]) -> Any:
+    """One tree of summaries for several: the mean of arrays, the sum of what else can be added.
+
+    Args:
+        summaries: trees of the same structure, at least one.
+    """
+    return jax.tree.map(_merged, *summaries, is_leaf=_is_summable)
 
 
 def _is_summable(x: Any) -> bool:

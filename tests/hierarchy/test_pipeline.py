@@ -1,0 +1,234 @@
+"""A pipeline computes what its stages do one after the other, on one device and on several."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from weft.config import config_class, config_for_function
+from weft.errors import ArgumentShapeError, ConfigTypeError, LayerConfigError
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.module import functional as F
+from weft.hierarchy.pipeline import (
+    GPipeSchedule,
+    Pipeline,
+    StreamSchedule,
+    transpose_from_pipeline_stage_outputs,
+    transpose_to_pipeline_stage_inputs,
+)
+from weft.hierarchy.repeat import Repeat, _drop_by_regex
+
+DIM, STAGES, BATCH = 4, 4, 8
+GPIPE, STREAM = GPipeSchedule.default_config(), StreamSchedule.default_config()
+
+
+class Block(BaseLayer):
+    """Has a parameter, randomness and all sorts of outputs."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        noise: float = 0.0
+
+    def _create_layer_parameter_specs(self):
+        return {
+            "weight": ParameterSpec((DIM, DIM), mesh_axes=(None, "model")),
+            "average": ParameterSpec(()),
+            "count": ParameterSpec((), dtype=jnp.int32),
+        }
+
+    def forward(self, x, shift):
+        y = jnp.tanh(x @ self.parameters["weight"]) + shift
+        if self.config.noise:
+            y = y + self.config.noise * jax.random.normal(self.prng_key, y.shape)
+        self.add_summary("mean", y.mean())
+        self.add_summary("rows", WeightedScalar(y.mean(), jnp.float32(len(y))))
+        self.add_state_update("average", 0.9 * self.parameters["average"] + 0.1 * y.mean())
+        self.add_state_update("count", self.parameters["count"] + 1)
+        self.add_module_output("aux_loss", jnp.square(y).mean())
+        self.add_module_output("y", y)
+        return y
+
+
+class Piped(Pipeline):
+    def forward(self, x, shifts):
+        return self._run(lambda x, s: (y := self.layer(x, s), y), x, xs=shifts)
+
+
+class Looped(Repeat):
+    def forward(self, x, shifts):
+        return self._run(lambda x, s: (y := self.layer(x, s), y), x, xs=shifts)
+
+
+KEEP_ALL = config_for_function(_drop_by_regex).set(rules=[])
+
+
+def make(cls, **fields):
+    layer = Block.default_config().set(**fields.pop("layer", {}))
+    cfg = cls.default_config().set(name="stages", num_layers=STAGES, layer=layer)
+    return cfg.set(drop_output=KEEP_ALL, **fields).instantiate(parent=None)
+
+
+def piped(m=4, schedule=GPIPE, **fields):
+    return make(Piped, num_microbatches=m, schedule=schedule, **fields)
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(BATCH, DIM)).astype("f")
+SHIFTS = RNG.normal(size=(STAGES,)).astype("f")
+STATE = {
+    "layer": {
+        "weight": RNG.normal(size=(STAGES, DIM, DIM)).astype("f"),
+        "average": RNG.normal(size=(STAGES,)).astype("f"),
+        "count": np.arange(STAGES, dtype="i"),
+    }
+}
+
+
+def run(module, state=STATE, x=X, key=None):
+    inputs = {"x": x, "shifts": SHIFTS}
+    return F(module, key, state, inputs, is_training=True, drop_output_collections=())
+
+
+def values_and_gradients(module):
+    """The result, the outputs, and the gradients by parameters and inputs."""
+
+    def loss(weight, x):
+        state = {"layer": {**STATE["layer"], "weight": weight}}
+        result, outputs = run(module, state, x)
+        return jnp.sum(jnp.square(result.carry - 1)), (result, outputs)
+
+    both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    return jax.jit(lambda w, x: both(w, x))
+
+
+@pytest.fixture(scope="module")
+def looped():
+    return values_and_gradients(make(Looped))(STATE["layer"]["weight"], X)
+
+
+CASES = [(1, GPIPE), (2, GPIPE), (8, GPIPE), (4, STREAM), (8, STREAM)]
+
+
+@pytest.mark.parametrize(
+    "m, schedule", CASES, ids=lambda x: x if isinstance(x, int) else x.klass.__name__
+)
+def test_equals_the_stages_one_after_the_other(m, schedule, looped):
+    (loss, (result, outputs)), grads = values_and_gradients(piped(m, schedule))(
+        STATE["layer"]["weight"], X
+    )
+    (expected_loss, (expected, expected_outputs)), expected_grads = looped
+    # No row meets another one, so that values are the same to the last bit.
+    np.testing.assert_allclose(result.carry, expected.carry, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(result.ys, expected.ys, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for a, b in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for i in range(STAGES):
+        got, want = outputs.summaries[f"layer{i}"], expected_outputs.summaries[f"layer{i}"]
+        np.testing.assert_allclose(got["mean"], want["mean"], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(got["rows"].mean, want["rows"].mean, rtol=1e-4, atol=1e-6)
+        assert got["rows"].weight == BATCH
+    for name in ("average", "count"):
+        got, want = (o.state_updates["layer"][name] for o in (outputs, expected_outputs))
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        assert got.dtype == want.dtype
+    got, want = (o.module_outputs["layer"] for o in (outputs, expected_outputs))
+    np.testing.assert_allclose(got["aux_loss"], want["aux_loss"], rtol=1e-4)
+    assert got["y"].shape == (STAGES, m, BATCH // m, DIM)
+    np.testing.assert_allclose(got["y"][:, 0], want["y"][:, ::m], rtol=1e-6, atol=1e-6)
+
+
+def test_each_stage_and_microbatch_has_a_key_of_its_own():
+    module = piped(4, layer={"noise": 1.0})
+    state = jax.tree.map(np.zeros_like, STATE)
+    compiled = jax.jit(lambda key: run(module, state, np.zeros_like(X), key)[0].ys)
+    ys = np.asarray(compiled(jax.random.PRNGKey(0)))
+    noise = ys - SHIFTS[:, None, None]
+    assert len(np.unique(noise.round(5))) == noise.size
+    np.testing.assert_array_equal(ys, compiled(jax.random.PRNGKey(0)))
+    assert not np.array_equal(ys, compiled(jax.random.PRNGKey(1)))
+
+
+def test_outputs_are_dropped_by_path():
+    cfg = piped(2).config.clone(drop_output=Pipeline.default_config().drop_output)
+    _, outputs = jax.jit(lambda: run(cfg.instantiate(parent=None)))()
+    assert not jax.tree.leaves(outputs.module_outputs)
+
+
+def test_stages_lie_over_the_mesh_axis_of_the_pipeline():
+    specs = piped().create_parameter_specs_recursively()
+    assert specs["layer"]["weight"].mesh_axes == PartitionSpec("pipeline", None, "model")
+    assert specs["layer"]["weight"].shape == (STAGES, DIM, DIM)
+    state = piped().initialize_parameters_recursively(
+        jax.random.PRNGKey(0), prebuilt={"layer": STATE["layer"]}
+    )
+    np.testing.assert_array_equal(state["layer"]["weight"], STATE["layer"]["weight"])
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("schedule", [GPIPE, STREAM], ids=["gpipe", "stream"])
+def test_on_a_mesh_stages_pass_rows_on_and_keep_their_parameters(size, schedule, looped):
+    module = piped(4, schedule)
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((size, 4 // size, 2), ("pipeline", "data", "model"), axis_types=auto)
+    specs = module.create_parameter_specs_recursively()["layer"]
+    weight = jax.device_put(STATE["layer"]["weight"], specs["weight"].sharding(mesh))
+    assert weight.addressable_shards[0].data.shape == (STAGES // size, DIM, DIM // 2)
+    x = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("data")))
+    with jax.set_mesh(mesh):
+        compiled = values_and_gradients(module).lower(weight, x).compile()
+        (_, (result, _)), grads = compiled(weight, x)
+    (_, (expected, _)), expected_grads = looped
+    np.testing.assert_allclose(result.carry, expected.carry, rtol=1e-5, atol=1e-5)
+    for a, b in zip(grads, expected_grads, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    text = compiled.as_text()
+    assert "collective-permute" in text
+    # No device ever holds the weights of all stages.
+    assert f"f32[{STAGES},{DIM},{DIM}]" not in text
+    assert f"f32[{STAGES},{DIM},{DIM // 2}]" not in text
+
+
+def test_skewing_and_back():
+    x = np.arange(12).reshape(3, 4)
+    skewed = transpose_to_pipeline_stage_inputs(jnp.asarray(x))
+    assert skewed.shape == (6, 4)
+    for m in range(3):
+        for n in range(4):
+            assert skewed[m + n, n] == x[m, n]
+    np.testing.assert_array_equal(transpose_from_pipeline_stage_outputs(skewed), x)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"m": 0}, "stages: num_microbatches=0; expected at least 1"),
+        (
+            {"m": 2, "schedule": STREAM},
+            "stages: num_microbatches=2 do not divide over num_stages=4, as a StreamSchedule",
+        ),
+        ({"schedule": KEEP_ALL}, "is no config of a schedule; expected GPipeSchedule"),
+    ],
+    ids=["none", "stream", "function"],
+)
+def test_what_does_not_fit_is_said(fields, said):
+    with pytest.raises(LayerConfigError, match=re.escape(said)):
+        piped(**fields)
+
+
+def test_a_schedule_is_no_name():
+    with pytest.raises(ConfigTypeError, match=r"schedule: .* declares BaseSchedule.Config there"):
+        piped(schedule="1F1B")
+
+
+def test_rows_that_do_not_divide():
+    with pytest.raises(
+        ArgumentShapeError,
+        match=r"stages: a batch of the shape \(8, 4\) does not divide into num_microbatches=3",
+    ):
+        run(piped(3))

@@ -1,0 +1,195 @@
+"""Schedules: in which order the stages of a pipeline work on microbatches.
+
+    step        0    1    2    3    4      M = 3 microbatches, N = 3 stages,
+    stage 0     m0   m1   m2   .    .      M + N - 1 steps.
+    stage 1     .    m0   m1   m2   .
+    stage 2     .    .    m0   m1   m2     In the n-th step a stage works on what the stage
+                                           before it gave in the step before.
+
+A buffer with an axis of stages holds what each stage works on. After each step it is shifted along
+that axis: laid over the mesh, each device passes its part on to the next one. Where the picture has
+a dot, a stage works on rows that are thrown away.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy import transforms
+from weft.hierarchy.context import InvocationContext
+from weft.typing import PartitionSpec
+
+PIPELINE_AXIS = "pipeline"
+"""The mesh axis that stages are laid over."""
+
+StepFn = Callable[[Any, Any], tuple[Any, Any]]
+"""Runs all stages for one step: takes what each works on, arrays `(num_stages, ...)`, and the
+step's entry of `xs`, and gives what each made of it and what to stack."""
+
+
+def shard_stages(x: Any) -> Any:
+    """Lays the first axis of arrays over the mesh axis "pipeline", if there is one.
+
+    Args:
+      x: a pytree.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or PIPELINE_AXIS not in mesh.axis_names:
+        return x
+
+    def constrained(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(PIPELINE_AXIS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    return jax.tree.map(constrained, x)
+
+
+class BaseSchedule(Configurable):
+    """A schedule. A subclass defines `scan`."""
+
+    @config_class
+    class Config(Configurable.Config):
+        """Configures a BaseSchedule.
+
+        Attributes:
+          num_stages: the number of stages; the pipeline sets it.
+          num_microbatches: the number of microbatches; likewise.
+        """
+
+        num_stages: Required[int] = REQUIRED
+        num_microbatches: Required[int] = REQUIRED
+
+    @property
+    def num_stages(self) -> int:
+        return self.config.num_stages
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.num_microbatches
+
+    @property
+    def num_iterations(self) -> int:
+        """The number of steps."""
+        return self.num_microbatches + self.num_stages - 1
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Runs all microbatches through all stages.
+
+        Args:
+          fn: runs all stages for one step.
+          carry: the microbatches, arrays `(num_microbatches, ...)`.
+          state: the context in which stages run. Its outputs are stacked along an axis of steps,
+            `(num_iterations, num_stages, ...)`.
+          xs: what differs from step to step, arrays `(num_iterations, ...)`.
+          **scan_kwargs: as for `weft.hierarchy.transforms.scan`.
+
+        Returns:
+          The microbatches behind the last stage, and what was stacked.
+        """
+        raise NotImplementedError(type(self))
+
+    def _loop(
+        self,
+        body: Callable[..., Any],
+        carry: Any,
+        state: InvocationContext,
+        xs: Any,
+        scan_kwargs: dict[str, Any],
+    ) -> tuple[Any, Any]:
+        return transforms.scan(
+            state, body, carry, xs, state_axis=None, length=self.num_iterations, **scan_kwargs
+        )
+
+    def _first_work(self, microbatches: Any) -> Any:
+        """What stages work on before anything reaches them: real rows, on which nothing fails."""
+        n = self.num_stages
+        work = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (n, *x.shape[1:])), microbatches)
+        return shard_stages(work)
+
+
+class GPipeSchedule(BaseSchedule):
+    """All microbatches, one after the other (Huang et al., 2019).
+
+    Each device holds the inputs and the results of all microbatches.
+    """
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
+    ) -> tuple[Any, Any]:
+        def body(work: Any, x: Any) -> tuple[Any, Any]:
+            entering, x = x
+            work = jax.tree.map(lambda a, b: _replaced(b, 0, a[None]), entering, work)
+            done, y = fn(shard_stages(work), x)
+            # Behind the last stage comes the first, where the next microbatch takes the place.
+            passed_on = _shifted(shard_stages(done), 1)
+            return passed_on, (jax.tree.map(lambda x: x[0], passed_on), y)
+
+        # What enters while the last microbatches leave is thrown away.
+        at = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
+        entering = jax.tree.map(lambda x: x[at], carry)
+        _, (left, ys) = self._loop(
+            body, self._first_work(carry), state, (entering, xs), scan_kwargs
+        )
+        return jax.tree.map(lambda x: x[self.num_stages - 1 :], left), ys
+
+
+class StreamSchedule(BaseSchedule):
+    """The same order, with the inputs and results of microbatches spread over the stages.
+
+    Each device holds as many microbatches as there are of them for each stage. They move towards
+    the first stage, one stage at a time, and results follow them.
+    """
+
+    def __init__(self, cfg: BaseSchedule.Config):
+        super().__init__(cfg)
+        if cfg.num_microbatches % cfg.num_stages:
+            raise LayerConfigError(
+                f"num_microbatches={cfg.num_microbatches} do not divide over num_stages="
+                f"{cfg.num_stages}, as a StreamSchedule needs; set a multiple, or use a "
+                "GPipeSchedule."
+            )
+
+    def scan(
+        self, fn: StepFn, *, carry: Any, state: InvocationContext, xs: Any, **scan_kwargs: Any
+    ) -> tuple[Any, Any]:
+        n, per_stage = self.num_stages, self.num_microbatches // self.num_stages
+
+        def body(buffers: Any, x: Any) -> tuple[Any, Any]:
+            (work, stream), (step, x) = buffers, x
+            column = step % per_stage
+            passing = jax.tree.map(lambda s: s[:, column], stream)
+            work = jax.tree.map(lambda w, p: _replaced(w, 0, p), work, passing)
+            done, y = fn(shard_stages(work), x)
+            done = shard_stages(done)
+            # The first stage took its microbatch; the others move up, the last result follows.
+            moved = jax.tree.map(lambda p, d: _replaced(p, n - 1, d), _shifted(passing, -1), done)
+            stream = jax.tree.map(lambda s, m: s.at[:, column].set(m), stream, moved)
+            return (_shifted(done, 1), shard_stages(stream)), y
+
+        stream = jax.tree.map(lambda x: x.reshape(n, per_stage, *x.shape[1:]), carry)
+        buffers = (self._first_work(carry), shard_stages(stream))
+        steps = jnp.arange(self.num_iterations)
+        (_, stream), ys = self._loop(body, buffers, state, (steps, xs), scan_kwargs)
+
+        def collected(x: jax.Array) -> jax.Array:
+            # Results came n - 1 steps after the inputs whose places they take.
+            return jnp.roll(x, 1 - n, axis=1).reshape(-1, *x.shape[2:])
+
+        return jax.tree.map(collected, stream), ys
+
+
+def _shifted(x: Any, by: int) -> Any:
+    """What stages hold, passed on to the next stage, or for -1 to the one before."""
+    return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), x)
+
+
+def _replaced(x: jax.Array, stage: int, by: jax.Array) -> jax.Array:
+    """An array with other values at one stage, so that no stage needs those of another."""
+    index = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0)
+    return jnp.where(index == stage, by, x)

@@ -1,0 +1,180 @@
+"""A stack of transformer layers as a pipeline: each stage is a stack of some of the layers."""
+
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft.config import REQUIRED, Required, config_class
+from weft.errors import LayerConfigError
+from weft.hierarchy.attention_bias import as_attention_bias
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.module import Module
+from weft.hierarchy.pipeline import Pipeline
+from weft.hierarchy.stack import BaseStackedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.transformer import BaseTransformerLayer
+from weft.typing import DType, NestedTensor, Tensor
+from weft.vdict import VDict
+
+Output = BaseTransformerLayer.Output
+
+# What stages give beside the data, with axes of layers and rows.
+_PROBS = ("self_attention_probs", "cross_attention_probs")
+
+
+class _TransformerPipeline(Pipeline):
+    """The pipeline of a pipelined stack."""
+
+    def forward(
+        self, data: Tensor, *, return_aux: Collection[str] | None = None, **layer_kwargs: Any
+    ) -> Output:
+        """Applies all stages to a whole sequence; keyword arguments go to each stage."""
+        batch = data.shape[0]
+        for name in layer_kwargs:
+            if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
+                layer_kwargs[name] = as_attention_bias(layer_kwargs[name])  # it has four axes
+        leaves, tree = jax.tree.flatten(layer_kwargs)
+        # What differs from row to row goes with the rows; the rest is the same for all.
+        with_rows = [x.ndim > 0 and x.shape[0] == batch for x in leaves]
+
+        def stage(carry: Any, _: None) -> tuple[Any, Output]:
+            data, rows = carry
+            moving = iter(rows)
+            mixed = [
+                next(moving) if is_row else x for x, is_row in zip(leaves, with_rows, strict=True)
+            ]
+            output = self.layer(data, return_aux=return_aux, **tree.unflatten(mixed))
+            # Rows first, so that microbatches can be joined.
+            probs = {name: _moved(getattr(output, name), 0, 1) for name in _PROBS}
+            # What is the same for all rows, such as positions, comes back with one for each.
+            kv_state = jax.tree.map(
+                lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
+                output.self_attention_kv_state,
+            )
+            rest = output._replace(data=None, self_attention_kv_state=kv_state, **probs)
+            return (output.data, rows), rest
+
+        rows = [x for x, is_row in zip(leaves, with_rows, strict=True) if is_row]
+        (data, _), rest = self._run(stage, (data, rows))
+        return _joined(data, rest._replace(**{n: _moved(getattr(rest, n), 1, 2) for n in _PROBS}))
+
+    def init_states(self, **kwargs: Any) -> NestedTensor:
+        """The states of all stages, stacked."""
+        n = self.config.num_layers
+        state = self.layer.init_states(**kwargs)
+        return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
+
+    def extend_step(
+        self, cached_states: Any, data: Tensor, **kwargs: Any
+    ) -> tuple[NestedTensor, Output]:
+        """Applies the stages one after the other to the next positions."""
+
+        def stage(data: Tensor, state: Any) -> tuple[Tensor, Any]:
+            state, output = self.layer.extend_step(state, data, **kwargs)
+            return output.data, (state, output._replace(data=None))
+
+        data, (states, rest) = self._run_one_by_one(stage, data, xs=cached_states["layer"])
+        return VDict(layer=states), _joined(data, rest)
+
+
+def _moved(x: Tensor | None, source: int, destination: int) -> Tensor | None:
+    return None if x is None else jnp.moveaxis(x, source, destination)
+
+
+def _joined(data: Tensor, rest: Any) -> Output:
+    """The output of all stages, from those of each."""
+    probs = {name: getattr(rest, name) for name in _PROBS}
+    return rest._replace(
+        data=data,
+        self_attention_kv_state=jax.tree.map(lambda x: x[-1], rest.self_attention_kv_state),
+        **{n: None if x is None else x.reshape(-1, *x.shape[2:]) for n, x in probs.items()},
+    )
+
+
+class PipelinedTransformerLayer(BaseStackedTransformerLayer):
+    """Layers in stages, which work on different microbatches at the same time.
+
+    Parameters have a leading axis of stages, laid over the mesh axis "pipeline". In decoding,
+    stages run one after the other.
+
+    Example:
+      >>> from weft.hierarchy.transformer import TransformerLayer
+      >>> layer = TransformerLayer.default_config()
+      >>> layer.self_attention.attention.num_heads, layer.feed_forward.hidden_dim = 2, 16
+      >>> cfg = PipelinedTransformerLayer.default_config().set(
+      ...     name="stack", input_dim=8, layer=layer, num_layers=4, num_stages=2, num_microbatches=4
+      ... )
+      >>> specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+      >>> weight = specs["pipeline"]["layer"]["layer1"]["feed_forward"]["linear1"]["weight"]
+      >>> weight.shape, tuple(weight.mesh_axes)
+      ((2, 8, 16), ('pipeline', None, 'model'))
+    """
+
+    @config_class
+    class Config(BaseStackedTransformerLayer.Config):
+        """Configures a PipelinedTransformerLayer.
+
+        Attributes:
+          num_stages: the number of stages, which divides `num_layers`.
+          num_microbatches: into how many parts a batch is divided; see `Pipeline`.
+          stage: the stack of the layers of one stage, whose config is `layer`.
+          pipeline: the pipeline.
+        """
+
+        num_stages: Required[int] = REQUIRED
+        num_microbatches: Required[int] = REQUIRED
+        stage: BaseLayer.Config = StackedTransformerLayer.default_config()
+        pipeline: _TransformerPipeline.Config = _TransformerPipeline.default_config()
+
+    def __init__(self, cfg: Config, *, parent: Module | None):
+        super().__init__(cfg, parent=parent)
+        if cfg.num_stages < 1 or cfg.num_layers % cfg.num_stages:
+            raise LayerConfigError(
+                f"{self.path()}: num_layers={cfg.num_layers} do not divide into num_stages="
+                f"{cfg.num_stages} stages; set num_stages to a divisor."
+            )
+        for name in ("peak_stochastic_depth_rate", "scan_kwargs"):
+            if getattr(cfg, name):
+                raise LayerConfigError(
+                    f"{self.path()}: {name}={getattr(cfg, name)} gives layers something of their "
+                    "own, and the stages of a pipeline are alike; use StackedTransformerLayer."
+                )
+        carry = tuple(cfg.carry or ("data",))
+        if carry != ("data",):
+            raise LayerConfigError(
+                f"{self.path()}: carry={carry} asks for more than 'data', and stages "
+                "of a pipeline pass on nothing else; use RepeatedTransformerLayer."
+            )
+        stage: Any = cfg.stage
+        stage = stage.set(
+            input_dim=cfg.input_dim,
+            num_layers=cfg.num_layers // cfg.num_stages,
+            layer=self._with_input_dim(cfg.layer),
+        )
+        self._add_child(
+            "pipeline",
+            cfg.pipeline.set(
+                layer=stage, num_layers=cfg.num_stages, num_microbatches=cfg.num_microbatches
+            ),
+        )
+
+    def forward(self, data: Tensor, **kwargs: Any) -> Output:
+        return self.pipeline(data, **kwargs)
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        states = self.pipeline.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {"pipeline": states}
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **layer_kwargs: Any,
+    ) -> tuple[NestedTensor, Output]:
+        states, output = self.pipeline.extend_step(
+            cached_states["pipeline"], data, is_prefill=is_prefill, **layer_kwargs
+        )
+        return {"pipeline": states}, output
