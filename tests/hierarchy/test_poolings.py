@@ -1,0 +1,115 @@
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.errors import LayerConfigError
+from weft.hierarchy.module import functional as F
+from weft.hierarchy.poolings import (
+    AttentionPooling,
+    AveragePooling,
+    BasePoolingLayer,
+    FirstNTokenPooling,
+    LastNTokenPooling,
+    MaxPooling,
+    PoolingWithProjection,
+)
+
+DIM, OUT = 4, 6
+# On the right, on the left and in between; all of it; nothing.
+PADDINGS = np.array(
+    [[0, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool
+)
+TOKENS = np.random.default_rng(0).normal(size=(5, 5, DIM)).astype("f")
+
+
+def pooling(cls, **fields):
+    cfg = cls.default_config().set(name="pool", input_dim=DIM, output_dim=DIM)
+    return cfg.set(**fields).instantiate(parent=None)
+
+
+def run(layer, *args, state=None):
+    return F(layer, None, state or {}, tuple(map(jnp.asarray, args)), is_training=False)[0]
+
+
+def by_hand(pick, n):
+    rows = []
+    for tokens, paddings in zip(TOKENS, PADDINGS, strict=True):
+        live = list(tokens[~paddings])
+        zeros = [np.zeros(DIM, "f")] * max(0, n - len(live))
+        rows.append(live[:n] + zeros if pick == "first" else zeros + live[-n:])
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_first_and_last_tokens(n):
+    for cls, pick in ((FirstNTokenPooling, "first"), (LastNTokenPooling, "last")):
+        layer = pooling(cls, num_outputs=n)
+        np.testing.assert_array_equal(run(layer, TOKENS, PADDINGS), by_hand(pick, n))
+    np.testing.assert_array_equal(run(pooling(FirstNTokenPooling), TOKENS), TOKENS[:, :1])
+    np.testing.assert_array_equal(run(pooling(LastNTokenPooling), TOKENS), TOKENS[:, -1:])
+
+
+def test_mean_and_maximum():
+    for cls, of in ((AveragePooling, np.mean), (MaxPooling, np.max)):
+        got = run(pooling(cls), TOKENS, PADDINGS)
+        assert got.shape == (5, 1, DIM)
+        for i in (0, 1, 2, 4):
+            expected = of(TOKENS[i][~PADDINGS[i]], axis=0)
+            np.testing.assert_allclose(got[i, 0], expected, rtol=1e-5, atol=1e-6)
+        assert np.all(np.asarray(got[3]) == 0)
+        np.testing.assert_allclose(
+            run(pooling(cls), TOKENS)[:, 0], of(TOKENS, axis=1), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_projection_behind_a_pooling(filled):
+    layer = pooling(
+        PoolingWithProjection,
+        pooler=FirstNTokenPooling.default_config(),
+        output_dim=OUT,
+        num_outputs=2,
+    )
+    state = filled(layer)
+    got = run(layer, TOKENS, PADDINGS, state=state)
+    expected = by_hand("first", 2) @ state["proj"]["weight"] + state["proj"]["bias"]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_looks_at_what_is_no_padding(filled):
+    cfg = AttentionPooling.default_config().set(
+        name="pool", input_dim=DIM, output_dim=OUT, num_outputs=2
+    )
+    cfg.cross_attention.attention.num_heads = 2
+    layer = cfg.instantiate(parent=None)
+    state = filled(layer)
+    assert state["query_weight"].shape == (2, OUT)
+    assert state["feed_forward"]["linear1"]["weight"].shape == (OUT, 4 * OUT)
+    got = run(layer, TOKENS[:3], PADDINGS[:3], state=state)
+    assert got.shape == (3, 2, OUT)
+    # The same tokens in the same order give the same, wherever padding stands.
+    alone = np.stack([tokens[~p] for tokens, p in zip(TOKENS[:3], PADDINGS[:3], strict=True)])
+    np.testing.assert_allclose(got, run(layer, alone, state=state), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "cls, fields, said",
+    [
+        (MaxPooling, {"output_dim": OUT}, "pool: a MaxPooling keeps the size of tokens"),
+        (AveragePooling, {"output_dim": OUT}, "input_dim=4 differs from output_dim=6"),
+        (FirstNTokenPooling, {"output_dim": OUT}, "a FirstNTokenPooling keeps"),
+        (LastNTokenPooling, {"output_dim": OUT}, "a LastNTokenPooling keeps"),
+        (MaxPooling, {"num_outputs": 2}, "pool: a MaxPooling gives one vector"),
+        (AveragePooling, {"num_outputs": 2}, "and num_outputs=2"),
+    ],
+    ids=["max", "mean", "first", "last", "maxima", "means"],
+)
+def test_what_does_not_fit_is_said(cls, fields, said):
+    with pytest.raises(LayerConfigError, match=re.escape(said)):
+        pooling(cls, **fields)
+
+
+def test_a_base_class_pools_nothing():
+    with pytest.raises(NotImplementedError):
+        run(pooling(BasePoolingLayer), TOKENS)
