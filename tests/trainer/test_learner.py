@@ -150,6 +150,16 @@ class TestLearner:
             f"{kind}_rms/linear/{name}" for kind in ("param", "grad") for name in ("w", "b")
         }
 
+    def test_statistics_of_each_parameter_are_chosen_by_name(self):
+        learner = make(
+            enable_per_variable_summaries=["linear/b"], per_variable_stats=["norm", "histogram"]
+        )
+        _, _, summaries = run(learner, 1)
+        b, grad = PARAMS["linear"]["b"], jax.grad(loss_of)(PARAMS, X)["linear"]["b"]
+        np.testing.assert_allclose(summaries["param_norm/linear/b"], np.linalg.norm(b), rtol=1e-5)
+        np.testing.assert_allclose(summaries["grad_histogram/linear/b"], grad, rtol=1e-5)
+        assert not any("rms" in name for name in summaries)
+
     def test_parameters_keep_their_dtype(self):
         low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
         params, _, _ = run(make(), 2, params=low)

@@ -37,3 +37,7 @@ class ProfilerTraceError(WeftError, ValueError):
 
 class DecodingEvalError(WeftError, ValueError):
     """A batch has no prompts for a model to go on from."""
+
+
+class VariableStatError(WeftError, ValueError):
+    """A statistic of parameters was asked for that is not known."""

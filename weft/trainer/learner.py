@@ -51,6 +51,7 @@ from weft.trainer.update_transformation import (
     as_update_transformation,
     mask_tree,
 )
+from weft.trainer.variable_stats import variable_stat
 from weft.typing import Nested, NestedTensor, Tensor
 
 # Makes another forward function of one, such as one that runs over parts of the batch.
@@ -151,8 +152,10 @@ class Learner(BaseLearner):
             path matches it; the first match counts. What matches none gets all updates. State
             of layers (`ParameterSpec.is_state`) never gets those of the optimizer.
           ema: keeps a moving average of the parameters, if its `decay` is not None.
-          enable_per_variable_summaries: whether to report the root mean squares of each parameter
-            and its gradient; or regular expressions of the paths of those to report.
+          enable_per_variable_summaries: whether to report statistics of each parameter and its
+            gradient; or regular expressions of the paths of those to report.
+          per_variable_stats: what of each is reported: "rms" and others of
+            `weft.trainer.variable_stats`.
           ignore_undefined_loss: whether to skip steps whose loss or gradients are not finite: they
             change nothing, and are counted.
           forward_fn_transformation: applied to the forward pass before it is differentiated, such
@@ -165,6 +168,7 @@ class Learner(BaseLearner):
         update_rules: Sequence[tuple[str, UpdateType | None]] = []
         ema: InstantiableConfig = config_for_function(param_ema)
         enable_per_variable_summaries: bool | list[str] = False
+        per_variable_stats: Sequence[str] = ("rms",)
         ignore_undefined_loss: bool = False
         forward_fn_transformation: ConfigOr[ForwardFnTransformation] | None = None
         loss_scale: DynamicLossScale.Config | None = None
@@ -175,6 +179,7 @@ class Learner(BaseLearner):
         self._loss_scale = maybe_instantiate(cfg.loss_scale)
         self._ema = _ema_or_none(cfg.ema)
         self._forward_fn_transformation = maybe_instantiate(cfg.forward_fn_transformation)
+        self._stats = {name: variable_stat(name) for name in cfg.per_variable_stats}
 
     @nowrap
     def init(self, model_params: NestedOptParam) -> dict[str, Any]:
@@ -277,14 +282,15 @@ class Learner(BaseLearner):
         if not chosen:
             return
         patterns = [".*"] if chosen is True else chosen
-        reported = {"param_rms": updates.param_values(), "grad_rms": updates.delta_updates}
+        reported = {"param": updates.param_values(), "grad": updates.delta_updates}
         for kind, tree in reported.items():
             for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
                 if not jnp.issubdtype(x.dtype, jnp.inexact):
                     continue
                 name = path_name(path)
                 if any(re.fullmatch(pattern, name) for pattern in patterns):
-                    self.add_summary(f"{kind}/{name}", _rms(x))
+                    for stat, fn in self._stats.items():
+                        self.add_summary(f"{kind}_{stat}/{name}", fn(x))
 
 
 class CompositeLearner(BaseLearner):
@@ -437,10 +443,6 @@ def _with_values(opt_params: NestedOptParam, values: NestedTensor) -> NestedOptP
     return jax.tree.map(
         lambda param, value: dataclasses.replace(param, value=value), opt_params, values
     )
-
-
-def _rms(x: Tensor) -> Tensor:
-    return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
 
 
 def _forward_and_backward(
