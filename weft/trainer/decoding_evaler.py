@@ -120,7 +120,7 @@ class SampleDecoding(BaseMetricCalculator):
         lengths = [sample["num_tokens"] for sample in samples]
         return self._with_prefix({**shown, "num_tokens": float(np.mean(lengths))})
 
-    def texts(self, all_forward_outputs: list[Nested[Any]]) -> list[dict[str, Any]]:
+    def texts(self, all_forward_outputs: list[Any]) -> list[dict[str, Any]]:
         """The samples as JSON values: `prompt`, `text` and `num_tokens`, those that were added.
 
         Args:

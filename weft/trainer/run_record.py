@@ -49,6 +49,7 @@ MAY_CHANGE = frozenset(
         "early_stopping",
         "throughput",
         "compilation_cache_dir",
+        "config_modifiers",
         "start_trace_steps",
         "n_steps_for_each_trace",
         "start_trace_process_indices",
