@@ -32,7 +32,9 @@ def test_each_call_makes_a_fresh_config():
 @pytest.mark.skipif(jax.device_count() != 8, reason="needs eight devices")
 @pytest.mark.parametrize("name", named_trainer_configs())
 def test_the_model_divides_over_a_mesh_of_data_and_model(name):
-    cfg = named_trainer_configs()[name]().set(mesh_shape=(4, 2))
+    cfg = named_trainer_configs()[name]()
+    others = len(cfg.mesh_axis_names) - 2
+    cfg.mesh_shape = (4, *(1,) * others, 2)
     specs = cfg.instantiate(parent=None).trainer_state_partition_specs
     assert any("model" in spec for spec in jax.tree.leaves(specs.model))
 
