@@ -29,6 +29,15 @@ def test_a_document_is_a_file_or_a_line(folder):
     assert text_dataset("?.txt").describe(1) == "b.txt"
 
 
+def test_zipped_documents(folder):
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo"))
+    assert text_dataset("*.txt.gz")[0] == {"text": b"one\ntwo"}
+    assert text_dataset("*.txt.gz", document="line")[1] == {"text": b"two"}
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo")[:-9])
+    with pytest.raises(InputReadError, match=r"^cannot read a\.txt\.gz \(Compressed file ended"):
+        _ = text_dataset("a.txt.gz")[0]
+
+
 def test_json_lines_of_plain_and_zipped_files(folder):
     texts = [d["text"] for d in json_lines_dataset(["*.jsonl", "*.gz"])]
     assert texts == [*(f"text {i}" for i in range(6)), "zipped"]
@@ -46,7 +55,7 @@ def test_what_is_mapped_fails_with_the_name_of_the_record(folder):
 def test_a_file_that_was_removed(folder):
     documents = text_dataset("?.txt")
     os.remove("b.txt")
-    with pytest.raises(InputReadError, match=r"^cannot read b\.txt \(No such file .*make it read"):
+    with pytest.raises(InputReadError, match=r"^cannot read b\.txt \(No such file .*leave it out"):
         _ = documents[1]
 
 

@@ -194,6 +194,8 @@ def test_one_can_look_at_a_batch_before_it_is_taken():
         assert next(batches) == 0
         with pytest.raises(StopIteration):
             batches.peek()
-    with PrefetchingIterator(Counter(fails_at=0)) as batches:
-        with pytest.raises(OSError, match="record 0 is broken"):
-            batches.peek()
+    with (
+        PrefetchingIterator(Counter(fails_at=0)) as batches,
+        pytest.raises(OSError, match="record 0 is broken"),
+    ):
+        batches.peek()

@@ -10,6 +10,7 @@ ArrayRecord files are read by `weft.input.grain.array_record_dataset`.
 """
 
 import functools
+import gzip
 from collections.abc import Sequence
 from typing import Literal
 
@@ -25,7 +26,7 @@ def text_dataset(
     """Documents of plain text, as `{"text": bytes}`.
 
     Args:
-        paths: Files and glob patterns.
+        paths: Files and glob patterns; a file whose name ends with `.gz` is unpacked.
         document: Whether a whole file is a document, or each line that is not empty.
 
     Raises:
@@ -91,10 +92,12 @@ class _WholeFiles:
     def __getitem__(self, index: int) -> bytes:
         try:
             with open(self._paths[index], "rb") as file:
-                return file.read()
-        except OSError as error:
+                data = file.read()
+            return gzip.decompress(data) if self._paths[index].endswith(".gz") else data
+        except (OSError, EOFError) as error:
+            what = getattr(error, "strerror", None) or error
             raise InputReadError(
-                f"cannot read {self._paths[index]} ({error.strerror or error}); make it readable"
+                f"cannot read {self._paths[index]} ({what}); mend it, or leave it out"
             ) from error
 
     def describe(self, index: int) -> str:

@@ -35,7 +35,7 @@ from weft.config import (
 from weft.errors import InputDatasetError, InputDispatchError
 from weft.hierarchy.module import Module, nowrap
 from weft.input import base as input_base
-from weft.input.grain_datasets import NamedSource, PadMapDataset, ProportionMapDataset
+from weft.input.grain_datasets import PadMapDataset, ProportionMapDataset
 from weft.input.grain_iterators import (
     PadIterDataset,
     UnbatchIterDataset,
@@ -43,6 +43,7 @@ from weft.input.grain_iterators import (
     check_num_examples,
     mark_flags_as_parsed,
 )
+from weft.input.records import NamedSource, RecordDataset
 
 T = TypeVar("T")
 
@@ -164,7 +165,7 @@ def array_record_dataset(
     """
     files = [paths] if isinstance(paths, str) else list(paths)
     source = NamedSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
-    ds = grain.MapDataset.source(source)
+    ds = RecordDataset(source)
     return ds if seed is None else ds.seed(seed)
 
 

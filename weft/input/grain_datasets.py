@@ -4,52 +4,9 @@ They follow Grain's convention that an index beyond the length is the next epoch
 shuffled below is shuffled anew.
 """
 
-import bisect
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import grain
-
-from weft.errors import InputReadError
-
-
-class NamedSource:
-    """Files as one random-access source, whose errors name the file and the record.
-
-    Args:
-        paths: One path per file.
-        open_file: From a path to a source: something with a length and items.
-    """
-
-    def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any]):
-        self._paths = list(paths)
-        self._sources = []
-        for path in self._paths:
-            try:
-                self._sources.append(open_file(path))
-            except Exception as error:
-                raise InputReadError(
-                    f"cannot open {path}: {type(error).__name__}: {error}"
-                ) from error
-        self._ends = list(itertools.accumulate(len(source) for source in self._sources))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def __repr__(self) -> str:
-        return f"NamedSource({len(self)} records in {len(self._paths)} files)"
-
-    def __getitem__(self, index: int) -> Any:
-        file = bisect.bisect_right(self._ends, index)
-        record = index - (self._ends[file - 1] if file else 0)
-        try:
-            return self._sources[file][record]
-        except Exception as error:
-            raise InputReadError(
-                f"cannot read record {record} of {self._paths[file]}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
 
 class ProportionMapDataset(grain.MapDataset):
