@@ -229,3 +229,40 @@ def decorrelation_loss(weight: Float[Array, "dim experts"]) -> Float[Array, ""]:
     squares = jnp.square(columns.T @ columns)
     pairs = max(1, num_experts * (num_experts - 1))
     return jnp.sum(jnp.where(jnp.eye(num_experts, dtype=bool), 0.0, squares)) / pairs
+
+
+class ExpertRows(NamedTuple):
+    """The choices of tokens, sorted by expert.
+
+    Attributes:
+        choices: `Int[Array, "rows"]`, the number of the choice, `token * k + rank`, of each row.
+        sizes: `Int[Array, "experts"]`, how many rows each expert has, one expert after the other.
+        is_real: `Bool[Array, "rows"]`, whether a row belongs to an expert.
+    """
+
+    choices: Array
+    sizes: Array
+    is_real: Array
+
+
+def sort_by_expert(
+    experts: Int[Array, "tokens k"], *, first: Int[Array, ""] | int, num_experts: int, num_rows: int
+) -> ExpertRows:
+    """Sorts the choices of some experts; those of others, and what is too much, are left out.
+
+    Args:
+        experts: the choices of each token.
+        first: the first of the experts that count.
+        num_experts: how many of them there are.
+        num_rows: how many choices there is room for.
+
+    >>> rows = sort_by_expert(jnp.array([[2], [0], [2], [1]]), first=1, num_experts=2, num_rows=3)
+    >>> rows.choices.tolist(), rows.sizes.tolist()
+    ([3, 0, 2], [1, 2])
+    """
+    local = experts.reshape(-1) - first
+    key = jnp.where((local >= 0) & (local < num_experts), local, num_experts)
+    choices = jnp.argsort(key, stable=True)[:num_rows]
+    ends = jnp.minimum(jnp.cumsum(jnp.bincount(key, length=num_experts)), num_rows)
+    sizes = jnp.diff(ends, prepend=0)
+    return ExpertRows(choices, sizes, jnp.arange(choices.shape[0]) < ends[-1])

@@ -18,11 +18,19 @@ from weft.hierarchy.gating import (
     sigmoid,
 )
 from weft.hierarchy.moe_conversion import convert_dense_to_moe_parameters
+from weft.hierarchy.moe_drop_free import (
+    ApproximateTokenDropFreeMoE,
+    GMMBackend,
+    TransformerFeedForwardDropFreeMoE,
+    set_interpret_in_moe_config_recursively,
+)
 from weft.hierarchy.moe_layer import TransformerFeedForwardMoE, get_outer_batch_from_mesh
 
 __all__ = [
     "AdaptiveLoadBalanceLoss",
+    "ApproximateTokenDropFreeMoE",
     "BaseGating",
+    "GMMBackend",
     "GateNoise",
     "ScoreFn",
     "Top2Gating",
@@ -30,9 +38,11 @@ __all__ = [
     "TopKDropFreeGating",
     "TopKFn",
     "TopKGating",
+    "TransformerFeedForwardDropFreeMoE",
     "TransformerFeedForwardMoE",
     "approx_max_k",
     "convert_dense_to_moe_parameters",
     "get_outer_batch_from_mesh",
+    "set_interpret_in_moe_config_recursively",
     "sigmoid",
 ]

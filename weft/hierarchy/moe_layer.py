@@ -14,7 +14,7 @@ the compiler exchanges tokens in between (Lepikhin et al., 2021).
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -138,6 +138,8 @@ class TransformerFeedForwardMoE(ResidualLayer):
         residual_weight: float = 1.0
         dim_to_mesh_axis_map: dict[str, PartitionSpec | None] = {}
 
+    _drops_hidden: ClassVar[bool] = True
+
     @classmethod
     def default_config(cls) -> Any:
         """A config with experts over the mesh axis "expert", hidden dimensions over "model"."""
@@ -164,7 +166,8 @@ class TransformerFeedForwardMoE(ResidualLayer):
         self._add_norms(cfg.input_dim)
         self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
         # Where the norm stands after the sum, only the branch's output is dropped.
-        self._dropouts = ["dropout"] if cfg.structure == "postnorm" else ["dropout1", "dropout2"]
+        whole = cfg.structure == "postnorm" or not self._drops_hidden
+        self._dropouts = ["dropout"] if whole else ["dropout1", "dropout2"]
         for name in self._dropouts:
             self._add_child(name, cfg.dropout)
         self._add_child("stochastic_depth", cfg.stochastic_depth)
