@@ -45,6 +45,8 @@ def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
     _add_inspect(commands)
     _add_export(commands)
     _add_tabulate(commands)
+    _add_check(commands)
+    _add_lr_find(commands)
     return parser, commands
 
 
@@ -287,3 +289,64 @@ def _add_tabulate(commands: Any) -> None:
     )
     tabulate.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     _add_overrides(tabulate)
+
+
+def _add_lr_find(commands: Any) -> None:
+    find = _add(
+        commands,
+        "lr-find",
+        "lr_find",
+        "suggest a learning rate, from a short run in which it grows",
+        usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [RECIPE] "
+        "[path.to.field=value ...]",
+    )
+    for name, default, what in (("min", 1e-6, "first"), ("max", 1.0, "last")):
+        find.add_argument(
+            f"--{name}",
+            type=float,
+            default=default,
+            help=f"the rate of the {what} step (%(default)g)",
+        )
+    find.add_argument("--steps", type=int, default=100, help="how many to run (%(default)s)")
+    find.add_argument(
+        "recipe_and_overrides",
+        nargs="*",
+        metavar="RECIPE path.to.field=value",
+        help="as of `weft train`; after all options",
+    )
+
+
+def _add_mesh(parser: Any) -> None:
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE,...",
+        help="sizes of the mesh axes, such as data=4,model=2; with fsdp, seq, expert or pipeline "
+        "among them, the transformer is laid over these axes",
+    )
+    parser.add_argument(
+        "--mesh-selector", metavar="NAME", help="the hardware, for the config's mesh_rules"
+    )
+
+
+def _add_check(commands: Any) -> None:
+    check = _add(
+        commands,
+        "check",
+        "check",
+        "compile a recipe for a mesh, and print how it lies on it; exit code 1 if it does not fit",
+        epilog="Examples:\n"
+        "  weft check lm --mesh fsdp=4,model=2\n"
+        "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
+    )
+    check.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
+    _add_overrides(check)
+    _add_mesh(check)
+    check.add_argument(
+        "--devices",
+        metavar="N",
+        help="a number of virtual devices of the CPU, or a TPU slice such as v5p-128; by default "
+        "as many as the mesh has",
+    )
+    check.add_argument(
+        "--slices", type=int, default=1, metavar="N", help="how many of them (%(default)s)"
+    )

@@ -1,0 +1,50 @@
+"""`weft lr-find`: a learning rate for a recipe, from a short run whose rate grows."""
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from weft.cli.configs import load_config
+from weft.cli.train import split_arguments
+from weft.trainer.learning_rate_finder import LearningRateSearch, find_learning_rate
+
+_ROWS = 20
+_BAR = 40
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the losses by rate, and the rate at which they fall fastest."""
+    recipe, overrides = split_arguments(arguments.recipe_and_overrides)
+    search = find_learning_rate(
+        load_config(recipe, overrides),
+        min_rate=arguments.min,
+        max_rate=arguments.max,
+        num_steps=arguments.steps,
+    )
+    console = Console(highlight=False)
+    console.print(loss_table(search))
+    console.print(
+        f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a peak to begin "
+        f"with for {', '.join(search.fields)}."
+    )
+    return 0
+
+
+def loss_table(search: LearningRateSearch) -> Table:
+    """The smoothed losses as a table with a bar for each of some rates.
+
+    Args:
+        search: What was found.
+    """
+    table = Table("rate", "loss", "", box=None)
+    low, high = min(search.smoothed), max(search.smoothed)
+    last = len(search.rates) - 1
+    rows = sorted({round(i * last / (_ROWS - 1)) for i in range(_ROWS)})
+    nearest = min(rows, key=lambda row: abs(row - search.rates.index(search.suggestion)))
+    for row in rows:
+        share = (search.smoothed[row] - low) / (high - low) if high > low else 0.0
+        bar = "█" * max(1, round(_BAR * share))
+        mark = " ← falls fastest" if row == nearest else ""
+        table.add_row(f"{search.rates[row]:.2e}", f"{search.smoothed[row]:.4f}", bar + mark)
+    return table

@@ -1,0 +1,301 @@
+"""Running a trained model on batches: any of its methods, sharded over a mesh.
+
+    cfg = InferenceRunner.config_from_trainer(trainer_cfg).set(name="runner")
+    runner = cfg.instantiate(parent=None)
+    for result in runner.run(batches, method="predict"):
+        result.output_batch
+
+Parameters are read straight into their layouts. Each kind of batch is compiled for once.
+"""
+
+import dataclasses
+import enum
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from weft.config import REQUIRED, Required, config_class
+from weft.config.names import did_you_mean
+from weft.errors import InferenceError
+from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.module import Module, functional
+from weft.input import host_to_global_device_array
+from weft.trainer.checkpoint_index import CheckpointValidationType
+from weft.trainer.mesh import MeshShape, build_mesh
+from weft.trainer.model import model_config
+from weft.trainer.parallelism import BATCH_AXIS_NAMES
+from weft.trainer.run_record import CHECKPOINTS_DIR
+from weft.trainer.state import state_shardings
+from weft.trainer.state_builder import (
+    Builder,
+    EmaParamsConverter,
+    RestoreAndConvertBuilder,
+    TensorStoreStateStorageBuilder,
+    initial_state,
+)
+from weft.trainer.train_dtype import cast_floats
+from weft.trainer.train_step import TrainerState
+from weft.typing import DType, NestedTensor, Tensor
+
+
+class DataPartitionType(enum.Enum):
+    """How the rows of a batch lie over a mesh.
+
+    Attributes:
+        FULL: over all axes: each device has rows of its own.
+        BATCH: over the axes for rows, "data", "expert" and "fsdp", as far as the mesh has them.
+        REPLICATED: all rows on each device.
+    """
+
+    FULL = "full"
+    BATCH = "batch"
+    REPLICATED = "replicated"
+
+    def partition_spec(self, mesh: jax.sharding.Mesh) -> PartitionSpec:
+        """The layout on a mesh.
+
+        Args:
+            mesh: The mesh.
+        """
+        if self is DataPartitionType.REPLICATED:
+            return PartitionSpec()
+        names = mesh.axis_names
+        if self is DataPartitionType.BATCH:
+            names = tuple(name for name in names if name in BATCH_AXIS_NAMES)
+        return PartitionSpec(names) if names else PartitionSpec()
+
+
+class MethodRunner:
+    """A method of a model, compiled, that runs on one batch after another.
+
+    Made by `InferenceRunner.create_method_runner`.
+    """
+
+    @dataclasses.dataclass
+    class Output:
+        """What a method gave for a batch.
+
+        Attributes:
+            prng_key: For the next batch.
+            input_batch: The batch, as global arrays.
+            output_batch: What the method returned.
+            module_outputs: What modules gave by `add_module_output`, as far as it was kept.
+            summaries: What they reported.
+        """
+
+        prng_key: Tensor
+        input_batch: NestedTensor
+        output_batch: Any
+        module_outputs: Any
+        summaries: Any
+
+    def __init__(
+        self,
+        run: Callable[[Tensor, NestedTensor], tuple[Tensor, Any, Any, Any]],
+        to_devices: Callable[[Any], NestedTensor],
+        mesh: Callable[[], AbstractContextManager],
+        prng_key: Tensor,
+    ):
+        self._run = run
+        self._to_devices = to_devices
+        self._mesh = mesh
+        self._prng_key = prng_key
+
+    def __call__(self, input_batch: Any) -> "MethodRunner.Output":
+        """Runs the method.
+
+        Args:
+            input_batch: Arrays of the host, with the rows of this process.
+        """
+        with self._mesh():
+            batch = self._to_devices(input_batch)
+            self._prng_key, output, module_outputs, summaries = self._run(self._prng_key, batch)
+        return self.Output(self._prng_key, batch, output, module_outputs, summaries)
+
+
+class InferenceRunner(Module):
+    """Runs methods of a model whose parameters come from a checkpoint."""
+
+    @config_class
+    class Config(Module.Config):
+        """Configures an InferenceRunner.
+
+        Attributes:
+            mesh_shape: The number of devices along each axis of the mesh; one may be -1.
+            mesh_axis_names: The names of the axes.
+            model: The model.
+            inference_dtype: In which it computes; None for the dtypes of its parameters.
+            input_batch_partition_spec: How batches lie over the mesh.
+            output_batch_partition_spec: How outputs do, in so far as they have the rows of the
+                batch; everything else is whole on each device.
+            init_state_builder: Gives the parameters.
+        """
+
+        mesh_shape: Required[MeshShape] = REQUIRED
+        mesh_axis_names: Required[Sequence[str]] = REQUIRED
+        model: Required[BaseModel.Config] = REQUIRED
+        inference_dtype: DType | None = None
+        input_batch_partition_spec: DataPartitionType = DataPartitionType.FULL
+        output_batch_partition_spec: DataPartitionType = DataPartitionType.BATCH
+        init_state_builder: Builder.Config = TensorStoreStateStorageBuilder.default_config().set(
+            validation=CheckpointValidationType.CONTAINS_STATE
+        )
+
+    @classmethod
+    def config_from_trainer(cls, trainer_cfg: Any) -> Config:
+        """A runner of a run's model, on its mesh, with the parameters of its newest checkpoint.
+
+        Where the learner keeps a moving average of the parameters, it is that.
+
+        Args:
+            trainer_cfg: The config of the run's trainer.
+        """
+        builder: Any = TensorStoreStateStorageBuilder.default_config().set(
+            base_dir=os.path.join(trainer_cfg.dir, CHECKPOINTS_DIR),
+            validation=CheckpointValidationType.CONTAINS_STATE,
+        )
+        if getattr(getattr(trainer_cfg.learner, "ema", None), "decay", None) is not None:
+            builder = RestoreAndConvertBuilder.default_config().set(
+                builder=builder, converter=EmaParamsConverter.default_config()
+            )
+
+        def batch() -> Any:
+            return trainer_cfg.input.set(name="input").instantiate(parent=None).element_spec()
+
+        return cls.default_config().set(
+            mesh_shape=trainer_cfg.mesh_shape,
+            mesh_axis_names=trainer_cfg.mesh_axis_names,
+            model=model_config(trainer_cfg.model, batch),
+            init_state_builder=builder,
+        )
+
+    def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
+        super().__init__(cfg, parent=parent)
+        self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        with self.mesh():
+            self._add_child("model", cfg.model)
+            self._add_child("init_state_builder", cfg.init_state_builder)
+            self._state = self._build_state()
+
+    def mesh(self) -> AbstractContextManager:
+        """Makes the runner's mesh the current one while open."""
+        return jax.set_mesh(self._mesh)
+
+    @property
+    def inference_runner_state(self) -> TrainerState:
+        """The parameters, as the `model` of a state without a learner."""
+        return self._state
+
+    def _build_state(self) -> TrainerState:
+        specs = self.model.create_parameter_specs_recursively()
+        shardings = state_shardings(self._mesh, TrainerState(prng_key={}, model=specs, learner={}))
+
+        def init(prng_key: Tensor) -> TrainerState:
+            params = self.model.initialize_parameters_recursively(prng_key)
+            return TrainerState(prng_key={}, model=params, learner={})
+
+        builder: Any = self.init_state_builder
+        return initial_state(builder, init, jax.random.key(0), shardings)[1]
+
+    def create_method_runner(
+        self,
+        *,
+        method: str,
+        prng_key: Tensor | None = None,
+        drop_module_outputs: Callable[[str], bool] = lambda _: True,
+        **kwargs: Any,
+    ) -> MethodRunner:
+        """Compiles a method of the model, at its first batch.
+
+        Args:
+            method: Its name; it is called as `method(input_batch=batch, **kwargs)`.
+            prng_key: For randomness in it; None for the key of seed 0.
+            drop_module_outputs: Whether to leave out a module output, by its path; by default all.
+            **kwargs: Further arguments of the method.
+
+        Raises:
+            InferenceError: If the model has no such method.
+        """
+        if not callable(getattr(self.model, method, None)):
+            names = [name for name in dir(type(self.model)) if not name.startswith("_")]
+            raise InferenceError(
+                f"{self.path()} is to run {method!r} of the model, a "
+                f"{type(self.model).__name__}, which has no such method. "
+                f"{did_you_mean(method, names)}"
+            )
+        cfg = self.config
+        to_spec = cfg.output_batch_partition_spec.partition_spec(self._mesh)
+        from_spec = cfg.input_batch_partition_spec.partition_spec(self._mesh)
+
+        @jax.jit
+        def run(prng_key: Tensor, params: Any, batch: Any) -> Any:
+            next_key, key = jax.random.split(prng_key)
+            params, batch = cast_floats((params, batch), cfg.inference_dtype)
+            output, collection = functional(
+                self.model,
+                prng_key=key,
+                state=params,
+                inputs={"input_batch": batch, **kwargs},
+                method=method,
+                is_training=False,
+                drop_output_collections=(),
+            )
+            rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+            kept = _without(collection.module_outputs, drop_module_outputs)
+            laid_out = jax.tree.map(lambda x: _laid_out(x, rows, to_spec, self._mesh), output)
+            return next_key, laid_out, kept, collection.summaries
+
+        return MethodRunner(
+            lambda key, batch: run(key, self._state.model, batch),
+            lambda batch: host_to_global_device_array(batch, partition=from_spec, mesh=self._mesh),
+            self.mesh,
+            jax.random.key(0) if prng_key is None else prng_key,
+        )
+
+    def run(
+        self,
+        input_batches: Iterable[Any],
+        *,
+        method: str,
+        prng_key: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Iterator[MethodRunner.Output]:
+        """Runs a method of the model on batches.
+
+        Args:
+            input_batches: Of equal shapes, or the method is compiled for each.
+            method: Its name.
+            prng_key: For randomness in it.
+            **kwargs: Further arguments of `create_method_runner`, and of the method.
+
+        Yields:
+            What it gave for each batch.
+        """
+        runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
+        for batch in input_batches:
+            yield runner(batch)
+
+
+def _laid_out(x: Any, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
+    has_rows = jnp.ndim(x) > 0 and x.shape[0] in rows
+    return jax.lax.with_sharding_constraint(
+        x, NamedSharding(mesh, spec if has_rows else PartitionSpec())
+    )
+
+
+def _without(outputs: Any, drop: Callable[[str], bool], path: str = "") -> Any:
+    kept = {}
+    for name, value in outputs.items():
+        below = f"{path}/{name}" if path else name
+        if isinstance(value, dict):
+            inner = _without(value, drop, below)
+            if inner:
+                kept[name] = inner
+        elif not drop(below):
+            kept[name] = value
+    return kept

@@ -1,0 +1,208 @@
+"""A search for a learning rate: a short run whose rate grows from step to step.
+
+The loss is steady while the rate is too small to learn, falls, and rises when the rate is too
+large. The rate at which it falls fastest, over the logarithm of the rate, is a good peak for a
+schedule (Smith, 2017, "Cyclical learning rates for training neural networks").
+
+    rate of step i = min_rate * (max_rate / min_rate) ** (i / (num_steps - 1))
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import tempfile
+from typing import Any
+
+import jax.numpy as jnp
+
+from weft.config import ConfigBase, config_for_function
+from weft.errors import LearningRateSearchError
+from weft.trainer.base_checkpointer import BaseCheckpointer
+from weft.trainer.base_writer import NoOpWriter
+from weft.trainer.config_modifiers import apply_config_modifiers
+from weft.trainer.progress import RunListener
+from weft.typing import Nested, Tensor
+
+_SMOOTHING = 0.9
+_DIVERGED = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRateSearch:
+    """What a search has found.
+
+    Attributes:
+        rates: The learning rate of each step that was run.
+        losses: The loss of each.
+        smoothed: Their exponential moving average.
+        suggestion: The rate at which the smoothed loss falls fastest.
+        fields: The fields of the trainer's config that hold a learning rate.
+    """
+
+    rates: list[float]
+    losses: list[float]
+    smoothed: list[float]
+    suggestion: float
+    fields: list[str]
+
+
+def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> Any:
+    """A schedule that goes from one rate to another by equal factors.
+
+    Args:
+        min_rate: Of the first step, 0.
+        max_rate: Of the last one, `num_steps - 1`.
+        num_steps: The number of steps.
+
+    >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
+    >>> [round(float(rate(i)), 4) for i in range(5)]
+    [0.0001, 0.001, 0.01, 0.1, 1.0]
+    """
+
+    def rate(step: int | Tensor) -> Tensor:
+        share = jnp.asarray(step, jnp.float32) / (num_steps - 1)
+        return jnp.exp(math.log(min_rate) + share * math.log(max_rate / min_rate))
+
+    return rate
+
+
+def find_learning_rate(
+    cfg: Any, *, min_rate: float = 1e-6, max_rate: float = 1.0, num_steps: int = 100
+) -> LearningRateSearch:
+    """Runs the first steps of a trainer's config with a growing learning rate.
+
+    Every field `learning_rate` of the learner is replaced. Nothing is evaluated, saved or written
+    to the run's directory. The search ends early when the loss is no number, or far above its best.
+
+    Args:
+        cfg: A trainer's config; it stays as it is.
+        min_rate: Of the first step.
+        max_rate: Of the last one.
+        num_steps: How many steps to run at most.
+
+    Raises:
+        LearningRateSearchError: If the numbers do not make a sweep, the learner has no field
+            `learning_rate`, or the loss falls at no rate.
+    """
+    if not 0 < min_rate < max_rate or num_steps < 10:
+        raise LearningRateSearchError(
+            f"a sweep from {min_rate=:g} to {max_rate=:g} in {num_steps=}; expected 0 < min_rate < "
+            "max_rate and 10 or more steps."
+        )
+    sweep = {"min_rate": min_rate, "max_rate": max_rate, "num_steps": num_steps}
+    cfg = apply_config_modifiers(cfg).clone()
+    fields = _rate_fields(cfg.learner)
+    if not fields:
+        raise LearningRateSearchError(
+            "the learner's config has no field `learning_rate` in it, so there is nothing to "
+            "sweep; use an optimizer that takes its rate by this name."
+        )
+    for path in fields:
+        cfg.learner.set_recursively(path, value=config_for_function(exponential_sweep).set(**sweep))
+    losses = _Losses()
+    with tempfile.TemporaryDirectory() as directory:
+        cfg.set(
+            dir=directory,
+            max_step=num_steps,
+            evalers={},
+            early_stopping=None,
+            throughput=None,
+            start_trace_steps=[],
+            summary_writer=NoOpWriter.default_config(),
+            checkpointer=_NoCheckpoints.default_config(),
+        )
+        with contextlib.suppress(_DivergedError):
+            cfg.instantiate(parent=None).run(listener=losses)
+    rate = exponential_sweep(**sweep)
+    rates = [float(rate(i)) for i in range(len(losses.values))]
+    smoothed = _smoothed(losses.values)
+    return LearningRateSearch(
+        rates,
+        losses.values,
+        smoothed,
+        _suggestion(rates, smoothed),
+        [f"learner.{f}" for f in fields],
+    )
+
+
+def _rate_fields(learner: ConfigBase) -> list[str]:
+    found = []
+
+    def enter(path: str, value: Any, children: Any) -> Any:
+        if path.rpartition(".")[2] == "learning_rate":
+            found.append(path)
+            return None
+        return children
+
+    learner.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    total, smoothed = 0.0, []
+    for i, loss in enumerate(losses):
+        total = _SMOOTHING * total + (1 - _SMOOTHING) * loss
+        smoothed.append(total / (1 - _SMOOTHING ** (i + 1)))
+    return smoothed
+
+
+def _suggestion(rates: list[float], smoothed: list[float]) -> float:
+    slopes = [after - before for before, after in itertools.pairwise(smoothed)]
+    # What the first losses do is noise: few are averaged.
+    first = min(len(slopes) // 10, 5)
+    steepest = min(range(first, len(slopes)), key=slopes.__getitem__, default=None)
+    if steepest is None or slopes[steepest] >= 0:
+        raise LearningRateSearchError(
+            f"the loss falls at no rate from {rates[0]:g} to {rates[-1]:g}: it is "
+            f"{smoothed[0]:.4g} at first and {smoothed[-1]:.4g} at last. Sweep other rates, with "
+            "more steps."
+        )
+    return rates[steepest]
+
+
+class _DivergedError(Exception):
+    """The loss is far above what it was."""
+
+
+class _Losses(RunListener):
+    """Keeps finite losses, and ends the run when they are no longer of use."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
+        loss = float(outputs["loss"])
+        if not math.isfinite(loss):
+            raise _DivergedError
+        self.values.append(loss)
+        # Losses below zero, such as log densities, have no factor that they are far above.
+        if loss > _DIVERGED * min(self.values) > 0:
+            raise _DivergedError
+
+
+class _NoCheckpoints(BaseCheckpointer):
+    """Saves nothing."""
+
+    Config = BaseCheckpointer.Config
+
+    def save(
+        self,
+        *,
+        step: int,
+        state: Nested[Any],
+        evaler_summaries: dict[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        return False
+
+    def restore(
+        self, *, step: int | None = None, state: Nested[Any]
+    ) -> tuple[int | None, Nested[Any]]:
+        return None, state
+
+    def wait_until_finished(self) -> None:
+        """There is nothing to wait for."""
+
+    def stop(self, *, has_exception: bool = False) -> None:
+        """There is nothing to give back."""
