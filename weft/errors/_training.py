@@ -142,6 +142,10 @@ class CheckpointStateError(CheckpointError, TypeError):
     """A state holds something that a checkpoint cannot."""
 
 
+class StateBuilderError(CheckpointError, ValueError):
+    """A builder or converter of the initial state does not fit the run, or what it reads."""
+
+
 class CheckpointPolicyError(CheckpointError, ValueError):
     """A save policy asks for something that the run does not have."""
 
@@ -152,3 +156,15 @@ class CommandLineError(WeftError, ValueError):
 
 class TrainStateError(WeftError, ValueError):
     """Parameters, or their gradients, are not as a train state needs them."""
+
+
+class LossSpikeError(WeftError, ArithmeticError):
+    """The loss rose far above what it was, and the policy of the run is to stop then."""
+
+
+class AnomalyPolicyError(WeftError, ValueError):
+    """A policy for undefined losses and spikes asks for what does not go together."""
+
+
+class StatusPageError(WeftError, OSError):
+    """The page with the status of a run cannot be served."""

@@ -1,0 +1,44 @@
+"""Builders and converters that others are made of; with checkpoints in test_state_builder.py."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from weft.errors import CheckpointStructureError
+from weft.trainer.builder_base import Builder, ChainBuilder, initial_state
+from weft.trainer.checkpoint_index import CheckpointValidationType
+from weft.trainer.train_step import TrainerState
+
+
+class Renames(Builder):
+    """Gives the parameter another name."""
+
+    def input_state_type(self):
+        return Builder.StateType.TENSORS
+
+    def __call__(self, state):
+        model = {"other": state.trainer_state.model["w"]}
+        return Builder.State(0, state.trainer_state._replace(model=model))
+
+
+def state():
+    return TrainerState(prng_key=jax.random.key(0), model={"w": jnp.ones(2)}, learner={})
+
+
+@pytest.mark.parametrize("validation", [CheckpointValidationType.EXACT, None], ids=str)
+def test_a_chain_gives_what_it_was_given_unless_it_need_not(validation):
+    cfg = ChainBuilder.default_config().set(name="chain", builders=[Renames.default_config()])
+    chain = cfg.set(validation=validation).instantiate(parent=None)
+    assert chain.input_state_type() is Builder.StateType.TENSORS
+    if validation is None:
+        assert list(chain(Builder.State(0, state())).trainer_state.model) == ["other"]
+    else:
+        with pytest.raises(CheckpointStructureError, match=r"model/w: state float32.*not in the"):
+            chain(Builder.State(0, state()))
+
+
+def test_without_a_builder_all_is_drawn():
+    layouts = jax.tree.map(lambda x: x.sharding, state())
+    step, drawn = initial_state(None, lambda key: state(), jax.random.key(1), layouts)
+    assert step == 0
+    assert float(drawn.model["w"][1]) == 1.0

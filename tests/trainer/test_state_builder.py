@@ -1,0 +1,347 @@
+"""New runs that begin with parts of the checkpoint of another: real checkpoints, a tiny state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from weft.config import config_class, config_for_function
+from weft.errors import CheckpointNotFoundError, CheckpointStructureError, StateBuilderError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.layers import Linear
+from weft.hierarchy.positional import LearnedPositionalEmbedding
+from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType
+from weft.trainer.optimizer_ema import ParamEmaState
+from weft.trainer.state_builder import (
+    Builder,
+    ChainBuilder,
+    ChainConverter,
+    EmaParamsConverter,
+    MergeStateConverter,
+    MergeStateSelection,
+    ModelStateScopeConverter,
+    OrbaxStateBuilder,
+    PosEmbeddingConverter,
+    PruneEmaStateBuilder,
+    RestoreAndConvertBuilder,
+    TensorStoreStateStorageBuilder,
+    clone_tree,
+    initial_state,
+    is_dict,
+    traverse_and_set_target_state_parameters,
+)
+from weft.trainer.train_step import TrainerState
+
+PART = CheckpointValidationType.CONTAINS_STATE
+
+
+def layer(fill):
+    return {"weight": jnp.full((4, 2), fill), "bias": jnp.full((2,), fill + 0.5)}
+
+
+def state_of(fill, *, ema=True, **layers):
+    """A state whose layers hold numbers that tell them apart."""
+    model = {"decoder": {"a": layer(fill), "b": layer(fill + 1)}, **layers}
+    learner = {"optimizer": (jax.tree.map(jnp.zeros_like, model), jnp.int32(fill))}
+    if ema:
+        averages = jax.tree.map(lambda x: x + 100, model)
+        learner["ema"] = ParamEmaState(jnp.int32(fill), averages)
+    return TrainerState(prng_key=jax.random.key(int(fill)), model=model, learner=learner)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The checkpoints of a run whose layers are filled with 10 and 11, then with 20 and 21."""
+    directory = tmp_path_factory.mktemp("source") / "checkpoints"
+    cfg = Checkpointer.default_config().set(name="c", dir=str(directory), keep_last_n=5)
+    with cfg.instantiate(parent=None) as checkpointer:
+        for step in (10, 20):
+            state = state_of(float(step), pos_emb={"weight": jnp.arange(8.0).reshape(1, 4, 2)})
+            checkpointer.save(step=step, state={**state._asdict(), "next_step": step + 1})
+    return directory
+
+
+def mesh():
+    return jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+
+def run_initial(cfg, like):
+    """What a run begins with that needs a state like `like`; weights lie over two devices."""
+
+    def init(key):
+        return jax.tree.map(lambda x: x * 0 - 1 if x.dtype != key.dtype else key, like)
+
+    def sharding(x):
+        return NamedSharding(mesh(), PartitionSpec(*(("data",) if x.ndim == 2 else ())))
+
+    builder = cfg.set(name="init_state_builder").instantiate(parent=None)
+    with jax.set_mesh(mesh()):
+        step, state = initial_state(builder, init, jax.random.key(7), jax.tree.map(sharding, like))
+    assert step == 0
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    return state
+
+
+def filled(x):
+    """The number that an array is filled with."""
+    (number,) = set(np.asarray(x).ravel().tolist())
+    return number
+
+
+def storage(saved, **kwargs):
+    return TensorStoreStateStorageBuilder.default_config().set(base_dir=str(saved), **kwargs)
+
+
+def converted(saved, converter, **kwargs):
+    builder = storage(saved, validation=PART, **kwargs)
+    return RestoreAndConvertBuilder.default_config().set(builder=builder, converter=converter)
+
+
+def merge(*pairs):
+    return MergeStateConverter.default_config().set(selection_regexes=list(pairs))
+
+
+WHOLE = {"pos_emb": {"weight": np.zeros((1, 4, 2), np.float32)}}
+
+
+def test_a_whole_state_of_the_newest_or_of_any_step(saved):
+    state = run_initial(storage(saved), state_of(0.0, **WHOLE))
+    assert filled(state.model["decoder"]["a"]["weight"]) == 20
+    assert state.model["decoder"]["a"]["weight"].sharding.spec == PartitionSpec("data")
+    assert state.prng_key == jax.random.key(20)
+    assert int(state.learner["ema"].count) == 20
+    of_ten = OrbaxStateBuilder.default_config().set(base_dir=str(saved), step=10)
+    assert filled(run_initial(of_ten, state_of(0.0, **WHOLE)).model["decoder"]["b"]["bias"]) == 11.5
+    by_dir = TensorStoreStateStorageBuilder.default_config().set(dir=f"{saved}/step_00000010/")
+    assert int(run_initial(by_dir, state_of(0.0, **WHOLE)).learner["ema"].count) == 10
+
+
+def test_a_part_is_read_under_another_name_and_the_rest_drawn(saved):
+    like = state_of(0.0, ema=False, head=layer(0.0))
+    cfg = converted(
+        saved,
+        merge(
+            ("model/decoder/a/bias", MergeStateSelection.TARGET),
+            ("model/decoder/a/.*", MergeStateSelection.SOURCE),
+            (r"model/head/(.*)", r"model/decoder/b/\1"),
+        ),
+    )
+    state = run_initial(cfg, like)
+    assert filled(state.model["decoder"]["a"]["weight"]) == 20
+    assert filled(state.model["head"]["bias"]) == 21.5
+    for drawn in (state.model["decoder"]["a"]["bias"], state.model["decoder"]["b"]["weight"]):
+        assert filled(drawn) == -1
+    assert filled(state.learner["optimizer"][1]) == -1
+    assert state.prng_key == jax.random.key(7)
+
+
+def test_averages_become_parameters(saved):
+    converter = EmaParamsConverter.default_config()
+    state = run_initial(converted(saved, converter), state_of(0.0, ema=False))
+    assert filled(state.model["decoder"]["b"]["weight"]) == 121
+    assert filled(state.learner["optimizer"][1]) == -1
+
+
+def test_converters_and_builders_in_chains(saved):
+    # The averages, of which the run takes one layer under another name.
+    chain = ChainConverter.default_config().set(
+        converters=[
+            EmaParamsConverter.default_config(),
+            merge((r"model/head/(.*)", r"model/decoder/a/\1")),
+        ]
+    )
+    like = state_of(0.0, ema=False, head=layer(0.0))
+    first = converted(saved, chain)
+    second = converted(saved, merge(("model/decoder/b/.*", MergeStateSelection.SOURCE)), step=10)
+    builders = ChainBuilder.default_config().set(builders=[first, second])
+    state = run_initial(builders, like)
+    assert filled(state.model["head"]["weight"]) == 120
+    assert filled(state.model["decoder"]["b"]["weight"]) == 11
+    assert filled(state.model["decoder"]["a"]["weight"]) == -1
+
+
+class TwoLinears(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        inner: Linear.Config = Linear.default_config().set(
+            input_dim=4, output_dim=2, param_partition_spec=None
+        )
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        for name in ("a", "b"):
+            self._add_child(name, cfg.inner)
+
+
+class SourceModel(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        decoder: TwoLinears.Config = TwoLinears.default_config()
+        pos_emb: LearnedPositionalEmbedding.Config = (
+            LearnedPositionalEmbedding.default_config().set(
+                dim=2, shape=(4,), param_partition_spec=None
+            )
+        )
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("decoder", cfg.decoder)
+        self._add_child("pos_emb", cfg.pos_emb)
+
+
+def source_trainer():
+    from weft.recipes.lm import lm_tiny
+
+    return lm_tiny().set(model=SourceModel.default_config())
+
+
+def from_source(cls, **kwargs):
+    source = config_for_function(source_trainer)
+    return cls.default_config().set(source_trainer_config=source, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("scope", "expected"),
+    [
+        ("decoder/a", [20, -1, -1]),
+        ({"decoder/b": "decoder/a", "head": "decoder/b"}, [-1, 20, 21]),
+    ],
+    ids=["the same name", "other names"],
+)
+def test_layers_of_another_model(saved, scope, expected):
+    like = state_of(0.0, ema=False, head=layer(0.0))
+    state = run_initial(converted(saved, from_source(ModelStateScopeConverter, scope=scope)), like)
+    found = [*state.model["decoder"].values(), state.model["head"]]
+    assert [filled(x["weight"]) for x in found] == expected
+
+
+def test_a_whole_model(saved):
+    converter = from_source(ModelStateScopeConverter, mesh_shape=[8], mesh_axis_names=["data"])
+    state = run_initial(converted(saved, converter), state_of(0.0, ema=False, **WHOLE))
+    assert filled(state.model["decoder"]["b"]["bias"]) == 21.5
+    np.testing.assert_array_equal(state.model["pos_emb"]["weight"].ravel(), np.arange(8.0))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "length", "expected"),
+    [
+        ("truncate", 2, [0, 2]),
+        ("interpolate", 2, [10 / 7, 32 / 7]),
+        ("interpolate", 8, [0, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6]),
+    ],
+)
+def test_positions_are_fitted(saved, strategy, length, expected):
+    like = state_of(0.0, ema=False, pos_emb={"weight": jnp.zeros((1, length, 2))})
+    converter = from_source(PosEmbeddingConverter, strategy=strategy)
+    state = run_initial(converted(saved, converter), like)
+    np.testing.assert_allclose(state.model["pos_emb"]["weight"][0, :, 0], expected, rtol=1e-6)
+    assert filled(state.model["decoder"]["a"]["weight"]) == 20
+
+
+def test_averages_of_what_the_model_lacks_are_left_out():
+    state = state_of(1.0, extra=layer(3.0))
+    model = {"decoder": state.model["decoder"]}
+    builder = PruneEmaStateBuilder.default_config().set(name="b").instantiate(parent=None)
+    before = Builder.State(
+        3,
+        state._replace(model=model),
+        {"learner/ema/ema/extra/bias", "learner/ema/ema/decoder/a/bias", "model/decoder/a/bias"},
+    )
+    assert builder.input_state_type() is Builder.StateType.TENSORS
+    after = builder(before)
+    assert jax.tree.structure(after.trainer_state.learner["ema"].ema) == jax.tree.structure(model)
+    assert after.built_keys == {"learner/ema/ema/decoder/a/bias", "model/decoder/a/bias"}
+    assert builder(Builder.State(3, state_of(1.0, ema=False))).step == 3
+
+
+class Doubles(Builder):
+    """Doubles what was drawn."""
+
+    def input_state_type(self):
+        return Builder.StateType.TENSORS
+
+    def __call__(self, state):
+        model = jax.tree.map(lambda x: 2 * x, state.trainer_state.model)
+        return Builder.State(0, state.trainer_state._replace(model=model))
+
+
+def test_a_builder_of_ones_own_that_works_on_what_was_drawn():
+    state = run_initial(Doubles.default_config(), state_of(0.0))
+    assert filled(state.model["decoder"]["a"]["weight"]) == -2
+    assert filled(state.learner["ema"].count) == -1
+
+
+# What does not fit.
+
+
+def test_shapes_that_differ_are_named(saved):
+    like = state_of(0.0, ema=False, pos_emb={"weight": jnp.zeros((1, 8, 2))})
+    take_all = merge(("model/.*", MergeStateSelection.SOURCE))
+    with pytest.raises(CheckpointStructureError, match=r"model/pos_emb/weight: checkpoint .*4, 2"):
+        run_initial(converted(saved, take_all), like)
+    truncate = converted(saved, from_source(PosEmbeddingConverter, strategy="truncate"))
+    with pytest.raises(StateBuilderError, match=r"weight' is .*\[1, 8, 2\].*'interpolate'"):
+        run_initial(truncate, like)
+    scope = converted(saved, from_source(ModelStateScopeConverter))
+    with pytest.raises(StateBuilderError, match=r"weight' is \[1, 4, 2\].*\[1, 8, 2\] in this run"):
+        run_initial(scope, like)
+    with pytest.raises(CheckpointStructureError, match=r"model/pos_emb/weight.*not in the state"):
+        run_initial(storage(saved), state_of(0.0))
+
+
+def test_nothing_selected_and_no_such_layer(saved):
+    like = state_of(0.0, ema=False)
+    with pytest.raises(StateBuilderError, match=r"no path of the state matches.*decoder/a/bias"):
+        run_initial(converted(saved, merge(("decoder/.*", "source"))), like)
+    no_part = merge((r"model/decoder/./(.*)", r"model/decoder/a/\1"), ("prng_key", "key"))
+    with pytest.raises(StateBuilderError, match=r"'key' is no path of a state"):
+        run_initial(converted(saved, no_part), like)
+    no_layer = from_source(ModelStateScopeConverter, scope={"decoder/a": "encoder"})
+    with pytest.raises(StateBuilderError, match=r"has no layer 'encoder'; its parameters are"):
+        run_initial(converted(saved, no_layer), like)
+    other = from_source(ModelStateScopeConverter, scope={"decoder/a": "pos_emb"})
+    with pytest.raises(StateBuilderError, match=r"decoder/a \(from pos_emb\) has other parameters"):
+        run_initial(converted(saved, other), like)
+
+
+def test_bad_configs(saved, tmp_path):
+    like = state_of(0.0)
+    with pytest.raises(StateBuilderError, match=r"dir=None and base_dir=None; expected one"):
+        run_initial(TensorStoreStateStorageBuilder.default_config(), like)
+    with pytest.raises(StateBuilderError, match=r"base_dir is None; expected the directory"):
+        run_initial(OrbaxStateBuilder.default_config(), like)
+    with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint in"):
+        run_initial(storage(tmp_path / "none"), like)
+    with pytest.raises(StateBuilderError, match=r"strategy='cut'; expected 'truncate' or"):
+        run_initial(converted(saved, from_source(PosEmbeddingConverter, strategy="cut")), like)
+
+
+class Lies(Builder):
+    """Says that it has built what it has not."""
+
+    def input_state_type(self):
+        return Builder.StateType.TENSOR_SPECS
+
+    def __call__(self, state):
+        return Builder.State(0, state.trainer_state, {"model/decoder/a/weight"})
+
+
+def test_a_builder_that_gives_no_array_is_named():
+    with pytest.raises(StateBuilderError, match=r"a Lies, says that it has built 'model/decoder"):
+        run_initial(Lies.default_config(), state_of(0.0))
+
+
+def test_helpers():
+    tree = {"a": [1, 2], "b": {"c": 3}}
+    copy = clone_tree(tree)
+    copy["b"]["c"] = 4
+    assert tree["b"]["c"] == 3
+    assert is_dict(tree, "a") and not is_dict(tree, "x") and not is_dict(tree["a"])
+    result = traverse_and_set_target_state_parameters(
+        target_state={"x": {"w": 1}, "y": {"w": 2}},
+        target_scope="y",
+        source_params={"z": {"w": 5}},
+        source_scope="z",
+    )
+    assert result == {"x": {"w": 1}, "y": {"w": 5}}

@@ -1,0 +1,53 @@
+"""What a new run begins with: parts of other runs' checkpoints, converted to what it needs.
+
+The field `init_state_builder` of a trainer's config takes a `Builder`. It is asked once, when the
+run has no checkpoint of its own; what it does not give is drawn as in any new run.
+"""
+
+from weft.trainer.builder_base import (
+    Builder,
+    ChainBuilder,
+    ChainConverter,
+    Converter,
+    RestoreAndConvertBuilder,
+    clone_tree,
+    initial_state,
+)
+from weft.trainer.state_converters import (
+    BaseConverterFromPretrainedModel,
+    EmaParamsConverter,
+    MergeStateConverter,
+    MergeStateSelection,
+    ModelStateScopeConverter,
+    PosEmbeddingConverter,
+    PruneEmaStateBuilder,
+    is_dict,
+    traverse_and_set_target_state_parameters,
+)
+from weft.trainer.storage_builders import (
+    BaseStateStorageBuilder,
+    OrbaxStateBuilder,
+    TensorStoreStateStorageBuilder,
+)
+
+__all__ = [
+    "BaseConverterFromPretrainedModel",
+    "BaseStateStorageBuilder",
+    "Builder",
+    "ChainBuilder",
+    "ChainConverter",
+    "Converter",
+    "EmaParamsConverter",
+    "MergeStateConverter",
+    "MergeStateSelection",
+    "ModelStateScopeConverter",
+    "OrbaxStateBuilder",
+    "PosEmbeddingConverter",
+    "PruneEmaStateBuilder",
+    "RestoreAndConvertBuilder",
+    "TensorStoreStateStorageBuilder",
+    "clone_tree",
+    "initial_state",
+    "is_dict",
+    "traverse_and_set_target_state_parameters",
+]
