@@ -197,6 +197,7 @@ class Pipeline(Repeat):
             carry=jax.tree.map(self._to_microbatches, carry),
             state=inner,
             xs=None,
+            unroll=1 if cfg.unroll is None else cfg.unroll,
             remat_kwargs=self._remat_kwargs(),
             drop_output=self._drop_output,
         )
