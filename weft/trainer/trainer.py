@@ -59,6 +59,7 @@ from weft.trainer.state import (
     state_shardings,
     state_specs,
 )
+from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.step_analysis import aot_model_analysis
 from weft.trainer.step_traces import StepTraces
 from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
@@ -111,6 +112,8 @@ class SpmdTrainer(Module):
               of their priority.
             evalers: evaluations by name.
             checkpointer: saves and restores.
+            init_state_builder: builds what a run without a checkpoint begins with, such as
+              pretrained parameters; None draws it.
             summary_writer: reports.
             early_stopping: ends the run when the metric of an evaler no longer improves.
             throughput: reports speed, MFU and goodput under "throughput"; None for not at all.
@@ -146,6 +149,7 @@ class SpmdTrainer(Module):
         logical_axis_rules: Sequence[tuple[str, str | Sequence[str] | None]] = []
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
+        init_state_builder: Builder.Config | None = None
         summary_writer: BaseWriter.Config = SummaryWriter.default_config()
         early_stopping: EarlyStopping.Config | None = None
         throughput: Throughput.Config | None = Throughput.default_config()
@@ -176,6 +180,8 @@ class SpmdTrainer(Module):
             self._state_specs = state_specs(self.model, self.learner)
             self._shardings = state_shardings(self._mesh, self._state_specs)
             self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, CHECKPOINTS_DIR)))
+            if cfg.init_state_builder is not None:
+                self._add_child("init_state_builder", cfg.init_state_builder)
             self._add_child(
                 "summary_writer", cfg.summary_writer.set(dir=_below(cfg, "summaries/train_train"))
             )
@@ -238,14 +244,18 @@ class SpmdTrainer(Module):
         )
 
     def init(self, prng_key: Tensor) -> None:
-        """Draws a new state, each array on the devices that hold it.
+        """Draws or builds a new state, each array on the devices that hold it.
 
         Args:
             prng_key: for the parameters and all steps.
         """
         with self.mesh():
-            self._step = 0
-            self._state = jax.jit(self._init_state, out_shardings=self._shardings)(prng_key)
+            self._step, self._state = initial_state(
+                self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
+                self._init_state,
+                prng_key,
+                self._shardings,
+            )
 
     # The data.
 
