@@ -30,7 +30,7 @@ docs: .venv/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A stamp per set of extras: made anew when the lock or the package's own dependencies change.
-EXTRAS_train := train
+EXTRAS_train := train,examples
 EXTRAS_dev := train,text,launch,dev,parity,examples
 EXTRAS_bench := train,bench
 EXTRAS_docs := docs

@@ -37,6 +37,8 @@ _NOT_CALLABLE = (
     *("weft.trainer.python_savables", "weft.trainer.run_record", "weft.trainer.state_storage"),
     *("weft.training.checkpoints", "weft.nnx.display", "weft.input.file_cache"),
 )
+# Of these, what makes models and data.
+_CALLABLE_THERE = ("weft.recipes.digits", "weft.recipes.lm_nnx")
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 _IMPORTABLE = (
     *("jax", "jax.lax", "jax.nn", "jax.nn.initializers", "jax.numpy", "jax.random"),
@@ -195,7 +197,8 @@ def _is_harmless(found: Any, name: str) -> bool:
     """Whether a call does nothing but compute, judged by its name and by where it is defined."""
     defined = str(getattr(found, "__module__", ""))
     return _within(name, CALLABLE) and not any(
-        _within(where, _NOT_CALLABLE) for where in (name, defined)
+        _within(where, _NOT_CALLABLE) and not _within(where, _CALLABLE_THERE)
+        for where in (name, defined)
     )
 
 

@@ -19,6 +19,7 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, nowrap
 from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
 from weft.interop.recognition import model_of
+from weft.nnx.eager_sharding import use_eager_sharding
 from weft.typing import DType
 
 __all__ = ["HierarchyModel", "InHierarchy", "as_hierarchy"]
@@ -187,11 +188,13 @@ class InHierarchy(BaseLayer):
             self.config.inputs,
         )
         # As in training: statistics that only a batch can begin have to be made.
-        made = self._model.init({"default": key}, *inputs, training=True)
+        with use_eager_sharding(False):  # that they are laid out is for the specs to say
+            made = self._model.init({"default": key}, *inputs, training=True)
         dtype = self._dtype_that_is_set()
         return {
             col: _cast(entries, dtype) if dtype and self._model.trains(col) else entries
             for col, entries in made.items()
+            if col not in _REPORTS
         }
 
     def _dtype_that_is_set(self) -> DType | None:
@@ -243,14 +246,16 @@ class InHierarchy(BaseLayer):
         state: Any = self.state
         given, real = flat(state), {_named(path): path for path in wanted}
         check_same_paths(self._model.name, {_named(p): unbox(x) for p, x in wanted.items()}, given)
-        out, changed = self._model.apply(
-            nested({real[path]: x for path, x in given.items() if path in real}),
-            *args,
-            rngs={} if self.prng_key is None else {"default": self.prng_key},
-            mutable=DenyList(tuple({col for col, *_ in real.values() if self._model.trains(col)})),
-            training=self.is_training,
-            **kwargs,
-        )
+        trained = {col for col, *_ in real.values() if self._model.trains(col)}
+        with use_eager_sharding(False):
+            out, changed = self._model.apply(
+                nested({real[path]: x for path, x in given.items() if path in real}),
+                *args,
+                rngs={} if self.prng_key is None else {"default": self.prng_key},
+                mutable=DenyList(tuple(trained)),
+                training=self.is_training,
+                **kwargs,
+            )
         self._report({_named(path): unbox(x) for path, x in flat(changed).items()}, real)
         return out
 
@@ -263,6 +268,10 @@ class InHierarchy(BaseLayer):
             self.add_summary(name, _sown(value))
         for name, value in {**new.pop("module_outputs", {}), **new}.items():
             self.add_module_output(name, value)
+
+
+_REPORTS = ("summaries", "module_outputs", "intermediates")
+"""The collections of what a call reports, none of which is state."""
 
 
 def _named(path: Path) -> tuple[str, ...]:
@@ -286,11 +295,14 @@ def _sown(value: Any) -> Any:
     return value
 
 
+def _names(x: Any) -> tuple[Any, ...]:
+    """The names that the box of a variable has for its axes: logical ones, or mesh axes."""
+    return tuple(getattr(x, "get_partition_spec", tuple)()) if is_axis_metadata(x) else ()
+
+
 def _layout(x: Any) -> PartitionSpec:
     """The mesh axes that the box of a variable asks for, by its rules or those of the context."""
-    if not is_axis_metadata(x):
-        return PartitionSpec()
-    names = getattr(x, "get_partition_spec", PartitionSpec)()
+    names = PartitionSpec(*_names(x))
     if isinstance(x, LogicallyPartitioned):
         return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
     return get_pspec(names) or PartitionSpec()
@@ -298,7 +310,8 @@ def _layout(x: Any) -> PartitionSpec:
 
 def _spec(x: Any, *, is_state: bool) -> Any:
     """The spec of a variable, laid out as its box says."""
-    layout = _layout(x)
+    layout, names = _layout(x), _names(x)
+    is_logical = isinstance(x, LogicallyPartitioned) or tuple(layout) != names
     scale = 0.0 if is_state else None
 
     def spec(value: Any) -> ParameterSpec:
@@ -308,6 +321,7 @@ def _spec(x: Any, *, is_state: bool) -> Any:
             dtype=value.dtype,
             mesh_axes=axes,
             weight_decay_scale=scale,
+            logical_axes=names + (None,) * (len(axes) - len(names)) if is_logical else None,
             is_state=is_state,
         )
 

@@ -24,14 +24,7 @@ from weft.hierarchy.param_init import PARAM_REGEXP_WEIGHT, DefaultInitializer, W
 from weft.input import ByteTokenizer, folder_corpus, stdlib_corpus
 from weft.input.grain import Input
 from weft.input.text import lm_text_source
-from weft.trainer.checkpointer import Checkpointer, every_n_steps_policy
-from weft.trainer.evaler import SpmdEvaler
-from weft.trainer.evaler import every_n_steps_policy as eval_every_n_steps_policy
-from weft.trainer.learner import Learner
-from weft.trainer.optimizers import adamw_optimizer, skip_and_clip_by_global_norm
-from weft.trainer.schedule import cosine_with_linear_warmup
-from weft.trainer.summary_writer import CompositeWriter, JsonLinesWriter, SummaryWriter
-from weft.trainer.trainer import SpmdTrainer
+from weft.recipes.training import trainer_config
 
 # Of the ids above the bytes only two are used; a multiple of 8 divides over a mesh.
 _VOCAB_SIZE = 264
@@ -41,7 +34,8 @@ def lm(data_dir: str | None = None) -> InstantiableConfig:
     """The default recipe: below the trigrams of its corpus within minutes on two cores.
 
     Args:
-        data_dir: A folder of text to train on; None for the standard library.
+        data_dir: A folder to train on, of text, JSON lines or Parquet files whose records have a
+            `text`; None for the standard library.
     """
     return _trainer(
         "runs/lm",
@@ -60,7 +54,7 @@ def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
     """The same in small, on a part of the corpus: steps of milliseconds.
 
     Args:
-        data_dir: A folder of text to train on; None for a part of the standard library.
+        data_dir: A folder to train on, as for `lm`; None for a part of the standard library.
     """
     cfg = _trainer(
         "runs/lm-tiny",
@@ -154,49 +148,13 @@ def _trainer(
         )
         return Input.default_config().set(source=source)
 
-    optimizer = config_for_function(adamw_optimizer).set(
-        learning_rate=config_for_function(cosine_with_linear_warmup).set(
-            peak_lr=peak_lr, max_step=max_step, warmup_steps=max_step // 20, alpha=0.1
-        ),
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.1,
-    )
-    evaler = SpmdEvaler.default_config().set(
-        input=text("held_out", global_batch_size=4 * batch_size),
-        eval_policy=config_for_function(eval_every_n_steps_policy).set(n=eval_every),
-        summary_writer=_writer(every_n_steps=1),
-    )
-    checkpointer = Checkpointer.default_config().set(
-        save_policy=config_for_function(every_n_steps_policy).set(n=save_every),
-        keep_last_n=2,
-    )
-    return SpmdTrainer.default_config().set(
-        name="trainer",
-        dir=directory,
-        max_step=max_step,
+    return trainer_config(
+        directory,
         model=model,
-        learner=Learner.default_config().set(
-            optimizer=config_for_function(skip_and_clip_by_global_norm).set(
-                inner=optimizer, max_norm=1.0
-            )
-        ),
-        input=text("train", global_batch_size=batch_size),
-        evalers={"held_out": evaler},
-        checkpointer=checkpointer,
-        summary_writer=_writer(every_n_steps=5),
-        mesh_shape=(-1, 1),
-        mesh_axis_names=("data", "model"),
+        train_input=text("train", global_batch_size=batch_size),
+        held_out_input=text("held_out", global_batch_size=4 * batch_size),
+        max_step=max_step,
+        peak_lr=peak_lr,
+        eval_every=eval_every,
+        save_every=save_every,
     )
-
-
-def _writer(*, every_n_steps: int) -> Any:
-    """TensorBoard for people, JSON lines for the report."""
-    writers = {
-        "tensorboard": SummaryWriter.default_config(),
-        "json_lines": JsonLinesWriter.default_config(),
-    }
-    for writer in writers.values():
-        writer.write_every_n_steps = every_n_steps
-    return CompositeWriter.default_config().set(writers=writers)

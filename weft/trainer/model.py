@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from weft.config import InstantiableConfig
+from weft.config import FunctionConfigBase
 from weft.config.names import did_you_mean
 from weft.errors import BatchFieldError, ModelCallError, ModelOutputError
 from weft.hierarchy.base_layer import BaseLayer
@@ -80,7 +80,8 @@ def model_config(model: Any, batch: Callable[[], Any]) -> Any:
 
 def _makes_a_layer(model: Any) -> bool:
     """Whether a config of a function makes a layer of the hierarchy, in the place it is given."""
-    return isinstance(model, InstantiableConfig) and {"name", "parent"} <= set(model.keys())
+    # The fields of a Linen module have these names as well.
+    return isinstance(model, FunctionConfigBase) and {"name", "parent"} <= set(model.keys())
 
 
 def build_model(trainer_config: Any) -> BaseLayer:

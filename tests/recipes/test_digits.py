@@ -1,0 +1,50 @@
+"""The network of Linen tells digits apart, and its statistics are carried as state."""
+
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from weft.errors import MissingExtraError
+from weft.input.grain import DispatchConfig
+from weft.recipes.digits import digits, digits_source
+
+
+@pytest.mark.long
+def test_it_tells_more_than_95_of_100_unseen_images_right_in_a_third_of_the_steps(tmp_path):
+    cfg = digits().set(dir=str(tmp_path), max_step=70, mesh_shape=(1, 1))
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+    summaries = trainer.run(return_evaler_summaries=True)["held_out"]
+    assert summaries["accuracy"].mean > 0.95
+    assert summaries["accuracy"].weight == 360  # without what fills up the last batch
+    statistics = trainer.trainer_state.model["batch_stats"]["BatchNorm_0"]
+    assert np.all(np.asarray(statistics["mean"]) != 0)
+
+
+def batches(split, is_training, size=64, num=3, part=(0, 1)):
+    source = digits_source(split=split, global_batch_size=size, is_training=is_training)
+    iterator = iter(source(DispatchConfig(*part)))
+    return [batch for batch, _ in zip(iterator, range(num), strict=False)]
+
+
+def test_each_unseen_image_comes_once():
+    (first, second, third) = batches("held_out", is_training=False, size=128, num=9)
+    assert first["image"].shape == (128, 8, 8, 1)
+    labels = np.concatenate([first["label"], second["label"], third["label"]])
+    assert (labels >= 0).sum() == 360
+    assert set(labels[-24:]) == {-1}
+
+
+def test_the_images_of_a_batch_are_the_same_for_any_number_of_processes():
+    whole = batches("train", is_training=True)
+    parts = [batches("train", is_training=True, part=(i, 2)) for i in range(2)]
+    for k, batch in enumerate(whole):
+        images = np.concatenate([part[k]["image"] for part in parts])
+        np.testing.assert_array_equal(images, batch["image"])
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(MissingExtraError, match=r"scikit-learn.*pip install 'weft\[examples\]'"):
+        digits_source(split="train", global_batch_size=8, is_training=True)

@@ -1,0 +1,148 @@
+"""A convolutional network of Linen with BatchNorm tells handwritten digits apart.
+
+The images, 8 × 8 pixels each, come with scikit-learn: nothing has to be downloaded. The running
+statistics of BatchNorm are state of the model, which training changes and evaluation reads.
+"""
+
+from typing import Any
+
+import grain
+import jax.numpy as jnp
+import numpy as np
+
+from weft import linen as nn
+from weft.config import InstantiableConfig, config_for_class, config_for_function
+from weft.errors import MissingExtraError
+from weft.functional import cross_entropy
+from weft.hierarchy.metrics import WeightedScalar
+from weft.input.corpus import Split
+from weft.input.grain import (
+    BuildDatasetFn,
+    DispatchConfig,
+    Input,
+    feed_batch_size,
+    maybe_to_iter_dataset,
+    pad_for_evaluation,
+    shard_dataset_with_proportion,
+)
+from weft.recipes.training import trainer_config
+
+_NUM_CLASSES = 10
+_NO_LABEL = -1  # of an image of padding, which does not count
+
+
+def digits(data_dir: str | None = None) -> InstantiableConfig:
+    """Above 97 % of unseen images within half a minute on two cores.
+
+    Args:
+        data_dir: Not used: the images come with scikit-learn.
+    """
+    del data_dir
+    cfg = trainer_config(
+        "runs/digits",
+        model=config_for_class(Classifier).set(features=(32, 64)),
+        train_input=_images("train", global_batch_size=64),
+        held_out_input=_images("held_out", global_batch_size=128),
+        max_step=220,
+        peak_lr=5e-3,
+        eval_every=110,
+        save_every=110,
+    )
+    return cfg.set(logical_axis_rules=(("features", "model"),))
+
+
+class Classifier(nn.Module):
+    """Convolutions, each with BatchNorm, and a linear layer for the logits.
+
+    Attributes:
+        features: of each convolution.
+    """
+
+    features: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, input_batch, training: bool):
+        """The mean cross entropy of the images that have a label, and the logits.
+
+        Args:
+            input_batch: `image`, `Float[Array, "batch height width 1"]`, and `label`,
+                `Int[Array, "batch"]`.
+            training: Whether the statistics are those of the batch.
+        """
+        x = input_batch["image"]
+        for features in self.features:
+            x = nn.Conv(features, (3, 3), use_bias=False)(x)
+            x = nn.relu(nn.BatchNorm(use_running_average=not training, momentum=0.9)(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("features", None))
+        logits = nn.Dense(_NUM_CLASSES, kernel_init=init)(x.reshape(len(x), -1))
+
+        label = input_batch["label"]
+        loss, aux = cross_entropy(logits, label)
+        right = jnp.sum(jnp.argmax(logits, axis=-1) == label) / jnp.maximum(1, aux["num_targets"])
+        self.sow("summaries", "loss", WeightedScalar(loss, aux["num_targets"]))
+        self.sow("summaries", "accuracy", WeightedScalar(right, aux["num_targets"]))
+        return loss, {"logits": logits}
+
+
+def digits_source(
+    *, split: Split, global_batch_size: int, is_training: bool, seed: int = 0
+) -> BuildDatasetFn:
+    """A source of batches of images in [0, 1] and their labels.
+
+    Args:
+        split: "train" for four fifths of the images, "held_out" for the others.
+        global_batch_size: Images per step over all processes.
+        is_training: Whether they come without end, in a new order in each pass; or once, in order,
+            the last batch filled up with images that have no label.
+        seed: Decides the order in training.
+
+    Raises:
+        MissingExtraError: If scikit-learn is not installed.
+    """
+    images, labels = _read(split)
+
+    def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
+        rows = feed_batch_size(global_batch_size, dispatch_config)
+        start = rows * dispatch_config.flat_index()
+        ds: Any = grain.MapDataset.range(len(images))
+        if is_training:
+            ds = ds.seed(seed).shuffle().repeat(None)
+        else:
+            ds = pad_for_evaluation(
+                ds, per_feed_batch_size=global_batch_size, pad_example_fn=lambda _: _NO_LABEL
+            )
+        ds = shard_dataset_with_proportion(
+            ds, range_start=start, range_end=start + rows, period=global_batch_size
+        )
+        return maybe_to_iter_dataset(
+            ds.batch(rows, drop_remainder=True).map(take), read_options=grain.ReadOptions(0, 0)
+        )
+
+    def take(indices: np.ndarray) -> dict[str, np.ndarray]:
+        label = np.where(indices == _NO_LABEL, _NO_LABEL, labels[indices])
+        return {"image": images[indices], "label": label.astype(np.int32)}
+
+    return build_dataset
+
+
+def _images(split: Split, *, global_batch_size: int) -> Any:
+    source = config_for_function(digits_source).set(
+        split=split, global_batch_size=global_batch_size, is_training=split == "train"
+    )
+    return Input.default_config().set(source=source)
+
+
+def _read(split: Split) -> tuple[np.ndarray, np.ndarray]:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise MissingExtraError(
+            f"the images of the recipe digits come with scikit-learn, which cannot be imported "
+            f"({error}). Install it with `pip install 'weft[examples]'`."
+        ) from error
+    data: Any = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.images))
+    train, held_out = np.split(order, [len(order) * 4 // 5])
+    chosen = train if split == "train" else held_out
+    return (data.images[chosen, :, :, None] / 16).astype(np.float32), data.target[chosen]

@@ -1,0 +1,193 @@
+"""The default recipe's language model as a module of NNX, on the same data.
+
+Its layers are the same: RMS norms, rotary positions, a window of causal attention, gated
+feed-forward layers, tied embeddings. `nnx.vmap` makes all blocks at once and `nnx.scan` runs them.
+The axes of its weights have names, which the trainer's `logical_axis_rules` lay over the mesh.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft import nnx
+from weft.config import InstantiableConfig, config_for_class
+from weft.functional import (
+    apply_rotary,
+    cross_entropy,
+    dot_product_attention,
+    rotary_sincos,
+    sliding_window_causal_mask,
+)
+from weft.hierarchy.metrics import WeightedScalar
+from weft.input import ByteTokenizer
+from weft.recipes.lm import _VOCAB_SIZE, _trainer
+
+AXIS_RULES = (
+    ("layers", None),
+    ("embed", None),
+    ("heads", "model"),
+    ("hidden", "model"),
+    ("vocab", "model"),
+)
+
+
+def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
+    """An NNX language model: minutes on two cores.
+
+    Args:
+        data_dir: A folder of text to train on; None for the standard library.
+    """
+    cfg = _trainer(
+        "runs/lm-nnx",
+        data_dir,
+        model=config_for_class(LanguageModel).set(
+            dim=96, num_layers=3, num_heads=4, hidden_dim=256, window=127
+        ),
+        sequence_length=128,
+        batch_size=16,
+        max_step=600,
+        peak_lr=6e-3,
+        eval_every=200,
+        save_every=200,
+    )
+    return cfg.set(logical_axis_rules=AXIS_RULES)
+
+
+def _weight(*names: str | None, variance: float = 1.0) -> Any:
+    """Draws a weight for outputs of this variance from inputs of variance 1, and names its axes."""
+    init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
+    return nnx.with_partitioning(init, names)
+
+
+class Block(nnx.Module):
+    """Attention and a gated feed-forward layer, each on a branch of its own.
+
+    Args:
+        dim: of the residual stream.
+        num_heads: of attention.
+        hidden_dim: of the feed-forward layer.
+        window: how many positions before its own a position attends to.
+        variance: of what is added to the residual stream.
+        rngs: for the weights.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        hidden_dim: int,
+        window: int,
+        variance: float,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.window = num_heads, window
+        self.norm_1 = nnx.RMSNorm(dim, rngs=rngs)
+        self.norm_2 = nnx.RMSNorm(dim, rngs=rngs)
+
+        def linear(n_in: int, n_out: int, kernel_init: Any) -> nnx.Linear:
+            return nnx.Linear(n_in, n_out, use_bias=False, kernel_init=kernel_init, rngs=rngs)
+
+        self.query = linear(dim, dim, _weight("embed", "heads"))
+        self.key = linear(dim, dim, _weight("embed", "heads"))
+        self.value = linear(dim, dim, _weight("embed", "heads"))
+        self.out = linear(dim, dim, _weight("heads", "embed", variance=variance))
+        self.gate = linear(dim, hidden_dim, _weight("embed", "hidden"))
+        self.up = linear(dim, hidden_dim, _weight("embed", "hidden"))
+        self.down = linear(hidden_dim, dim, _weight("hidden", "embed", variance=variance))
+
+    def __call__(self, x):
+        """What comes out of the residual stream, `Float[Array, "batch time dim"]`."""
+        x = x + self._attend(self.norm_1(x))
+        y = self.norm_2(x)
+        return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
+
+    def _attend(self, x):
+        batch, time, dim = x.shape
+        positions = jnp.arange(time)
+        sin, cos = rotary_sincos(positions, dim=dim // self.num_heads)
+
+        def heads(linear: nnx.Linear):
+            return linear(x).reshape(batch, time, self.num_heads, -1)
+
+        query, key = (
+            apply_rotary(heads(linear), sin[:, None], cos[:, None])
+            for linear in (self.query, self.key)
+        )
+        mask = sliding_window_causal_mask(self.window)(positions[:, None], positions)
+        y = dot_product_attention(query, key, heads(self.value), mask=mask[None, None])
+        return self.out(y.reshape(batch, time, dim))
+
+
+class LanguageModel(nnx.Module):
+    """Predicts each byte from those before it.
+
+    Args:
+        dim: of the residual stream.
+        num_layers: how many blocks.
+        num_heads: of attention.
+        hidden_dim: of the feed-forward layers.
+        window: how many positions before its own a position attends to.
+        rngs: for the weights.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_layers: int,
+        num_heads: int,
+        hidden_dim: int,
+        window: int,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        named = nnx.with_partitioning(nnx.initializers.normal(dim**-0.5), ("vocab", "embed"))
+        self.embed = nnx.Embed(_VOCAB_SIZE, dim, embedding_init=named, rngs=rngs)
+        # Each block adds to the residual stream twice; together they add what one would.
+        variance = 1 / (2 * num_layers)
+
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: "layers"})
+        def make(rngs: nnx.Rngs) -> Block:
+            return Block(dim, num_heads, hidden_dim, window, variance, rngs=rngs)
+
+        self.blocks = make(rngs)
+        self.norm = nnx.RMSNorm(dim, rngs=rngs)
+
+    def __call__(self, input_batch):
+        """The mean loss of the tokens that are no padding, and nothing else.
+
+        Args:
+            input_batch: `input_ids` and `target_labels`, `Int[Array, "batch time"]`, and
+                `target_num_bytes`, `Int[Array, "batch"]`.
+        """
+        logits = self.predict(input_batch)["logits"]
+        labels = input_batch["target_labels"]
+        loss, aux = cross_entropy(logits, labels, live_targets=labels != ByteTokenizer.pad_id)
+        num_targets = aux["num_targets"]
+        num_bytes = jnp.maximum(1, jnp.sum(input_batch["target_num_bytes"])).astype(jnp.float32)
+        bits = jnp.sum(aux["per_target_loss"]) / math.log(2)
+        self.sow("summaries", "loss", WeightedScalar(loss, num_targets))
+        self.sow("summaries", "bits_per_byte", WeightedScalar(bits / num_bytes, num_bytes))
+        return loss, {}
+
+    def predict(self, input_batch):
+        """The logits of what follows each token, `Float[Array, "batch time vocab"]`.
+
+        Args:
+            input_batch: `input_ids`, `Int[Array, "batch time"]`.
+        """
+
+        @nnx.scan(
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+            transform_metadata={nnx.PARTITION_NAME: "layers"},
+        )
+        def through_block(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        x = self.embed(input_batch["input_ids"]) * math.sqrt(self.embed.features)
+        x = self.norm(through_block(x, self.blocks))
+        return {"logits": self.embed.attend(x)}
