@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -42,6 +43,20 @@ def test_makes_what_is_large_once_and_what_is_small_in_memory(cache, num_bytes):
     assert isinstance(made_once("kind", ("key", 1), make, num_bytes=None), np.memmap)
     made_once("kind", ("key", 2), make, num_bytes=None)
     assert len(list((cache / "weft" / "kind").glob("*.lock"))) == 2
+
+
+def test_what_is_mapped_is_pickled_as_the_name_of_its_file():
+    numbers = np.arange(10_000, dtype=np.int32)
+    made = made_once("kind", "numbers", lambda out: out.write(numbers.tobytes()), num_bytes=None)
+    made = made.view(np.int32)
+    data = pickle.dumps(made)
+    assert len(data) < 500
+    np.testing.assert_array_equal(pickle.loads(data), numbers)
+    # What is no longer the file goes as it is.
+    for part in (made[5:9], made[::2], made + 1):
+        np.testing.assert_array_equal(pickle.loads(pickle.dumps(part)), part)
+    with pytest.raises(ValueError, match="read-only"):
+        made[0] = 1
 
 
 def test_nothing_is_also_something():

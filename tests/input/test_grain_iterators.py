@@ -1,3 +1,7 @@
+import subprocess
+import sys
+import textwrap
+
 import grain
 import numpy as np
 import pytest
@@ -95,3 +99,24 @@ class TestPrefetch:
         it.close()
         with pytest.raises(InputDatasetError, match=r"iterator is closed; make a new one"):
             next(it)
+
+    @pytest.mark.long
+    def test_workers_that_are_left_open_print_nothing_at_the_end(self, tmp_path):
+        program = tmp_path / "program.py"
+        program.write_text(
+            textwrap.dedent(
+                """
+                import grain
+                from weft.input.grain import prefetch_dataset
+                if __name__ == "__main__":
+                    options = grain.MultiprocessingOptions(num_workers=1)
+                    it = iter(prefetch_dataset(
+                        grain.MapDataset.range(9), multiprocessing_options=options))
+                    print(next(it))
+                """
+            )
+        )
+        done = subprocess.run(
+            [sys.executable, str(program)], capture_output=True, text=True, timeout=120
+        )
+        assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)

@@ -62,8 +62,24 @@ def made_once(
             with _locked(path.with_suffix(".lock")):
                 if not path.exists():
                     _make(path, make)
-        # An empty file cannot be mapped.
-        return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+        return _map(str(path), np.uint8)
+
+
+class _Mapped(np.memmap):
+    """A mapped file, which a worker process gets as the file's name and not as its bytes."""
+
+    def __reduce__(self):
+        # None is the file of what was computed from it; a part of it is smaller.
+        path = self.filename
+        if path is None or self.ndim != 1 or self.nbytes != os.path.getsize(path):
+            return np.asarray(self).__reduce__()
+        return _map, (str(path), self.dtype)
+
+
+def _map(path: str, dtype: np.typing.DTypeLike) -> np.ndarray:
+    if not os.path.getsize(path):
+        return np.empty(0, dtype)  # an empty file cannot be mapped
+    return _Mapped(path, dtype, "r")
 
 
 def _make(path: Path, make: Callable[[BinaryIO], None]) -> None:

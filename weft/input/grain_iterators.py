@@ -4,6 +4,7 @@ Their iterators' states are JSON values of constant size, and say what was hande
 read ahead.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,9 @@ class _WorkerIterator(grain.DatasetIterator):
         super().__init__()
         self._ds, self._options, self._read_options = ds, options, read_options
         self._next_index = 0
-        self._workers: grain.DatasetIterator | None = None
+        self._workers: list[grain.DatasetIterator] = []  # one, if they are started
+        # Left to Python's end, Grain's own cleaning up finds its modules gone.
+        weakref.finalize(self, _close_all, self._workers)
         self._ended = False
 
     def __next__(self) -> Any:
@@ -191,11 +194,11 @@ class _WorkerIterator(grain.DatasetIterator):
             raise InputDatasetError("the iterator is closed; make a new one: iter(dataset)")
         if self._next_index >= len(self._ds):
             raise StopIteration
-        if self._workers is None:
+        if not self._workers:
             mark_flags_as_parsed()
             rest = self._ds.slice(slice(self._next_index, None)).to_iter_dataset(self._read_options)
-            self._workers = iter(rest.mp_prefetch(self._options))
-        element = next(self._workers)
+            self._workers.append(iter(rest.mp_prefetch(self._options)))
+        element = next(self._workers[0])
         self._next_index += 1
         return element
 
@@ -212,9 +215,12 @@ class _WorkerIterator(grain.DatasetIterator):
         super().close()
 
     def _stop(self) -> None:
-        workers, self._workers = getattr(self, "_workers", None), None
-        if workers is not None:
-            workers.close()
+        _close_all(getattr(self, "_workers", []))
+
+
+def _close_all(iterators: list[grain.DatasetIterator]) -> None:
+    while iterators:
+        iterators.pop().close()
 
 
 def mark_flags_as_parsed() -> None:
