@@ -1,0 +1,87 @@
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from weft.cli import main
+
+needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+TINY = ["model.decoder.transformer.num_layers=1", "input.source.sequence_length=16"]
+
+
+@needs_eight
+@pytest.mark.long
+def test_a_recipe_that_fits(capsys):
+    assert main(["check", "lm-tiny", *TINY, "--mesh", "fsdp=4,model=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "lm-tiny on fsdp=4 × model=2: 8 virtual devices of the CPU"
+    text = "\n".join(lines)
+    table = [line.split() for line in lines]
+    assert ["weight", "f32[264,24]", "(model,fsdp)", "1", "3.2", "kB"] in table
+    assert "1   weft/trainer/parallelism.py:" in text
+    assert ["s32[8,16]" in line for line in lines].count(True) == 2
+    (parameters,) = [line for line in table if line[:1] == ["parameters"]]
+    assert float(parameters[1]) == pytest.approx(8 * float(parameters[3]), rel=0.05)
+    assert any(line[:2] == ["all-gather", "fsdp"] for line in table)
+    assert any(line[:2] == ["all-reduce", "model"] for line in table)
+    assert any(line[:3] == ["state", "and", "batch"] for line in table)
+    assert lines[-1] == "fits: everything divides, and the train step compiles"
+    assert max(map(len, lines)) <= 80
+
+
+@needs_eight
+def test_a_recipe_that_does_not_divide(capsys):
+    assert main(["check", "lm-tiny", "--mesh", "data=2,model=4"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    path = "decoder/transformer/repeat/layer/self_attention/attention/i_proj/i_proj/qkv_proj"
+    assert f"  parameter {path}/weight: axis 3 of size 2 does not divide over model=4" in lines
+    assert not any("state of the learner" in line for line in lines)
+    assert not any("memory per device" in line for line in lines)
+
+
+@needs_eight
+def test_a_batch_that_does_not_divide(capsys):
+    overrides = ["input.source.global_batch_size=6", "--mesh", "data=4"]
+    assert main(["check", "lm-tiny", *overrides]) == 1
+    assert "  batch input_ids: axis 0 of size 6 does not divide over data=4" in (
+        capsys.readouterr().out
+    )
+
+
+@needs_eight
+@pytest.mark.long
+def test_activations_that_do_not_divide(capsys):
+    field = "model.decoder.hidden_state_partition_spec=[null,null,[data,model]]"
+    wide = ["model.decoder.dim=20", "model.decoder.transformer.layer.feed_forward.hidden_dim=64"]
+    arguments = [*TINY, *wide, field, "--mesh", "data=4,model=2"]
+    assert main(["check", "lm-tiny", *arguments]) == 1
+    assert "of a value of shape" in capsys.readouterr().out
+
+
+def test_a_mesh_that_does_not_fit_the_devices(capsys):
+    assert main(["check", "lm-tiny", "--mesh", "data=3", "--devices", "1"]) == 2
+    assert "needs 3 devices and there are 1" in capsys.readouterr().err
+
+
+def test_more_devices_than_jax_has_made(capsys):
+    jax.devices()
+    assert main(["check", "lm-tiny", "--mesh", "data=4096"]) == 2
+    assert "4096 virtual devices of the CPU were asked for" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
+    arguments = ["--mesh", "data=-1,model=2", "--devices", "32", "--slices", "2"]
+    words = ["check", "lm-tiny", *TINY, "input.source.global_batch_size=32", *arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        check=True,
+    )
+    assert done.stdout.startswith("lm-tiny on data=32 × model=2: 64 virtual devices of the CPU")
+    assert os.listdir(tmp_path) == []

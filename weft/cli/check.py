@@ -1,0 +1,266 @@
+"""`weft check`: how a recipe lies over a mesh, compiled for devices that need not be here."""
+
+import argparse
+import math
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weft.cli.configs import load_config
+from weft.cli.display import bytes_text
+from weft.cli.meshes import on_mesh
+from weft.cli.tables import layout_text, table_console, tree_table
+from weft.core.axis_rules import checked_rules, logical_axis_rules
+from weft.errors import BatchShardingError, MeshError, ShardingWarning
+from weft.hierarchy.parameter_spec import TensorSpec
+from weft.input import Input
+from weft.trainer.aot_compilation import get_devices_for_topology
+from weft.trainer.collectives import Collective, collectives_of
+from weft.trainer.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
+from weft.trainer.mesh import HybridMeshShape, build_mesh
+from weft.trainer.model import build_model
+from weft.trainer.state import state_specs
+from weft.trainer.training_batches import batch_partition
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints what is to be known of a recipe on a mesh; the exit code is 1 if it does not fit."""
+    cfg = load_config(arguments.recipe, arguments.overrides)
+    cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
+    devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
+    mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+    console = table_console()
+    console.print(_title(arguments.recipe, mesh), soft_wrap=True)
+    with warnings.catch_warnings(), jax.set_mesh(mesh), logical_axis_rules(cfg.logical_axis_rules):
+        warnings.simplefilter("ignore", ShardingWarning)
+        problems = _report_layouts(console, cfg, mesh)
+    if not problems:
+        problems = _report_program(console, cfg, mesh, devices)
+    return _conclude(console, problems)
+
+
+def _topology(devices: str | None, cfg: Any) -> str | None:
+    """The name of the topology to compile for; None for the devices of this machine."""
+    if devices is not None:
+        return f"cpu-{devices}" if devices.isdigit() else devices
+    shape = cfg.mesh_shape
+    sizes = (
+        [*shape.ici_mesh_shape, *shape.dcn_mesh_shape]
+        if isinstance(shape, HybridMeshShape)
+        else list(shape)
+    )
+    return None if -1 in sizes else f"cpu-{math.prod(sizes)}"
+
+
+def _title(recipe: str, mesh: Any) -> str:
+    sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
+    device = mesh.devices.flat[0]
+    kind = "virtual devices of the CPU" if device.platform == "cpu" else device.device_kind
+    return f"{recipe} on {' × '.join(sizes)}: {mesh.size} {kind}\n"
+
+
+# Layouts.
+
+
+def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
+    """Prints how parameters and all else lie; returns what does not fit."""
+    model = build_model(cfg)
+    learner = cfg.learner.set(name="learner").instantiate(parent=None)
+    specs = state_specs(model, learner)
+    sizes, rules = dict(mesh.shape), checked_rules(cfg.logical_axis_rules)
+    params = array_layouts(specs.model, sizes, model=model, rules=rules)
+    rest = array_layouts(specs.learner, sizes)
+    batch = array_layouts(_batch_specs(cfg), sizes)
+    for table in (
+        *_layout_tables("parameter", params),
+        *_layout_tables("batch", batch),
+        _totals({"parameters": params, "optimizer and other state": rest}),
+    ):
+        console.print(table)
+        console.print()
+    findings = rule_findings(specs.model, rules, sizes)
+    for finding in findings:
+        if not is_conflict(finding):
+            console.print(f"note: {finding}", soft_wrap=True)
+    # Most state of a learner lies as its parameter does, which is said once.
+    said = tuple(f"/{layout.path}" for layout in params if layout.problems)
+    own = [layout for layout in rest if not f"/{layout.path}".endswith(said)]
+    kinds = {"parameter": params, "state of the learner": own, "batch": batch}
+    problems = [
+        f"{kind} {layout.path}: {problem}"
+        for kind, layouts in kinds.items()
+        for layout in layouts
+        for problem in layout.problems
+    ]
+    return problems + [str(finding) for finding in findings if is_conflict(finding)]
+
+
+def _batch_specs(cfg: Any) -> Any:
+    input_: Input = cfg.input.set(name="input").instantiate(parent=None)
+    entries = tuple(batch_partition(input_, cfg.batch_axis_names))
+
+    def spec(x: Any) -> TensorSpec:
+        own = entries[: len(x.shape)]
+        return TensorSpec(x.shape, x.dtype, (*own, *[None] * (len(x.shape) - len(own))))
+
+    return jax.tree.map(spec, input_.element_spec())
+
+
+def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[RenderableType]:
+    """A table of the arrays, and one of the reasons that their last column counts."""
+    reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
+    columns = ["array", "layout", "by", "per device"]
+    table = tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
+    for row in _rows(layouts):
+        name = Text("  " * row.depth + row.name)
+        if row.layout is None:
+            table.add_row(name)
+            continue
+        layout = row.layout
+        by = [str(reasons.index(layout.reason) + 1) if layout.reason else ""] if reasons else []
+        table.add_row(
+            name,
+            f"{_dtype_text(layout.dtype)}[{','.join(map(str, layout.shape))}]",
+            _layout_cell(layout),
+            *by,
+            bytes_text(layout.bytes_per_device),
+        )
+    yield table
+    if reasons:
+        legend = tree_table("by", ["what has set the layout"], numbers=[])
+        for number, reason in enumerate(reasons, 1):
+            legend.add_row(str(number), Text(reason))
+        yield legend
+
+
+class _Row(NamedTuple):
+    name: str
+    depth: int
+    layout: ArrayLayout | None
+
+
+def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
+    """A line for each array, under a line for each module that it is in."""
+    before: list[str] = []
+    for layout in layouts:
+        *above, name = layout.path.split("/")
+        same = next(
+            (i for i, (a, b) in enumerate(zip(above, before, strict=False)) if a != b), None
+        )
+        same = min(len(above), len(before)) if same is None else same
+        for depth in range(same, len(above)):
+            yield _Row(above[depth], depth, None)
+        yield _Row(name, len(above), layout)
+        before = above
+
+
+def _dtype_text(dtype: Any) -> str:
+    """Short, as in HLO: f32, bf16, s32.
+
+    >>> import numpy as np
+    >>> _dtype_text(np.dtype("float32")), _dtype_text(np.dtype("bool"))
+    ('f32', 'bool')
+    """
+    return re.sub(r"^(?:(b)float|float|(u)int|int|(c)omplex)(?=\d)", _short, str(dtype))
+
+
+def _short(match: re.Match[str]) -> str:
+    whole = match[0]
+    return {"bfloat": "bf", "float": "f", "uint": "u", "int": "s", "complex": "c"}[whole]
+
+
+def _layout_cell(layout: ArrayLayout) -> RenderableType:
+    text = layout_text(layout.spec).replace(", ", ",") or "on every device"
+    problems = [Text(problem, style="bold red") for problem in layout.problems]
+    return Group(Text(text), *problems)
+
+
+def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
+    table = tree_table("", ["in all", "per device"], numbers=["in all", "per device"])
+    for name, layouts in kinds.items():
+        whole = sum(layout.bytes for layout in layouts)
+        held = sum(layout.bytes_per_device for layout in layouts)
+        table.add_row(name, bytes_text(whole), bytes_text(held))
+    return table
+
+
+# The compiled program.
+
+
+def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any]) -> list[str]:
+    """Compiles the train step, and prints what it sends and holds; returns what does not fit."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ShardingWarning)
+        try:
+            trainer = cfg.instantiate(parent=None, devices=devices)
+            with console.status("compiling the train step"):
+                compiled = trainer.compile_train_step()
+        except (MeshError, BatchShardingError) as error:
+            return [str(error)]
+    shape = dict(mesh.shape)
+    if isinstance(cfg.mesh_shape, HybridMeshShape) and devices[0].platform == "tpu":
+        # A TPU's program is that of one slice; what goes between slices is not in it.
+        shape = dict(zip(cfg.mesh_axis_names, cfg.mesh_shape.ici_mesh_shape, strict=True))
+    console.print(_collectives_table(collectives_of(compiled.as_text()), shape))
+    console.print()
+    console.print(_memory_table(compiled.memory_analysis()))
+    console.print()
+    found = [w.message for w in caught if issubclass(w.category, ShardingWarning)]
+    return list(dict.fromkeys(map(str, found)))
+
+
+def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, int]) -> Table:
+    """The collectives of one step by kind and mesh axes, those of the most bytes first."""
+    totals: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for collective in collectives:
+        axes = collective.axes(mesh_shape)
+        over = "other groups" if axes is None else " × ".join(axes)
+        where = "in a loop" if collective.in_loop else ""
+        total = totals[collective.kind, over, where]
+        total[0] += collective.times
+        total[1] += collective.times * collective.bytes
+    columns = ["over", "", "times in a step", "bytes per device"]
+    table = tree_table("collective", columns, numbers=columns[2:])
+    for key, (times, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
+        table.add_row(*key, f"{times:,}", bytes_text(size))
+    if not totals:
+        table.add_row("none")
+    return table
+
+
+def _memory_table(memory: Any) -> Table:
+    """What one device holds while a step runs, as XLA has planned it."""
+    table = tree_table("memory per device", ["bytes"], numbers=["bytes"])
+    if memory is None:
+        table.add_row("not known of this kind of device")
+        return table
+    parts = {
+        "state and batch": memory.argument_size_in_bytes,
+        "results that are not the next state": (
+            memory.output_size_in_bytes - memory.alias_size_in_bytes
+        ),
+        "what is computed in between": memory.temp_size_in_bytes,
+        "program": memory.generated_code_size_in_bytes,
+    }
+    for name, size in parts.items():
+        table.add_row(name, bytes_text(size))
+    table.add_row("in all", bytes_text(sum(parts.values())))
+    return table
+
+
+def _conclude(console: Console, problems: Sequence[str]) -> int:
+    if not problems:
+        console.print("fits: everything divides, and the train step compiles")
+        return 0
+    console.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:", style="bold red")
+    for problem in problems:
+        console.print(f"  {problem}", soft_wrap=True, markup=False)
+    console.print("Change a size, the mesh, or what has set the layout.")
+    return 1

@@ -1,0 +1,177 @@
+"""How each array of a training run lies over a mesh, from its specs alone: no device is needed.
+
+For each parameter: where its layout comes from (a rule for its logical names, or the line of the
+config that has set it), what a device holds of it, and what does not divide.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+
+import weft
+from weft.config import origin
+from weft.core.axis_rules import Rules
+from weft.core.layout import axes_of
+from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes
+from weft.core.rules_report import Finding, FindingKind, check_rules
+from weft.hierarchy.module import Module
+from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
+
+
+class ArrayLayout(NamedTuple):
+    """How one array lies over a mesh.
+
+    Attributes:
+        path: its place in the state, joined by `/`.
+        shape: its shape.
+        dtype: its dtype.
+        spec: the mesh axes of each axis.
+        logical_axes: the logical names that these come from; None if they come from the config.
+        reason: why it lies so: for each logical name the rule that fired, or the line that has set
+          the layout; "" where it is the layer's default.
+        bytes: of the whole array.
+        bytes_per_device: of the largest part that a device holds.
+        problems: what does not divide, or names an axis that the mesh does not have.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+    logical_axes: tuple[Any, ...] | None
+    reason: str
+    bytes: int
+    bytes_per_device: int
+    problems: tuple[str, ...]
+
+
+def array_layouts(
+    specs: Any,
+    mesh_shape: Mapping[str, int],
+    *,
+    model: Module | None = None,
+    rules: Rules = (),
+) -> list[ArrayLayout]:
+    """The layouts of the arrays that a tree of specs describes.
+
+    Args:
+        specs: of parameters, or of any state; what is no spec is passed over.
+        mesh_shape: the sizes of the mesh axes by name.
+        model: the model whose parameters these are, to say which lines have set their layouts.
+        rules: the rules for logical axes by which the specs were made.
+    """
+    found = []
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        if not _is_spec(spec):
+            continue
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        # Of a PRNG key the shape alone is known, which two words are to stand for.
+        dtype = jnp.dtype("float32" if spec.dtype is None else spec.dtype)
+        axes = getattr(spec, "logical_axes", None)
+        parts = [_parts(entry, mesh_shape) for entry in spec.partition_spec]
+        held = math.prod(-(-size // n) for size, n in zip(spec.shape, parts, strict=False))
+        found.append(
+            ArrayLayout(
+                path=name,
+                shape=tuple(spec.shape),
+                dtype=dtype,
+                spec=spec.partition_spec,
+                logical_axes=axes,
+                reason=_fired(axes, spec.partition_spec, rules) if axes else _set_at(model, name),
+                bytes=math.prod(spec.shape) * dtype.itemsize,
+                bytes_per_device=held * dtype.itemsize,
+                problems=tuple(_problems(spec, mesh_shape)),
+            )
+        )
+    return found
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, TensorSpec)
+
+
+def _parts(entry: Any, mesh_shape: Mapping[str, int]) -> int:
+    return math.prod(mesh_shape.get(name, 1) for name in axes_of(entry))
+
+
+def _problems(spec: TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
+    for axis, (size, entry) in enumerate(zip(spec.shape, spec.partition_spec, strict=False)):
+        unknown = [name for name in axes_of(entry) if name not in mesh_shape]
+        if unknown:
+            yield (
+                f"axis {axis} is to lie over {', '.join(map(repr, unknown))}, and the mesh has the "
+                f"axes {', '.join(map(repr, mesh_shape))}"
+            )
+        elif size % _parts(entry, mesh_shape):
+            sizes = {name: mesh_shape[name] for name in axes_of(entry) if mesh_shape[name] > 1}
+            over = " × ".join(f"{name}={n}" for name, n in sizes.items())
+            yield f"axis {axis} of size {size} does not divide over {over}"
+
+
+def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
+    """For each logical name the mesh axes that a rule gave it."""
+    texts = []
+    for name, entry in zip(axes, spec, strict=True):
+        if not isinstance(name, str):
+            continue
+        of_name = [given for rule, given in rules if rule == name]
+        if entry is not None:
+            texts.append(f"{name} → {'×'.join(axes_of(entry))}")
+        elif None in of_name or not of_name:
+            texts.append(f"{name} → -" if of_name else f"{name} has no rule")
+        else:
+            texts.append(f"{name} → - ({'×'.join(axes_of(of_name[0]))} is taken)")
+    return ", ".join(texts)
+
+
+def _set_at(model: Module | None, path: str) -> str:
+    """The line that has set the layout of a parameter of a layer of the hierarchy."""
+    module = model
+    for name in path.split("/"):
+        below = module.children.get(name) if module is not None else None
+        if below is None:
+            break
+        module = below
+    config = module.config if module is not None else None
+    if config is None or "param_partition_spec" not in config.keys():  # noqa: SIM118
+        return ""
+    line = origin(config, "param_partition_spec")
+    if line is None:
+        return ""
+    package = Path(weft.__file__).parent
+    file = Path(line.file)
+    if not file.is_relative_to(package):
+        return str(line)
+    return f"{file.relative_to(package.parent)}:{line.line}"
+
+
+def rule_findings(specs: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Finding]:
+    """What is to be said about rules for logical axes, see `weft.core.rules_report`.
+
+    That an axis does not divide is not among it: each array's `problems` say that.
+
+    Args:
+        specs: of parameters.
+        rules: the rules by which the specs were made.
+        mesh_shape: the sizes of the mesh axes by name.
+    """
+    boxes = {}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
+        axes = spec.logical_axes if isinstance(spec, ParameterSpec) else None
+        # A variable that has rules of its own is none of these rules' business.
+        if axes and logical_to_mesh_axes(axes, rules) == spec.partition_spec:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            boxes[name] = LogicallyPartitioned(jax.ShapeDtypeStruct(spec.shape, "float32"), axes)
+    mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
+    found = check_rules(rules, boxes, mesh)
+    return [finding for finding in found if finding.kind is not FindingKind.INDIVISIBLE_AXIS]
+
+
+def is_conflict(finding: Finding) -> bool:
+    """Whether a finding has to be mended, unlike a rule or a name that is only not used."""
+    return finding.kind in (FindingKind.FIGHTING_RULES, FindingKind.UNKNOWN_MESH_AXIS)
