@@ -29,3 +29,8 @@ def test_what_is_no_config(tmp_path):
         load_config(str(tmp_path / "bad.txt"))
     with pytest.raises((UnknownFieldError, ValueError), match=r"Did you mean 'max_step'"):
         load_config("lm-tiny", ["max_steps=3"])
+
+
+def test_arguments_of_a_recipe_are_given_to_it(tmp_path):
+    cfg = load_config("lm-tiny", [f"data_dir={tmp_path}", "seed=3"])
+    assert cfg.seed == 3 and cfg.input.source.corpus.paths == str(tmp_path)

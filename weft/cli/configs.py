@@ -8,15 +8,17 @@ from weft.config import apply_overrides, from_text
 from weft.config.names import did_you_mean
 from weft.errors import CommandLineError, UnknownConfigError
 from weft.recipes import named_trainer_configs
+from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.run_record import CONFIG_FILE
 
 
 def load_config(name: str, overrides: Iterable[str] = ()) -> Any:
-    """Makes the config that a name stands for.
+    """Makes the config that a name stands for, and lets its modifiers change it.
 
     Args:
         name: A recipe; or the path of a file that holds the text of a config; or a run's directory.
-        overrides: Strings `path=value`.
+        overrides: Strings `path=value`. Of a recipe, those that name one of its arguments, such as
+            `data_dir=texts`, are given to it.
 
     Raises:
         UnknownConfigError: if there is no such recipe, file or directory.
@@ -25,14 +27,16 @@ def load_config(name: str, overrides: Iterable[str] = ()) -> Any:
     """
     recipes = named_trainer_configs()
     if name in recipes:
-        config = recipes[name]()
+        known, given = recipes[name].arguments(), [o.partition("=") for o in overrides]
+        config = recipes[name](**{k: value for k, _, value in given if k in known})
+        overrides = ["".join(o) for o in given if o[0] not in known]
     elif Path(name).exists():
         config = run_config(name) if Path(name).is_dir() else _read(Path(name))
     elif "/" in name:
         raise UnknownConfigError(f"there is no file or directory {name!r}, and no such recipe.")
     else:
         raise UnknownConfigError(f"unknown recipe {name!r}. {did_you_mean(name, recipes)}")
-    return apply_overrides(config, overrides, source="command line")
+    return apply_config_modifiers(apply_overrides(config, overrides, source="command line"))
 
 
 def run_config(directory: str) -> Any:

@@ -20,7 +20,7 @@ from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch.distributed import joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE
-from weft.recipes import RECIPES
+from weft.recipes import RECIPES, named_trainer_configs
 from weft.trainer.progress import has_ended
 from weft.trainer.report import write_report
 from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
@@ -39,6 +39,28 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     cfg = load_config(recipe, overrides)
     check_run_dir(cfg)
+    named = named_trainer_configs().get(recipe)
+    if named is not None and not named.prepare(cfg, _train_before):
+        return _stopped_code()
+    return _conclude(*_run(recipe, cfg), [recipe, *overrides])
+
+
+def _train_before(recipe: str, cfg: Any) -> Any | None:
+    """Trains what a run begins with; returns the trainer, None if it was asked to stop."""
+    check_run_dir(cfg)
+    trainer, display, baselines = _run(recipe, cfg)
+    assert display.ended is not None
+    step, reason = display.ended
+    if not has_ended(reason):
+        display.say(f"\nstopped by {reason} after step {step:,}, which is saved in {cfg.dir}")
+        return None
+    _judge(display, baselines)
+    display.say("")
+    return trainer
+
+
+def _run(recipe: str, cfg: Any) -> tuple[Any, Display, Mapping[str, Baseline]]:
+    """Trains a config, and shows how it goes."""
     trainer = cfg.instantiate(parent=None)
     # All of them would say the same.
     console = Console(highlight=False, quiet=jax.process_index() != 0)
@@ -46,7 +68,7 @@ def _train(arguments: argparse.Namespace) -> int:
         display.say(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
         baselines = _introduce_corpus(cfg, display)
         trainer.run(return_evaler_summaries=True, listener=display)
-    return _conclude(trainer, display, baselines, [recipe, *overrides])
+    return trainer, display, baselines
 
 
 def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -126,7 +148,11 @@ def _conclude(
         update_record(cfg.dir, **facts)
         display.say(f"\nreport     {write_report(cfg.dir)}")
     display.say("\n" + "\n".join(_next_commands(cfg, arguments, stopped)))
-    return int(os.environ.get(STOPPED_EXIT_CODE, 0)) if stopped else 0
+    return _stopped_code() if stopped else 0
+
+
+def _stopped_code() -> int:
+    return int(os.environ.get(STOPPED_EXIT_CODE, 0))
 
 
 def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:

@@ -1,0 +1,162 @@
+"""Adapters on an imported checkpoint: of the small Llama that is made first, or of one's own."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.cli import main
+from weft.cli.configs import load_config, run_config
+from weft.cli.sample import restore_model
+from weft.config import maybe_instantiate, to_text
+from weft.errors import HuggingFaceConfigError, WeightsReadError
+from weft.hierarchy.lora import merge_adapters
+from weft.hierarchy.lora_setters import base_state, without_lora
+from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.interop.huggingface import from_huggingface, to_huggingface
+from weft.interop.huggingface.folders import huggingface_model_config
+from weft.recipes import lm_lora
+from weft.serialization import save_safetensors
+
+SMALL = {**lm_lora._LLAMA, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+TOKENIZER = {
+    "version": "1.0",
+    "added_tokens": [
+        {
+            "id": i,
+            "content": content,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+        for i, content in ((0, "<s>"), (1, "</s>"))
+    ],
+    "model": {
+        "type": "WordLevel",
+        "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3},
+        "unk_token": "a",
+    },
+}
+
+
+def checkpoint(folder, **values):
+    """The folder of a checkpoint of a small Llama, whose weights are all the same."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**SMALL, **values}))
+    cfg = huggingface_model_config(folder)
+    model = cfg.clone(name="model").instantiate(parent=None)
+    shapes = jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 0.1, x.dtype), shapes)
+    to_huggingface(folder, cfg, params)
+    return folder, cfg, params
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:axis 0 of a value of shape .1")  # the text at the end is one
+def test_the_base_is_trained_and_imported_and_the_result_exported(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lm_lora, "_LLAMA", SMALL)
+    made = lm_lora.lm_llama
+
+    def shorter():
+        cfg = made().set(max_step=2)
+        for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
+            input_cfg.source.set(sequence_length=16, global_batch_size=8)
+            input_cfg.source.corpus.set(pattern="json/*.py", held_out_fraction=0.3)
+        return cfg
+
+    monkeypatch.setattr(lm_lora, "lm_llama", shorter)
+    words = ["input.source.sequence_length=16", "input.source.global_batch_size=8", "evalers={}"]
+    words += ["input.source.corpus.pattern=json/*.py", "max_step=2", "dir=runs/mine"]
+    assert main(["train", "lm-lora", *words]) == 0
+    said = capsys.readouterr().out
+    assert said.index("training lm-llama") < said.index("training lm-lora")
+    _, base = from_huggingface("runs/lm-llama/huggingface")
+    model, params = restore_model(run_config("runs/mine"))
+    jax.tree.map(np.testing.assert_array_equal, base_state(params), base)
+    ups = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(params)
+        if "lora_up" in jax.tree_util.keystr(path)
+    ]
+    assert ups and all(np.abs(x).max() > 0 for x in ups)
+    # What was trained goes on, and needs no base again.
+    (tmp_path / "runs/lm-llama").rename(tmp_path / "runs/away")
+    assert main(["train", "lm-lora", *words, "max_step=3"]) == 0
+    assert "training lm-llama" not in capsys.readouterr().out
+    assert main(["export", "runs/mine", "--to", "merged"]) == 0
+    model, params = restore_model(run_config("runs/mine"))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        from_huggingface("merged")[1],
+        merge_adapters(model, params),
+    )
+
+
+def test_a_base_that_is_stopped_begins_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def train(name, cfg):
+        asked.append((name, cfg.dir))
+
+    assert not lm_lora.prepare(lm_lora.lm_lora(), train)
+    assert asked == [("lm-llama", "runs/lm-llama")]
+
+
+def test_a_base_of_ones_own_is_not_made(tmp_path):
+    folder, _, _ = checkpoint(tmp_path / "base")
+    assert lm_lora.prepare(lm_lora.lm_lora(base=str(folder)), train=None)
+
+
+def test_the_model_is_that_of_the_base(tmp_path):
+    folder, cfg, _ = checkpoint(tmp_path / "base")
+    run = load_config("lm-lora", [f"base={folder}", "seed=3"])
+    assert run.seed == 3 and run.init_state_builder.path == str(folder)
+    assert without_lora(run.model) == cfg
+    assert run.model != cfg
+    # As an export of Weft, which says of which model it is.
+    file = tmp_path / "base.safetensors"
+    save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(cfg)})
+    run = load_config("lm-lora", [f"base={file}"])
+    assert without_lora(run.model) == cfg
+
+
+def test_the_tokenizer_is_that_of_the_base(tmp_path):
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=None)
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    run = lm_lora.lm_lora(base=str(folder))
+    for source in (run.input.source, run.evalers["held_out"].input.source):
+        tokenizer = maybe_instantiate(source.tokenizer)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        # The last ordinary token pads, since none is meant for it.
+        assert (tokenizer.eos_id, tokenizer.pad_id) == (1, 3)
+    assert (run.model.decoder.eos_token_id, run.model.decoder.pad_token_id) == (1, 3)
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=4, eos_token_id=1, pad_token_id=0)
+    assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 0
+
+
+def test_bytes_are_the_tokens_where_the_vocabulary_is_theirs(tmp_path):
+    folder, _, _ = checkpoint(tmp_path / "base")
+    assert lm_lora.lm_lora(base=str(folder)).input.source.tokenizer is not None
+    assert lm_lora.lm_lora(base=str(folder)).model.decoder.pad_token_id == 257
+
+
+def test_bases_that_cannot_be_read(tmp_path):
+    with pytest.raises(WeightsReadError, match=r"away/config.json' cannot be read"):
+        lm_lora.lm_lora(base=str(tmp_path / "away"))
+    folder, _, _ = checkpoint(tmp_path / "base", vocab_size=9)
+    with pytest.raises(HuggingFaceConfigError, match=r"no '.*tokenizer.json', .* of 9 tokens"):
+        lm_lora.lm_lora(base=str(folder))
+    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    checkpoint(tmp_path / "base", vocab_size=9, eos_token_id=None)
+    with pytest.raises(HuggingFaceConfigError, match=r"names no eos_token_id"):
+        lm_lora.lm_lora(base=str(folder))
+    file = tmp_path / "other.safetensors"
+    save_safetensors(file, {"a": np.ones(1)})
+    with pytest.raises(HuggingFaceConfigError, match=r"does not say of which model it is"):
+        lm_lora.lm_lora(base=str(file))

@@ -1,0 +1,188 @@
+"""A LoRA fine-tune of an imported checkpoint: adapters learn another kind of text.
+
+    lm-llama    a small Llama, trained on one part of the standard library ...
+    lm-lora     ... and fine-tuned on another part, from its Hugging Face checkpoint
+
+`weft train lm-lora base=PATH` begins with another one: the folder of a Hugging Face checkpoint, or
+a file that `weft export` has written. Without a base it is the small Llama's, which is trained
+first if it is not there.
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.config import InstantiableConfig, config_for_class, from_text
+from weft.errors import HuggingFaceConfigError
+from weft.hierarchy.lora_setters import set_lora_recursively, without_lora
+from weft.input import ByteTokenizer
+from weft.input.text_tokenizers import HuggingFaceTokenizer
+from weft.interop.huggingface import FAMILIES, huggingface_model_config, to_huggingface
+from weft.interop.huggingface.settings import NO_PADDING, Settings
+from weft.recipes.lm import _init, _trainer
+from weft.serialization import TensorFiles
+from weft.trainer.checkpoint_dirs import step_dirs
+from weft.trainer.imported_weights import ImportedWeightsBuilder
+from weft.trainer.learner import UpdateType
+from weft.trainer.run_record import CHECKPOINTS_DIR
+
+_BASE_DIR = "runs/lm-llama"
+_BASE = f"{_BASE_DIR}/huggingface"
+_LENGTH = 128
+
+# As a config.json says it.
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 264,
+    "eos_token_id": ByteTokenizer.eos_id,
+    "pad_token_id": ByteTokenizer.pad_id,
+}
+
+
+def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
+    """A small byte-level Llama: a minute on two cores.
+
+    Args:
+        data_dir: A folder of text to train on; None for the standard library but what `lm_lora`
+            is to learn.
+    """
+    model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=_init(variance=1.0))
+    cfg = _trainer(
+        _BASE_DIR,
+        data_dir,
+        model=model,
+        sequence_length=_LENGTH,
+        batch_size=16,
+        max_step=300,
+        peak_lr=6e-3,
+        eval_every=150,
+        save_every=150,
+    )
+    return cfg if data_dir is not None else _with_files(cfg, "[!e]*.py", held_out_fraction=0.02)
+
+
+def lm_lora(data_dir: str | None = None, base: str | None = None) -> InstantiableConfig:
+    """Low-rank adapters on all layers of a causal LM, which is imported and stays as it is.
+
+    Args:
+        data_dir: A folder of text to train on; None for the standard library's tables of encodings.
+        base: The folder of a Hugging Face checkpoint, or a file that `weft export` has written;
+            None for the export of `lm_llama`.
+
+    Raises:
+        WeightsReadError: if there is no checkpoint at `base`.
+        HuggingFaceConfigError: if it is of a model that has no counterpart, or has no tokenizer.
+    """
+    model: Any = without_lora(lm_llama().model if base is None else _model_of(base))
+    tokenizer = None if base is None else _tokenizer_of(base, model)
+    set_lora_recursively(model, rank=8, alpha=16.0)
+    cfg = _trainer(
+        "runs/lm-lora",
+        data_dir,
+        model=model,
+        sequence_length=_LENGTH,
+        batch_size=16,
+        max_step=200,
+        peak_lr=5e-3,
+        eval_every=100,
+        save_every=100,
+    )
+    cfg.learner.update_rules = [
+        (".*/adapter/.*", UpdateType.ALL_UPDATES),
+        (".*", UpdateType.NO_UPDATE),
+    ]
+    cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path=base or _BASE)
+    if tokenizer is not None:
+        for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
+            input_cfg.source.tokenizer = tokenizer
+    return cfg if data_dir is not None else _with_files(cfg, "encodings/*.py", 0.1)
+
+
+def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
+    """Makes the small Llama's checkpoint, if a run is to begin with it and it is not there.
+
+    Args:
+        cfg: The config of the run.
+        train: Trains a recipe by its name and config, and returns the trainer; None if it was asked
+            to stop.
+
+    Returns:
+        Whether the run can begin.
+    """
+    path = cfg.init_state_builder.path
+    saved = step_dirs(os.path.join(cfg.dir, CHECKPOINTS_DIR))
+    if path != _BASE or saved or Path(path, "config.json").exists():
+        return True
+    base: Any = lm_llama()
+    trainer = train("lm-llama", base)
+    if trainer is None:
+        return False
+    # Every process has all of it.
+    params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model)
+    if jax.process_index() == 0:
+        to_huggingface(path, base.model, params, max_position_embeddings=_LENGTH)
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import sync_global_devices
+
+        sync_global_devices("the checkpoint that a run begins with is written")
+    return True
+
+
+def _with_files(cfg: Any, pattern: str, held_out_fraction: float) -> Any:
+    for input_cfg in (cfg.input, cfg.evalers["held_out"].input):
+        input_cfg.source.corpus.set(pattern=pattern, held_out_fraction=held_out_fraction)
+    return cfg
+
+
+def _model_of(base: str) -> Any:
+    """The config of the model of a checkpoint."""
+    if not base.endswith(".safetensors"):
+        return huggingface_model_config(base)
+    with TensorFiles(base) as files:
+        text = files.metadata().get("model")
+    if text is None:
+        raise HuggingFaceConfigError(
+            f"{base!r} does not say of which model it is. Give a file that `weft export` has "
+            "written, or the folder of a Hugging Face checkpoint."
+        )
+    return from_text(text, source=base)
+
+
+def _tokenizer_of(base: str, model: Any) -> Any:
+    """The config of a checkpoint's tokenizer, None for bytes; the model will pad as it does."""
+    decoder = model.decoder
+    path = Path(base if Path(base).is_dir() else Path(base).parent, "tokenizer.json")
+    if not path.exists():
+        if decoder.vocab_size != _LLAMA["vocab_size"]:
+            raise HuggingFaceConfigError(
+                f"there is no {str(path)!r}, and the vocabulary of {decoder.vocab_size} tokens is "
+                "not that of bytes. Put the tokenizer.json of the model there."
+            )
+        decoder.set(pad_token_id=ByteTokenizer.pad_id, eos_token_id=ByteTokenizer.eos_id)
+        return None
+    import tokenizers
+
+    loaded = tokenizers.Tokenizer.from_file(str(path))
+    eos, pad = decoder.eos_token_id, decoder.pad_token_id
+    if eos == NO_PADDING:
+        raise HuggingFaceConfigError(
+            f"the config of the checkpoint {base!r} names no eos_token_id, which separates "
+            "documents. Add it to config.json."
+        )
+    if pad in (NO_PADDING, eos):
+        # None is meant for it. An ordinary one, the last to be merged, is missed least as a target.
+        special = {eos, *loaded.get_added_tokens_decoder()}
+        pad = max(set(range(min(decoder.vocab_size, loaded.get_vocab_size()))) - special)
+    decoder.pad_token_id = pad
+    return config_for_class(HuggingFaceTokenizer).set(
+        path=str(path), eos_token=loaded.id_to_token(eos), pad_token=loaded.id_to_token(pad)
+    )
