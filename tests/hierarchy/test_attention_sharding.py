@@ -8,6 +8,8 @@ from weft.hierarchy.attention_sharding import (
     set_feed_forward_partition_specs,
 )
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.lora_setters import set_lora_recursively
+from weft.hierarchy.mixture_of_experts import ApproximateTokenDropFreeMoE
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.multihead_attention import MultiheadAttention
 from weft.hierarchy.rope import RoFormerQKVLinear
@@ -82,3 +84,38 @@ def test_the_mesh_changes_no_value(filled, wave):
         y = jax.jit(apply)(laid_out, x)
     np.testing.assert_allclose(y, plain, rtol=1e-4, atol=1e-5)
     assert y.sharding.spec[0] == "data" or n == 1
+
+
+def test_adapters_stand_beside_what_is_sharded():
+    cfg = config()
+    attention = cfg.self_attention.attention
+    attention.input_linear = RoFormerQKVLinear.default_config().set(rotary_value=False)
+    set_lora_recursively(cfg, rank=2, alpha=2.0)
+    set_double_shard_weights_config(cfg)
+    specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    of_attention = specs["self_attention"]["attention"]
+    expected = PartitionSpec("fsdp", "model", None)
+    projections = of_attention["i_proj"]["i_proj"]["layer"]
+    assert projections["q_proj"]["weight"].mesh_axes == expected
+    assert of_attention["o_proj"]["layer"]["weight"].mesh_axes == expected
+    linear1 = specs["feed_forward"]["linear1"]["layer"]
+    assert linear1["weight"].mesh_axes == PartitionSpec("fsdp", "model")
+
+
+def test_experts_are_sharded_twice_beside_their_own_axis():
+    cfg = config()
+    cfg.feed_forward = ApproximateTokenDropFreeMoE.default_config().set(
+        hidden_dim=16, num_experts=4
+    )
+    set_double_shard_weights_config(cfg, batch_axis_names=["data", "fsdp"])
+    layer = cfg.instantiate(parent=None)
+    specs = layer.create_parameter_specs_recursively()["feed_forward"]
+    assert specs["wi_weight"].mesh_axes == PartitionSpec("expert", "fsdp", "model")
+    assert specs["wo_weight"].mesh_axes == PartitionSpec("expert", "model", "fsdp")
+    axes = cfg.feed_forward.dim_to_mesh_axis_map
+    assert axes["ogsm"] == PartitionSpec(("data", "fsdp"), "expert", None, None)
+    tokens = PartitionSpec(("data", "fsdp"), "seq", None)
+    assert cfg.feed_forward.input_dim_to_partition_spec["bsm"] == tokens
+    # Where experts are applied, the dimensions that FSDP cuts up are whole.
+    weight = PartitionSpec("expert", None, "model")
+    assert cfg.feed_forward.input_dim_to_partition_spec["emh"] == weight
