@@ -9,7 +9,11 @@ import pytest
 from weft.config import config_for_function
 from weft.errors import ConfigModifierError
 from weft.hierarchy.linear import Linear
+from weft.hierarchy.moe_layer import TransformerFeedForwardMoE
 from weft.hierarchy.param_init import ConstantInitializer, DefaultInitializer
+from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
+from weft.hierarchy.stack import RepeatedTransformerLayer
+from weft.hierarchy.transformer import TransformerLayer
 from weft.input import host_to_global_device_array
 from weft.recipes.lm import lm_tiny
 from weft.trainer.collectives import collectives_of
@@ -23,7 +27,7 @@ from weft.trainer.parallelism import (
 NUM_LAYERS = 5  # a number that is no other size
 
 
-def config(**axes):
+def config(prepare=lambda cfg: cfg, /, **axes):
     cfg = lm_tiny().set(dir="", evalers={})
     cfg.model.decoder.set(dim=16)
     cfg.model.decoder.transformer.num_layers = NUM_LAYERS
@@ -32,7 +36,7 @@ def config(**axes):
     layer.feed_forward.hidden_dim = 32
     cfg.input.source.set(sequence_length=16)
     cfg.learner.optimizer.inner.learning_rate = 1e-3
-    return ParallelismModifier.default_config().set(**axes).instantiate()(cfg)
+    return ParallelismModifier.default_config().set(**axes).instantiate()(prepare(cfg))
 
 
 def set_initializer(cfg, weights):
@@ -54,8 +58,8 @@ def trainer_of(cfg):
 class Run:
     """Three steps of training."""
 
-    def __init__(self, **axes):
-        self.trainer = trainer_of(config(**axes))
+    def __init__(self, cfg):
+        self.trainer = trainer_of(cfg)
         self.trainer.init(jax.random.key(0))
         state, self.losses = self.trainer.trainer_state, []
         batch = next(iter(self.trainer.input.dataset()))
@@ -70,12 +74,12 @@ class Run:
 
 @pytest.fixture(scope="module")
 def alone():
-    return Run()
+    return Run(config())
 
 
 @pytest.fixture(scope="module")
 def fsdp():
-    return Run(fsdp=8)
+    return Run(config(fsdp=8))
 
 
 @pytest.mark.long
@@ -90,7 +94,7 @@ def fsdp():
     ids=lambda axes: ",".join(f"{name}={size}" for name, size in axes.items()),
 )
 def test_a_mesh_changes_no_losses(alone, fsdp, axes):
-    run = fsdp if axes == {"fsdp": 8} else Run(**axes)
+    run = fsdp if axes == {"fsdp": 8} else Run(config(**axes))
     assert run.losses[2] < run.losses[0]
     np.testing.assert_allclose(run.losses, alone.losses, rtol=2e-5)
     jax.tree.map(
@@ -98,6 +102,33 @@ def test_a_mesh_changes_no_losses(alone, fsdp, axes):
         run.trainer.trainer_state.model,
         alone.trainer.trainer_state.model,
     )
+
+
+def with_experts(cfg):
+    layer = cfg.model.decoder.transformer.layer
+    layer.feed_forward = TransformerFeedForwardMoE.default_config().set(
+        norm=layer.feed_forward.norm, hidden_dim=32, num_experts=4, num_groups=8
+    )
+    return cfg
+
+
+def with_four_layers(cfg):
+    cfg.model.decoder.transformer.num_layers = 4
+    return cfg
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("prepare", "axes"),
+    [
+        (with_experts, {"expert": 2, "fsdp": 2, "model": 2}),
+        (with_four_layers, {"pipeline": 4, "fsdp": 2, "num_microbatches": 4}),
+    ],
+    ids=["experts", "pipeline"],
+)
+def test_a_mesh_changes_no_losses_of_experts_and_pipelines(prepare, axes):
+    alone = config(prepare, **axes).set(mesh_shape=mesh_shape_from_axes())
+    np.testing.assert_allclose(Run(config(prepare, **axes)).losses, Run(alone).losses, rtol=2e-5)
 
 
 def bytes_per_device(tree):
@@ -200,3 +231,22 @@ def test_a_model_without_transformer_layers():
     cfg = lm_tiny().set(model=Linear.default_config())
     with pytest.raises(ConfigModifierError, match="finds no attention and no feed-forward layer"):
         ParallelismModifier.default_config().set(fsdp=2).instantiate()(cfg)
+
+
+def test_stacks_become_pipelines():
+    cfg = config(pipeline=2, fsdp=2).model.decoder.transformer
+    assert cfg.klass is PipelinedTransformerLayer
+    assert (cfg.num_layers, cfg.num_stages, cfg.num_microbatches) == (NUM_LAYERS, 2, 4)
+    assert cfg.stage.klass is RepeatedTransformerLayer
+
+
+@pytest.mark.parametrize("stages", [-1, 0])
+def test_stages_that_cannot_be(stages):
+    with pytest.raises(ConfigModifierError, match=f"pipeline={stages} stages: expected a positive"):
+        config(pipeline=stages)
+
+
+def test_a_pipeline_without_a_stack():
+    cfg = lm_tiny().set(model=TransformerLayer.default_config())
+    with pytest.raises(ConfigModifierError, match="and a RepeatedTransformerLayer or"):
+        ParallelismModifier.default_config().set(pipeline=2).instantiate()(cfg)

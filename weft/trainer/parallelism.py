@@ -30,12 +30,26 @@ from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.decoder import Decoder, LmHead
 from weft.hierarchy.embedding import Embedding
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
+from weft.hierarchy.moe_layer import DIM_TO_MESH_AXES, TransformerFeedForwardMoE
 from weft.hierarchy.multihead_attention import MultiheadAttention
 from weft.hierarchy.normalization import LayerNorm, RMSNorm
+from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
+from weft.hierarchy.stack import RepeatedTransformerLayer, StackedTransformerLayer
+from weft.typing import PartitionSpec
 
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
 BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
 _VECTORS = (BATCH_AXIS_NAMES, "seq", None)
+# By the letters of their axes, as in `weft.hierarchy.moe_layer`: weights over fsdp as well, and
+# groups of tokens over both axes that hold rows beside that of the experts.
+_OF_EXPERTS = {
+    dims: PartitionSpec(*(("data", "fsdp") if axis == "data" else axis for axis in axes))
+    for dims, axes in DIM_TO_MESH_AXES.items()
+} | {
+    "me": PartitionSpec("fsdp", None),
+    "emh": PartitionSpec("expert", "fsdp", "model"),
+    "ehm": PartitionSpec("expert", "model", "fsdp"),
+}
 
 
 def mesh_shape_from_axes(
@@ -92,6 +106,8 @@ class ParallelismModifier(ConfigModifier):
             fsdp: likewise.
             seq: likewise.
             model: likewise.
+            num_microbatches: into how many parts a pipeline divides a batch; twice as many as it
+              has stages if None.
         """
 
         pipeline: int = 1
@@ -100,8 +116,12 @@ class ParallelismModifier(ConfigModifier):
         fsdp: int = 1
         seq: int = 1
         model: int = 1
+        num_microbatches: int | None = None
 
     def __call__(self, cfg: Any) -> Any:
+        stages = self.config.pipeline
+        if stages != 1:
+            _into_stages(cfg.model, stages, self.config.num_microbatches or 2 * stages)
         if not _lay_out(cfg.model):
             raise ConfigModifierError(
                 f"{type(self).__name__} finds no attention and no feed-forward layer of "
@@ -116,19 +136,54 @@ class ParallelismModifier(ConfigModifier):
         )
 
 
-def _lay_out(model: ConfigBase) -> bool:
-    """Sets the layouts of the layers of a model; returns whether one is a transformer's."""
-    found: list[Any] = []
+def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
+    """The configs of classes in a model's config, with their paths."""
+    found: list[tuple[str, Any]] = []
 
     def enter(path: str, value: Any, children: list | None) -> list | None:
-        del path
         if isinstance(getattr(value, "klass", None), type):
-            found.append(value)
+            found.append((path, value))
         return children
 
     model.visit(visit_fn=lambda path, value: None, enter_fn=enter)
+    return found
+
+
+def _into_stages(model: Any, num_stages: int, num_microbatches: int) -> None:
+    """Makes pipelines of the stacks of a model that are none yet."""
+    stacks = [
+        (path, cfg)
+        for path, cfg in _layers(model)
+        if issubclass(cfg.klass, RepeatedTransformerLayer | StackedTransformerLayer)
+    ]
+    # Those inside of others, as the stage of a pipeline is, are parts of these.
+    outer = [
+        (path, cfg)
+        for path, cfg in stacks
+        if not any(path.startswith(f"{other}.") for other, _ in stacks)
+    ]
+    if num_stages < 1 or not outer:
+        raise ConfigModifierError(
+            f"ParallelismModifier cannot make a pipeline of pipeline={num_stages} stages: expected "
+            "a positive number, and a RepeatedTransformerLayer or StackedTransformerLayer in the "
+            "trainer's `model`."
+        )
+    for path, stack in outer:
+        pipelined = PipelinedTransformerLayer.default_config().set(
+            input_dim=stack.input_dim,
+            num_layers=stack.num_layers,
+            layer=stack.layer,
+            stage=stack,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+        )
+        model.set_recursively(path, value=pipelined)
+
+
+def _lay_out(model: ConfigBase) -> bool:
+    """Sets the layouts of the layers of a model; returns whether one is a transformer's."""
     has_layers = False
-    for cfg in found:
+    for _, cfg in _layers(model):
         if issubclass(cfg.klass, MultiheadAttention):
             set_attention_partition_specs(
                 cfg, batch_axis_names=BATCH_AXIS_NAMES, set_attn_activation_specs=True
@@ -138,6 +193,9 @@ def _lay_out(model: ConfigBase) -> bool:
             set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
             # As the residual stream and the output of attention, so that nothing moves in between.
             cfg.linear2.output_partition_spec = _VECTORS
+            has_layers = True
+        elif issubclass(cfg.klass, TransformerFeedForwardMoE):
+            cfg.dim_to_mesh_axis_map = dict(_OF_EXPERTS)
             has_layers = True
         else:
             _lay_out_around(cfg)
