@@ -40,7 +40,7 @@ def test_the_version_is_printed(capsys):
         (["train", "lm", "tiny"], "'tiny' is neither the only recipe nor of the form path=value"),
         (["train", "lmm"], "unknown recipe 'lmm'. Did you mean 'lm"),
         (["train", "runs/none"], "there is no file or directory 'runs/none'"),
-        (["config", "show", "lm-tny"], "Did you mean 'lm-tiny'?"),
+        (["config", "show", "lm-tny"], "Did you mean 'lm-tiny'"),
         (["tabulate", "x"], "unknown recipe 'x'. There are: "),
         (["sample", "runs/none"], "'runs/none' is no directory"),
     ],

@@ -1,4 +1,4 @@
-"""A run that begins with imported parameters, of which it trains adapters alone."""
+"""A run that begins with imported parameters, and adapters beside them."""
 
 import json
 
@@ -9,14 +9,13 @@ import pytest
 
 from weft.config import config_for_function
 from weft.errors import WeightsMismatchError
-from weft.hierarchy.lora import merge_adapters
-from weft.hierarchy.lora_setters import set_lora_recursively
+from weft.hierarchy.lora_setters import base_state, set_lora_recursively
 from weft.input.fake import FakeLmInput
 from weft.interop.huggingface import huggingface_model_config, to_huggingface
 from weft.serialization import save_safetensors
 from weft.trainer.imported_weights import ImportedWeightsBuilder, import_weights
-from weft.trainer.learner import Learner, UpdateType
-from weft.trainer.optimizers import adamw_optimizer
+from weft.trainer.learner import Learner
+from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.trainer import SpmdTrainer
 
 QWEN = {
@@ -24,7 +23,7 @@ QWEN = {
     "hidden_size": 8,
     "intermediate_size": 8,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "num_hidden_layers": 1,
     "vocab_size": 16,
     "eos_token_id": 1,
@@ -51,50 +50,39 @@ def shapes_of(cfg):
     return jax.eval_shape(model.initialize_parameters_recursively, jax.random.key(0))
 
 
-def trainer_of(directory, model, path):
+def test_a_run_begins_with_the_checkpoint_and_draws_its_adapters(base, tmp_path):
+    folder, cfg, params = base
+    model = cfg.clone()
     set_lora_recursively(model, rank=2, alpha=4.0)
-    optimizer = config_for_function(adamw_optimizer).set(
-        learning_rate=0.05, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1
-    )
-    cfg = SpmdTrainer.default_config().set(
+    trainer = SpmdTrainer.default_config().set(
         name="trainer",
-        dir=str(directory),
-        max_step=2,
+        dir=str(tmp_path),
         model=model,
         learner=Learner.default_config().set(
-            optimizer=optimizer,
-            update_rules=[
-                (".*/adapter/.*", UpdateType.ALL_UPDATES),
-                (".*", UpdateType.NO_UPDATE),
-            ],
+            optimizer=config_for_function(sgd_optimizer).set(
+                learning_rate=0.1, decouple_weight_decay=True
+            )
         ),
-        input=FakeLmInput.default_config().set(
-            is_training=True, global_batch_size=8, source_length=4, max_token_id=16
-        ),
-        mesh_shape=(8, 1),
+        input=FakeLmInput.default_config().set(is_training=True, global_batch_size=8),
+        mesh_shape=(4, 2),
         mesh_axis_names=("data", "model"),
-        init_state_builder=ImportedWeightsBuilder.default_config().set(path=str(path)),
+        init_state_builder=ImportedWeightsBuilder.default_config().set(path=str(folder)),
     )
-    return cfg.instantiate(parent=None)
-
-
-def leaves(tree):
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in found}
-
-
-def test_a_run_begins_with_the_checkpoint_and_trains_adapters_alone(base, tmp_path):
-    folder, cfg, params = base
-    trainer = trainer_of(tmp_path / "run", cfg.clone(), folder)
+    trainer = trainer.instantiate(parent=None)
     trainer.init(jax.random.key(0))
     begun = trainer.trainer_state.model
-    merged = merge_adapters(trainer.model, begun)
-    jax.tree.map(np.testing.assert_array_equal, merged, params)
-    before = leaves(begun)
-    trainer.run()
-    after = leaves(trainer.trainer_state.model)
-    changed = {path for path in before if (before[path] != after[path]).any()}
-    assert changed and all("/adapter/" in path for path in changed)
+    jax.tree.map(np.testing.assert_array_equal, base_state(begun), params)
+    specs = trainer.trainer_state_partition_specs.model
+    layouts = jax.tree.map(lambda x: x.sharding.spec, begun)
+    assert layouts == specs and any("model" in spec for spec in jax.tree.leaves(specs))
+    adapters = {
+        jax.tree_util.keystr(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(begun)
+        if "adapter" in jax.tree_util.keystr(path)
+    }
+    assert adapters
+    for name, value in adapters.items():
+        assert np.any(value) == ("lora_down" in name)
 
 
 def test_exported_files_are_read_by_the_names_of_the_parameters(base, tmp_path):
