@@ -11,12 +11,21 @@ from rich.console import Console
 from weft.cli.display import LineDisplay, LiveDisplay, make_display
 from weft.errors import CheckpointSaveError
 from weft.hierarchy.metrics import WeightedScalar
+from weft.hierarchy.parameter_spec import ParameterSpec
 
 
 def trainer(max_step=100):
     return types.SimpleNamespace(
         config=types.SimpleNamespace(max_step=max_step),
-        trainer_state=types.SimpleNamespace(model={"w": np.zeros((1000, 250), np.float32)}),
+        trainer_state=types.SimpleNamespace(
+            model={"w": np.zeros((1000, 250), np.float32), "mean": np.zeros(7)}
+        ),
+        trainer_state_specs=types.SimpleNamespace(
+            model={
+                "w": ParameterSpec((1000, 250)),
+                "mean": ParameterSpec((7,), is_state=True),
+            }
+        ),
     )
 
 

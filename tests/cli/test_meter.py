@@ -85,6 +85,12 @@ def test_a_run_without_end_or_tokens_has_no_time_left_or_speed():
     assert reading.seconds_left is None and reading.tokens_per_second is None
 
 
+def test_without_tokens_the_examples_are_counted():
+    reading = run(Meter(100, Clock()), range(1, 13), batch={"image": np.zeros((4, 8, 8))})
+    assert reading.tokens_per_second is None
+    assert reading.examples_per_second == pytest.approx(4.0)
+
+
 def test_bits_per_byte_come_from_the_summaries():
     summaries = {"decoder": {"bits_per_byte": WeightedScalar(jnp.float32(2.5), jnp.float32(9.0))}}
     assert run(Meter(9, Clock()), [1], summaries=summaries).bits_per_byte == 2.5

@@ -48,3 +48,16 @@ def test_no_arrays_are_made(capsys, monkeypatch):
     for draw in ("normal", "uniform", "truncated_normal"):
         monkeypatch.setattr(jax.random, draw, refuse)
     assert table(capsys)
+
+
+def test_state_is_told_apart_from_parameters(capsys):
+    assert main(["tabulate", "digits", "model.features=(4,)"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert rows["model"][0] == "LibraryModel"
+    assert rows["batch_stats"] == ["8"]
+    parameters = 4 * 9 + 2 * 4 + 4 * 4 * 4 * 10 + 10
+    assert any(
+        line.startswith(f"{parameters} parameters, and 8 values of state, ") for line in lines
+    )
+    assert "products of activations" not in "".join(lines)

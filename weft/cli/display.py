@@ -19,9 +19,11 @@ from rich.text import Text
 
 from weft.cli.meter import Meter, Reading, scalar
 from weft.errors import CheckpointSaveError
+from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.trainer.progress import RunListener
 
 _SECONDS_BETWEEN_LINES = 10.0
+_METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
 def make_display(console: Console, dir: str) -> "Display":
@@ -68,7 +70,9 @@ class Display(RunListener):
         self.resumed_from = resumed_from
         self._max_step = trainer.config.max_step
         self._meter = Meter(self._max_step)
-        leaves = jax.tree.leaves(trainer.trainer_state.model)
+        specs = jax.tree.leaves(trainer.trainer_state_specs.model, is_leaf=_is_spec)
+        values = jax.tree.leaves(trainer.trainer_state.model)
+        leaves = [x for x, spec in zip(values, specs, strict=True) if not spec.is_state]
         self.parameters = sum(leaf.size for leaf in leaves)
         size = sum(leaf.nbytes for leaf in leaves)
         self.say(f"model      {self.parameters:,} parameters, {bytes_text(size)}")
@@ -88,7 +92,7 @@ class Display(RunListener):
             self._show(reading)
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        found = {key: scalar(summaries, key) for key in ("loss", "bits_per_byte")}
+        found = {key: scalar(summaries, key) for key in _METRICS}
         values = {key: float(value) for key, value in found.items() if value is not None}
         self.evals[name] = (step, values)
         self.say(f"step {step:,}  {name}: {loss_text(values)}")
@@ -171,6 +175,10 @@ class LiveDisplay(Display):
         return Group(line, Text(" · ".join(notes), style="dim"))
 
 
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, ParameterSpec)
+
+
 def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
     """What a reading says, in pieces.
 
@@ -183,6 +191,8 @@ def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
         texts.append(f"{reading.bits_per_byte:.2f} bits per byte")
     if reading.tokens_per_second is not None:
         texts.append(f"{reading.tokens_per_second:,.0f} tokens/s")
+    if reading.examples_per_second is not None:
+        texts.append(f"{reading.examples_per_second:,.0f} examples/s")
     if reading.seconds_left is not None:
         texts.append(f"{duration_text(reading.seconds_left)} left")
     return texts
@@ -193,10 +203,14 @@ def loss_text(values: Mapping[str, float]) -> str:
 
     >>> loss_text({"loss": 1.5, "bits_per_byte": 2.164})
     'loss 1.500, 2.16 bits per byte'
+    >>> loss_text({"loss": 0.05, "accuracy": 0.9889})
+    'loss 0.050, 98.9% right'
     """
     texts = [f"loss {values['loss']:.3f}"] if "loss" in values else []
     if "bits_per_byte" in values:
         texts.append(f"{values['bits_per_byte']:.2f} bits per byte")
+    elif "accuracy" in values:
+        texts.append(f"{values['accuracy']:.1%} right")
     return ", ".join(texts) or "done"
 
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from weft.hierarchy.summary import Summary
@@ -28,6 +29,7 @@ class Reading(NamedTuple):
         bits_per_byte: None if the model does not report them.
         tokens_per_second: Over the last steps; None for data without tokens, or too early to tell.
         seconds_left: Until the last step; None for a run without one, or too early to tell.
+        examples_per_second: As `tokens_per_second`, for data without tokens.
     """
 
     step: int
@@ -35,6 +37,7 @@ class Reading(NamedTuple):
     bits_per_byte: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
+    examples_per_second: float | None = None
 
 
 class Meter:
@@ -51,7 +54,7 @@ class Meter:
         self._waiting: deque[tuple[int, Any, Any]] = deque()
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._first: tuple[int, float] | None = None
-        self._tokens_per_step = 0
+        self._tokens_per_step = self._examples_per_step = 0
         self._speed: float | None = None
 
     def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
@@ -67,6 +70,8 @@ class Meter:
         """
         if isinstance(batch, Mapping) and "input_ids" in batch:
             self._tokens_per_step = int(np.prod(np.shape(batch["input_ids"])))
+        elif fields := jax.tree.leaves(batch):
+            self._examples_per_step = int(np.shape(fields[0])[0]) if np.shape(fields[0]) else 0
         bits = scalar(outputs.get("summaries", {}), "bits_per_byte")
         self._waiting.append((step, outputs["loss"], bits))
         return self._read() if len(self._waiting) > _DELAY else None
@@ -93,12 +98,21 @@ class Meter:
             self._first = self._first or (step, now)
             self._measure_speed()
             seconds_left = self._seconds_left(step, now)
-        return Reading(step, loss, bits, self._speed, seconds_left)
+        tokens, examples = self._tokens_per_step, self._examples_per_step
+        per_second = None if self._speed is None else self._speed * (tokens or examples)
+        return Reading(
+            step,
+            loss,
+            bits,
+            tokens_per_second=per_second if tokens else None,
+            examples_per_second=per_second if examples and not tokens else None,
+            seconds_left=seconds_left,
+        )
 
     def _measure_speed(self) -> None:
         (first, start), (last, end) = self._recent[0], self._recent[-1]
-        if self._tokens_per_step and len(self._recent) >= _FEWEST and end > start:
-            self._speed = self._tokens_per_step * (last - first) / (end - start)
+        if len(self._recent) >= _FEWEST and end > start:
+            self._speed = (last - first) / (end - start)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
         """By the time that steps took so far, with the evaluations and savings between them."""

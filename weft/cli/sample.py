@@ -8,10 +8,12 @@ import jax
 
 from weft.cli.configs import run_config
 from weft.cli.generate import find_tokenizer, generate
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointNotFoundError, CommandLineError
 from weft.hierarchy.module import Module
 from weft.trainer.checkpointer import CheckpointValidationType
 from weft.trainer.mesh import build_mesh
+from weft.trainer.model import build_model
 from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
@@ -54,8 +56,8 @@ def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
     """
     axes = cfg.mesh_axis_names
     mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
-    with jax.set_mesh(mesh):
-        model = cfg.model.set(name="model").instantiate(parent=None)
+    with jax.set_mesh(mesh), logical_axis_rules(cfg.logical_axis_rules):
+        model = build_model(cfg)
         checkpointer = cfg.checkpointer.set(
             name="checkpointer",
             dir=os.path.join(cfg.dir, CHECKPOINTS_DIR),

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from weft.cli.configs import load_config
 from weft.cli.display import bytes_text
 from weft.cli.tables import count_text, layout_text, shape_text, table_console, tree_table
+from weft.core.axis_rules import logical_axis_rules
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.trainer.flops import Flops, count_flops
+from weft.trainer.model import build_model
 
 
 class Row(NamedTuple):
@@ -33,8 +35,9 @@ class Row(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
     cfg = load_config(arguments.recipe, arguments.overrides)
-    model = cfg.model.set(name="model").instantiate(parent=None)
-    specs = model.create_parameter_specs_recursively()
+    with logical_axis_rules(cfg.logical_axis_rules):
+        model = build_model(cfg)
+        specs = model.create_parameter_specs_recursively()
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
     table = tree_table("module", columns, numbers=["parameters", "FLOPs"])
@@ -92,10 +95,16 @@ def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
 def _totals(specs: Any, flops: Flops) -> Iterator[str]:
     leaves = _leaves(specs)
     size = sum(math.prod(s.shape) * _dtype(s).itemsize for s in leaves)
-    yield f"{_values(leaves):,} parameters, {bytes_text(size)}"
+    of_state = _values([spec for spec in leaves if spec.is_state])
+    beside = f", and {of_state:,} values of state" if of_state else ""
+    yield f"{_values(leaves) - of_state:,} parameters{beside}, {bytes_text(size)}"
+    of_activations = (
+        f"of which {count_text(flops[None])} are products of activations, as in attention; "
+        if flops[None]
+        else ""
+    )
     yield (
-        f"{count_text(flops.total())} FLOPs for the loss of an example, of which "
-        f"{count_text(flops[None])} are products of activations, as in attention; "
+        f"{count_text(flops.total())} FLOPs for the loss of an example, {of_activations}"
         "a training step takes about three times as many"
     )
 

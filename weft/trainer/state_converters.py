@@ -13,6 +13,7 @@ from weft.errors import StateBuilderError
 from weft.trainer.builder_base import Builder, Converter
 from weft.trainer.checkpoint_index import flatten_state
 from weft.trainer.mesh import build_mesh, named_sharding
+from weft.trainer.model import build_model
 from weft.trainer.train_step import TrainerState
 
 
@@ -128,8 +129,7 @@ class BaseConverterFromPretrainedModel(Converter):
         mesh = jax.sharding.get_mesh()
         if cfg.mesh_shape is not None:
             mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
-        source = trainer_cfg.model.set(name="model")
-        model: Any = source.instantiate(parent=None)
+        model: Any = build_model(trainer_cfg)
         specs = dict(flatten_state(model.create_parameter_specs_recursively()))
         shaped = {
             path: jax.ShapeDtypeStruct(
