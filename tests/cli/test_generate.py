@@ -1,14 +1,18 @@
 """Generated text, from a model that says what comes next by a rule."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from weft import linen
 from weft.cli.configs import load_config
 from weft.cli.generate import find_tokenizer, generate
+from weft.config import config_for_class
 from weft.errors import CommandLineError
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.decoding import SampleOutputs
 from weft.input import ByteTokenizer
+from weft.trainer.model import LibraryModel
 
 
 class Successor(BaseModel):
@@ -32,6 +36,44 @@ def run(model=Successor, **kwargs):
 @pytest.mark.parametrize(("num_tokens", "text"), [(1, "c"), (2, "cd"), (9, "cde")])
 def test_only_what_was_added_is_returned_up_to_the_end(num_tokens, text):
     assert run(num_tokens=num_tokens) == text
+
+
+class NextByte(linen.Module):
+    """The same by its logits, and only for what it has seen."""
+
+    def __call__(self, input_batch):
+        return jnp.float32(0), {}
+
+    def predict(self, input_batch):
+        following = input_batch["input_ids"] + 1
+        following = jnp.where(following > ord("e"), ByteTokenizer.eos_id, following)
+        return {"logits": 99.0 * jax.nn.one_hot(following, 264)}
+
+
+class Silent(linen.Module):
+    def __call__(self, input_batch):
+        return jnp.float32(0), {}
+
+
+def of_library(layer):
+    inputs = ({"input_ids": jax.ShapeDtypeStruct((1, 4), jnp.int32)},)
+    return LibraryModel.default_config().set(layer=config_for_class(layer), inputs=inputs)
+
+
+class Of:
+    def __init__(self, config):
+        self.default_config = lambda: config
+
+
+@pytest.mark.parametrize(("num_tokens", "text"), [(1, "c"), (9, "cde")])
+def test_a_module_that_predicts_logits_generates_as_well(num_tokens, text):
+    assert run(Of(of_library(NextByte)), num_tokens=num_tokens) == text
+    assert run(Of(of_library(NextByte)), num_tokens=num_tokens, temperature=0.0) == text
+
+
+def test_a_module_that_predicts_nothing_does_not():
+    with pytest.raises(CommandLineError, match=r"LibraryModel generates no text.*`predict"):
+        run(Of(of_library(Silent)))
 
 
 def test_a_model_without_text_is_named():

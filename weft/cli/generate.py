@@ -11,6 +11,7 @@ from weft.errors import CommandLineError
 from weft.functional import scale_by
 from weft.hierarchy.module import Module, functional
 from weft.input.text import Tokenizer
+from weft.trainer.model import LibraryModel
 from weft.trainer.run_record import values_named
 
 
@@ -51,9 +52,11 @@ def generate(
     Raises:
         CommandLineError: if the model does not generate text, or a number is out of range.
     """
-    if not hasattr(model, "sample_decode"):
+    if not generates(model):
         raise CommandLineError(
-            f"{type(model).__name__} generates no text. Sample from a run of a language model."
+            f"{type(model).__name__} generates no text. Sample from a run of a language model: of "
+            "the hierarchy, or with a method `predict(input_batch)` that returns the `logits` for "
+            "`input_ids`."
         )
     if num_tokens < 1 or temperature < 0:
         raise CommandLineError(
@@ -62,10 +65,30 @@ def generate(
         )
     # A document begins with the token that ends the one before.
     ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
-    num_prompt = len(ids) - 1
+    sample = _by_decoding if hasattr(model, "sample_decode") else _by_predicting
+    # The result leaves out the first token.
+    added = sample(model, params, ids, num_tokens, temperature, jax.random.key(seed))
+    added = np.asarray(added)[len(ids) - 1 :]
+    ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
+    return tokenizer.decode(added[: ends[0]] if len(ends) else added)
+
+
+def generates(model: Module) -> bool:
+    """Whether `generate` can sample from a model.
+
+    Args:
+        model: Of a trainer.
+    """
+    return hasattr(model, "sample_decode") or (isinstance(model, LibraryModel) and model.predicts)
+
+
+def _by_decoding(
+    model: Module, params: Any, ids: np.ndarray, num_tokens: int, temperature: float, key: Any
+) -> Any:
+    """Token after token, by the model's own method."""
     inputs = {
         "input_batch": {"prefix": jnp.asarray(ids[None], jnp.int32)},
-        "max_sequence_length": num_prompt + num_tokens,
+        "max_sequence_length": len(ids) - 1 + num_tokens,
         "logits_modifier": scale_by(temperature),
     }
 
@@ -79,9 +102,35 @@ def generate(
             method="sample_decode",
             is_training=False,
         )
-        return outputs.sequences
+        return outputs.sequences[0, 0]
 
-    # The result leaves out the first token.
-    added = np.asarray(sample(params, jax.random.key(seed)))[0, 0, num_prompt:]
-    ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
-    return tokenizer.decode(added[: ends[0]] if len(ends) else added)
+    return sample(params, key)
+
+
+def _by_predicting(
+    model: Module, params: Any, ids: np.ndarray, num_tokens: int, temperature: float, key: Any
+) -> Any:
+    """Token after token, by the logits for all so far: a model without a cache has no other way."""
+    modify = scale_by(temperature)
+
+    def add(at: Any, carried: Any) -> Any:
+        tokens, key, params = carried
+        outputs, _ = functional(
+            model,
+            prng_key=None,
+            state=params,
+            inputs={"input_batch": {"input_ids": tokens[None]}},
+            method="predict",
+            is_training=False,
+        )
+        key, draw = jax.random.split(key)
+        logits = modify(outputs["logits"][0, at][None])[0]
+        return tokens.at[at + 1].set(jax.random.categorical(draw, logits)), key, params
+
+    @jax.jit
+    def sample(params: Any, tokens: Any, key: Any) -> Any:
+        first, last = len(ids) - 1, len(ids) - 1 + num_tokens
+        return jax.lax.fori_loop(first, last, add, (tokens, key, params))[0][1:]
+
+    tokens = np.concatenate([ids, np.zeros(num_tokens, ids.dtype)])
+    return sample(params, jnp.asarray(tokens, jnp.int32), key)

@@ -87,6 +87,15 @@ class Model(abc.ABC):
         """
         return collection == "params"
 
+    def has_method(self, name: str) -> bool:
+        """Whether the layer has a method of a name, as far as this is known before it is made.
+
+        Args:
+            name: of the method.
+        """
+        layer = getattr(self, "module", None)
+        return callable(getattr(getattr(layer, "made", layer), name, None))
+
     def _key(self) -> Fixed:
         attributes = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         return Fixed((type(self), tuple(attributes.items())))

@@ -22,7 +22,7 @@ from weft.config.names import did_you_mean
 from weft.errors import BatchFieldError, ModelCallError, ModelOutputError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.metrics import WeightedScalar
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, nowrap
 from weft.interop.hierarchy import InHierarchy
 from weft.typing import Tensor
 
@@ -50,6 +50,12 @@ class LibraryModel(InHierarchy):
             rows = fields[0].shape[0] if fields else 1
             self.add_summary("loss", WeightedScalar(loss, rows))
         return loss, aux
+
+    @property
+    @nowrap
+    def predicts(self) -> bool:
+        """Whether the module has a method `predict`."""
+        return self._model.has_method("predict")
 
     def predict(self, input_batch: Mapping[str, Any]) -> Any:
         """What the module's own method `predict` makes of a batch.
