@@ -37,6 +37,9 @@ from weft.input.text import BYTES
 from weft.input.token_files import document_text
 from weft.input.tokenizer import Tokenizer
 
+# Packed as one feature, which costs half as much as two.
+_PAIRS = "pairs"
+
 
 def lm_stream_source(
     *,
@@ -101,18 +104,15 @@ def lm_stream_source(
             ),
             sequence_length,
             num_bins=None if split_documents else global_batch_size,
-        ).map(_Features(loaded))
+        )
         if not is_training:
             packed = pad_for_evaluation(
-                packed,
-                per_feed_batch_size=global_batch_size,
-                pad_example_fn=_Padding(loaded.pad_id),
-                max_num_examples=sys.maxsize,
+                packed, per_feed_batch_size=global_batch_size, max_num_examples=sys.maxsize
             )
         rows = feed_batch_size(global_batch_size, dispatch_config)
         start = rows * dispatch_config.flat_index()
         batches = maybe_to_iter_dataset(packed.batch(global_batch_size, drop_remainder=True))
-        return batches.map(_Rows(start, start + rows))
+        return batches.map(_Features(loaded, slice(start, start + rows)))
 
     return build_dataset
 
@@ -130,7 +130,7 @@ def _in_order(
 
 
 def _packed(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grain.IterDataset:
-    lengths = {"input_ids": length, "target_labels": length}
+    lengths = {_PAIRS: length}
     if num_bins is None:
         return grain.experimental.ConcatThenSplitIterDataset(ds, length_struct=lengths)
     return grain.experimental.FirstFitPackIterDataset(
@@ -142,7 +142,7 @@ def _packed(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grai
 
 
 class _Tokenize:
-    """A document as inputs and the tokens after them."""
+    """A document as pairs of an input and the token after it, `Int32["tokens 2"]`."""
 
     def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
         self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
@@ -157,47 +157,24 @@ class _Tokenize:
             )
         with_ends = np.full(len(tokens) + 2, self._tokenizer.eos_id, np.int32)
         with_ends[1:-1] = tokens
-        return {"input_ids": with_ends[:-1], "target_labels": with_ends[1:]}
+        return {_PAIRS: np.stack([with_ends[:-1], with_ends[1:]], axis=1)}
 
 
 class _Features:
-    """The features of `PackedSequences`, from those that Grain makes."""
+    """The features of `PackedSequences`, of the rows of a global batch that one process keeps."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._eos_id, self._pad_id = tokenizer.eos_id, tokenizer.pad_id
-        self._token_num_bytes = tokenizer.token_num_bytes
-
-    def __call__(self, packed: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        segments = packed["input_ids_segment_ids"]
-        live = segments > 0
-        targets = np.where(live, packed["target_labels"], self._pad_id)
-        sizes = self._token_num_bytes[targets]
-        return {
-            "input_ids": np.where(live, packed["input_ids"], self._pad_id).astype(np.int32),
-            "target_labels": targets.astype(np.int32),
-            "target_num_bytes": np.array(sizes.sum(), np.int32),
-            "input_segment_ids": segments,
-            "input_positions": packed["input_ids_positions"],
-        }
-
-
-class _Padding:
-    """An example like the given one in which nothing counts."""
-
-    def __init__(self, pad_id: int):
-        self._pad_id = pad_id
-
-    def __call__(self, example: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        zeros = {name: np.zeros_like(value) for name, value in example.items()}
-        ids = ("input_ids", "target_labels")
-        return zeros | {name: np.full_like(example[name], self._pad_id) for name in ids}
-
-
-class _Rows:
-    """The rows of a global batch that one process keeps."""
-
-    def __init__(self, start: int, end: int):
-        self._rows = slice(start, end)
+    def __init__(self, tokenizer: Tokenizer, rows: slice):
+        self._pad_id, self._token_num_bytes = tokenizer.pad_id, tokenizer.token_num_bytes
+        self._rows = rows
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {name: values[self._rows] for name, values in batch.items()}
+        segments = batch[f"{_PAIRS}_segment_ids"][self._rows]
+        pairs = np.where(segments[..., None] > 0, batch[_PAIRS][self._rows], self._pad_id)
+        inputs, targets = pairs[..., 0].astype(np.int32), pairs[..., 1].astype(np.int32)
+        return {
+            "input_ids": inputs,
+            "target_labels": targets,
+            "target_num_bytes": self._token_num_bytes[targets].sum(axis=1, dtype=np.int32),
+            "input_segment_ids": segments,
+            "input_positions": batch[f"{_PAIRS}_positions"][self._rows],
+        }
