@@ -6,10 +6,12 @@ module that is called, so that it finds its own state, key and outputs; `functio
 one and makes the whole a pure function.
 """
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, Union
 
 import jax
@@ -55,6 +57,7 @@ __all__ = [
     "install_context_stack",
     "new_output_collection",
     "nowrap",
+    "observed_calls",
     "propagate_repeated_output_collections",
     "scan_in_context",
     "set_current_context",
@@ -99,12 +102,38 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         try:
             with set_current_context(self._child_context_of(context), require_parent=False):
-                return self._call_in_context(method, *args, **kwargs)
+                result = self._call_in_context(method, *args, **kwargs)
+                for observer in _OBSERVERS.stack:
+                    observer(self, method.__name__, result)
+                return result
         except Exception as error:
             _note_path(error, self, method.__name__)
             raise
 
     return call
+
+
+class _Observers(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Callable[[Module, str, Any], None]] = []
+
+
+_OBSERVERS = _Observers()
+
+
+@contextlib.contextmanager
+def observed_calls(observer: Callable[["Module", str, Any], None]) -> Iterator[None]:
+    """While open, a function sees what each module's methods give when other modules call them.
+
+    Args:
+        observer: called with the module, the method's name and its result, in the order in which
+            the calls end, within the transformation in which they are.
+    """
+    _OBSERVERS.stack.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.stack.remove(observer)
 
 
 def _note_path(error: Exception, module: "Module", method: str) -> None:

@@ -46,6 +46,9 @@ MAY_CHANGE = frozenset(
         "watchdog_timeout_seconds",
         "crash_on_hang_timeout_seconds",
         "readiness_timeout_seconds",
+        "status_port",
+        # What a person changes to get past the step at which a run has stopped.
+        "anomaly_policy",
         "early_stopping",
         "throughput",
         "compilation_cache_dir",
@@ -208,7 +211,16 @@ def _changes(path: Path, cfg: Any) -> list[str]:
     except ConfigError:
         # It holds what no text can, such as a lambda; two of its kind look the same in both.
         return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
-    return [str(c) for c in diff(before, cfg) if re.split(r"[.\[]", c.path)[0] not in MAY_CHANGE]
+    return [str(c) for c in diff(before, cfg) if not _may_change(c.path)]
+
+
+# How arrays of a model lie over the mesh, wherever in its config that is said.
+_LAYOUT = re.compile(r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$")
+
+
+def _may_change(path: str) -> bool:
+    names = re.split(r"[.\[]", path)
+    return names[0] in MAY_CHANGE or any(map(_LAYOUT.search, names))
 
 
 def _field_texts(text: str) -> dict[str, str]:

@@ -32,6 +32,7 @@ from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.module import Module
 from weft.hierarchy.transforms import CONTEXTS
 from weft.input import Input, PrefetchingIterator
+from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
@@ -39,7 +40,7 @@ from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.early_stopping import EarlyStopping
 from weft.trainer.eval_policy import AtEndPolicy
 from weft.trainer.evaler import SpmdEvaler
-from weft.trainer.interruption import GracefulStop, StopRun, graceful_stop
+from weft.trainer.interruption import GracefulStop, StopRun
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
     HybridMeshShape,
@@ -49,6 +50,7 @@ from weft.trainer.mesh import (
 )
 from weft.trainer.model import model_config
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended
+from weft.trainer.run_life import run_life, void_later_summaries
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
 from weft.trainer.run_state import RunState
 from weft.trainer.save_failures import save_at_end, save_if_due
@@ -62,17 +64,16 @@ from weft.trainer.state import (
 from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.step_analysis import aot_model_analysis
 from weft.trainer.step_traces import StepTraces
-from weft.trainer.summary_writer import BaseWriter, CheckpointerAction, SummaryWriter
+from weft.trainer.summary_writer import BaseWriter, SummaryWriter
 from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
-from weft.trainer.train_step import TrainerState, loss_is_finite, train_step
+from weft.trainer.train_step import TrainerState, train_step
 from weft.trainer.training_batches import (
     batch_partition,
     batch_shapes,
     check_batches,
     open_batches,
 )
-from weft.trainer.watchdog import Watchdog
 from weft.typing import DType, PartitionSpec, Tensor
 
 __all__ = [
@@ -125,6 +126,8 @@ class SpmdTrainer(Module):
             crash_on_hang_timeout_seconds: after how long without progress the process is ended.
             readiness_timeout_seconds: how long the first of several processes that is ready for its
               first step waits for the last one.
+            status_port: of a page with the run's status, for this machine; 0 for any free one.
+            anomaly_policy: what to do about steps whose loss is undefined or jumps.
             start_trace_steps: steps at which a profiler trace is started.
             n_steps_for_each_trace: how many steps a trace covers, 3 if None.
             start_trace_process_indices: the processes that trace, or "all".
@@ -158,6 +161,8 @@ class SpmdTrainer(Module):
         watchdog_timeout_seconds: float | None = None
         crash_on_hang_timeout_seconds: float | None = None
         readiness_timeout_seconds: float = 1800
+        status_port: int | None = None
+        anomaly_policy: AnomalyPolicy.Config | None = None
         start_trace_steps: Sequence[int] = []
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
@@ -199,7 +204,8 @@ class SpmdTrainer(Module):
         if self._early_stopping is not None:
             self._early_stopping.check(cfg.evalers)
         policies = {f"evalers/{name}": self.children[name].eval_policy for name in cfg.evalers}  # pyright: ignore[reportAttributeAccessIssue]
-        self._run_state = RunState({"early_stopping": self._early_stopping, **policies})
+        policies |= {"early_stopping": self._early_stopping, "anomalies": self._train_step}
+        self._run_state = RunState(policies)
         self._traces = StepTraces(
             cfg.dir,
             cfg.start_trace_steps,
@@ -327,6 +333,9 @@ class SpmdTrainer(Module):
             model_specs=self._state_specs.model,
             train_dtype=maybe_instantiate(self.config.train_dtype),
         )
+        if self.config.anomaly_policy is not None:
+            policy = self.config.anomaly_policy.instantiate()
+            return AnomalyGuard(policy, step, shardings=self._shardings, mesh=self._mesh)
         return lifting.jit(
             CONTEXTS,
             step,
@@ -388,22 +397,18 @@ class SpmdTrainer(Module):
             BatchShardingError: if the batches do not fit the mesh.
             RunDirError: if the directory belongs to another config.
             UndefinedLossException: if the loss becomes NaN or infinite.
+            LossSpikeError: if the loss jumps, and the policy is to stop then.
             CheckpointSaveError: if the last step, or on a disk with room any step that was due,
               could not be saved.
             ProcessesNotReadyError: if another process does not come to the first step.
             ProcessLostError: if another process ends or fails.
         """
-        cfg, listener = self.config, listener or RunListener()
+        cfg = self.config
         with self.mesh():
             check_batches(self.input, self._batch_partition())
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
-            watchdog = stack.enter_context(
-                Watchdog(cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
-            )
-            stop = stack.enter_context(
-                graceful_stop(watchdog.report, cfg.readiness_timeout_seconds)
-            )
+            stop, listener = stack.enter_context(run_life(cfg, listener))
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())
@@ -412,8 +417,9 @@ class SpmdTrainer(Module):
             stack.push(self._close)
 
             resumed_from = self.restore_checkpoint()
+            first_key = jax.random.key(cfg.seed) if prng_key is None else prng_key
             if resumed_from is None:
-                self.init(jax.random.key(cfg.seed) if prng_key is None else prng_key)
+                self.init(first_key)
             if started_before:
                 self._void_later_summaries()
             self.summary_writer.log_config(cfg, step=self._step)
@@ -421,7 +427,7 @@ class SpmdTrainer(Module):
                 self._throughput.start(cfg.dir, self._step)
             listener.on_start(self, resumed_from)
 
-            evaler_summaries, stopped = self._run_steps(stop, listener)
+            evaler_summaries, stopped = self._run_steps(stop, listener, first_key)
             by_signal = stopped is not None and stopped.wish.kind == "signal"
             self._save_last(listener, even_before_first=by_signal)
             if stopped is not None and stopped.error is not None:
@@ -432,25 +438,19 @@ class SpmdTrainer(Module):
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or not has_ended(reason):
                 return None
-            wanted = (
-                set(cfg.evalers) if return_evaler_summaries is True else return_evaler_summaries
-            )
+            all_names = return_evaler_summaries is True
+            wanted = set(cfg.evalers if all_names else return_evaler_summaries)  # pyright: ignore[reportArgumentType]
             missing = wanted - evaler_summaries.keys()
             evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
 
     def _void_later_summaries(self) -> None:
-        """Tells the writers that the run goes on from here, whatever an earlier start reported."""
-        for reporter in (self, *(self.children[name] for name in self.config.evalers)):
-            reporter.summary_writer.log_checkpoint(  # pyright: ignore[reportAttributeAccessIssue]
-                _below(self.config, CHECKPOINTS_DIR),
-                state=self._state,
-                action=CheckpointerAction.RESTORE,
-                step=self._step,
-            )
+        reporters = (self, *(self.children[name] for name in self.config.evalers))
+        checkpoints = _below(self.config, CHECKPOINTS_DIR)
+        void_later_summaries(reporters, checkpoints, step=self._step, state=self._state)
 
     def _run_steps(
-        self, stop: GracefulStop, listener: RunListener
+        self, stop: GracefulStop, listener: RunListener, first_key: Tensor
     ) -> tuple[dict[str, Any], StopRun | None]:
         """Runs the steps that are left; returns the last evaluations, and what stopped it."""
         evaler_summaries: dict[str, Any] = {}
@@ -473,6 +473,9 @@ class SpmdTrainer(Module):
                 )
                 compiled = True
                 outputs = self._run_step(batch, listener)
+                if outputs is None:
+                    self._rewind(first_key)
+                    continue
                 stop.doing(f"evaluating or saving after step {self._step}")
                 with self._throughput.paused() if self._throughput else contextlib.nullcontext():
                     evaler_summaries = self._run_evalers(outputs["summaries"], listener)
@@ -484,12 +487,21 @@ class SpmdTrainer(Module):
             return evaler_summaries, stopped
         return evaler_summaries, None
 
-    def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any]:
+    def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any] | None:
+        """Runs a step; returns its outputs, or None if the run is to be rewound."""
         cfg, step = self.config, self._step + 1
         with self._traces.around(step) as computes:
             self._state, outputs = self._train_step(self._state, batch)
             self._step = step
             computes(outputs)
+        guard, loss = self._train_step, outputs["loss"]
+        if isinstance(guard, AnomalyGuard):
+            if guard.wants_rewind(step, loss, self._state, batch):
+                return None
+        elif (
+            step % (cfg.log_every_n_steps or 10) == 0 and not self.learner.handles_undefined_loss()
+        ):
+            check_loss(loss, step)
         listener.on_step(step, outputs, batch)
         summaries = {"loss": outputs["loss"], **outputs["summaries"]}
         if self._throughput is not None:
@@ -502,19 +514,19 @@ class SpmdTrainer(Module):
                 input_wait_seconds=self._batches.wait_seconds if self._batches else 0.0,
             )
         self.summary_writer(step, summaries)
-        if step % (cfg.log_every_n_steps or 10) == 0:
-            self._check_loss(outputs["loss"])
-            if cfg.log_every_n_steps:
-                logger.info("step %d: loss %.4f", step, float(outputs["loss"]))
+        if cfg.log_every_n_steps and step % cfg.log_every_n_steps == 0:
+            logger.info("step %d: loss %.4f", step, float(loss))
         return outputs
 
-    def _check_loss(self, loss: Tensor) -> None:
-        if not self.learner.handles_undefined_loss() and not loss_is_finite(loss):
-            raise UndefinedLossException(
-                f"the loss after step {self._step} is {float(loss)}; the last checkpoint is from "
-                "before. Lower the learning rate or clip gradients, or let the learner skip such "
-                "steps: `learner.ignore_undefined_loss=True`."
-            )
+    def _rewind(self, first_key: Tensor) -> None:
+        """Goes back to the last checkpoint, or to the start, but not in the data."""
+        assert self._batches is not None
+        position = self._batches.get_state()
+        self.checkpointer.wait_until_finished()
+        if self.restore_checkpoint() is None:
+            self.init(first_key)
+        self._batches.set_state(position)
+        self._void_later_summaries()
 
     def _run_evalers(
         self,

@@ -23,6 +23,9 @@ class Watchdog:
             further such time; None for never.
         crash_after_seconds: after how long the process is ended by SIGABRT; None for never.
 
+    Attributes:
+        doing: what the run did at the last report.
+
     Example:
         >>> with Watchdog(timeout_seconds=60.0) as watchdog:
         ...     watchdog.report("step 1")
@@ -35,12 +38,17 @@ class Watchdog:
         self._crash_after = crash_after_seconds
         self._stopped = threading.Event()
         self._last = time.monotonic()
-        self._doing = "starting"
+        self.doing = "starting"
         self._thread: threading.Thread | None = None
 
     def report(self, doing: str) -> None:
         """Says that the run is alive, and what it does next."""
-        self._last, self._doing = time.monotonic(), doing
+        self._last, self.doing = time.monotonic(), doing
+
+    @property
+    def silent_seconds(self) -> float:
+        """The time since the last report."""
+        return time.monotonic() - self._last
 
     def __enter__(self) -> "Watchdog":
         self._last = time.monotonic()
@@ -74,7 +82,7 @@ class Watchdog:
 
     def _print_stacks(self, silent: float) -> None:
         logger.error(
-            "No progress for %.0f s while %s. The stacks of all threads:", silent, self._doing
+            "No progress for %.0f s while %s. The stacks of all threads:", silent, self.doing
         )
         faulthandler.dump_traceback(file=_stderr(), all_threads=True)
 

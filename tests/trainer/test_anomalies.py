@@ -1,0 +1,237 @@
+"""Injected faults: batches that make the loss NaN, or large, at chosen steps of a real training."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from weft.config import config_class, config_for_function
+from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.base_model import BaseModel
+from weft.input.fake import EmptyInput
+from weft.trainer.anomalies import AnomalyPolicy, check_loss
+from weft.trainer.checkpointer import every_n_steps_policy
+from weft.trainer.learner import Learner
+from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.progress import RunListener
+from weft.trainer.trainer import SpmdTrainer
+
+
+class Weighted(BaseLayer):
+    def _create_layer_parameter_specs(self):
+        return {"scale": ParameterSpec(shape=(4,), mesh_axes=(None,))}
+
+    def forward(self, x):
+        return x * self.state["scale"]
+
+
+class Rooted(BaseLayer):
+    """Of negative numbers it makes NaN; its gradient at 0 is infinite."""
+
+    def forward(self, x):
+        return jnp.sqrt(x)
+
+
+class Fitted(BaseModel):
+    @config_class
+    class Config(BaseModel.Config):
+        pass
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("weighted", Weighted.default_config())
+        self._add_child("rooted", Rooted.default_config())
+        self._add_child("last", Weighted.default_config())
+
+    def forward(self, input_batch):
+        y = self.weighted(input_batch["x"]) ** 2 + input_batch["below"][:, None]
+        return jnp.mean(self.last(self.rooted(y)) ** 2), {}
+
+
+class Faulty(EmptyInput):
+    """Batch k is the k-th, whoever reads it; `faults` says what is wrong with which."""
+
+    @config_class
+    class Config(EmptyInput.Config):
+        faults: dict = {}
+
+    def _global_batch(self, rng):
+        k = int(rng.bit_generator.seed_seq.entropy)
+        size = self.config.global_batch_size
+        x = rng.uniform(0.5, 1.0, size=(size, 4)).astype(np.float32)
+        fault = self.config.faults.get(str(k))
+        below = np.full(size, -1e3 if fault == "negative" else 0.0, np.float32)
+        scale = {"large": 30.0, "zero": 0.0, "nan": np.nan}.get(fault, 1.0)
+        return {"x": (x * scale).astype(np.float32), "below": below}
+
+
+class Recorder(RunListener):
+    def __init__(self):
+        self.losses, self.steps, self.saved = {}, [], []
+
+    def on_start(self, trainer, resumed_from):
+        self.resumed_from = resumed_from
+
+    def on_step(self, step, outputs, batch):
+        self.steps.append(step)
+        self.losses[step] = float(outputs["loss"])
+
+    def on_checkpoint(self, step):
+        self.saved.append(step)
+
+
+def run(directory, faults, *, devices=1, save_every=10**6, max_step=10, **policy):
+    cfg = SpmdTrainer.default_config().set(
+        name="trainer",
+        dir=str(directory),
+        max_step=max_step,
+        model=Fitted.default_config().set(dtype=jnp.float32),
+        learner=Learner.default_config().set(
+            optimizer=config_for_function(sgd_optimizer).set(
+                learning_rate=0.01, decouple_weight_decay=True
+            )
+        ),
+        input=Faulty.default_config().set(
+            is_training=True, global_batch_size=8, faults={str(k): v for k, v in faults.items()}
+        ),
+        mesh_shape=(devices,),
+        mesh_axis_names=("data",),
+    )
+    cfg.checkpointer.save_policy = config_for_function(every_n_steps_policy).set(n=save_every)
+    if policy:
+        cfg.anomaly_policy = AnomalyPolicy.default_config().set(**policy)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:devices])
+    recorder = Recorder()
+    trainer.recorder = recorder
+    trainer.run(listener=recorder)
+    return trainer
+
+
+def weights(trainer):
+    return jax.tree.map(np.asarray, trainer.trainer_state.model)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, weights(a), weights(b))
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (
+            "negative",
+            "step 4 is undefined: its loss is nan. The first module with an undefined output is "
+            "trainer.model.rooted, a Rooted (forward). It would have made undefined: "
+            "last/scale, weighted/scale. Its update was not applied; the last checkpoint",
+        ),
+        (
+            "zero",
+            "step 4 is undefined: its loss is 0. The outputs of all modules are finite, so it is "
+            "the gradients. It would have made undefined: weighted/scale. Its update",
+        ),
+        (
+            "nan",
+            "its loss is nan. The batch has undefined numbers in x. The first module with an "
+            "undefined output is trainer.model.weighted, a Weighted (forward). It would",
+        ),
+    ],
+)
+def test_a_run_that_stops_names_the_step_the_module_and_the_parameters(tmp_path, fault, told):
+    with pytest.raises(UndefinedLossException) as stopped:
+        run(tmp_path, {3: fault}, on_undefined="stop")
+    assert told in str(stopped.value)
+    assert "let such steps be skipped: anomaly_policy.on_undefined='skip'." in str(stopped.value)
+
+
+@pytest.fixture(scope="module")
+def skipped(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("skip"), {3: "nan", 5: "zero"}, on_undefined="skip")
+
+
+def test_a_step_that_is_skipped_changes_nothing_and_is_counted(skipped, caplog, tmp_path):
+    assert skipped.recorder.steps == list(range(1, 11))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights(skipped)))
+    assert skipped._run_state.get_state()["anomalies"]["skipped"] == 2
+    # On eight devices all decide alike.
+    with caplog.at_level(logging.WARNING):
+        wide = run(tmp_path, {3: "nan", 5: "zero"}, devices=8, on_undefined="skip")
+    assert "The step is skipped; 1 so far." in caplog.text and "; 2 so far." in caplog.text
+    assert "step 6 is undefined: its loss is 0. The outputs of all modules are fini" in caplog.text
+    assert wide._run_state.get_state()["anomalies"]["skipped"] == 2
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), weights(wide), weights(skipped)
+    )
+
+
+def test_a_run_that_was_cut_skips_and_counts_as_one_that_was_not(skipped, tmp_path):
+    faults = {3: "nan", 5: "zero"}
+    run(tmp_path, faults, max_step=5, on_undefined="skip")
+    again = run(tmp_path, faults, on_undefined="skip")
+    assert again.recorder.resumed_from == 5
+    assert_same(again, skipped)
+    assert again._run_state.get_state() == skipped._run_state.get_state()
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path):
+    with pytest.raises(UndefinedLossException, match=r"It is the 2\. in a row that had to be sk"):
+        run(tmp_path, {2: "nan", 3: "nan"}, on_undefined="skip", max_skips_in_a_row=2)
+
+
+def test_a_spike_is_found_by_what_the_losses_were(tmp_path):
+    spikes = {"spike_factor": 3.0, "spike_min_steps": 4, "spike_decay": 0.5}
+    # Before there were enough steps nothing is known of the loss.
+    early = run(tmp_path / "early", {1: "large"}, on_spike="stop", **spikes)
+    assert early.recorder.losses[2] > 100 * early.recorder.losses[1]
+    with pytest.raises(LossSpikeError, match=r"the loss of step 8 is \d+.*, and was 0\.\d+ on av"):
+        run(tmp_path / "stop", {7: "large"}, on_spike="stop", **spikes)
+    skipped = run(tmp_path / "skip", {7: "large"}, on_spike="skip", **spikes)
+    assert skipped._run_state.get_state()["anomalies"]["skipped"] == 1
+    by_stddev = {"spike_stddevs": 20.0, "spike_min_steps": 4, "spike_decay": 0.5}
+    again = run(tmp_path / "stddev", {7: "large"}, on_spike="skip", **by_stddev)
+    assert_same(again, skipped)
+
+
+def test_a_rewind_goes_back_in_steps_but_not_in_the_data(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        run_ = run(tmp_path / "a", {5: "nan"}, save_every=4, on_undefined="rewind")
+    # The sixth batch is bad; the steps after the checkpoint are run with the batches behind it.
+    assert run_.recorder.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
+    assert "goes back to its last checkpoint and on to other batches, for the 1. time" in (
+        caplog.text
+    )
+    # Before the first checkpoint it goes back to the start.
+    start = run(tmp_path / "c", {1: "nan"}, on_undefined="rewind")
+    assert start.recorder.steps == [1, *range(1, 11)]
+    # Cut while it is past a rewind, the run ends with the same bits.
+    run(tmp_path / "d", {5: "nan"}, save_every=4, max_step=7, on_undefined="rewind")
+    again = run(tmp_path / "d", {5: "nan"}, save_every=4, on_undefined="rewind")
+    assert again.recorder.resumed_from == 7
+    assert_same(again, run_)
+
+
+def test_too_many_rewinds_stop_the_run(tmp_path):
+    faults = dict.fromkeys(range(3, 50), "nan")
+    with pytest.raises(UndefinedLossException, match=r"The run was rewound 2 times before\."):
+        run(tmp_path, faults, save_every=2, on_undefined="rewind", max_rewinds=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"on_spike": "skip"}, r"nothing says what a spike is\. Set spike_stddevs=8\.0, or"),
+        ({"spike_decay": 1.0}, r"spike_decay=1; expected a number between 0 and 1, such as 0\.98"),
+    ],
+    ids=["threshold", "decay"],
+)
+def test_what_does_not_go_together_is_refused(fields, told):
+    with pytest.raises(AnomalyPolicyError, match=told):
+        AnomalyPolicy.default_config().set(**fields).instantiate()
+
+
+def test_without_a_policy_an_undefined_loss_ends_the_run():
+    check_loss(jnp.ones(()), 3)
+    with pytest.raises(UndefinedLossException, match="the loss after step 3 is nan; the last chec"):
+        check_loss(jnp.array(jnp.nan), 3)

@@ -1,0 +1,223 @@
+"""A page that says how a run is, over HTTP, for people on the same machine.
+
+    /          for people: step, rate, losses, checkpoint, evaluations, what it does now
+    /json      the same for programs
+    /stacks    where each thread is
+
+It listens on the loopback interface only; from elsewhere it is reached by `ssh -L`.
+"""
+
+import collections
+import contextlib
+import html
+import http.server
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from weft.errors import CheckpointSaveError, StatusPageError
+from weft.trainer.progress import RunListener
+from weft.trainer.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+_LAST_LOSSES = 100
+_RATE_STEPS = 50
+_SHOWN_LOSSES = 10
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:48em;margin:2em auto;padding:0 1em}"
+    "th{text-align:left;font-weight:normal;color:#666;padding-right:2em;vertical-align:top}"
+    "td{font-variant-numeric:tabular-nums}pre{overflow-x:auto}"
+)
+
+
+class RunStatus(RunListener):
+    """What a run is doing, read by other threads while it runs.
+
+    Args:
+        watchdog: knows what the run does now.
+        listener: is told everything as well.
+    """
+
+    def __init__(self, watchdog: Watchdog, listener: RunListener):
+        self._watchdog = watchdog
+        self._listener = listener
+        self._started = time.time()
+        self._facts: dict[str, Any] = {"step": 0, "resumed_from": None, "last_checkpoint": None}
+        self._losses: collections.deque[tuple[int, Any]] = collections.deque(maxlen=_LAST_LOSSES)
+        self._moments: collections.deque[float] = collections.deque(maxlen=_RATE_STEPS)
+        self._evals: dict[str, Any] = {}
+
+    def on_start(self, trainer: Any, resumed_from: int | None) -> None:
+        self._facts |= {
+            "name": trainer.path(),
+            "dir": trainer.config.dir,
+            "step": trainer.step,
+            "max_step": trainer.config.max_step,
+            "resumed_from": resumed_from,
+            "last_checkpoint": resumed_from,
+        }
+        self._listener.on_start(trainer, resumed_from)
+
+    def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
+        self._facts["step"] = step
+        self._losses.append((step, outputs["loss"]))
+        self._moments.append(time.monotonic())
+        self._listener.on_step(step, outputs, batch)
+
+    def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
+        self._evals[name] = step
+        self._listener.on_eval(name, step, summaries)
+
+    def on_checkpoint(self, step: int) -> None:
+        self._facts["last_checkpoint"] = step
+        self._listener.on_checkpoint(step)
+
+    def on_end(self, step: int, reason: str) -> None:
+        self._facts["ended"] = reason
+        self._listener.on_end(step, reason)
+
+    def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
+        self._facts["last_failed_save"] = f"step {step}: {error}"
+        self._listener.on_save_failed(step, error)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it as JSON values; waits for no step that is not done."""
+        # Arrays of steps that are still computed would make the reader wait.
+        done = [(step, loss) for step, loss in list(self._losses) if loss.is_ready()]
+        moments = list(self._moments)
+        rate = None
+        if len(moments) > 1 and moments[-1] > moments[0]:
+            rate = round((len(moments) - 1) / (moments[-1] - moments[0]), 3)
+        max_step = self._facts.get("max_step")
+        return {
+            **self._facts,
+            "max_step": max_step if max_step != float("inf") else None,
+            "doing": self._watchdog.doing,
+            "seconds_since_progress": round(self._watchdog.silent_seconds, 1),
+            "seconds_running": round(time.time() - self._started, 1),
+            "steps_per_second": rate,
+            "losses": {str(step): _number(loss) for step, loss in done},
+            "last_evaluations": dict(self._evals),
+            "process": f"{jax.process_index()} of {jax.process_count()}",
+            "pid": os.getpid(),
+        }
+
+
+def _number(x: Any) -> float | str:
+    value = float(np.asarray(x))
+    return value if np.isfinite(value) else str(value)  # JSON has no NaN
+
+
+def stacks() -> str:
+    """Where each thread of this process is, as text."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+
+
+def page(status: dict[str, Any]) -> str:
+    """A snapshot for people.
+
+    Args:
+        status: as of `RunStatus.snapshot`.
+    """
+    shown = {name.replace("_", " "): value for name, value in status.items() if name != "losses"}
+    if status["max_step"] is not None:
+        shown["step"] = f"{status['step']:,} of {status['max_step']:,}"
+        del shown["max step"]
+    shown["last losses"] = "<br>".join(
+        f"{int(step):,}: {loss:.4f}" if isinstance(loss, float) else f"{int(step):,}: {loss}"
+        for step, loss in list(status["losses"].items())[: -_SHOWN_LOSSES - 1 : -1]
+    )
+    rows = "".join(
+        f"<tr><th>{html.escape(name)}<td>{value if name == 'last losses' else _text(value)}"
+        for name, value in shown.items()
+        if value not in (None, {}, "")
+    )
+    title = html.escape(f"Run {status.get('dir', '')}")
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f'<meta http-equiv="refresh" content="5"><style>{_STYLE}</style><h1>{title}</h1>'
+        f'<table>{rows}</table><p><a href="/json">JSON</a> · <a href="/stacks">stacks</a>'
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        value = ", ".join(f"{name}: {inner}" for name, inner in value.items())
+    return html.escape(str(value))
+
+
+@contextlib.contextmanager
+def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> Iterator[Any]:
+    """Serves the page while open.
+
+    Args:
+        port: to listen on; 0 for any that is free, None for no page. Each of several processes
+            takes the next one.
+        watchdog: of the run.
+        listener: of the run.
+
+    Yields:
+        The listener that the run is to tell.
+
+    Raises:
+        StatusPageError: if the port cannot be listened on.
+    """
+    if port is None:
+        yield listener
+        return
+    status = RunStatus(watchdog, listener)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/json":
+                self._answer(json.dumps(status.snapshot(), indent=2), "application/json")
+            elif self.path == "/stacks":
+                self._answer(stacks(), "text/plain; charset=utf-8")
+            elif self.path == "/":
+                self._answer(page(status.snapshot()), "text/html; charset=utf-8")
+            else:
+                self.send_error(404, "there are /, /json and /stacks")
+
+        def _answer(self, text: str, kind: str) -> None:
+            data = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: a run's log is not for who looks at it."""
+
+    own = port + jax.process_index() if port else 0
+    try:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", own), Handler)
+    except OSError as error:
+        raise StatusPageError(
+            f"status_port={port}: 127.0.0.1:{own} cannot be listened on: {error}. Name another "
+            "port, or 0 for any that is free."
+        ) from error
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, name="weft-status-page", daemon=True)
+    thread.start()
+    logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
+    try:
+        yield status
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
