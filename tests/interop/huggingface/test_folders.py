@@ -189,7 +189,7 @@ def test_logits_are_those_of_transformers(references, name):
     np.testing.assert_allclose(logits(cfg, params), reference.logits, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-3.1", "qwen3"])
 def test_greedy_decoding_through_the_cache_gives_the_same_tokens(references, name):
     reference = references(name)
     cfg, params = from_huggingface(reference.folder)
@@ -207,7 +207,7 @@ def test_greedy_decoding_through_the_cache_gives_the_same_tokens(references, nam
     np.testing.assert_array_equal(outputs.sequences[:, 0], reference.greedy[:, 1:])
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "llama-biases-linear-tied", "qwen2-yarn", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen2-yarn", "qwen3"])
 def test_what_is_special_of_a_checkpoint_counts(references, name):
     """The parity above would be worth little if the logits did not depend on it."""
     reference = references(name)
