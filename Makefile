@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint bench docs
+.PHONY: help train test soak lint bench docs
 .NOTPARALLEL:
 
 help: ## this list
@@ -15,6 +15,9 @@ train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS
 
 test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and compare the bits at its end
+	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py
 
 lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/ruff format --check .

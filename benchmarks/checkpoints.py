@@ -1,0 +1,82 @@
+"""What a checkpoint costs, against plain files with the same bytes.
+
+Does an asynchronous save hold up the loop, against a synchronous one? How long does a restore take
+that checks every file, and how long a save, against `numpy.load` and `numpy.save` with fsync?
+"""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.harness import Row, ratios, row
+from weft.trainer.checkpointer import Checkpointer
+
+ARRAYS, SHAPE = 16, (1024, 4096)
+PAIRS = 15
+_NOTE = f"{ARRAYS * int(np.prod(SHAPE)) * 4 / 1e6:.0f} MB"
+
+
+class _Saves:
+    """Saves a state again and again, each time as another step."""
+
+    def __init__(self, directory: Path, state: Any, **kwargs: Any):
+        cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(directory), **kwargs)
+        self.checkpointer = cfg.instantiate(parent=None)
+        self._state, self._step = state, 0
+
+    def begin(self) -> None:
+        self._step += 1
+        self.checkpointer.save(step=self._step, state=self._state)
+
+    def wait(self) -> None:
+        self.checkpointer.wait_until_finished()
+
+
+def _save_plain(directory: Path, state: Any) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, x in state.items():
+        with open(directory / f"{name}.npy", "wb") as file:
+            np.save(file, np.asarray(x))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _load_plain(directory: Path, state: Any) -> Any:
+    """Plain reads to where a state is needed: on the device."""
+    loaded = {name: jax.device_put(np.load(directory / f"{name}.npy")) for name in state}
+    return jax.block_until_ready(loaded)
+
+
+def run() -> list[Row]:
+    """Saves and restores against each other and against plain files."""
+    keys = jax.random.split(jax.random.key(0), ARRAYS)
+    state = {f"w{i}": jax.random.normal(key, SHAPE) for i, key in enumerate(keys)}
+    jax.block_until_ready(state)
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        behind, at_once = _Saves(base / "a", state), _Saves(base / "b", state, asynchronous=False)
+
+        blocked = []
+        for _ in range(PAIRS + 1):
+            one = ratios(behind.begin, at_once.begin, pairs=1, warmup=0)
+            behind.wait()  # not while the other one is measured
+            blocked.append(one)
+        parts = [[pair[i][0] for pair in blocked[1:]] for i in range(3)]
+        saving = ratios(at_once.begin, lambda: _save_plain(base / "c", state), pairs=PAIRS)
+
+        def restore() -> None:
+            jax.block_until_ready(at_once.checkpointer.restore(state=like)[1])
+
+        restoring = ratios(restore, lambda: _load_plain(base / "c", state), pairs=PAIRS)
+    return [
+        row("an asynchronous save, blocking / a synchronous one", tuple(parts), at_most=0.1),
+        row("a save with digests / numpy.save with fsync", saving, at_most=1 / 0.8, note=_NOTE),
+        row("a restore, every file checked / numpy.load", restoring, at_most=1 / 0.8, note=_NOTE),
+    ]

@@ -1,0 +1,115 @@
+"""A run goes on elsewhere, with dropout, shuffled data and averages, as if it had not.
+
+Bits are the same where the arithmetic is: two devices add the same two halves of a batch whether
+one process has both or each of two has one. Over other meshes sums are taken in another order, and
+float32 rounds otherwise; then values agree to a tolerance.
+"""
+
+import os
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from weft.cli.configs import load_config
+from weft.launch.local import LocalJob
+from weft.trainer.checkpoint_dirs import step_dirs
+from weft.trainer.checkpoint_manifest import read_manifest
+from weft.trainer.progress import RunListener
+
+pytestmark = pytest.mark.long
+
+_WORDS = [
+    "evalers={}",
+    "learner.ema.decay=0.9",
+    "model.decoder.transformer.layer.feed_forward.dropout.rate=0.1",
+    "model.decoder.transformer.layer.self_attention.attention.num_heads=4",
+    "checkpointer.save_policy.n=1000000",
+]
+
+_SCRIPT = """
+import sys
+from weft.cli.configs import load_config
+from weft.launch.distributed import joined_processes
+
+with joined_processes():
+    load_config("lm-tiny", sys.argv[1:]).instantiate(parent=None).run()
+"""
+
+
+class Begin(RunListener):
+    """What a run began with."""
+
+    def on_start(self, trainer, resumed_from):
+        self.step, self.state = resumed_from, on_host(trainer.trainer_state)
+
+
+def on_host(state):
+    return jax.tree.map(np.asarray, (state.model, state.learner))
+
+
+def train(run_dir, max_step, mesh):
+    """Trains in this process; returns what it began and ended with."""
+    devices = jax.devices()[: int(np.prod(mesh))]
+    words = [f"dir={run_dir}", f"max_step={max_step}", f"mesh_shape={mesh}", *_WORDS]
+    trainer = load_config("lm-tiny", words).instantiate(parent=None, devices=devices)
+    begin = Begin()
+    trainer.run(listener=begin)
+    return begin, on_host(trainer.trainer_state)
+
+
+def train_as_two(run_dir, max_step, monkeypatch):
+    """Trains in two processes with a device each."""
+    flags = re.sub(r"(device_count=)\d+", r"\g<1>1", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    words = [f"dir={run_dir}", f"max_step={max_step}", "mesh_shape=(2, 1)", *_WORDS]
+    cfg = LocalJob.default_config().set(
+        name="two", command=[sys.executable, "-c", _SCRIPT, *words], num_processes=2
+    )
+    assert cfg.instantiate().run() == 0
+
+
+def digests(run_dir, step):
+    """Of all arrays of a checkpoint, and of the position in the data."""
+    files = read_manifest(step_dirs(str(run_dir / "checkpoints"))[step]).files
+    kept = {
+        path: entry
+        for path, entry in files.items()
+        if path.startswith("arrays/") and not re.search(r"/(_|array_metadatas|\.)", path)
+    }
+    positions = {e["xxh3_128"] for p, e in files.items() if p.startswith("python/process")}
+    return kept, positions
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory):
+    """Six steps on two devices."""
+    directory = tmp_path_factory.mktemp("uncut")
+    return directory, train(directory, 6, (2, 1))[1]
+
+
+def test_one_process_becomes_two_and_one_again_with_the_same_bits(uncut, tmp_path, monkeypatch):
+    train(tmp_path, 2, (2, 1))
+    train_as_two(tmp_path, 4, monkeypatch)
+    begin, _ = train(tmp_path, 6, (2, 1))
+    assert begin.step == 4
+    arrays, positions = digests(tmp_path, 6)
+    assert any("ema" in path for path in arrays)
+    assert (arrays, positions) == digests(uncut[0], 6)
+
+
+def test_a_mesh_is_turned_in_the_middle_of_a_run(uncut, tmp_path):
+    _, left = train(tmp_path, 3, (4, 2))
+    begin, ended = train(tmp_path, 6, (2, 4))
+    assert begin.step == 3
+    jax.tree.map(np.testing.assert_array_equal, begin.state, left)  # bit by bit
+    # Halves of products and of the batch are added in another order than on two devices: float32
+    # rounds by 1e-7, and six steps of Adam with a rate of 1e-2 make that 1e-3 where a gradient is
+    # near zero.
+    for values, expected in zip(jax.tree.leaves(ended), jax.tree.leaves(uncut[1]), strict=True):
+        np.testing.assert_allclose(values, expected, rtol=2e-2, atol=2e-3)
+    _, positions = digests(tmp_path, 6)
+    assert positions == digests(uncut[0], 6)[1]
