@@ -15,6 +15,22 @@ def test_the_words_of_train_are_left_to_it():
     assert arguments.recipe_and_overrides == ["lm", "max_step=3", "dir=x"]
 
 
+def test_overrides_may_stand_after_options():
+    arguments = parse_arguments(["check", "lm", "a=1", "--mesh", "data=2", "b=2"])
+    assert (arguments.overrides, arguments.mesh) == (["a=1", "b=2"], "data=2")
+    arguments = parse_arguments(["train", "lm", "--mesh", "data=2", "b=2"])
+    assert arguments.recipe_and_overrides == ["lm", "b=2"]
+
+
+@pytest.mark.parametrize("words", [["recipes", "x=1"], ["check", "lm", "--mash", "data=2"]])
+def test_what_no_command_takes(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(words)
+    assert f"unrecognized arguments: {words[-2 if len(words) > 2 else 1]}" in (
+        capsys.readouterr().err
+    )
+
+
 def test_an_unknown_command_is_answered_with_the_nearest():
     with pytest.raises(
         CommandLineError, match=r"unknown command 'inspct'\. Did you mean 'inspect'"

@@ -154,3 +154,15 @@ def test_programs_are_named_so_that_a_shell_finds_them(tmp_path, monkeypatch):
     assert program("other") == "other"
     monkeypatch.setenv("PATH", str(tmp_path / "env"))
     assert program("weft") == "weft"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(jax.device_count() != 8, reason="needs 8 devices")
+def test_a_run_goes_on_over_other_axes_of_the_mesh(folder, capsys):
+    small = [*TINY, "dir=over", "model.decoder.transformer.num_layers=1", "evalers={}"]
+    assert main([*small, "max_step=1"]) == 0
+    assert main([*small, "max_step=2", "--mesh", "fsdp=4,model=2"]) == 0
+    said = capsys.readouterr().out
+    assert "mesh pipeline=1, data=1, expert=1, fsdp=4, seq=1, model=2" in said
+    assert "resuming from step 1" in said
+    assert "train --mesh fsdp=4,model=2 lm-tiny" in said

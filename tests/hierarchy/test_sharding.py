@@ -58,3 +58,8 @@ def test_an_axis_that_does_not_divide_is_not_split(mesh):
     with pytest.warns(ShardingWarning, match=r"axis 1 .* \(4, 3\) cannot be split into 2 equal"):
         y = jax.jit(lambda x: maybe_shard(x, ("data", "model")))(jnp.ones((4, 3)))
     assert y.sharding.spec == PartitionSpec("data")
+
+
+def test_one_row_is_not_split(mesh):
+    y = jax.jit(lambda x: maybe_shard(x, ("data", None, "model")))(jnp.ones((1, 1, 8)))
+    assert y.sharding.spec in (PartitionSpec(None, None, "model"), PartitionSpec())

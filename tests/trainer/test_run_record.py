@@ -10,6 +10,8 @@ import pytest
 from weft.config import REQUIRED, Configurable, Required, config_class, config_for_function
 from weft.errors import RunDirError
 from weft.input.corpus import folder_corpus
+from weft.recipes.lm import lm_tiny
+from weft.trainer.parallelism import ParallelismModifier
 from weft.trainer.run_record import (
     CONFIG_FILE,
     check_run_dir,
@@ -139,6 +141,17 @@ def test_a_config_or_record_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / CONFIG_FILE).mkdir()
     with pytest.raises(RunDirError, match=r"config\.txt cannot be read"):
         check_run_dir(run_config(tmp_path))
+
+
+def test_a_run_goes_on_with_another_layout_of_its_arrays(tmp_path):
+    claim_run_dir(lm_tiny().set(dir=str(tmp_path)))
+    modifier = ParallelismModifier.default_config().set(fsdp=2).instantiate()
+    cfg = modifier(lm_tiny().set(dir=str(tmp_path)))
+    check_run_dir(cfg)
+    cfg.model.decoder.dim = 8
+    with pytest.raises(RunDirError, match=r"model\.decoder\.dim") as caught:
+        check_run_dir(cfg)
+    assert "partition_spec" not in str(caught.value)
 
 
 def test_a_file_that_is_no_config_belongs_to_another_run(tmp_path):

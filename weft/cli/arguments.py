@@ -30,7 +30,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise CommandLineError(
             f"unknown command {argv[0]!r}. {did_you_mean(argv[0], commands.choices)}"
         )
-    return parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if rest:
+        # What stands after an option, argparse does not take for one of the words before it.
+        words = getattr(arguments, "overrides", getattr(arguments, "recipe_and_overrides", None))
+        if words is None or any(word.startswith("-") for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        words.extend(rest)
+    return arguments
 
 
 def _build_parser() -> tuple[argparse.ArgumentParser, Any]:
@@ -77,10 +84,11 @@ def _add_train(commands: Any) -> None:
         "train",
         "train",
         "train a recipe, or go on with a run",
-        usage="weft train [-h] [RECIPE] [path.to.field=value ...]",
+        usage="weft train [-h] [--mesh AXIS=SIZE,...] [RECIPE] [path.to.field=value ...]",
         epilog="Examples:\n"
         "  weft train\n"
-        "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n\n"
+        "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n"
+        "  weft train lm dir=runs/parallel --mesh fsdp=4,model=2\n\n"
         "A run whose directory holds a checkpoint goes on from there.",
     )
     train.add_argument(
@@ -90,6 +98,7 @@ def _add_train(commands: Any) -> None:
         help=f"{_RECIPE}; the first recipe by default. Then fields of its config to set, such as "
         "dir=runs/name, max_step=1000, seed=1",
     )
+    _add_mesh(train)
 
 
 def _add_launch(commands: Any) -> None:

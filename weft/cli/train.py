@@ -15,6 +15,7 @@ import weft
 from weft.cli.configs import load_config
 from weft.cli.display import Display, loss_text, make_display
 from weft.cli.generate import find_tokenizer, generate
+from weft.cli.meshes import on_mesh
 from weft.config import maybe_instantiate
 from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
@@ -37,12 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
-    cfg = load_config(recipe, overrides)
+    chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
+    cfg = on_mesh(
+        load_config(recipe, overrides), selector=arguments.mesh_selector, mesh=arguments.mesh
+    )
     check_run_dir(cfg)
     named = named_trainer_configs().get(recipe)
     if named is not None and not named.prepare(cfg, _train_before):
         return _stopped_code()
-    return _conclude(*_run(recipe, cfg), [recipe, *overrides])
+    options = [word for option in chosen.items() if option[1] is not None for word in option]
+    return _conclude(*_run(recipe, cfg), [*options, recipe, *overrides])
 
 
 def _train_before(recipe: str, cfg: Any) -> Any | None:

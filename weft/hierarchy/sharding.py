@@ -2,7 +2,7 @@
 
 from jax.sharding import PartitionSpec
 
-from weft.core.layout import constrain, global_mesh_defined
+from weft.core.layout import axes_of, constrain, get_global_mesh
 from weft.typing import MeshAxes, Tensor
 
 
@@ -19,9 +19,15 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
 
     Warns:
       ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.
+        An axis of size 1, as of one row or one position in decoding, is not split and not said.
     """
-    if partition_spec is None or not global_mesh_defined():
+    mesh = get_global_mesh()
+    if partition_spec is None or mesh is None:
         return x
-    return constrain(
-        x, PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in partition_spec))
-    )
+    known = set(mesh.axis_names)
+    sizes = (*x.shape, *[0] * len(partition_spec))
+    entries = [
+        None if size == 1 and known.issuperset(axes_of(entry)) else entry
+        for entry, size in zip(partition_spec, sizes, strict=False)
+    ]
+    return constrain(x, PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries)))
