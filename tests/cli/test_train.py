@@ -5,9 +5,11 @@ import shutil
 
 import jax
 import pytest
+from rich.console import Console
 
 from weft.cli import main
 from weft.cli.configs import load_config
+from weft.cli.display import make_display
 from weft.cli.train import program, split_arguments
 from weft.trainer.run_record import claim_run_dir
 
@@ -166,3 +168,24 @@ def test_a_run_goes_on_over_other_axes_of_the_mesh(folder, capsys):
     assert "mesh pipeline=1, data=1, expert=1, fsdp=4, seq=1, model=2" in said
     assert "resuming from step 1" in said
     assert "train --mesh fsdp=4,model=2 lm-tiny" in said
+
+
+@pytest.mark.parametrize("reason", ["max_step", "SIGTERM"])
+def test_what_a_run_begins_with_is_trained_before(reason, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trained = []
+
+    def train(recipe, cfg):
+        trained.append((recipe, cfg.dir))
+        display = make_display(Console(), cfg.dir)
+        display.ended = (7, reason)
+        return object(), display, {}
+
+    monkeypatch.setattr("weft.cli.train._run", train)
+    monkeypatch.setattr("weft.cli.train._conclude", lambda *args: 0)
+    monkeypatch.setattr("weft.recipes.lm_lora._export", lambda path, cfg, trainer: None)
+    assert main(["train", "lm-lora"]) == 0
+    first = [("lm-llama", "runs/lm-llama")]
+    assert trained == (first if reason == "SIGTERM" else [*first, ("lm-lora", "runs/lm-lora")])
+    stopped = "stopped by SIGTERM after step 7, which is saved in runs/lm-llama"
+    assert (stopped in capsys.readouterr().out) == (reason == "SIGTERM")

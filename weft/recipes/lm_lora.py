@@ -126,15 +126,20 @@ def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
     trainer = train("lm-llama", base)
     if trainer is None:
         return False
+    _export(path, base.model, trainer)
+    return True
+
+
+def _export(path: str, model: Any, trainer: Any) -> None:
+    """Writes a trained model once, whatever the number of processes."""
     # Every process has all of it.
     params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model)
     if jax.process_index() == 0:
-        to_huggingface(path, base.model, params, max_position_embeddings=_LENGTH)
+        to_huggingface(path, model, params, max_position_embeddings=_LENGTH)
     if jax.process_count() > 1:
         from jax.experimental.multihost_utils import sync_global_devices
 
         sync_global_devices("the checkpoint that a run begins with is written")
-    return True
 
 
 def _with_files(cfg: Any, pattern: str, held_out_fraction: float) -> Any:
