@@ -4,7 +4,7 @@ import grain
 import pytest
 
 from weft.errors import InputDatasetError, InputReadError
-from weft.input.records import NamedSource, RecordDataset, matching_files
+from weft.input.records import NamedSource, RecordDataset, TitledSource, matching_files
 
 
 class Letters(list):
@@ -96,6 +96,21 @@ def test_what_tells_data_apart():
     assert dataset("a").fingerprint is None
     assert dataset("a").num_bytes is None
     assert RecordDataset("abc").describe(1) == "record 1 of 'abc'"
+
+
+def test_files_that_hold_nothing():
+    assert list(dataset("", "")) == []
+    with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; give"):
+        _ = dataset("", "")[0]
+
+
+def test_rows_of_another_library():
+    rows = TitledSource(Letters("ab!"), unit="row", title="t", fingerprint=("f",), num_bytes=3)
+    ds = RecordDataset(rows)
+    assert (ds[1], ds.describe(1), ds.fingerprint, ds.num_bytes) == ("b", "row 1 of t", ("f",), 3)
+    assert str(ds) == "RecordDataset(3 rows of t)"
+    with pytest.raises(InputReadError, match=r"^cannot read row 2 of t: OSError: checksum$"):
+        _ = ds[2]
 
 
 def test_datasets_can_be_pickled_for_workers():

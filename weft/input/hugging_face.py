@@ -5,7 +5,7 @@ from typing import Any
 
 from weft.errors import InputReadError, MissingExtraError
 from weft.input.line_files import file_fingerprint
-from weft.input.records import RecordDataset
+from weft.input.records import RecordDataset, TitledSource
 
 
 def hugging_face_dataset(
@@ -55,37 +55,9 @@ def hugging_face_dataset(
             f"the dataset {path!r} was saved without splits, so it has no {split!r}; leave out "
             "split"
         )
-    return RecordDataset(_Rows(found, title))
-
-
-class _Rows:
-    """A loaded dataset as a source."""
-
-    def __init__(self, rows: Any, title: str):
-        self._rows, self._title = rows, title
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return f"{len(self)} rows of {self._title}"
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        try:
-            return self._rows[index]
-        except Exception as error:
-            raise InputReadError(
-                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
-            ) from error
-
-    def describe(self, index: int) -> str:
-        return f"row {index} of {self._title}"
-
-    @property
-    def fingerprint(self) -> tuple | None:
-        files = [file["filename"] for file in self._rows.cache_files]
-        return (self._title, *map(file_fingerprint, files)) if files else None
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(os.path.getsize(file["filename"]) for file in self._rows.cache_files)
+    files = [file["filename"] for file in found.cache_files]
+    states = (title, *map(file_fingerprint, files)) if files else None
+    num_bytes = sum(os.path.getsize(file) for file in files)
+    return RecordDataset(
+        TitledSource(found, unit="row", title=title, fingerprint=states, num_bytes=num_bytes)
+    )

@@ -88,6 +88,42 @@ class NamedSource:
         return file, index - (self._ends[file - 1] if file else 0)
 
 
+class TitledSource:
+    """The rows of a dataset that another library has opened, with names for errors.
+
+    Args:
+        rows: Something with a length and items.
+        unit: What an item is called, such as `"row"`.
+        title: What the dataset is called.
+        fingerprint: What tells this data from any other. None: not known.
+        num_bytes: About how many bytes the rows have. None: not known.
+    """
+
+    def __init__(
+        self, rows: Any, *, unit: str, title: str, fingerprint: tuple | None, num_bytes: int | None
+    ):
+        self._rows, self._unit, self._title = rows, unit, title
+        self.fingerprint, self.num_bytes = fingerprint, num_bytes
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} {self._unit}s of {self._title}"
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._rows[index]
+        except Exception as error:
+            raise InputReadError(
+                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
+            ) from error
+
+    def describe(self, index: int) -> str:
+        """What to call a row in a message."""
+        return f"{self._unit} {index} of {self._title}"
+
+
 class RecordDataset(grain.MapDataset):
     """Records by index, and functions of single records, which fail with the record's name.
 
@@ -106,6 +142,8 @@ class RecordDataset(grain.MapDataset):
     def __getitem__(self, index):
         if isinstance(index, slice):
             return self.slice(index)
+        if not len(self):
+            raise InputDatasetError(f"{self} has no records; give it files that hold some")
         index = index % len(self)
         value = self._source[index]
         for function in self._functions:

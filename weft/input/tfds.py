@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from weft.errors import InputReadError, MissingExtraError
-from weft.input.records import RecordDataset
+from weft.input.records import RecordDataset, TitledSource
 
 
 def tfds_dataset(
@@ -46,31 +46,13 @@ def tfds_dataset(
             f"cannot load split {split!r} of the dataset {name!r}: {type(error).__name__}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return RecordDataset(_Examples(rows, builder, split))
-
-
-class _Examples:
-    """A data source of TensorFlow Datasets that names itself."""
-
-    def __init__(self, rows: Any, builder: Any, split: str):
-        self._rows = rows
-        self._title = f"{split} of {builder.info.full_name}"
-        self.fingerprint = ("tfds", str(builder.data_dir), builder.info.full_name, split)
-        self.num_bytes = int(builder.info.splits[split].num_bytes)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return f"{len(self)} examples of {self._title}"
-
-    def __getitem__(self, index: int) -> Any:
-        try:
-            return self._rows[index]
-        except Exception as error:
-            raise InputReadError(
-                f"cannot read {self.describe(index)}: {type(error).__name__}: {error}"
-            ) from error
-
-    def describe(self, index: int) -> str:
-        return f"example {index} of {self._title}"
+    name = builder.info.full_name
+    return RecordDataset(
+        TitledSource(
+            rows,
+            unit="example",
+            title=f"{split} of {name}",
+            fingerprint=("tfds", str(builder.data_dir), name, split),
+            num_bytes=int(builder.info.splits[split].num_bytes),
+        )
+    )
