@@ -87,9 +87,10 @@ class _Reader:
             self._dtype = _stored_dtype(content["dtype"])
             plain = (content["compressor"], content["filters"], content["order"])
             self._separator = content.get("dimension_separator", ".")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._fault(".zarray", f"describes no array ({error})") from error
-        if plain != (None, None, "C") or len(self._chunk) != len(self._shape):
+        chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
+        if plain != (None, None, "C") or not chunks_fit or self._dtype.hasobject:
             raise self._fault(".zarray", "describes an array that was not written by Weft")
 
     def read(self, target: Any) -> Any:
@@ -123,6 +124,7 @@ class _Reader:
             if place.shape == self._chunk and place.flags.c_contiguous:
                 self._fill(chunk_name, _bytes_of(place))
             else:
+                self._check_size(chunk_name)
                 chunk = _aligned(self._chunk, self._dtype)
                 self._fill(chunk_name, _bytes_of(chunk))
                 whole[at] = chunk[within]
@@ -144,6 +146,12 @@ class _Reader:
 
     def _path(self, name: str) -> str:
         return f"{self._files.within}/{self._name}/{name}"
+
+    def _check_size(self, name: str) -> None:
+        """Looks whether a chunk is as large as its shape says, before there is memory for it."""
+        size, expected = self._size(name), math.prod(self._chunk) * self._dtype.itemsize
+        if size != expected:
+            raise self._fault(name, f"has {size} bytes instead of {expected}")
 
     def _size(self, name: str) -> int:
         try:

@@ -185,7 +185,7 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Any]]:
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, not {_VERSION}")
         return [(str(path), entry) for path, entry in content["index"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the index of a checkpoint ({error}). "
             "Restore another step, or with the version of Weft that wrote it.",

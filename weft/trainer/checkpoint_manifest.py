@@ -119,7 +119,7 @@ def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
         manifest = Manifest(ckpt_dir, content)
     except FileNotFoundError:
         return f"{MANIFEST}: is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
     if _digest_of_json(content) != digest:
         return f"{MANIFEST}: its content has changed"

@@ -467,13 +467,13 @@ class Checkpointer(BaseCheckpointer):
         if largest_number(bool(damage)):
             damage = damage or ["another process has found it damaged, and names the file"]
             raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
+        policy = self._save_policy
+        of_policy = _read_policy_state(ckpt_dir) if isinstance(policy, PythonSavable) else None
         restored = self._storage.restore_from_dir(
             step, state, ckpt_dir=ckpt_dir, validation=validation
         )
-        policy_file = os.path.join(ckpt_dir, _POLICY_STATE)
-        if isinstance(self._save_policy, PythonSavable) and os.path.exists(policy_file):
-            with open(policy_file, encoding="utf-8") as file:
-                self._save_policy.set_state(json.load(file))
+        if isinstance(policy, PythonSavable) and of_policy is not None:
+            policy.set_state(of_policy)
         self._last_step = step
         self._log(ckpt_dir, step, CheckpointerAction.RESTORE, restored)
         return restored
@@ -499,6 +499,24 @@ class Checkpointer(BaseCheckpointer):
     def _log(self, ckpt_dir: str, step: int, action: CheckpointerAction, state: Any) -> None:
         if "summary_writer" in self.children:
             self.summary_writer.log_checkpoint(ckpt_dir, state=state, action=action, step=step)
+
+
+def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
+    """What the policy was when it was saved; None if it had no state."""
+    path = os.path.join(ckpt_dir, _POLICY_STATE)
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        if not isinstance(content, dict):
+            raise ValueError("it is no dict")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{path!r} cannot be read as the state of a policy ({error}).",
+            damage=[f"{_POLICY_STATE}: cannot be read ({error})"],
+        ) from error
+    return content
 
 
 def _sync_processes(name: str) -> None:

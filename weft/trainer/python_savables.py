@@ -14,7 +14,7 @@ from urllib.parse import quote
 import jax
 import numpy as np
 
-from weft.errors import CheckpointStateError, CheckpointStructureError
+from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
 
 _BYTES = "base64"
 
@@ -79,6 +79,7 @@ def maybe_restore_python_savables(value_map: Mapping[str, Any], *, dir: str) -> 
     Raises:
         CheckpointStructureError: If there is none, or another number of processes wrote them, and
             not all alike.
+        DamagedCheckpointError: If what was written is not the text of a state.
     """
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):
@@ -107,8 +108,18 @@ def _read(path: str, directory: str) -> dict[str, Any]:
 
 
 def _load(file: str) -> dict[str, Any]:
-    with open(file, encoding="utf-8") as f:
-        return json.load(f)
+    try:
+        with open(file, encoding="utf-8") as f:
+            content = json.load(f)
+        if not (isinstance(content, dict) and content.keys() & {_BYTES, "state"}):
+            raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(
+            f"{file!r} cannot be read as the state of an object ({type(error).__name__}: {error}). "
+            "Restore another checkpoint.",
+            damage=[f"python/{'/'.join(file.split(os.sep)[-2:])}: cannot be read ({error})"],
+        ) from error
+    return content
 
 
 def _file(directory: str, path: str, process: int, count: int) -> str:

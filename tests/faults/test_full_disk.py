@@ -1,0 +1,81 @@
+"""A training run on a small file system that fills up: real files, a real ENOSPC."""
+
+import subprocess
+
+import pytest
+
+from weft.cli.configs import load_config
+from weft.errors import CheckpointSaveError
+from weft.trainer.checkpointer import Checkpointer
+from weft.trainer.progress import RunListener
+
+pytestmark = pytest.mark.long
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB, where this process may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("only the superuser may mount a small file system")
+    yield disk
+    # The summary writers of a run that failed hold their files until they are collected.
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+class Filler(RunListener):
+    """Fills the disk at one step, and makes room again at another."""
+
+    def __init__(self, disk, *, full_at, free_at=None):
+        self._file, self._full_at, self._free_at = disk / "filler", full_at, free_at
+        self.failed, self.ended = [], None
+
+    def on_step(self, step, outputs, batch):
+        if step == self._full_at:
+            with open(self._file, "wb", buffering=0) as file, pytest.raises(OSError, match="No sp"):
+                while True:
+                    file.write(bytes(1 << 12))
+        if step == self._free_at:
+            self._file.unlink()
+
+    def on_save_failed(self, step, error):
+        self.failed.append((step, str(error)))
+
+    def on_end(self, step, reason):
+        self.ended = (step, reason)
+
+
+def run(disk, filler, max_step):
+    words = [f"dir={disk / 'run'}", f"max_step={max_step}", "evalers={}"]
+    words += ["checkpointer.save_policy.n=2", "checkpointer.asynchronous=False"]
+    trainer = load_config("lm-tiny", words).instantiate(parent=None)
+    trainer.run(listener=filler)
+
+
+def steps(disk):
+    return Checkpointer.checkpoint_steps(str(disk / "run" / "checkpoints"))
+
+
+def test_training_goes_on_and_the_last_good_checkpoint_stays(small_disk, caplog):
+    filler = Filler(small_disk, full_at=3, free_at=7)
+    run(small_disk, filler, max_step=8)
+    assert filler.ended == (8, "max_step")
+    assert [step for step, _ in filler.failed] == [4, 6]
+    assert all("could not be saved" in why and "stand: 2." in why for _, why in filler.failed)
+    assert "Training goes on from step 4." in caplog.text
+    assert steps(small_disk)[-1] == 8
+
+    # Without room at its end, the run goes on from there, and does not end as if all were well.
+    with pytest.raises(CheckpointSaveError, match=r"step 12 could not be saved .*stand: .*8\."):
+        run(small_disk, Filler(small_disk, full_at=9), max_step=12)
+    assert steps(small_disk)[-1] == 8
+    (small_disk / "filler").unlink()
+    filler = Filler(small_disk, full_at=None)
+    run(small_disk, filler, max_step=12)
+    assert filler.ended == (12, "max_step") and steps(small_disk)[-1] == 12
