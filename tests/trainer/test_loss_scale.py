@@ -63,7 +63,10 @@ def scaled(**kwargs):
 
 
 def test_gradients_that_would_vanish_do_not():
-    (lost, *_), (kept, _, summaries, _) = train([SMALL])[-1], train([SMALL], loss_scale=scaled())[-1]
+    (lost, *_), (kept, _, summaries, _) = (
+        train([SMALL])[-1],
+        train([SMALL], loss_scale=scaled())[-1],
+    )
     assert lost == 1.0
     np.testing.assert_allclose(kept, 0.9, rtol=1e-3)  # Adam's first step is the learning rate
     np.testing.assert_allclose(summaries["loss"], SMALL**2, atol=6e-8)
