@@ -16,6 +16,7 @@ from weft.hierarchy.attention import (
     TransformerLayer,
 )
 from weft.hierarchy.attention_bias import CausalAttentionBias
+from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.module import functional as F
 from weft.vdict import VDict
 
@@ -171,6 +172,29 @@ def test_decoding_gives_what_a_whole_sequence_does(stacked_state, wave):
         return jnp.concatenate(pieces, axis=1), whole.data
 
     close(*decode(state, data))
+
+
+def test_a_language_model_of_stages(filled):
+    def model(stack):
+        stack.set(num_layers=STAGES, layer=layer())
+        cfg = Model.default_config().set(name="model", batch_axis_names=None)
+        cfg.decoder.set(transformer=stack, dim=DIM, vocab_size=11)
+        return cfg.instantiate(parent=None)
+
+    stages = PipelinedTransformerLayer.default_config().set(num_stages=STAGES, num_microbatches=2)
+    piped_model, plain = model(stages), model(StackedTransformerLayer.default_config())
+    state = filled(plain)
+    layers = state["decoder"]["transformer"]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), layers["layer0"], layers["layer1"])
+    in_two = {"pipeline": {"layer": VDict(layer0=stacked)}}
+    ids = jnp.arange(BATCH * TIME).reshape(BATCH, TIME) % 10 + 1
+    batch = {"input_ids": ids, "target_labels": ids, "input_segment_ids": ids // 6 + 1}
+
+    def loss(model, state):
+        return jax.jit(lambda s: F(model, None, s, (batch,), is_training=True)[0][0])(state)
+
+    of_stages = loss(piped_model, {**state, "decoder": {**state["decoder"], "transformer": in_two}})
+    np.testing.assert_allclose(of_stages, loss(plain, state), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ class _TransformerPipeline(Pipeline):
                 layer_kwargs[name] = as_attention_bias(layer_kwargs[name])  # it has four axes
         leaves, tree = jax.tree.flatten(layer_kwargs)
         # What differs from row to row goes with the rows; the rest is the same for all.
-        with_rows = [x.ndim > 0 and x.shape[0] == batch for x in leaves]
+        with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
 
         def stage(carry: Any, _: None) -> tuple[Any, Output]:
             data, rows = carry
