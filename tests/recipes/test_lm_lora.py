@@ -116,6 +116,9 @@ def test_the_model_is_that_of_the_base(tmp_path):
     save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(cfg)})
     run = load_config("lm-lora", [f"base={file}"])
     assert without_lora(run.model) == cfg
+    save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(run.model)})
+    with pytest.raises(HuggingFaceConfigError, match=r"has adapters beside .* with --merge"):
+        load_config("lm-lora", [f"base={file}"])
 
 
 def test_the_tokenizer_is_that_of_the_base(tmp_path):

@@ -82,7 +82,8 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
         WeightsReadError: if there is no checkpoint at `base`.
         HuggingFaceConfigError: if it is of a model that has no counterpart, or has no tokenizer.
     """
-    model: Any = without_lora(lm_llama().model if base is None else _model_of(base))
+    llama: Any = lm_llama()
+    model = llama.model if base is None else _model_of(base)
     tokenizer = None if base is None else _tokenizer_of(base, model)
     set_lora_recursively(model, rank=8, alpha=16.0)
     cfg = _trainer(
@@ -159,7 +160,13 @@ def _model_of(base: str) -> Any:
             f"{base!r} does not say of which model it is. Give a file that `weft export` has "
             "written, or the folder of a Hugging Face checkpoint."
         )
-    return from_text(text, source=base)
+    model: Any = from_text(text, source=base)
+    if without_lora(model) != model:
+        raise HuggingFaceConfigError(
+            f"{base!r} has adapters beside its weights. Export it with --merge, which adds them to "
+            "the weights."
+        )
+    return model
 
 
 def _tokenizer_of(base: str, model: Any) -> Any:
