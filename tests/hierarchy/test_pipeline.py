@@ -49,6 +49,7 @@ class Block(BaseLayer):
         self.add_state_update("average", 0.9 * self.parameters["average"] + 0.1 * y.mean())
         self.add_state_update("count", self.parameters["count"] + 1)
         self.add_module_output("aux_loss", jnp.square(y).mean())
+        self.add_module_output("losses", {"each_loss": jnp.square(y).mean(axis=0)})
         self.add_module_output("y", y)
         return y
 
@@ -138,6 +139,8 @@ def test_equals_the_stages_one_after_the_other(m, schedule, looped):
         assert got.dtype == want.dtype
     got, want = (o.module_outputs["layer"] for o in (outputs, expected_outputs))
     np.testing.assert_allclose(got["aux_loss"], want["aux_loss"], rtol=1e-4)
+    each, expected_each = (x["losses"]["each_loss"] for x in (got, want))
+    np.testing.assert_allclose(each, expected_each, rtol=1e-4)
     assert got["y"].shape == (STAGES, m, BATCH // m, DIM)
     np.testing.assert_allclose(got["y"][:, 0], want["y"][:, ::m], rtol=1e-6, atol=1e-6)
 

@@ -27,7 +27,7 @@ from weft.hierarchy.pipeline_schedule import (
 )
 from weft.hierarchy.repeat import Repeat
 from weft.hierarchy.sharding import maybe_shard
-from weft.typing import NestedTensor, PartitionSpec, Tensor
+from weft.typing import PartitionSpec, Tensor
 
 __all__ = [
     "BaseSchedule",
@@ -177,7 +177,7 @@ class Pipeline(Repeat):
           updates are stacked under "layer": the mean of those of the microbatches, which all
           begin with the same state; of integers the last. Module outputs, where `drop_output`
           lets them through, are stacked under "layer" with axes of stages and microbatches; of
-          scalars, the mean over microbatches.
+          scalars, and of what is named "loss" at the end, the mean over microbatches.
 
         Raises:
           ArgumentShapeError: if the batch does not divide into microbatches.
@@ -242,7 +242,9 @@ class Pipeline(Repeat):
             OutputCollection(
                 summaries=summaries,
                 state_updates=jax.tree.map(_one_update, outputs.state_updates),
-                module_outputs=jax.tree.map(_stages_first, outputs.module_outputs),
+                module_outputs=jax.tree_util.tree_map_with_path(
+                    _stages_first, outputs.module_outputs
+                ),
             ),
             child_name_prefix="layer",
             target_output_collection=OutputCollection(
@@ -263,5 +265,9 @@ def _one_update(x: Tensor) -> Tensor:
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
 
 
-def _stages_first(x: Tensor) -> NestedTensor:
-    return jnp.mean(x, axis=0) if x.ndim == 2 else jnp.moveaxis(x, 1, 0)
+def _stages_first(path: Any, x: Tensor) -> Tensor:
+    """A module output of all microbatches and stages."""
+    # A stage that is a loop gives a loss for each of its layers.
+    if x.ndim == 2 or str(getattr(path[-1], "key", "")).endswith("loss"):
+        return jnp.mean(x, axis=0)
+    return jnp.moveaxis(x, 1, 0)
