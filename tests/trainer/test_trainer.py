@@ -22,8 +22,14 @@ from weft.errors import (
 from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.layers import Embedding
 from weft.recipes.lm import lm_tiny
-from weft.trainer.checkpointer import every_n_steps_policy
+from weft.trainer.checkpointer import CheckpointValidationType, every_n_steps_policy
 from weft.trainer.progress import RunListener
+from weft.trainer.state_builder import (
+    MergeStateConverter,
+    MergeStateSelection,
+    RestoreAndConvertBuilder,
+    TensorStoreStateStorageBuilder,
+)
 from weft.trainer.trainer import aot_model_analysis
 
 
@@ -235,6 +241,40 @@ def test_a_save_that_fails_for_another_reason_fails_the_run(failing_at):
     with pytest.raises(CheckpointSaveError, match="2 cannot be saved"):
         trainer.run()
     assert trainer.step == 2
+
+
+def test_a_new_run_begins_with_parts_of_another(straight, tmp_path):
+    """Its decoder but for one layer; the rest is drawn, and the run begins at step 0."""
+    cfg = config(tmp_path, seed=5)
+    cfg.init_state_builder = RestoreAndConvertBuilder.default_config().set(
+        builder=TensorStoreStateStorageBuilder.default_config().set(
+            base_dir=f"{straight[0].config.dir}/checkpoints",
+            validation=CheckpointValidationType.CONTAINS_STATE,
+        ),
+        converter=MergeStateConverter.default_config().set(
+            selection_regexes=[
+                ("model/decoder/output_norm/.*", MergeStateSelection.TARGET),
+                (r"(model/decoder/.*)", r"\1"),
+            ]
+        ),
+    )
+    trainer = trainer_of(cfg)
+    assert trainer.restore_checkpoint() is None
+    trainer.init(jax.random.key(5))
+    assert trainer.step == 0
+    found, source = trainer.trainer_state, straight[0].trainer_state
+    scale = {
+        name: state.model["decoder"]["output_norm"]
+        for name, state in {"found": found, "source": source}.items()
+    }
+    assert float(jnp.abs(scale["found"]["scale"] - 1).max()) == 0  # as it is drawn
+    assert float(jnp.abs(scale["source"]["scale"] - 1).max()) > 0
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        found.model["decoder"]["transformer"],
+        source.model["decoder"]["transformer"],
+    )
+    assert all(not np.any(x) for x in jax.tree.leaves(found.learner))
 
 
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path):

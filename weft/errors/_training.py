@@ -1,6 +1,6 @@
 """The errors of input pipelines, the trainer and the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence as _Sequence
 
 from weft.errors._base import WeftError
 
@@ -129,7 +129,7 @@ class DamagedCheckpointError(CheckpointError, RuntimeError):
         damage: a line for each file that is not.
     """
 
-    def __init__(self, message: str, *, damage: Sequence[str] = ()):
+    def __init__(self, message: str, *, damage: _Sequence[str] = ()):
         super().__init__(message)
         self.damage = tuple(damage)
 
