@@ -6,16 +6,18 @@ import jax
 import numpy as np
 import pytest
 
-from weft.errors import TopologyError
+from weft.errors import MeshError, TopologyError
 from weft.recipes.lm import lm_tiny
 from weft.trainer.aot_compilation import (
     USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS,
     SystemCharacteristics,
+    compile_inference_programs,
     compile_trainer_programs,
     get_devices_for_topology,
     reshape_devices,
 )
 from weft.trainer.collectives import collectives_of
+from weft.trainer.inference import InferenceRunner
 from weft.trainer.step_analysis import aot_model_analysis
 
 needs_eight = pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
@@ -39,6 +41,30 @@ def test_the_train_step_is_compiled_for_a_topology():
     assert {("data",), ("model",)} <= axes
     assert cfg.name == "trainer"  # what was given stays as it was
     cfg.instantiate(parent=None, devices=jax.devices()[:8])
+
+
+def prefixes(rows):
+    return {"prefix": jax.ShapeDtypeStruct((rows, 4), "int32")}
+
+
+@needs_eight
+@pytest.mark.long
+def test_a_method_of_a_model_is_compiled_without_its_parameters():
+    cfg = InferenceRunner.config_from_trainer(tiny())
+    programs = compile_inference_programs(
+        cfg, input_batch_spec=prefixes(8), topology="cpu-8", method="sample_decode"
+    )
+    assert list(programs) == ["sample_decode"]
+    _, params, batch = programs["sample_decode"].input_shardings[0]
+    assert batch["prefix"].spec[0] == ("data", "model")
+    assert params["decoder"]["emb"]["token_emb"]["weight"].spec[1] == "model"
+
+
+@needs_eight
+def test_a_batch_that_does_not_divide():
+    cfg = InferenceRunner.config_from_trainer(tiny())
+    with pytest.raises(MeshError, match=r"input_batch_spec prefix of shape .* does not divide"):
+        compile_inference_programs(cfg, input_batch_spec=prefixes(3), topology="cpu-8")
 
 
 def test_devices_of_this_machine():

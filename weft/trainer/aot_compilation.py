@@ -21,7 +21,16 @@ from jax.experimental import topologies
 
 from weft.config.names import did_you_mean
 from weft.errors import TopologyError
-from weft.trainer.mesh import HybridMeshShape, MeshShape, build_mesh
+from weft.trainer.inference import method_program
+from weft.trainer.mesh import (
+    HybridMeshShape,
+    MeshShape,
+    build_mesh,
+    check_divides,
+    named_sharding,
+)
+from weft.trainer.state import shapes_with, state_shardings
+from weft.typing import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +87,7 @@ USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = {
 """The TPU slices that can be compiled for, by names such as "v5p-128"."""
 
 
-def get_devices_for_topology(
-    topology: str | None, topology_num_slices: int = 1
-) -> Sequence[Any]:
+def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1) -> Sequence[Any]:
     """The devices of a topology; programs can be compiled for them, and run if they are here.
 
     Args:
@@ -198,3 +205,58 @@ def compile_trainer_programs(
     devices = get_devices_for_topology(topology, topology_num_slices)
     trainer = trainer_config.clone().instantiate(parent=None, devices=devices)
     return {"train_step": trainer.compile_train_step(compiler_options=compiler_options)}
+
+
+def compile_inference_programs(
+    inferencer_config: Any,
+    *,
+    input_batch_spec: Any,
+    topology: str | None,
+    topology_num_slices: int = 1,
+    compiler_options: dict[str, Any] | None = None,
+    method: str = "sample_decode",
+) -> dict[str, jax.stages.Compiled]:
+    """Compiles a method of a trained model; no checkpoint is read.
+
+    Args:
+        inferencer_config: of an `InferenceRunner`; its mesh is one over all devices of the
+          topology.
+        input_batch_spec: a tree with the shapes and dtypes of a batch of all processes, such as
+          `jax.ShapeDtypeStruct`s.
+        topology: see `get_devices_for_topology`.
+        topology_num_slices: how many slices of it.
+        compiler_options: for XLA.
+        method: the method of the model.
+
+    Returns:
+        The compiled program, by the name of the method.
+
+    Raises:
+        TopologyError: if there is no such topology.
+        MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
+    """
+    cfg = inferencer_config
+    devices = get_devices_for_topology(topology, topology_num_slices)
+    mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+    with jax.set_mesh(mesh):
+        model = cfg.model.clone(name="model").instantiate(parent=None)
+        specs = model.create_parameter_specs_recursively()
+        shapes = jax.eval_shape(
+            lambda: model.initialize_parameters_recursively(jax.random.key(0)),
+        )
+        params = shapes_with(shapes, state_shardings(mesh, specs))
+        partition = tuple(cfg.input_batch_partition_spec.partition_spec(mesh))
+
+        def laid_out(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(*partition[: len(x.shape)])
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            sharding = named_sharding(mesh, spec, f"input_batch_spec {name}")
+            check_divides(f"input_batch_spec {name}", x.shape, sharding)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        batch = jax.tree_util.tree_map_with_path(
+            laid_out, input_batch_spec, is_leaf=lambda x: hasattr(x, "shape")
+        )
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        lowered = method_program(cfg, model, mesh, method=method).lower(key, params, batch)
+        return {method: lowered.compile(compiler_options=compiler_options)}

@@ -229,27 +229,15 @@ class InferenceRunner(Module):
                 f"{did_you_mean(method, names)}"
             )
         cfg = self.config
-        to_spec = cfg.output_batch_partition_spec.partition_spec(self._mesh)
         from_spec = cfg.input_batch_partition_spec.partition_spec(self._mesh)
-
-        @jax.jit
-        def run(prng_key: Tensor, params: Any, batch: Any) -> Any:
-            next_key, key = jax.random.split(prng_key)
-            params, batch = cast_floats((params, batch), cfg.inference_dtype)
-            output, collection = functional(
-                self.model,
-                prng_key=key,
-                state=params,
-                inputs={"input_batch": batch, **kwargs},
-                method=method,
-                is_training=False,
-                drop_output_collections=(),
-            )
-            rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-            kept = _without(collection.module_outputs, drop_module_outputs)
-            laid_out = jax.tree.map(lambda x: _laid_out(x, rows, to_spec, self._mesh), output)
-            return next_key, laid_out, kept, collection.summaries
-
+        run = method_program(
+            cfg,
+            self.model,
+            self._mesh,
+            method=method,
+            drop_module_outputs=drop_module_outputs,
+            **kwargs,
+        )
         return MethodRunner(
             lambda key, batch: run(key, self._state.model, batch),
             lambda batch: host_to_global_device_array(batch, partition=from_spec, mesh=self._mesh),
@@ -279,6 +267,48 @@ class InferenceRunner(Module):
         runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
         for batch in input_batches:
             yield runner(batch)
+
+
+def method_program(
+    cfg: InferenceRunner.Config,
+    model: Module,
+    mesh: jax.sharding.Mesh,
+    *,
+    method: str,
+    drop_module_outputs: Callable[[str], bool] = lambda _: True,
+    **kwargs: Any,
+) -> Any:
+    """A method of a model as a jitted function of a key, parameters and a batch.
+
+    Args:
+        cfg: Of an `InferenceRunner`.
+        model: Its model.
+        mesh: Its mesh.
+        method: The name of the method.
+        drop_module_outputs: See `InferenceRunner.create_method_runner`.
+        **kwargs: Further arguments of the method.
+    """
+    to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
+
+    @jax.jit
+    def run(prng_key: Tensor, params: Any, batch: Any) -> Any:
+        next_key, key = jax.random.split(prng_key)
+        params, batch = cast_floats((params, batch), cfg.inference_dtype)
+        output, collection = functional(
+            model,
+            prng_key=key,
+            state=params,
+            inputs={"input_batch": batch, **kwargs},
+            method=method,
+            is_training=False,
+            drop_output_collections=(),
+        )
+        rows = {x.shape[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
+        kept = _without(collection.module_outputs, drop_module_outputs)
+        laid_out = jax.tree.map(lambda x: _laid_out(x, rows, to_spec, mesh), output)
+        return next_key, laid_out, kept, collection.summaries
+
+    return run
 
 
 def _laid_out(x: Any, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:
