@@ -7,13 +7,20 @@ from jax.sharding import PartitionSpec as P
 from tests.interop.layers import DENSE, KEY, NAMED, RANDOM, SHAPE, STATEFUL, X
 from weft import linen, nnx
 from weft.config import REQUIRED, Required, config_class, config_for_class
+from weft.core.axis_rules import logical_axis_rules
 from weft.core.meta import unbox
-from weft.errors import LayerMethodError, LayerVariablesError, ParameterSpecError
+from weft.errors import (
+    LayerMethodError,
+    LayerVariablesError,
+    ParameterSpecError,
+    UnknownLayerError,
+)
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.dropout import Dropout
 from weft.hierarchy.linear import Linear
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.normalization import BatchNorm
+from weft.hierarchy.param_init import DefaultInitializer
 from weft.hierarchy.repeat import Repeat
 from weft.interop import InHierarchy, as_hierarchy, as_linen, as_nnx
 from weft.interop.hierarchy import HierarchyModel
@@ -230,3 +237,107 @@ def test_a_method_that_is_not_there_is_named():
         HierarchyModel(Plain).apply({}, X, rngs={}, mutable=False, method="backward")
     with pytest.raises(LayerVariablesError, match="Linear has a variable 'weight'"):
         HierarchyModel(Linear, input_dim=3, output_dim=2).apply({}, X, rngs={}, mutable=False)
+
+
+# Parameters of others in the hierarchy: dtype, first values, layouts, and what is trained.
+
+
+class InHalf(Net):
+    """A model whose parameters are in bfloat16."""
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg.set(dtype=jnp.bfloat16), parent=parent)
+
+
+@over({"linen": linen.BatchNorm, "nnx": lambda: nnx.BatchNorm})
+def test_a_dtype_around_a_layer_is_that_of_its_parameters(make):
+    args = (3,) if isinstance(make(), type) else ()
+    guest = as_hierarchy(make(), *args, inputs=SHAPE)
+    net = InHalf.default_config().set(name="net", guest=guest).instantiate(parent=None)
+    specs = net.create_parameter_specs_recursively()["guest"]
+    state = net.initialize_parameters_recursively(KEY)["guest"]
+    for tree in (specs, state):
+        assert {x.dtype for x in jax.tree.leaves(tree["params"], is_leaf=is_spec)} == {
+            jnp.dtype(jnp.bfloat16)
+        }
+        assert {x.dtype for x in jax.tree.leaves(tree["batch_stats"], is_leaf=is_spec)} == {
+            jnp.dtype(jnp.float32)
+        }
+    alone = layer_of((make(), *args)).create_parameter_specs_recursively()["params"]
+    assert {x.dtype for x in jax.tree.leaves(alone, is_leaf=is_spec)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"param_init": DefaultInitializer.default_config()}, {"param_partition_spec": (None,)}],
+)
+def test_how_parameters_begin_and_lie_is_for_the_layer_to_say(field):
+    cfg = as_hierarchy(linen.Dense(2), inputs=SHAPE).set(name="guest", **field)
+    with pytest.raises(
+        ParameterSpecError, match=r"guest has param_.* of Dense, a layer of another"
+    ):
+        cfg.instantiate(parent=None)
+
+
+def test_an_object_of_no_library_is_named_with_its_place():
+    with pytest.raises(UnknownLayerError, match=r"^guest: .*is no layer of a library"):
+        layer_of((object(),))
+
+
+def test_rules_of_the_context_turn_names_into_mesh_axes():
+    named = linen.with_logical_partitioning(jax.nn.initializers.ones, ("in", "out"))
+    layer = layer_of((linen.Dense(2, kernel_init=named),))
+    of_nnx = nnx.with_partitioning(jax.nn.initializers.ones, ("in", "out"))
+    objects = layer_of((nnx.Linear, 3, 2), kernel_init=of_nnx)
+    with logical_axis_rules([("in", None), ("out", "model"), ("in", "model")]):
+        for each in (layer, objects):
+            specs = each.create_parameter_specs_recursively()["params"]
+            assert specs["kernel"].partition_spec == P(None, "model")
+    # Without a rule one is not split, and the other is a mesh axis.
+    assert layer.create_parameter_specs_recursively()["params"]["kernel"].partition_spec == P(
+        None, None
+    )
+
+
+class Adapted(nnx.Module):
+    """Has two kinds of parameters, and what is none."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.LoRALinear(3, 2, lora_rank=1, rngs=rngs)
+        self.seen = nnx.Cache(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.seen[...] += 1
+        return self.linear(x)
+
+
+def test_what_is_derived_from_a_parameter_is_trained_as_well():
+    layer = layer_of((config_for_class(Adapted),))
+    specs = layer.create_parameter_specs_recursively()
+    state_of = {
+        col: {s.is_state for s in jax.tree.leaves(entries, is_leaf=is_spec)}
+        for col, entries in specs.items()
+    }
+    assert state_of.pop("cache") == {True}
+    assert len(state_of) == 2 and set.union(*state_of.values()) == {False}
+    state = layer.initialize_parameters_recursively(KEY)
+    updates = run(layer, state, is_training=True)[1].state_updates
+    assert set(updates) == {"cache"}
+
+
+class Counts(linen.Module):
+    @linen.compact
+    def __call__(self, x, twice=False):
+        for _ in range(1 + twice):
+            self.sow("summaries", "mean", x.mean())
+        return linen.Dense(2, name="dense")(x)
+
+
+def test_what_is_sown_into_summaries_is_a_summary_and_no_state():
+    layer = layer_of((Counts(),))
+    state = layer.initialize_parameters_recursively(KEY)
+    assert set(state) == {"params"}
+    _, once = functional(layer, KEY, state, (X,), is_training=True)
+    np.testing.assert_array_equal(once.summaries["mean"], X.mean())
+    _, twice = functional(layer, KEY, state, {"x": X, "twice": True}, is_training=True)
+    assert sorted(twice.summaries["mean"]) == ["0", "1"]

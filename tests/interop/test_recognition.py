@@ -2,10 +2,13 @@ import equinox
 import flax.linen
 import flax.nnx
 import haiku
+import jax
+import jax.numpy as jnp
 import pytest
 
-from tests.interop.layers import DENSE, X
+from tests.interop.layers import DENSE, KEY, X
 from weft import linen, nnx
+from weft.config import config_for_class, config_for_function
 from weft.errors import UnknownLayerError
 from weft.interop import Model, model_of
 from weft.interop.recognition import adapter_of
@@ -53,3 +56,40 @@ def test_a_library_of_ones_own_has_a_model_of_its_own():
     cfg = as_hierarchy(Affine(), inputs=X)
     layer = cfg.set(name="a").instantiate(parent=None)
     assert layer.create_parameter_specs_recursively()["params"]["offset"].shape == (3,)
+
+
+class Doubles(nnx.Module):
+    def __init__(self, inner, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.inner = inner
+
+    def __call__(self, x):
+        return 2 * self.linear(x)
+
+
+def make_linear(features: int, rngs: nnx.Rngs | None = None):
+    return nnx.Linear(3, features, rngs=rngs)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        config_for_class(Doubles).set(inner=None),
+        config_for_function(make_linear).set(features=2),
+    ],
+    ids=["class", "function"],
+)
+def test_a_config_that_lacks_only_its_streams_is_given_them(config):
+    model = model_of(config)
+    variables = model.init({"default": KEY}, X)
+    again = model.init({"default": jax.random.key(5)}, X)
+    assert not jnp.array_equal(*(jax.tree.leaves(v)[1] for v in (variables, again)))
+    y, _ = model.apply(variables, X, rngs={}, mutable=False)
+    assert y.shape[0] == X.shape[0]
+    assert model.name in ("Doubles", "make_linear")
+    assert not model.has_method("predict")
+
+
+def test_methods_are_known_before_a_module_is_made():
+    assert model_of(config_for_class(Doubles).set(inner=None)).has_method("__call__")
+    assert model_of(config_for_class(linen.Dense).set(features=2)).has_method("init")

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
+from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
 from weft.core.known import known_part
 from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
-from weft.core.spmd import get_pspec
 from weft.errors import LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, nowrap
+from weft.interop.bridge.variables import NNXMeta
 from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
 from weft.interop.recognition import model_of
 from weft.nnx.eager_sharding import use_eager_sharding
@@ -296,16 +297,25 @@ def _sown(value: Any) -> Any:
 
 
 def _names(x: Any) -> tuple[Any, ...]:
-    """The names that the box of a variable has for its axes: logical ones, or mesh axes."""
+    """The names that a box gives to the axes of its value, before any rule."""
+    if isinstance(x, NNXMeta):
+        names = x.metadata.get("out_sharding")
+        return tuple(getattr(names, "spec", names) or ())
     return tuple(getattr(x, "get_partition_spec", tuple)()) if is_axis_metadata(x) else ()
 
 
 def _layout(x: Any) -> PartitionSpec:
     """The mesh axes that the box of a variable asks for, by its rules or those of the context."""
-    names = PartitionSpec(*_names(x))
+    names = _names(x)
     if isinstance(x, LogicallyPartitioned):
         return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
-    return get_pspec(names) or PartitionSpec()
+    own = x.metadata.get("sharding_rules") if isinstance(x, NNXMeta) else None
+    rules = composite_rules(get_logical_axis_rules(), own)
+    ruled = {name for name, _ in rules}
+    # A name without a rule is a mesh axis, as the names in a tuple are.
+    names = [(n,) if isinstance(n, str) and n not in ruled else n for n in names]
+    found = logical_to_mesh_axes(names, rules) or ()
+    return PartitionSpec(*(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in found))
 
 
 def _spec(x: Any, *, is_state: bool) -> Any:
