@@ -16,8 +16,8 @@ train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS
 test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and compare the bits at its end
-	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py
+soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
+	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults
 
 lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/ruff format --check .

@@ -15,7 +15,14 @@ from pathlib import Path
 import pytest
 
 PATIENCE_SECONDS = 120.0
+SOAKING = "WEFT_SOAK_KILLS" in os.environ
 PROGRAM = Path(__file__).with_name("training.py")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not SOAKING and item.get_closest_marker("soak"):
+            item.add_marker(pytest.mark.skip(reason="runs by `make soak`"))
 
 
 class Process:

@@ -7,7 +7,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-BOUND_SECONDS = 25.0
+BOUND_SECONDS = 40.0
 
 
 def ends(process, since):
@@ -17,13 +17,34 @@ def ends(process, since):
     return code
 
 
-def test_one_that_is_killed_is_named_by_the_other(start):
-    first, second = start("stepping")
-    second.wait_for("here stepping")
-    second.send(signal.SIGKILL)
-    assert ends(first, time.monotonic()) not in (0, -signal.SIGKILL)
-    assert "process 1 of 2 (host " in first.told and f"pid {second.pid})" in first.told
-    assert "has ended without a word, killed or crashed" in first.told
+# Joined by Weft, and by a program that knows JAX alone.
+@pytest.mark.parametrize(
+    ("killed", "variables"),
+    [
+        pytest.param(1, {"JOINED_BY_JAX": "1"}, id="the last, joined by JAX"),
+        pytest.param(0, {}, id="the first", marks=pytest.mark.soak),
+        pytest.param(1, {}, id="the last", marks=pytest.mark.soak),
+    ],
+)
+def test_one_that_is_killed_is_named_by_the_other(start, killed, variables):
+    processes = start("stepping", **variables)
+    processes[1].wait_for("here stepping")
+    victim, other = processes[killed], processes[1 - killed]
+    victim.send(signal.SIGKILL)
+    assert ends(other, time.monotonic()) not in (0, -signal.SIGKILL)
+    assert f"process {killed} of 2 (host " in other.told and f"pid {victim.pid})" in other.told
+    assert "has ended without a word, killed or crashed" in other.told
+
+
+@pytest.mark.soak
+def test_one_that_is_frozen_is_named_by_the_others(start):
+    processes = start("stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="12")
+    processes[3].wait_for("here stepping")
+    processes[1].send(signal.SIGSTOP)
+    now = time.monotonic()
+    for process in (processes[0], processes[2], processes[3]):
+        assert ends(process, now) != 0
+        assert f"pid {processes[1].pid}) has not been heard of for" in process.told
 
 
 def test_one_whose_input_fails_has_all_save_and_is_named(start):

@@ -31,9 +31,13 @@ def check_stop(processes, phase, before):
     return done[0]
 
 
-def test_in_five_phases_two_processes_stop_as_one(start):
+@pytest.mark.parametrize(
+    "num",
+    [2, pytest.param(1, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)],
+)
+def test_in_five_phases_all_processes_stop_as_one(start, num):
     phases = ["stepping", "evaluating", "waiting", "saving", "compiling"]
-    processes = start(*phases)
+    processes = start(*phases, num=num)
     before = {"steps": []}
     for phase in phases:
         if phase == "compiling":
@@ -43,9 +47,10 @@ def test_in_five_phases_two_processes_stop_as_one(start):
         time.sleep(1.0 if phase == "compiling" else 0.2)
         before["time"] = time.monotonic()
         # A scheduler tells all of them; one of them has to do as well.
-        processes[1].send(signal.SIGTERM)
+        processes[-1].send(signal.SIGTERM)
         if phase in ("stepping", "waiting"):
-            processes[0].send(signal.SIGTERM)
+            for process in processes[:-1]:
+                process.send(signal.SIGTERM)
         before = check_stop(processes, phase, before)
     assert before["still_compiling"] and before["ended"] == [0, "SIGTERM"]
-    assert [process.code() for process in processes] == [0, 0]
+    assert [process.code() for process in processes] == [0] * num

@@ -3,6 +3,7 @@
 It says "here FAULT" where the fault may come, and "done {…}" as JSON after each run.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -170,10 +171,23 @@ def config(directory, **fields):
     )
 
 
+def joined():
+    """Joins the other processes by Weft, or as a program may that uses JAX alone."""
+    if "JOINED_BY_JAX" not in os.environ:
+        return joined_processes()
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"],
+        int(os.environ["JAX_NUM_PROCESSES"]),
+        int(os.environ["JAX_PROCESS_ID"]),
+        cluster_detection_method="deactivate",
+    )
+    return contextlib.nullcontext()
+
+
 def main():
     global fault
     directory, *faults = sys.argv[1:]
-    with joined_processes():
+    with joined():
         trainers = {}
         for fault in faults:
             kind = "unrolled" if fault == "compiling" else "plain"

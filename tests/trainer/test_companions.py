@@ -24,7 +24,7 @@ def three():
 
     def open_lines(**kwargs):
         pairs = {i: socket.socketpair() for i in (1, 2)}
-        kwargs = {"end_seconds": 60} | kwargs
+        kwargs = {"end_seconds": 1e6} | kwargs
         made = [Companions(0, {i: pair[0] for i, pair in pairs.items()}, NAMES, **kwargs)]
         made += [Companions(i, {0: pair[1]}, {0: NAMES[0]}, **kwargs) for i, pair in pairs.items()]
         opened.extend(made)
@@ -133,7 +133,7 @@ def test_the_end_of_process_0_is_named_as_well(three):
 def test_silence_counts_as_an_end():
     here, there = socket.socketpair()
     with there:
-        companions = Companions(0, {1: here}, NAMES, heartbeat_timeout_seconds=0.5, end_seconds=60)
+        companions = Companions(0, {1: here}, NAMES, heartbeat_timeout_seconds=0.5, end_seconds=1e6)
         with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has not been heard of for"):
             companions.agree(go_on)
         companions.leave()

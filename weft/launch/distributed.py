@@ -28,6 +28,7 @@ from weft.trainer.companions import HEARTBEAT_TIMEOUT_SECONDS, in_company
 from weft.trainer.meeting import meet
 
 _CONNECT_SECONDS = 300.0
+_JAX_NOTICES_LATER_SECONDS = 30
 
 
 class Place(NamedTuple):
@@ -178,7 +179,8 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
             jax.distributed.initialize(
                 *place,
                 cluster_detection_method="deactivate",
-                heartbeat_timeout_seconds=heartbeat_timeout,
+                # Later than the companions, who name the process that is silent.
+                heartbeat_timeout_seconds=heartbeat_timeout + _JAX_NOTICES_LATER_SECONDS,
             )
             yield place
     except BaseException as error:

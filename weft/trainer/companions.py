@@ -328,7 +328,10 @@ class Companions:
         self._end(text, late=False)
 
     def _end(self, text: str, *, late: bool) -> None:
-        """Has this process end: by an error where its main thread looks, else by force."""
+        """Has this process end: by an error where its main thread looks, and at last by force.
+
+        By force also if the error was raised: at the exit of a program JAX waits for all processes.
+        """
         with self._changed:
             if self._over is not None or self._left:
                 return
@@ -340,9 +343,8 @@ class Companions:
         timer.start()
 
     def _end_by_force(self, text: str) -> None:
-        if not self._left:
-            print(f"weft: {text}", file=sys.__stderr__, flush=True)
-            os._exit(1)
+        print(f"weft: {text}", file=sys.__stderr__, flush=True)
+        os._exit(1)
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:
