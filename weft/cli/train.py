@@ -14,7 +14,7 @@ from rich.console import Console
 import weft
 from weft.cli.configs import load_config
 from weft.cli.display import Display, loss_text, make_display
-from weft.cli.generate import find_tokenizer, generate
+from weft.cli.generate import find_tokenizer, generate, generates
 from weft.cli.meshes import on_mesh
 from weft.config import maybe_instantiate
 from weft.errors import CommandLineError
@@ -180,7 +180,7 @@ def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
 def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
     """Prints a generated text, where the model generates any; adds it to those of earlier ends."""
     tokenizer = find_tokenizer(trainer.config)
-    if tokenizer is None or not hasattr(trainer.model, "sample_decode"):
+    if tokenizer is None or not generates(trainer.model):
         return []
     with trainer.mesh():
         text = generate(
@@ -202,11 +202,13 @@ def _next_commands(cfg: Any, arguments: Sequence[str], stopped: bool) -> list[st
     """What a person would want next, to be copied as it stands."""
     weft_command = program("weft")
     go_on = arguments if stopped else _with(arguments, f"max_step={2 * cfg.max_step}")
-    return [
+    commands = [
         f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
         f"{weft_command} train {shlex.join(go_on)}",
-        f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '",
     ]
+    if find_tokenizer(cfg) is not None:
+        commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
+    return commands
 
 
 def _with(arguments: Sequence[str], override: str) -> list[str]:
