@@ -181,6 +181,7 @@ def _tokenizer_of(base: str, model: Any) -> Any:
             )
         decoder.set(pad_token_id=ByteTokenizer.pad_id, eos_token_id=ByteTokenizer.eos_id)
         return None
+    HuggingFaceTokenizer(str(path))  # says if the file, or the package that reads it, is amiss
     import tokenizers
 
     loaded = tokenizers.Tokenizer.from_file(str(path))
