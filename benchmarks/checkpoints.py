@@ -68,7 +68,7 @@ def run() -> list[Row]:
             one = ratios(behind.begin, at_once.begin, pairs=1, warmup=0)
             behind.wait()  # not while the other one is measured
             blocked.append(one)
-        parts = [[pair[i][0] for pair in blocked[1:]] for i in range(3)]
+        quotients, begins, waits = ([one[i][0] for one in blocked[1:]] for i in range(3))
         saving = ratios(at_once.begin, lambda: _save_plain(base / "c", state), pairs=PAIRS)
 
         def restore() -> None:
@@ -76,7 +76,11 @@ def run() -> list[Row]:
 
         restoring = ratios(restore, lambda: _load_plain(base / "c", state), pairs=PAIRS)
     return [
-        row("an asynchronous save, blocking / a synchronous one", tuple(parts), at_most=0.1),
+        row(
+            "an asynchronous save, blocking / a synchronous one",
+            (quotients, begins, waits),
+            at_most=0.1,
+        ),
         row("a save with digests / numpy.save with fsync", saving, at_most=1 / 0.8, note=_NOTE),
         row("a restore, every file checked / numpy.load", restoring, at_most=1 / 0.8, note=_NOTE),
     ]

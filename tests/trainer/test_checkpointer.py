@@ -403,6 +403,22 @@ def test_a_directory_that_cannot_be_made(make, tmp_path):
         make().save(step=1, state=state_of(1))
 
 
+def test_what_goes_wrong_in_another_process_goes_wrong_here(make, monkeypatch):
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "number_of_first", lambda mine: 1)
+        with pytest.raises(CheckpointSaveError, match=r"process 0 could not make .*_00000001.tmp"):
+            checkpointer.save(step=1, state=state_of(1))
+    shutil.rmtree(checkpointer.config.dir)
+    for worst, lacks_room in ((1, True), (2, False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "largest_number", lambda mine, worst=worst: worst)
+            checkpointer.save(step=2, state=state_of(2))
+            with pytest.raises(CheckpointSaveError, match="another process could not") as found:
+                checkpointer.wait_until_finished()
+        assert found.value.lacks_room is lacks_room
+
+
 def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
     make, monkeypatch, caplog
 ):
