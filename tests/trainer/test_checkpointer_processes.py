@@ -206,6 +206,23 @@ def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
     checkpointer.stop()
     print("steps", Checkpointer.checkpoint_steps(directory))
 
+    # What one tells, all know one call later.
+    from weft.trainer.agreement import LargestNumberLater
+    later = LargestNumberLater()
+    assert [later(int(index) * n) for n in (1, 2, 3)] == [0, 1, 2]
+
+    # A file that only the second process reads is damaged: both pass over the step.
+    if index == "0":
+        with open(f"{Checkpointer.latest_checkpoint_path(directory)}/arrays/w/3.0", "r+b") as file:
+            file.write(b"damage")
+    checkpointer = make(directory, keep_last_n=2)
+    step, _ = checkpointer.restore(state={**target, "it": it})
+    (damaged,) = checkpointer.damaged_checkpoints
+    print("restored", step, "passed over", damaged)
+    checkpointer.stop()
+    if index == "0":
+        checkpointer.cleanup_checkpoint(checkpointer.ckpt_dir(4), sync=False)
+
     # What one process has saved in one piece: each reads the half that its devices hold.
     def memory(name):
         (line,) = [x for x in open("/proc/self/status") if x.startswith(name + ":")]
@@ -237,11 +254,13 @@ def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
     assert all("steps [3, 4]" in output for output in outputs), outputs
     assert all("failed for lack of room: True" in output for output in outputs), outputs
     assert "process 1 of 2: " in outputs[0]
+    assert "restored 3 passed over" in outputs[0] and "restored 3 passed over" in outputs[1]
+    assert "arrays/w/3.0: its content has changed" in outputs[1]
     # And here, one process with another mesh.
     cfg = Checkpointer.default_config().set(name="checkpointer", dir=str(tmp_path / "ckpts"))
     it = Iterator()
     target = {"w": jax.ShapeDtypeStruct((8, 4), np.float32), "count": 0, "it": it}
     with cfg.instantiate(parent=None) as checkpointer:
         step, state = checkpointer.restore(state=target)
-    assert (step, state["count"], it.position) == (4, 4, 3)
-    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 4)
+    assert (step, state["count"], it.position) == (3, 3, 3)
+    np.testing.assert_array_equal(state["w"], np.arange(32.0).reshape(8, 4) + 3)
