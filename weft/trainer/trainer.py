@@ -38,8 +38,8 @@ from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
 from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.early_stopping import EarlyStopping
-from weft.trainer.eval_policy import AtEndPolicy
 from weft.trainer.evaler import SpmdEvaler
+from weft.trainer.evaluations import due_at_end, run_evalers
 from weft.trainer.interruption import GracefulStop, StopRun
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
@@ -434,7 +434,8 @@ class SpmdTrainer(Module):
                 raise stopped.error
             reason = MAX_STEP if stopped is None else stopped.wish.text
             if has_ended(reason):
-                evaler_summaries |= self._run_evalers_at_end(evaler_summaries, listener)
+                at_end = due_at_end(self._evalers()) - evaler_summaries.keys()
+                evaler_summaries |= self._run_evalers(None, listener, forced=at_end)
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or not has_ended(reason):
                 return None
@@ -527,6 +528,8 @@ class SpmdTrainer(Module):
             self.init(first_key)
         self._batches.set_state(position)
         self._void_later_summaries()
+        if self._throughput is not None:
+            self._throughput.start(self.config.dir, self._step)
 
     def _run_evalers(
         self,
@@ -534,32 +537,18 @@ class SpmdTrainer(Module):
         listener: RunListener,
         forced: Collection[str] | None = None,
     ) -> dict[str, Any]:
-        """Runs the evalers that are due, or those that are `forced` and no others."""
-        results = {}
-        for name in self.config.evalers:
-            if forced is not None and name not in forced:
-                continue
-            _, summaries, _ = self.children[name].eval_step(  # pyright: ignore[reportAttributeAccessIssue]
-                self._step,
-                prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
-                model_params=self.model_params_for_eval(),
-                train_summaries={**(train_summaries or {}), "evalers": results},
-                force_run=forced is not None,
-            )
-            if summaries is not None:
-                results[name] = summaries
-                listener.on_eval(name, self._step, summaries)
-        return results
+        return run_evalers(
+            self._evalers(),
+            step=self._step,
+            prng_key=jax.random.fold_in(self.trainer_state.prng_key, 0),
+            model_params=self.model_params_for_eval(),
+            train_summaries=train_summaries,
+            listener=listener,
+            forced=forced,
+        )
 
-    def _run_evalers_at_end(
-        self, just_run: Collection[str], listener: RunListener
-    ) -> dict[str, Any]:
-        at_end = {
-            name
-            for name in self.config.evalers
-            if isinstance(self.children[name].eval_policy, AtEndPolicy)  # pyright: ignore[reportAttributeAccessIssue]
-        }
-        return self._run_evalers(None, listener, forced=at_end - set(just_run))
+    def _evalers(self) -> dict[str, Any]:
+        return {name: self.children[name] for name in self.config.evalers}
 
     def _stop_early(self) -> None:
         if self._early_stopping is not None and self._early_stopping.should_stop:
