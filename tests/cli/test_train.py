@@ -10,7 +10,7 @@ from rich.console import Console
 from weft.cli import main
 from weft.cli.configs import load_config
 from weft.cli.display import make_display
-from weft.cli.train import program, split_arguments
+from weft.cli.train import program, run, split_arguments
 from weft.trainer.run_record import claim_run_dir
 
 TINY = ["train", "lm-tiny"]
@@ -189,3 +189,18 @@ def test_what_a_run_begins_with_is_trained_before(reason, tmp_path, monkeypatch,
     assert trained == (first if reason == "SIGTERM" else [*first, ("lm-lora", "runs/lm-lora")])
     stopped = "stopped by SIGTERM after step 7, which is saved in runs/lm-llama"
     assert (stopped in capsys.readouterr().out) == (reason == "SIGTERM")
+
+
+def test_a_compilation_that_was_given_up_does_not_keep_the_process(monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr("weft.cli.train._train", lambda arguments: 75)
+    monkeypatch.setattr("os._exit", end)
+    assert run(None) == 75
+    monkeypatch.setattr("weft.cli.train.still_compiling", lambda: True)
+    with pytest.raises(Ended, match="75"):
+        run(None)

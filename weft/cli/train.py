@@ -22,6 +22,7 @@ from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
 from weft.launch.distributed import joined_processes
 from weft.launch.job import STOPPED_EXIT_CODE
 from weft.recipes import RECIPES, named_trainer_configs
+from weft.trainer.interruption import still_compiling
 from weft.trainer.progress import has_ended
 from weft.trainer.report import write_report
 from weft.trainer.run_record import check_run_dir, read_record, update_record, values_named
@@ -33,7 +34,12 @@ _SAMPLE_TEMPERATURE = 0.8
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or goes on with a run; as one of several processes if the environment says so."""
     with joined_processes():
-        return _train(arguments)
+        code = _train(arguments)
+    if still_compiling():  # it was asked to stop, and the compiler would keep it for minutes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _train(arguments: argparse.Namespace) -> int:
