@@ -48,6 +48,23 @@ def opt_params(model_params: NestedTensor, specs: Any) -> Any:
     )
 
 
+def with_state_of(params: NestedTensor, cast: NestedTensor, specs: Any) -> NestedTensor:
+    """Parameters in another dtype, and state as it is: a moving average adds up small numbers.
+
+    Args:
+        params: as they are.
+        cast: in another dtype.
+        specs: their `ParameterSpec`s.
+    """
+    return jax.tree.map(
+        lambda spec, whole, low: whole if spec.is_state else low,
+        specs,
+        params,
+        cast,
+        is_leaf=lambda x: isinstance(x, ParameterSpec),
+    )
+
+
 def train_step(
     state: TrainerState,
     batch: NestedTensor,
@@ -78,7 +95,8 @@ def train_step(
 
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
-        params, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
+        cast, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
+        params = with_state_of(params, cast, model_specs)
         with explained(model, batch):
             outputs, collection = functional(
                 model,
