@@ -16,17 +16,31 @@ def run(traces, steps):
             computes(step_fn(jnp.ones((8, 8))))
 
 
-def test_a_trace_can_be_viewed_and_holds_its_steps(tmp_path):
-    run(StepTraces(str(tmp_path), [2, 3], n_steps=2), range(1, 5))
-    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step_00000002"]
-    (folder,) = (tmp_path / "trace/step_00000002/plugins/profile").iterdir()
+def event_names(directory, step):
+    """What the viewers show."""
+    (folder,) = (directory / f"trace/step_{step:08d}/plugins/profile").iterdir()
     (xplane,) = folder.glob("*.xplane.pb")
     assert xplane.stat().st_size
     (events_file,) = folder.glob("*.trace.json.gz")
     with gzip.open(events_file) as file:
-        events = json.load(file)["traceEvents"]
-    calls = [event for event in events if event.get("name", "").startswith("PjitFunction")]
-    assert len(calls) >= 2
+        return [event.get("name", "") for event in json.load(file)["traceEvents"]]
+
+
+def test_a_trace_can_be_viewed_and_holds_its_steps(tmp_path):
+    run(StepTraces(str(tmp_path), [2, 3], n_steps=2), range(1, 5))
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["step_00000002"]
+    assert len([name for name in event_names(tmp_path, 2) if name.startswith("PjitFunction")]) >= 2
+
+
+def test_a_trace_has_as_much_of_python_as_is_asked_for(tmp_path):
+    run(StepTraces(str(tmp_path / "a"), [1], n_steps=1), [1])
+    run(StepTraces(str(tmp_path / "b"), [1], n_steps=1, python_tracer_level=0), [1])
+    run(StepTraces(str(tmp_path / "c"), [1], n_steps=1, host_tracer_level=0), [1])
+    whole, without_python, without_host = (event_names(tmp_path / name, 1) for name in "abc")
+    assert any(name.startswith("$") for name in whole)  # how functions of Python are shown
+    assert not any(name.startswith("$") for name in without_python)
+    assert any(name.startswith("PjitFunction") for name in without_python)
+    assert not any(name.startswith("PjitFunction") for name in without_host)
 
 
 def test_a_run_that_ends_first_ends_the_trace(tmp_path):

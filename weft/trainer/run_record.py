@@ -56,6 +56,8 @@ MAY_CHANGE = frozenset(
         "start_trace_steps",
         "n_steps_for_each_trace",
         "start_trace_process_indices",
+        "host_tracer_level",
+        "python_tracer_level",
         "context_manager",
     }
 )

@@ -26,6 +26,8 @@ class StepTraces:
             begins none.
         n_steps: How many steps a trace covers; None for 3.
         processes: The processes that trace, or "all".
+        host_tracer_level: How much it has of the host, 0 for nothing; None for what JAX chooses.
+        python_tracer_level: How much it has of Python, likewise.
 
     Raises:
         ProfilerTraceError: If a trace would cover no step.
@@ -37,6 +39,9 @@ class StepTraces:
         start_steps: Sequence[int],
         n_steps: int | None = None,
         processes: Literal["all"] | Sequence[int] = (0,),
+        *,
+        host_tracer_level: int | None = None,
+        python_tracer_level: int | None = None,
     ):
         if n_steps is not None and n_steps < 1:
             raise ProfilerTraceError(
@@ -48,6 +53,11 @@ class StepTraces:
         self._directory = directory
         self._n_steps = n_steps or _DEFAULT_STEPS
         self._last: int | None = None  # the last step of the trace that is open
+        self._options = jax.profiler.ProfileOptions()
+        if host_tracer_level is not None:
+            self._options.host_tracer_level = host_tracer_level
+        if python_tracer_level is not None:
+            self._options.python_tracer_level = python_tracer_level
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[Callable[[Any], None]]:
@@ -60,7 +70,8 @@ class StepTraces:
             A function that takes what the step computes, to wait for it if a trace ends here.
         """
         if step in self._start_steps and self._last is None:
-            jax.profiler.start_trace(os.path.join(self._directory, f"trace/step_{step:08d}"))
+            directory = os.path.join(self._directory, f"trace/step_{step:08d}")
+            jax.profiler.start_trace(directory, profiler_options=self._options)
             self._last = step + self._n_steps - 1
         results: list[Any] = []
         yield results.append

@@ -131,6 +131,8 @@ class SpmdTrainer(Module):
             start_trace_steps: steps at which a profiler trace is started.
             n_steps_for_each_trace: how many steps a trace covers, 3 if None.
             start_trace_process_indices: the processes that trace, or "all".
+            host_tracer_level, python_tracer_level: how much of the host and of Python a trace has,
+              0 for nothing; None for what JAX chooses.
             context_manager: opened around the whole run.
             compilation_cache_dir: where compiled programs outlive the process; None leaves JAX as
               it is set up.
@@ -166,6 +168,8 @@ class SpmdTrainer(Module):
         start_trace_steps: Sequence[int] = []
         n_steps_for_each_trace: int | None = None
         start_trace_process_indices: Literal["all"] | Sequence[int] = [0]
+        host_tracer_level: int | None = None
+        python_tracer_level: int | None = None
         context_manager: ConfigOr[Callable[[], AbstractContextManager]] | None = None
         compilation_cache_dir: str | None = None
         config_modifiers: Sequence[ConfigOr[ConfigModifier]] = []
@@ -211,6 +215,8 @@ class SpmdTrainer(Module):
             cfg.start_trace_steps,
             cfg.n_steps_for_each_trace,
             cfg.start_trace_process_indices,
+            host_tracer_level=cfg.host_tracer_level,
+            python_tracer_level=cfg.python_tracer_level,
         )
 
     # The state.
