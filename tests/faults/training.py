@@ -40,6 +40,12 @@ def here(name):
         print("here", name, flush=True)
 
 
+def tell_of_compilation():
+    while not still_compiling():
+        time.sleep(0.02)
+    here("compiling")
+
+
 class Fitted(BaseModel):
     """A linear function of four features; the more it is unrolled, the longer it compiles."""
 
@@ -54,7 +60,6 @@ class Fitted(BaseModel):
         weight, x = self.state["weight"], input_batch["x"]
         for i in range(self.config.unrolled):
             x = jnp.sin(x @ weight + i)
-        here("compiling")
         return jnp.mean((x @ weight - 1.0) ** 2), {}
 
 
@@ -194,7 +199,8 @@ def main():
             if kind not in trainers:
                 cfg = config(os.path.join(directory, kind))
                 if kind == "unrolled":
-                    cfg.model.unrolled = 1500
+                    cfg.model.unrolled = 1000
+                    threading.Thread(target=tell_of_compilation, daemon=True).start()
                 if fault == "hanging":
                     cfg.crash_on_hang_timeout_seconds = 10.0
                 trainers[kind] = cfg.instantiate(parent=None)
