@@ -11,6 +11,7 @@ from weft.trainer.mesh import (
     build_mesh,
     check_divides,
     named_sharding,
+    over_slices,
     select_mesh_config,
 )
 
@@ -68,6 +69,14 @@ def test_a_hybrid_mesh_whose_slices_lie_along_the_second_axis():
     gpus = [Device(i, slice_index=i // 4) for i in range(8)]
     shape = HybridMeshShape(ici_mesh_shape=(2, 2), dcn_mesh_shape=(1, -1))
     assert ids(build_mesh(shape, ("data", "model"), gpus)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_plain_shape_over_several_slices():
+    assert over_slices((1, 8), 2) == HybridMeshShape((1, 4), (1, 2))
+    with pytest.raises(
+        MeshError, match=r"in 3 slices, which divide no axis of mesh_shape=\(2, 4\)"
+    ):
+        over_slices((2, 4), 3)
 
 
 def test_cpu_devices_stand_for_any_number_of_slices():

@@ -24,7 +24,7 @@ from weft.input import Input
 from weft.trainer.aot_compilation import get_devices_for_topology
 from weft.trainer.collectives import Collective, collectives_of
 from weft.trainer.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
-from weft.trainer.mesh import HybridMeshShape, build_mesh
+from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices
 from weft.trainer.model import build_model
 from weft.trainer.state import state_specs
 from weft.trainer.training_batches import batch_partition
@@ -204,16 +204,25 @@ def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any
                 compiled = trainer.compile_train_step()
         except (MeshError, BatchShardingError) as error:
             return [str(error)]
-    shape = dict(mesh.shape)
-    if isinstance(cfg.mesh_shape, HybridMeshShape) and devices[0].platform == "tpu":
-        # A TPU's program is that of one slice; what goes between slices is not in it.
-        shape = dict(zip(cfg.mesh_axis_names, cfg.mesh_shape.ici_mesh_shape, strict=True))
+    shape = _shape_of_program(cfg, mesh, devices)
     console.print(_collectives_table(collectives_of(compiled.as_text()), shape))
     console.print()
     console.print(_memory_table(compiled.memory_analysis()))
     console.print()
     found = [w.message for w in caught if issubclass(w.category, ShardingWarning)]
     return list(dict.fromkeys(map(str, found)))
+
+
+def _shape_of_program(cfg: Any, mesh: Any, devices: Sequence[Any]) -> dict[str, int]:
+    """The mesh axes that the collectives of a program speak of."""
+    num_slices = len({getattr(device, "slice_index", None) for device in devices})
+    if devices[0].platform != "tpu" or num_slices == 1:
+        return dict(mesh.shape)
+    # A TPU's program is that of one slice; what goes between slices is not in it.
+    hybrid = cfg.mesh_shape
+    if not isinstance(hybrid, HybridMeshShape):
+        hybrid = over_slices(list(mesh.shape.values()), num_slices)
+    return dict(zip(mesh.axis_names, hybrid.ici_mesh_shape, strict=True))
 
 
 def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, int]) -> Table:

@@ -23,11 +23,11 @@ from weft.config.names import did_you_mean
 from weft.errors import TopologyError
 from weft.trainer.inference import method_program
 from weft.trainer.mesh import (
-    HybridMeshShape,
     MeshShape,
     build_mesh,
     check_divides,
     named_sharding,
+    over_slices,
 )
 from weft.trainer.state import shapes_with, state_shardings
 from weft.typing import PartitionSpec
@@ -160,6 +160,7 @@ def reshape_devices(
 
     Raises:
         TopologyError: if the numbers do not go together.
+        MeshError: if the number of slices divides no axis.
     """
     sizes = tuple(mesh_shape)
     if math.prod(sizes) != len(devices) or len(devices) != devices_per_slice * num_slices:
@@ -168,16 +169,8 @@ def reshape_devices(
             f"num_slices={num_slices} slices of devices_per_slice={devices_per_slice}; all three "
             "numbers must be equal."
         )
-    axis = next((i for i, size in enumerate(sizes) if size % num_slices == 0), None)
-    if axis is None:
-        raise TopologyError(
-            f"num_slices={num_slices} divides no axis of mesh_shape={sizes}; make one a multiple, "
-            "or give a HybridMeshShape to the trainer."
-        )
-    across = tuple(num_slices if i == axis else 1 for i in range(len(sizes)))
-    within = tuple(size // n for size, n in zip(sizes, across, strict=True))
     names = [str(i) for i in range(len(sizes))]
-    return build_mesh(HybridMeshShape(within, across), names, devices).devices
+    return build_mesh(over_slices(sizes, num_slices), names, devices).devices
 
 
 def compile_trainer_programs(

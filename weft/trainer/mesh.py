@@ -48,6 +48,7 @@ def build_mesh(
 
     Args:
         mesh_shape: the number of devices along each axis; one entry may be -1, for what is left.
+            Several slices of TPUs lie along the first axis that their number divides.
         mesh_axis_names: the name of each axis.
         devices: the devices, all of them by default.
 
@@ -65,7 +66,39 @@ def build_mesh(
         grid = _hybrid_grid(mesh_shape, names, devices)
         return jax.sharding.Mesh(grid, names, axis_types=axis_types)
     (sizes,) = _filled({"mesh_shape": mesh_shape}, names, len(devices))
+    num_slices = len({_slice_of(device) for device in devices})
+    if num_slices > 1 and devices[0].platform == "tpu":  # which make_mesh knows one slice of
+        grid = _hybrid_grid(over_slices(sizes, num_slices), names, devices)
+        return jax.sharding.Mesh(grid, names, axis_types=axis_types)
     return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
+
+
+def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
+    """A mesh shape over several slices, which lie along the first axis that they divide.
+
+    Args:
+        mesh_shape: the number of devices along each axis, over all slices.
+        num_slices: how many slices there are.
+
+    Raises:
+        MeshError: if they divide no axis.
+
+    >>> over_slices((1, 4, 2), 2)
+    HybridMeshShape(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(1, 2, 1))
+    """
+    axis = next((i for i, size in enumerate(mesh_shape) if size % num_slices == 0), None)
+    if axis is None:
+        raise MeshError(
+            f"the devices are in {num_slices} slices, which divide no axis of mesh_shape="
+            f"{tuple(mesh_shape)}; make one a multiple, or set a HybridMeshShape."
+        )
+    across = tuple(num_slices if i == axis else 1 for i in range(len(mesh_shape)))
+    within = tuple(size // n for size, n in zip(mesh_shape, across, strict=True))
+    return HybridMeshShape(within, across)
+
+
+def _slice_of(device: Any) -> Hashable:
+    return getattr(device, "slice_index", None)
 
 
 def _filled(
@@ -113,7 +146,7 @@ def _hybrid_grid(
 
 
 _GROUPINGS: dict[str, Callable[[Any], Hashable]] = {
-    "slice(s)": lambda device: getattr(device, "slice_index", 0),
+    "slice(s)": _slice_of,
     "process(es)": lambda device: device.process_index,
 }
 
