@@ -30,7 +30,7 @@ from weft.hierarchy.causal_lm import Model
 from weft.hierarchy.decoder import Decoder, LmHead
 from weft.hierarchy.embedding import Embedding
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
-from weft.hierarchy.moe_layer import DIM_TO_MESH_AXES, TransformerFeedForwardMoE
+from weft.hierarchy.moe_layer import TransformerFeedForwardMoE
 from weft.hierarchy.multihead_attention import MultiheadAttention
 from weft.hierarchy.normalization import LayerNorm, RMSNorm
 from weft.hierarchy.pipelined_stack import PipelinedTransformerLayer
@@ -40,15 +40,18 @@ from weft.typing import PartitionSpec
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
 BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
 _VECTORS = (BATCH_AXIS_NAMES, "seq", None)
-# By the letters of their axes, as in `weft.hierarchy.moe_layer`: weights over fsdp as well, and
-# groups of tokens over both axes that hold rows beside that of the experts.
+# By the letters of their axes, as in `weft.hierarchy.moe_layer`. Groups of tokens lie as the rows
+# of a batch do, in the order of its axes, so that tokens move over the axis of experts only.
+_GROUPS = ("expert", "fsdp")
 _OF_EXPERTS = {
-    dims: PartitionSpec(*(("data", "fsdp") if axis == "data" else axis for axis in axes))
-    for dims, axes in DIM_TO_MESH_AXES.items()
-} | {
     "me": PartitionSpec("fsdp", None),
     "emh": PartitionSpec("expert", "fsdp", "model"),
     "ehm": PartitionSpec("expert", "model", "fsdp"),
+    "ogsm": PartitionSpec("data", _GROUPS, None, None),
+    "ogse": PartitionSpec("data", _GROUPS, None, None),
+    "ogsec": PartitionSpec("data", _GROUPS, None, None, None),
+    "oegcm": PartitionSpec("data", "expert", "fsdp", None, None),
+    "oegch": PartitionSpec("data", "expert", "fsdp", None, "model"),
 }
 
 
