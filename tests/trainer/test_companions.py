@@ -53,6 +53,11 @@ def at_once(*calls):
     return results
 
 
+def all_from(connection):
+    """What comes until the other end says that nothing more does."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
 def go_on():
     return None
 
@@ -145,9 +150,9 @@ def test_what_is_no_message_is_passed_over():
         companions = Companions(1, {0: here}, NAMES)
         there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"go": 1, "stop": null}\n')
         assert companions.agree(go_on) is None
-        sent = there.recv(1 << 16).splitlines()
-        assert {"at": 1, "wish": None, "within": None} in [json.loads(line) for line in sent]
         companions.leave()
+        sent = all_from(there).splitlines()
+        assert {"at": 1, "wish": None, "within": None} in [json.loads(line) for line in sent]
 
 
 def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye():
@@ -159,7 +164,7 @@ def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye():
             assert current_companions() is companions
             raise KeyError("x")
         assert current_companions() is None
-        assert b'{"bye": "KeyError: \'x\'"}' in there.recv(1 << 16)
+        assert b'{"bye": "KeyError: \'x\'"}' in all_from(there)
 
 
 STUCK = """
