@@ -37,6 +37,16 @@ def test_lower_leaves_the_carrier_alone():
     assert box.writes == 0
 
 
+def test_what_was_compiled_ahead_is_called_with_carriers():
+    fn, traces = counting_jit()
+    compiled = fn.lower(Box(total=jnp.float32(0)), jnp.float32(0)).compile()
+    box = Box(total=jnp.float32(1))
+    assert compiled(box, jnp.float32(2)) == 6
+    assert box.arrays["total"] == 3
+    assert len(traces) == 1
+    assert "HloModule" in compiled.as_text()
+
+
 def test_donation_takes_the_carriers_arrays():
     fn, _ = counting_jit(donate_argnums=0)
     before = jnp.ones(4)

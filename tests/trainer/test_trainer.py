@@ -312,6 +312,18 @@ def test_the_step_can_be_compiled_ahead_and_analysed(tmp_path):
     assert "floating-point operations: " in text
 
 
+def test_the_step_that_was_compiled_ahead_is_the_step(tmp_path):
+    trainer = trainer_of(config(tmp_path))
+    compiled = trainer.compile_train_step()
+    trainer.init(jax.random.key(trainer.config.seed))
+    batch = next(iter(trainer.input.batches(iter(trainer.input.dataset()))))
+    with trainer.mesh():
+        state, outputs = compiled(trainer.trainer_state, batch)
+    assert np.isfinite(outputs["loss"])
+    before = jax.tree.leaves(trainer.trainer_state_specs.model)
+    assert [x.shape for x in jax.tree.leaves(state.model)] == [tuple(s.shape) for s in before]
+
+
 def test_a_profile_is_written_for_the_steps_that_are_named(tmp_path):
     run(config(tmp_path, start_trace_steps=[2], n_steps_for_each_trace=1))
     assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))

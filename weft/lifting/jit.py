@@ -14,6 +14,7 @@ from weft.lifting.crossing import Cargo, Kind, Results, Static, commit, depart, 
 from weft.lifting.functions import AtFirstCall
 from weft.lifting.recompiles import Trace, differences
 from weft.lifting.roles import Roles
+from weft.lifting.stages import Lowered
 
 
 class Jitted:
@@ -25,8 +26,8 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._shared.value(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """As `jax.jit(...).lower`; nothing is committed."""
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """As `jax.jit(...).lower`; nothing is committed before what is compiled is called."""
         return self._shared.value.lower(*args, **kwargs)
 
     def explain_recompile(self) -> str:
@@ -62,14 +63,17 @@ class _Shared:
         self._jitted = jax.jit(pure, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._jitted, args, kwargs)
+
+    def _run(self, jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         outer, cargo = self._depart(args, kwargs)
         packed, packed_kwargs = cargo.packed
-        return commit(self._kind, outer, self._jitted(cargo.static, *packed, **packed_kwargs))
+        return commit(self._kind, outer, jitted(cargo.static, *packed, **packed_kwargs))
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         _, cargo = self._depart(args, kwargs)
         packed, packed_kwargs = cargo.packed
-        return self._jitted.lower(cargo.static, *packed, **packed_kwargs)
+        return Lowered(self._jitted.lower(cargo.static, *packed, **packed_kwargs), self._run)
 
     def explain_recompile(self) -> str:
         if len(self._traces) < 2:

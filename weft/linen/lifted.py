@@ -8,10 +8,9 @@ import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import jax
-
 from weft.errors import TransformTargetError
 from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.stages import Lowered
 from weft.linen.module import Module
 from weft.linen.passengers import Token, arrive, board, inside
 
@@ -83,16 +82,20 @@ def _transformed_function(
     def run(target: Any, *args: Any, **kwargs: Any) -> Any:
         if token is not None and token in target._state.inside:
             return fn(target, *args, **kwargs)
-        boarding, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
-        result = lifted(carriage, *args, **kwargs)
+        return call(lifted, (target, *args), kwargs)
+
+    def call(lifted: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target, *rest = args
+        boarding, carriage, rest, kwargs = board((fn,), target, tuple(rest), kwargs, token)
+        result = lifted(carriage, *rest, **kwargs)
         arrive(boarding, carriage)
         return result
 
     if hasattr(lifted, "lower"):
 
-        def lower(target: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        def lower(target: Any, *args: Any, **kwargs: Any) -> Lowered:
             _, carriage, args, kwargs = board((fn,), target, args, kwargs, token)
-            return lifted.lower(carriage, *args, **kwargs)
+            return Lowered(lifted.lower(carriage, *args, **kwargs), call)
 
         run.lower = lower  # pyright: ignore[reportAttributeAccessIssue]
         run.explain_recompile = lifted.explain_recompile  # pyright: ignore[reportAttributeAccessIssue]

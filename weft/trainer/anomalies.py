@@ -22,6 +22,7 @@ from weft import lifting
 from weft.config import Configurable, config_class
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.hierarchy.transforms import CONTEXTS
+from weft.lifting.stages import Lowered
 from weft.trainer.diagnosis import first_undefined_module
 from weft.trainer.optimizer_base import path_name
 from weft.trainer.optimizer_skipping import tree_where
@@ -212,13 +213,17 @@ class AnomalyGuard:
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         """Runs a step; the state after it is the one before if the step was bad."""
-        (state, track), outputs = self._jitted((state, self._placed()), batch)
+        return self._run(self._jitted, (state, batch), {})
+
+    def _run(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        state, batch = args
+        (state, track), outputs = jitted((state, self._placed()), batch, **kwargs)
         self._track = LossTrack(*map(np.asarray, track))
         return state, outputs
 
-    def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: Any, batch: Any) -> Lowered:
         """As `jax.jit(...).lower` of the step."""
-        return self._jitted.lower((state, self._placed()), batch)
+        return Lowered(self._jitted.lower((state, self._placed()), batch), self._run)
 
     def _placed(self) -> LossTrack:
         track, dtypes = self._track, (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.int32)

@@ -19,13 +19,14 @@ from typing import Any
 
 from weft.core.tracing import current_trace
 from weft.lifting.functions import AtFirstCall, by_value
+from weft.lifting.stages import Lowered, Traced
 from weft.nnx.graph import Flat
 from weft.nnx.naming import origin
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
 from weft.nnx.transforms.calls import MISSING, check_unbound, opened, parameter_names
 from weft.nnx.transforms.calls import Call as OpenCall
-from weft.nnx.transforms.jit_aot import Call, Lowered, Traced
+from weft.nnx.transforms.jit_aot import Call
 from weft.nnx.transforms.jit_program import (
     Found,
     FunctionChanged,
@@ -258,7 +259,7 @@ class JitWrapped:
         program = self._program(found.layout)
         values = program.values_of(found.flat)
         traced = program.jitted.trace(*values, *found.rest, **found.named)
-        return Traced(traced, Call(program, self._options, args, kwargs))
+        return Traced(traced, Call(program, self._options, args, kwargs).run)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """What a call would return, with shapes in place of arrays; objects stay as they are."""

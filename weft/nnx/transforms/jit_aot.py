@@ -1,7 +1,6 @@
-"""Jitted functions ahead of time: traced, lowered, compiled, and then called with objects.
+"""The call of a jitted function that was compiled ahead of time.
 
-The stages are those of `jax.stages` and have their attributes; only the compiled one is called, and
-it takes what the function takes. As for JAX, arguments that are static are left out there.
+It takes what the function takes. As for JAX, arguments that are static are left out there.
 """
 
 from typing import Any
@@ -33,7 +32,11 @@ class Call:
         self._names = sorted(kwargs.keys() - self._named.keys())
 
     def run(self, compiled: jax.stages.Compiled, args: Any, kwargs: Any) -> Any:
-        """Calls what was compiled, writes what it has changed, and returns its result."""
+        """Calls what was compiled, writes what it has changed, and returns its result.
+
+        Raises:
+            CompiledCallError: if an object looks otherwise, or there are more or fewer arguments.
+        """
         if len(args) != self._n_args - len(self._static) or sorted(kwargs) != self._names:
             raise CompiledCallError(
                 f"a function that was compiled for {self._n_args - len(self._static)} arguments by "
@@ -49,62 +52,6 @@ class Call:
         named = {k: x for k, x in found.named.items() if k not in self._named}
         outputs = compiled(*self._program.values_of(found.flat), *given, **named)
         return self._program.finish(found.flat, outputs)
-
-
-class _Stage:
-    """A stage of JAX, with the call that it is for."""
-
-    def __init__(self, stage: Any, call: Call):
-        self._stage, self._call = stage, call
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._stage, name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._stage!r})"
-
-
-class Traced(_Stage):
-    """A function that was traced for a call; has the attributes of `jax.stages.Traced`."""
-
-    def lower(self, **options: Any) -> "Lowered":
-        """As for JAX.
-
-        Args:
-            **options: likewise.
-        """
-        return Lowered(self._stage.lower(**options), self._call)
-
-
-class Lowered(_Stage):
-    """A function that was lowered; has the attributes of `jax.stages.Lowered`."""
-
-    def compile(self, *args: Any, **options: Any) -> "Compiled":
-        """As for JAX.
-
-        Args:
-            *args: likewise.
-            **options: likewise.
-        """
-        return Compiled(self._stage.compile(*args, **options), self._call)
-
-
-class Compiled(_Stage):
-    """A compiled function; has the attributes of `jax.stages.Compiled`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls it with objects that look like those that it was compiled for.
-
-        Args:
-            *args: as the function was given them, but for static ones.
-            **kwargs: likewise.
-
-        Raises:
-            CompiledCallError: if an object looks otherwise.
-        """
-        return self._call.run(self._stage, args, kwargs)
 
 
 def _other_objects(before: Layout, now: Layout) -> CompiledCallError:
