@@ -28,8 +28,8 @@ def test_origins_name_the_line_of_the_recipe_and_the_command_line(capsys):
     lines = show(capsys, "lm-tiny", "max_step=7", "--origin").splitlines()
     (max_step,) = [line for line in lines if line.startswith("    max_step=")]
     assert max_step == "    max_step=7,  # command line"
-    (directory,) = [line for line in lines if line.startswith("    dir=")]
-    assert "weft/recipes/lm.py:" in directory
+    (batch,) = [line for line in lines if "global_batch_size=8," in line]
+    assert "weft/recipes/lm.py:" in batch
 
 
 def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):

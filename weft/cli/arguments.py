@@ -169,6 +169,8 @@ def _add_place(
         "  env.NAME=VALUE            a variable for each process\n"
         "  max_tries=3               start all again when one has failed, so often at most\n"
         "  grace_seconds=120         how long they may take to save when asked to stop\n"
+        "  heartbeat_timeout_seconds=100\n"
+        "                            after how long a process that is not heard of is gone\n"
         "  name=lm                   of the job; that of the recipe by default\n\n"
         + (f"{epilog}\n\n" if epilog else "")
         + "Examples:\n"
