@@ -6,6 +6,7 @@ keys still give different numbers, so whoever folds another number or draws in a
 found out.
 """
 
+import functools
 import math
 
 import jax
@@ -31,18 +32,22 @@ def _count(shape, step):
     return np.arange(1, math.prod(shape) + 1, dtype=np.uint32).reshape(shape) * step
 
 
+@jax.jit
 def _seed(seed):
     return _mixed(seed.astype(jnp.uint32) + _STEP)[None]
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _split(key, shape):
     return _mixed(key + _count((*shape, 1), _FOLD))
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _random_bits(key, width, shape):
     return _mixed(key[0] ^ _count(shape, _STEP)).astype(f"uint{width}")
 
 
+@jax.jit
 def _fold_in(key, data):
     return _mixed(key ^ _mixed(data.astype(jnp.uint32) + _FOLD))
 

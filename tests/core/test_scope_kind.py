@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
@@ -17,10 +18,10 @@ from weft.errors import (
     ScopeCollectionNotFound,
     ScopeParamNotFoundError,
 )
+from tests.keys import quick_key
 
-KEY = jax.random.key(0)
-RNGS = {"params": KEY, "noise": jax.random.key(1)}
-X = jnp.ones((2, 3))
+RNGS = {"params": quick_key(0), "noise": quick_key(1)}
+X = np.ones((2, 3), np.float32)
 FORKED = {"params": True, "noise": True}
 
 
