@@ -1,28 +1,49 @@
 """The README's commands are those that CI runs, and its programs print what it says they print."""
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
 from tests.pages import ROOT, blocks, programs
+from weft.cli import main
+from weft.recipes import RECIPES
 
 README = ROOT / "README.md"
 PROGRAMS = programs(README)
 
 
+def commands(block):
+    lines = [line for line in block.text.splitlines() if line.startswith("$ ")]
+    return [line.removeprefix("$ ").split("#")[0].strip() for line in lines]
+
+
 def test_the_first_commands_are_the_ones_that_ci_runs():
-    console = next(block.text for block in blocks(README) if block.language == "console")
-    commands = [
-        line.removeprefix("$ ").split("#")[0].strip()
-        for line in console.splitlines()
-        if line.startswith("$ ")
-    ]
-    assert commands == ["make train", "make test"]
+    first, *_ = (commands(block) for block in blocks(README) if block.language == "console")
+    assert first == ["make train", "make test"]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    for command in commands:
+    for command in first:
         assert any(line.startswith(command) for line in ci), f".ci/run does not run `{command}`"
+
+
+@pytest.mark.long
+def test_the_other_commands_run_one_after_the_other(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    _, *rest = (commands(block) for block in blocks(README) if block.language == "console")
+    for command in (command for block in rest for command in block):
+        program, *words = shlex.split(command)
+        assert program == "weft"
+        assert main(words) == 0, f"{command}: {capfd.readouterr()}"
+
+
+def test_every_recipe_and_every_page_about_training_is_named():
+    text = README.read_text(encoding="utf-8")
+    assert [r.name for r in RECIPES if f"| `{r.name}` |" not in text] == []
+    for page in re.findall(r"`([\w-]+\.md)`", text.partition("The pages in `docs/`")[2]):
+        assert (ROOT / page).exists() or (ROOT / "docs" / page).exists(), page
 
 
 def test_every_program_says_what_it_prints():
