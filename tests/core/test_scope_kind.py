@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from tests.keys import quick_key
 from weft.core import apply, bind, init, lift
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import (
@@ -18,7 +19,6 @@ from weft.errors import (
     ScopeCollectionNotFound,
     ScopeParamNotFoundError,
 )
-from tests.keys import quick_key
 
 RNGS = {"params": quick_key(0), "noise": quick_key(1)}
 X = np.ones((2, 3), np.float32)
