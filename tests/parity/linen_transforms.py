@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.parity.linen import KEY, draw, same
+from tests.keys import quick_key
+from tests.parity.linen import draw, same_compiled
 
 X = draw(1, 2, 3)
 XS = draw(2, 4, 2, 3)
-RNGS = {"params": KEY, "dropout": jax.random.PRNGKey(5), "noise": jax.random.PRNGKey(6)}
+RNGS = {"params": quick_key(0), "dropout": quick_key(5), "noise": quick_key(6)}
 SPLIT = {"params": True, "dropout": True}
 AXES = {"params": 0, "counts": 0, "intermediates": 0}
 
@@ -45,7 +46,7 @@ class Programs:
             with warnings.catch_warnings():
                 # Flax, as it is used by the newest JAX.
                 warnings.filterwarnings("ignore", category=DeprecationWarning)
-                same(case)
+                same_compiled(case)
 
         return test
 
