@@ -73,7 +73,9 @@ def saved_state(run_dir, step):
     spec = read_state_spec(os.path.join(base_dir, f"step_{step:08d}"))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device),
+        lambda s: (
+            jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=device) if hasattr(s, "shape") else s
+        ),
         spec,
         is_leaf=lambda x: hasattr(x, "shape"),
     )
@@ -90,7 +92,7 @@ def saved_state(run_dir, step):
 
 
 def _bytes(leaf):
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     return np.asarray(leaf).tobytes()
 

@@ -255,7 +255,7 @@ def test_shared_variables_cannot_be_changed():
         return carry, None
 
     loop = lift.scan(body, variable_broadcast="state", length=3)
-    with pytest.raises(RoleError, match="scan: the body returns or changes something with the ro"):
+    with pytest.raises(RoleError, match="scan: the body returns or changes what is shared"):
         apply(loop, mutable=["state"])({"state": {"n": jnp.ones(())}}, 0.0)
 
 
