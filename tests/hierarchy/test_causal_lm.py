@@ -34,14 +34,6 @@ STACKS = {"stacked": StackedTransformerLayer, "repeated": RepeatedTransformerLay
 NEVER = StopOnMaxLength(10**6)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """What is tested here is compiled once and runs for a moment."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def decoder_config(stack="stacked", **kwargs):
     return gpt_decoder_config(
         STACKS[stack].default_config(),

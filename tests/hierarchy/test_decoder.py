@@ -21,14 +21,6 @@ DIM, HEADS, VOCAB, LENGTH = 8, 2, 11, 6
 IDS = jnp.array([[2, 3, 4, 5, 6, 7], [8, 9, 10, 2, 5, 3]])
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """What is tested here is compiled once and runs for a moment."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def decoder_config(stack=StackedTransformerLayer, variant="learned", num_layers=1):
     layer = TransformerLayer.default_config()
     attention = layer.self_attention.attention.set(num_heads=HEADS)
