@@ -75,7 +75,9 @@ def _described(x, values, seen):
         items = sorted(x.items()) if type(x) is dict else x.items()
         return type(x).__name__, [(str(k), _described(v, values, seen)) for k, v in items]
     if isinstance(x, list | tuple | set | collections.deque):
-        return type(x).__name__, [_described(v, values, seen) for v in x]
+        # Equal sets, as one and its copy, may be gone through in different orders.
+        items = sorted(x, key=repr) if isinstance(x, set) else x
+        return type(x).__name__, [_described(v, values, seen) for v in items]
     if isinstance(x, int | float | jax.Array | np.ndarray) and not isinstance(x, bool):
         values.append(x)
         return jnp.shape(x), str(jnp.result_type(x))
