@@ -14,6 +14,10 @@ def test_dense(kwargs):
     same(initialized("dense", X, 5, **kwargs))
 
 
+def test_one_operation_at_a_time():
+    same(initialized("dense", X, 5), jit=lambda f: f)
+
+
 def test_half_precision():
     same(initialized("dense", X, 5, dtype=jnp.bfloat16), 2e-2)
     for x in (X, X.astype(jnp.bfloat16)):
@@ -140,9 +144,12 @@ def test_group_norm(kwargs):
     ]
 )
 def test_pooling(kwargs):
-    same(lambda core, nn: (nn.max_pool(IMAGE, (3, 3), **kwargs), {}))
-    same(lambda core, nn: (nn.avg_pool(IMAGE, (3, 3), **kwargs), {}))
-    same(lambda core, nn: (nn.avg_pool(IMAGE, (3, 3), count_include_pad=False, **kwargs), {}))
+    def program(core, nn):
+        of_values = {"count_include_pad": False, **kwargs}
+        pools = (nn.max_pool, kwargs), (nn.avg_pool, kwargs), (nn.avg_pool, of_values)
+        return [pool(IMAGE, (3, 3), **options) for pool, options in pools], {}
+
+    same(program)
 
 
 @pytest.mark.parametrize("name", ["max_pool", "avg_pool"])

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.parity.layers import KEY, draw, initialized, named, same
@@ -57,7 +58,7 @@ def test_multi_head_attention_of_something_else():
 
 @pytest.mark.parametrize("last_axis", [True, False])
 def test_padding(last_axis):
-    valid = jnp.array([[1, 1, 1, 0, 0], [1] * 5], bool)
+    valid = np.array([[1, 1, 1, 0, 0], [1] * 5], bool)
 
     def program(core, nn):
         mask = valid[..., None] if last_axis else valid
@@ -94,8 +95,8 @@ def test_half_precision():
 
 def position(x, i, ndim):
     """One position of the axes between batch and features, in the order of the flattened ones."""
-    index = jnp.unravel_index(i, x.shape[1 : 1 + ndim])
-    return x[(slice(None), *(slice(int(a), int(a) + 1) for a in index))]
+    index = np.unravel_index(i, x.shape[1 : 1 + ndim])
+    return x[(slice(None), *(slice(a, a + 1) for a in index))]
 
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3)], ids=str)
