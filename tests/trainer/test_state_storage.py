@@ -137,6 +137,18 @@ def test_an_array_goes_from_one_mesh_to_another(storage, tmp_path, after):
         assert bits(restored[name]) == x.tobytes()
 
 
+def test_a_state_goes_over_more_and_more_devices(storage, tmp_path):
+    x = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+    state = {"w": laid_out(x, mesh_of(1, 1), "data"), "key": jax.random.key(3)}
+    for n in (2, 4, 8):
+        save(storage, tmp_path / str(n), state)
+        rows = NamedSharding(mesh_of(n, 1), PartitionSpec("data"))
+        target = {**like(state), "w": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)}
+        state = restore(storage, tmp_path / str(n), target)
+        assert [shard.data.shape for shard in state["w"].addressable_shards] == [(16 // n, 24)] * n
+        assert bits(state["w"]) == x.tobytes() and state["key"] == jax.random.key(3)
+
+
 def test_layouts_may_be_specs_over_the_current_mesh(storage, tmp_path):
     mesh = mesh_of(2, 4)
     save(storage, tmp_path, {"w": jnp.arange(16.0).reshape(4, 4), "e": jnp.zeros((0, 4))})
