@@ -1,4 +1,5 @@
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -154,7 +155,14 @@ def test_only_the_last_lines_are_kept():
 
 def test_logs_are_files_and_their_last_lines_are_known(tmp_path):
     paths = [str(tmp_path / "logs" / f"{i}.log") for i in range(2)]
-    outcome, said = run("echo out $ID; [ $ID = 0 ]", log_paths=paths)
+    # The one that fails waits for the other, which would be ended with it.
+    here = shlex.quote(str(tmp_path / "written"))
+    script = f"""
+        [ $ID = 0 ] && echo out 0 && touch {here} && exit 0
+        while [ ! -e {here} ]; do sleep 0.05; done
+        echo out 1; exit 1
+    """
+    outcome, said = run(script, log_paths=paths)
     assert said == [] and outcome.failed.last_lines == ("out 1",)
     assert last_lines(paths[0]) == ("out 0",)
 
