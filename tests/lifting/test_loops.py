@@ -31,7 +31,7 @@ def test_a_loop_that_never_runs_changes_nothing():
 def test_shared_state_cannot_be_written():
     box = Box(total=jnp.float32(1))
     body = lambda box, i: (box.write("total", 2 * box.arrays["total"]), i + 1)[1]  # noqa: E731
-    with pytest.raises(RoleError, match="while_loop: the body returns or changes something"):
+    with pytest.raises(RoleError, match="while_loop: the body returns or changes what is shared"):
         while_loop(BOXES, lambda box, i: i < 3, body, in_axes=(None, CARRY))(box, 0)
     assert (box.arrays["total"], box.writes) == (1, 0)
 
