@@ -42,6 +42,7 @@ from weft.input.grain import DispatchConfig, Input, per_feed_batch, shard_datase
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.learner import Learner
 from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
 from weft.typing import NestedTensor, Tensor
 
@@ -509,14 +510,12 @@ def test_each_process_reads_its_split_and_the_rows_become_one_global_array():
 def test_the_trainer_gives_its_step_the_global_batch(tmp_path):
     trainer = make_trainer(tmp_path)
     given = []
-    step = trainer._train_step
 
-    def watched(state, batch):
-        given.append(batch["x"])
-        return step(state, batch)
+    class Watcher(RunListener):
+        def on_step(self, step, outputs, batch):
+            given.append(batch["x"])
 
-    trainer._train_step = watched
-    trainer.run()
+    trainer.run(listener=Watcher())
     assert [x.shape for x in given] == [(16,), (16,)]
     assert all(x.sharding.spec == P("data") for x in given)
     np.testing.assert_array_equal(given[1], np.arange(16.0, 32.0))
