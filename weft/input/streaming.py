@@ -33,7 +33,7 @@ from weft.input.grain import (
     pad_for_evaluation,
     sample_from_datasets,
 )
-from weft.input.text import BYTES
+from weft.input.text import BYTES, named_documents
 from weft.input.token_files import document_text
 from weft.input.tokenizer import Tokenizer
 
@@ -79,13 +79,8 @@ def lm_stream_source(
         InputReadError: Later, if a document cannot be read, has no text, or is too long; it names
             the document.
     """
-    named = documents if isinstance(documents, Mapping) else {"documents": documents}
+    named = named_documents(documents, weights)
     loaded: Tokenizer = maybe_instantiate(tokenizer)
-    if weights is not None and set(weights) != set(named):
-        raise InputDatasetError(
-            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
-            "one positive weight for each of them"
-        )
     datasets = {name: maybe_instantiate(one) for name, one in named.items()}
     for name, one in datasets.items():
         if not len(one):

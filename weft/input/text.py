@@ -130,13 +130,8 @@ def lm_documents_source(
     >>> next(iter(source(DispatchConfig(0, 1))))["input_ids"].tolist()
     [[256, 111, 110, 101], [256, 116, 119, 111]]
     """
-    named = documents if isinstance(documents, Mapping) else {"documents": documents}
+    named = named_documents(documents, weights)
     loaded: Tokenizer = maybe_instantiate(tokenizer)
-    if weights is not None and set(weights) != set(named):
-        raise InputDatasetError(
-            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
-            "one positive weight for each of them"
-        )
     sources = [
         PackedSequences(
             tokens_of_documents(maybe_instantiate(one), loaded, text_key=text_key),
@@ -159,3 +154,24 @@ def lm_documents_source(
         num_workers=num_workers,
         name=f"the text of {', '.join(named)}",
     )
+
+
+def named_documents(
+    documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]], weights: Mapping[str, float] | None
+) -> Mapping[str, ConfigOr[Any]]:
+    """Documents by name, those that have none as "documents".
+
+    Args:
+        documents: The documents.
+        weights: What each of them counts, None if nothing is said.
+
+    Raises:
+        InputDatasetError: If the weights do not name the documents.
+    """
+    named = documents if isinstance(documents, Mapping) else {"documents": documents}
+    if weights is not None and set(weights) != set(named):
+        raise InputDatasetError(
+            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
+            "one positive weight for each of them"
+        )
+    return named
