@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import harness
+from benchmarks.frame import results
+from benchmarks.frame.results import Answer
 
 QUESTIONS = sorted(
     path.stem
@@ -16,19 +17,22 @@ QUESTIONS = sorted(
 )
 
 
-def table(rows: list[harness.Row]) -> Table:
+def table(answers: dict[str, Answer]) -> Table:
     """The rows for a terminal."""
     made = Table("question", "ratio", "min … max", "pairs", "target", "", "times")
-    for row in rows:
-        made.add_row(
-            row.question,
-            f"{row.median:.3f}",
-            f"{row.low:.3f} … {row.high:.3f}",
-            str(row.pairs),
-            row.target,
-            {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met],
-            row.note,
-        )
+    for question, answer in answers.items():
+        made.add_section()
+        made.add_row(f"[bold]{question}[/]")
+        for row in answer.rows:
+            made.add_row(
+                row.question,
+                f"{row.median:.3f}",
+                f"{row.low:.3f} … {row.high:.3f}",
+                str(row.pairs),
+                row.target,
+                {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met],
+                row.note,
+            )
     return made
 
 
@@ -38,13 +42,14 @@ def main(only: list[str]) -> int:
     if unknown := set(only) - set(QUESTIONS):
         console.print(f"unknown question {sorted(unknown)}; there are: {', '.join(QUESTIONS)}")
         return 2
-    console.print(harness.machine())
-    rows = []
+    place = results.here()
+    console.print(place)
+    answers = {}
     for name in only or QUESTIONS:
         console.print(f"[dim]running {name} …[/]")
-        rows += importlib.import_module(f"benchmarks.{name}").run()
-    console.print(table(rows))
-    harness.save(rows)
+        answers[name] = Answer.of(place, importlib.import_module(f"benchmarks.{name}").run())
+    console.print(table(answers))
+    results.save({**results.load(), **answers})
     return 0
 
 

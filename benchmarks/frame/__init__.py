@@ -1,0 +1,1 @@
+"""What all questions share: how something is counted, kept, compared, and shown."""

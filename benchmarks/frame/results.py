@@ -1,0 +1,129 @@
+"""What was measured, as it is kept: by question its rows, its curves, and where that was.
+
+`benchmarks/results.json` holds the newest answer to every question, whenever it was asked.
+"""
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Curve, Row
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results.json"
+PEERS = {"flax": "Flax", "equinox": "Equinox", "dm-haiku": "Haiku"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a question gave.
+
+    Attributes:
+        place: versions, machine and date, as `here()` gives them.
+        rows: its lines of the table.
+        curves: its plots.
+    """
+
+    place: dict[str, Any]
+    rows: list[Row]
+    curves: list[Curve] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, place: dict[str, Any], parts: Iterable[Row | Curve]) -> "Answer":
+        """Rows and curves in one list, as `run()` returns them, apart."""
+        parts = list(parts)
+        rows = [part for part in parts if isinstance(part, Row)]
+        curves = [part for part in parts if isinstance(part, Curve)]
+        if len(rows) + len(curves) < len(parts):
+            odd = next(p for p in parts if not isinstance(p, Row | Curve))
+            raise TypeError(f"run() returned {odd!r} in its list; only Row and Curve are shown")
+        return cls(place, rows, curves)
+
+
+def here() -> dict[str, Any]:
+    """Versions, machine and date: what a reader needs to place the numbers."""
+    import jax
+
+    import weft
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "weft": weft.__version__,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        **{name: _installed(name) for name in PEERS},
+        "machine": _processor(),
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory": _memory(),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+    }
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    names = Path("/proc/cpuinfo")
+    lines = names.read_text().splitlines() if names.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{platform.machine()}, {models[0]}" if models else platform.machine()
+
+
+def _memory() -> str:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return "unknown"
+    return f"{size / 2**30:.0f} GiB"
+
+
+def load(path: Path = RESULTS) -> dict[str, Answer]:
+    """The answers in a file, by question; none if there is no file."""
+    return parse(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def committed() -> dict[str, Answer]:
+    """The answers of the last commit."""
+    name = RESULTS.relative_to(ROOT).as_posix()
+    shown = subprocess.run(["git", "show", f"HEAD:{name}"], cwd=ROOT, capture_output=True)
+    return parse(shown.stdout.decode()) if shown.returncode == 0 else {}
+
+
+def parse(text: str) -> dict[str, Answer]:
+    """The answers in a text of `dumps`."""
+    return {
+        question: Answer(
+            place=answer["place"],
+            rows=[Row(**{**r, "quartiles": tuple(r["quartiles"])}) for r in answer["rows"]],
+            curves=[Curve(**{**c, "lines": _tuples(c["lines"])}) for c in answer["curves"]],
+        )
+        for question, answer in json.loads(text).items()
+    }
+
+
+def _tuples(lines: dict[str, list[list[float]]]) -> dict[str, list[tuple[float, float]]]:
+    return {library: [(x, y) for x, y in points] for library, points in lines.items()}
+
+
+def dumps(answers: dict[str, Answer]) -> str:
+    """The answers as JSON, questions in order."""
+    plain = {question: dataclasses.asdict(answers[question]) for question in sorted(answers)}
+    return json.dumps(plain, indent=1, ensure_ascii=False) + "\n"
+
+
+def save(answers: dict[str, Answer], path: Path = RESULTS) -> None:
+    """Writes the answers, each question's whole."""
+    path.write_text(dumps(answers), encoding="utf-8")
