@@ -35,7 +35,7 @@ docs: .venv/.has-docs ## build the documentation into site/
 # A stamp per set of extras: made anew when the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
 EXTRAS_dev := train,text,launch,dev,parity,examples
-EXTRAS_bench := train,bench
+EXTRAS_bench := train,text,bench
 EXTRAS_docs := docs
 
 .venv/.has-%: requirements.lock pyproject.toml | $(BIN)/python
