@@ -141,6 +141,52 @@ def logical_to_mesh_axes(
     return PartitionSpec(*(a.entry for a in assign(array_dim_names, _rules_or_context(rules))))
 
 
+def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> PartitionSpec:
+    """The layout of an array whose axes have names, each of them a logical one or a mesh axis.
+
+    Args:
+        names: for each axis a name, a tuple of names, or None. A name without a rule is a mesh
+          axis; one with a rule stands for what the rule gives it, in a tuple as well.
+        rules: by default those of the context.
+
+    Raises:
+        LogicalAxisError: if names or rules are not of that form, or a name is there twice.
+
+    Example:
+        >>> names_to_mesh_axes(("embed", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
+        P('model', 'data')
+    """
+    rules = _rules_or_context(rules)
+    if not rules:
+        return PartitionSpec(*(tuple(n) if isinstance(n, list) else n for n in names))
+    axes = [axis.entry for axis in assign(told_apart(names, rules), rules)]
+    return PartitionSpec(*(a[0] if isinstance(a, tuple) and len(a) == 1 else a for a in axes))
+
+
+def told_apart(names: Iterable[Any], rules: Rules) -> list[Any]:
+    """Names for `assign`, where what has no rule is a mesh axis, and in a tuple.
+
+    Args:
+        names: as for `names_to_mesh_axes`.
+        rules: the rules.
+
+    Example:
+        >>> told_apart(("embed", "model", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
+        ['embed', ('model',), ('data',)]
+    """
+    meant = dict(reversed(rules))
+
+    def entry(name: Any) -> Any:
+        if isinstance(name, str):
+            return name if name in meant else (name,)
+        if not isinstance(name, tuple | list):
+            return name
+        parts = [axis for part in name for axis in axes_of(meant.get(part, part))]
+        return tuple(dict.fromkeys(parts)) or None
+
+    return [entry(name) for name in names]
+
+
 def _are_names(x: Any) -> bool:
     is_row = type(x) in (tuple, list) and any(isinstance(name, str) for name in x)
     return isinstance(x, PartitionSpec) or is_row

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from weft.config import Configurable, config_class, maybe_instantiate
 from weft.config.names import did_you_mean
+from weft.core.logical import names_to_mesh_axes
 from weft.errors import MissingPrngKeyError, MissingStateError, ParameterSpecError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name
@@ -164,6 +165,8 @@ class BaseLayer(Module):
         """`_create_layer_parameter_specs`, with every field filled in."""
         specs = {}
         for name, spec in self._create_layer_parameter_specs().items():
+            names = tuple(spec.partition_spec)
+            mesh_axes = names_to_mesh_axes(names)
             if name in self._children:
                 raise ParameterSpecError(
                     f"{self.path()} has both a parameter and a child named {name!r}; rename one "
@@ -172,7 +175,8 @@ class BaseLayer(Module):
             specs[name] = dataclasses.replace(
                 spec,
                 dtype=self.dtype() if spec.dtype is None else spec.dtype,
-                mesh_axes=spec.partition_spec,
+                mesh_axes=mesh_axes,
+                logical_axes=spec.logical_axes if tuple(mesh_axes) == names else names,
                 initializer=spec.initializer or self.param_init(),
                 fan_axes=spec.fan_axes or self._compute_fan_axes(name, spec),
             )

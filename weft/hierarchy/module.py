@@ -102,10 +102,7 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         try:
             with set_current_context(self._child_context_of(context), require_parent=False):
-                result = self._call_in_context(method, *args, **kwargs)
-                for observer in _OBSERVERS.stack:
-                    observer(self, method.__name__, result)
-                return result
+                return _observed(_OBSERVERS.stack, self, method, args, kwargs)
         except Exception as error:
             _note_path(error, self, method.__name__)
             raise
@@ -113,27 +110,47 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+Observer = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""A function of a module, a method's name, the method and its arguments; it calls the method."""
+
+
 class _Observers(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Callable[[Module, str, Any], None]] = []
+        self.stack: list[Observer] = []
 
 
 _OBSERVERS = _Observers()
 
 
 @contextlib.contextmanager
-def observed_calls(observer: Callable[["Module", str, Any], None]) -> Iterator[None]:
-    """While open, a function sees what each module's methods give when other modules call them.
+def observed_calls(observer: Observer) -> Iterator[None]:
+    """While open, calls of each module's methods by other modules go through a function.
 
     Args:
-        observer: called with the module, the method's name and its result, in the order in which
-            the calls end, within the transformation in which they are.
+        observer: called in place of the method, within the transformation in which the call is.
     """
     _OBSERVERS.stack.append(observer)
     try:
         yield
     finally:
         _OBSERVERS.stack.remove(observer)
+
+
+def _observed(
+    observers: list[Observer],
+    module: "Module",
+    method: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if not observers:
+        return module._call_in_context(method, *args, **kwargs)
+    *others, last = observers
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _observed(others, module, method, args, kwargs)
+
+    return last(module, method.__name__, call, args, kwargs)
 
 
 def _note_path(error: Exception, module: "Module", method: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from weft.core.layout import axes_of
 from weft.errors import ParameterSpecError
 from weft.hierarchy.param_init import FanAxes, Initializer, fans
 from weft.typing import DType, MeshAxes, Nested, Shape
@@ -57,8 +58,8 @@ class ParameterSpec(TensorSpec):
         factorization: how an optimizer may factor it; None if it may not.
         fan_axes: which axes are inputs and outputs; None for the layer's own rule.
         weight_decay_scale: the factor of weight decay, 1 if None.
-        logical_axes: the logical names of its axes, from which `mesh_axes` were made by rules; None
-            if they were not.
+        logical_axes: the names of its axes, from which `mesh_axes` were made by rules; None if they
+            were not.
         is_state: whether it is no parameter but state, as moving statistics or a cache: the layer
             alone changes it, it is not differentiated, and optimizers and averages leave it alone.
 
@@ -113,7 +114,7 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
         spec,
         shape=(size, *spec.shape),
         mesh_axes=PartitionSpec(mesh_axis, *spec.partition_spec),
-        logical_axes=spec.logical_axes and (None, *spec.logical_axes),
+        logical_axes=spec.logical_axes and (axes_of(mesh_axis) or None, *spec.logical_axes),
         factorization=factors,
         fan_axes=prepended,
     )
@@ -127,5 +128,7 @@ def with_leading_mesh_axis(spec: ParameterSpec, mesh_axis: Any) -> ParameterSpec
         mesh_axis: what the first axis is laid over.
     """
     return dataclasses.replace(
-        spec, mesh_axes=PartitionSpec(mesh_axis, *tuple(spec.partition_spec)[1:])
+        spec,
+        mesh_axes=PartitionSpec(mesh_axis, *tuple(spec.partition_spec)[1:]),
+        logical_axes=spec.logical_axes and (axes_of(mesh_axis) or None, *spec.logical_axes[1:]),
     )

@@ -3,6 +3,7 @@
 from jax.sharding import PartitionSpec
 
 from weft.core.layout import axes_of, constrain, get_global_mesh
+from weft.core.logical import names_to_mesh_axes
 from weft.typing import MeshAxes, Tensor
 
 
@@ -11,8 +12,8 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
 
     Args:
       x: the array.
-      partition_spec: the mesh axes of each axis. Without it, or without a mesh, `x` comes back
-        as it is.
+      partition_spec: the mesh axes of each axis, or logical names for which the context has rules.
+        Without it, or without a mesh, `x` comes back as it is.
 
     Raises:
       MeshError: if the mesh has no axis of a name, or the layout more axes than the array.
@@ -28,6 +29,6 @@ def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> T
     sizes = (*x.shape, *[0] * len(partition_spec))
     entries = [
         None if size == 1 and known.issuperset(axes_of(entry)) else entry
-        for entry, size in zip(partition_spec, sizes, strict=False)
+        for entry, size in zip(names_to_mesh_axes(partition_spec), sizes, strict=False)
     ]
-    return constrain(x, PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries)))
+    return constrain(x, PartitionSpec(*entries))

@@ -12,7 +12,11 @@ from weft.config import REQUIRED, Required, config_class
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
 from weft.core.known import known_part
-from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes
+from weft.core.logical import (
+    LogicallyPartitioned,
+    logical_to_mesh_axes,
+    names_to_mesh_axes,
+)
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.errors import LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
@@ -111,7 +115,7 @@ class HierarchyModel(Model):
 
 def _boxed(value: Any, spec: ParameterSpec) -> Any:
     """A parameter with the layout that its spec says, in a box if it says one."""
-    names = tuple(spec.partition_spec)
+    names = tuple(spec.logical_axes or spec.partition_spec)
     return Partitioned(value, names) if any(names) else value
 
 
@@ -310,12 +314,7 @@ def _layout(x: Any) -> PartitionSpec:
     if isinstance(x, LogicallyPartitioned):
         return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
     own = x.metadata.get("sharding_rules") if isinstance(x, NNXMeta) else None
-    rules = composite_rules(get_logical_axis_rules(), own)
-    ruled = {name for name, _ in rules}
-    # A name without a rule is a mesh axis, as the names in a tuple are.
-    names = [(n,) if isinstance(n, str) and n not in ruled else n for n in names]
-    found = logical_to_mesh_axes(names, rules) or ()
-    return PartitionSpec(*(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in found))
+    return names_to_mesh_axes(names, composite_rules(get_logical_axis_rules(), own))
 
 
 def _spec(x: Any, *, is_state: bool) -> Any:

@@ -1,5 +1,6 @@
 """Running a forward pass and differentiating its loss with respect to some of the parameters."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,13 +8,15 @@ import jax.numpy as jnp
 import optax
 
 from weft import lifting
+from weft.core.layout import constrain
 from weft.errors import UntrainableParameterError
 from weft.hierarchy.context import require_context
+from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.hierarchy.transforms import CONTEXTS, in_context
 from weft.lifting import DIFF
 from weft.trainer.optimizer_base import NestedOptParam, opt_param_values, path_name
 from weft.trainer.update_transformation import ForwardFn, ForwardOutputs, ForwardPass
-from weft.typing import Nested, NestedTensor
+from weft.typing import Nested, NestedTensor, PartitionSpec, Tensor
 
 
 def forward_and_gradients(
@@ -68,3 +71,38 @@ def forward_and_gradients(
     masked = [next(rest) if is_trained else optax.MaskedNode() for is_trained in flags]
     forward_pass = ForwardPass(forward_fn=fn, inputs=inputs, model_params=values, outputs=outputs)
     return forward_pass, tree.unflatten(masked)
+
+
+def with_gradient_layouts(params: NestedTensor, specs: Any) -> NestedTensor:
+    """Parameters as they are, whose gradients are laid over the mesh of the context.
+
+    Where gradients are added up over microbatches, each addend lies so already, and their sum.
+
+    Args:
+      params: the parameters, where they enter the forward pass.
+      specs: of their gradients, nested as they are.
+    """
+
+    def laid_out(spec: ParameterSpec, x: Tensor) -> Tensor:
+        is_trained = jnp.issubdtype(x.dtype, jnp.inexact) and not spec.is_state
+        return _with_gradient_layout(x, spec.partition_spec) if is_trained else x
+
+    return jax.tree.map(laid_out, specs, params, is_leaf=lambda x: isinstance(x, ParameterSpec))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _with_gradient_layout(x: Tensor, spec: PartitionSpec) -> Tensor:
+    del spec
+    return x
+
+
+def _forward(x: Tensor, spec: PartitionSpec) -> tuple[Tensor, None]:
+    del spec
+    return x, None
+
+
+def _backward(spec: PartitionSpec, _: None, gradient: Tensor) -> tuple[Tensor]:
+    return (constrain(gradient, spec),)
+
+
+_with_gradient_layout.defvjp(_forward, _backward)

@@ -1,34 +1,51 @@
 """The state of a training run: what it holds, how it lies over a mesh, and how it begins.
 
-The specs of the model's parameters come first. From them follow the specs of the learner's state,
-from all specs the layouts, and the state is computed with these: each device computes its own part
-of each array, and the whole of none is anywhere.
+The specs of the model's parameters come first, for each kind of array by its own rules. From them
+follow the specs of the learner's state, from all specs the layouts, and the state is computed with
+these: each device computes its own part of each array, and the whole of none is anywhere.
 """
 
 from typing import Any
 
 import jax
 
+from weft.core.axis_rules import Rules, logical_axis_rules
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import check_divides, named_sharding
+from weft.trainer.rules_by_kind import KindRules
 from weft.trainer.train_step import TrainerState, opt_params
 from weft.typing import Tensor
 
 
-def state_specs(model: BaseLayer, learner: BaseLearner) -> TrainerState:
+def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
+    """The specs of a model's parameters.
+
+    Args:
+        model: the model.
+        rules: say what the names of their axes stand for.
+    """
+    with logical_axis_rules(rules):
+        return model.create_parameter_specs_recursively()
+
+
+def state_specs(
+    model: BaseLayer, learner: BaseLearner, rules: KindRules | None = None
+) -> TrainerState:
     """Shapes, dtypes and layouts of the state.
 
     Args:
         model: the model.
         learner: updates its parameters.
+        rules: for parameters and for the learner's state; None for none.
     """
-    model_specs = model.create_parameter_specs_recursively()
+    rules = rules or KindRules()
+    for_learner = parameter_specs(model, rules.optimizer)
     return TrainerState(
         prng_key=TensorSpec(shape=()),
-        model=model_specs,
-        learner=learner.create_state_partition_specs(model_specs),
+        model=parameter_specs(model, rules.parameters),
+        learner=learner.create_state_partition_specs(for_learner),
     )
 
 
@@ -41,12 +58,12 @@ def partition_specs(specs: TrainerState) -> TrainerState:
     return jax.tree.map(lambda spec: spec.partition_spec, specs, is_leaf=_is_spec)
 
 
-def state_shardings(mesh: jax.sharding.Mesh, specs: TrainerState) -> TrainerState:
+def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
     """The layout of each array on a mesh.
 
     Args:
         mesh: the mesh.
-        specs: of `state_specs`.
+        specs: of `state_specs`, or any other tree of specs.
 
     Raises:
         MeshError: if an array does not fit the mesh, naming it.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.trainer.gradients import with_gradient_layouts
 from weft.trainer.model import checked_outputs, explained
 from weft.trainer.optimizer_base import OptParam
 from weft.trainer.train_dtype import PerParamDType, cast_for_forward
@@ -73,6 +74,7 @@ def train_step(
     learner: Module,
     input_: Any,
     model_specs: Any,
+    gradient_specs: Any,
     train_dtype: DType | PerParamDType | None,
 ) -> tuple[TrainerState, dict[str, Any]]:
     """Runs the model on a batch and lets the learner update its parameters.
@@ -84,6 +86,7 @@ def train_step(
         learner: a `BaseLearner`.
         input_: the `Input` that says how the batch is dispatched.
         model_specs: the specs of the model's parameters.
+        gradient_specs: those of their gradients.
         train_dtype: in which the model computes, for all parameters or by their paths; None for
             that of its parameters.
 
@@ -94,6 +97,7 @@ def train_step(
     batch = input_.dispatch_global_batch(batch)
 
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
+        model_params = with_gradient_layouts(model_params, gradient_specs)
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
         cast, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
         params = with_state_of(params, cast, model_specs)

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import jax
 
-from weft import lifting
 from weft.config import (
     REQUIRED,
     ConfigModifier,
@@ -30,7 +29,6 @@ from weft.config import (
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.module import Module
-from weft.hierarchy.transforms import CONTEXTS
 from weft.input import Input, PrefetchingIterator
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
@@ -50,6 +48,7 @@ from weft.trainer.mesh import (
 )
 from weft.trainer.model import model_config
 from weft.trainer.progress import EARLY_STOPPING, MAX_STEP, RunListener, has_ended
+from weft.trainer.rules_by_kind import AxisRules, RulesByKind, rules_of
 from weft.trainer.run_life import run_life, void_later_summaries
 from weft.trainer.run_record import CHECKPOINTS_DIR, claim_run_dir
 from weft.trainer.run_state import RunState
@@ -63,11 +62,12 @@ from weft.trainer.state import (
 )
 from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.step_analysis import aot_model_analysis
+from weft.trainer.step_program import jit_train_step
 from weft.trainer.step_traces import StepTraces
 from weft.trainer.summary_writer import BaseWriter, SummaryWriter
 from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
-from weft.trainer.train_step import TrainerState, train_step
+from weft.trainer.train_step import TrainerState
 from weft.trainer.training_batches import (
     batch_partition,
     batch_shapes,
@@ -108,9 +108,10 @@ class SpmdTrainer(Module):
             mesh_rules: pairs of a regular expression for hardware and what is to hold for it: a
               mesh shape, a config modifier, or None; see `select_mesh_config`.
             batch_axis_names: the axes over which the rows of a batch are laid.
-            logical_axis_rules: pairs of a name that a module of another library gives to an axis,
-              and the mesh axis or axes over which such axes are laid, None for none; in the order
-              of their priority.
+            logical_axis_rules: pairs of a name that a layer or module gives to an axis, and the
+              mesh axis or axes over which such axes are laid, None for none; in the order of their
+              priority. In layers of the hierarchy a name without a rule is a mesh axis.
+            rules_by_kind: such rules for one kind of array, before those for all.
             evalers: evaluations by name.
             checkpointer: saves and restores.
             init_state_builder: builds what a run without a checkpoint begins with, such as
@@ -151,7 +152,8 @@ class SpmdTrainer(Module):
             Sequence[tuple[str, MeshShape | HybridMeshShape | ConfigModifier.Config | None]] | None
         ) = None
         batch_axis_names: str | Sequence[str] | None = "data"
-        logical_axis_rules: Sequence[tuple[str, str | Sequence[str] | None]] = []
+        logical_axis_rules: AxisRules = []
+        rules_by_kind: RulesByKind.Config = RulesByKind.default_config()
         evalers: dict[str, SpmdEvaler.Config] = {}
         checkpointer: BaseCheckpointer.Config = Checkpointer.default_config()
         init_state_builder: Builder.Config | None = None
@@ -180,13 +182,14 @@ class SpmdTrainer(Module):
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
         self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._rules = rules_of(cfg)
         self._step = 0
         self._state: TrainerState | None = None
         with self.mesh():
             self._add_child("input", cfg.input)
             self._add_child("model", model_config(cfg.model, self.input.element_spec))
             self._add_child("learner", cfg.learner)
-            self._state_specs = state_specs(self.model, self.learner)
+            self._state_specs = state_specs(self.model, self.learner, self._rules)
             self._shardings = state_shardings(self._mesh, self._state_specs)
             self._add_child("checkpointer", cfg.checkpointer.set(dir=_below(cfg, CHECKPOINTS_DIR)))
             if cfg.init_state_builder is not None:
@@ -202,7 +205,15 @@ class SpmdTrainer(Module):
                     model=self.model,
                     model_param_partition_specs=self.trainer_state_partition_specs.model,
                 )
-        self._train_step = self._jit_train_step()
+        self._train_step = jit_train_step(
+            cfg,
+            model=self.model,
+            learner=self.learner,
+            input_=self.input,
+            mesh=self._mesh,
+            specs=self._state_specs,
+            shardings=self._shardings,
+        )
         self._throughput: Throughput | None = maybe_instantiate(cfg.throughput)
         self._early_stopping: EarlyStopping | None = maybe_instantiate(cfg.early_stopping)
         if self._early_stopping is not None:
@@ -223,8 +234,8 @@ class SpmdTrainer(Module):
 
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
-        """Makes the trainer's mesh, and its rules for logical axes, the current ones while open."""
-        with jax.set_mesh(self._mesh), logical_axis_rules(self.config.logical_axis_rules):
+        """Makes the trainer's mesh, and its rules for activations, the current ones while open."""
+        with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
             yield
 
     @property
@@ -329,26 +340,6 @@ class SpmdTrainer(Module):
             )
 
     # The step.
-
-    def _jit_train_step(self) -> Callable[..., Any]:
-        step = functools.partial(
-            train_step,
-            model=self.model,
-            learner=self.learner,
-            input_=self.input,
-            model_specs=self._state_specs.model,
-            train_dtype=maybe_instantiate(self.config.train_dtype),
-        )
-        if self.config.anomaly_policy is not None:
-            policy = self.config.anomaly_policy.instantiate()
-            return AnomalyGuard(policy, step, shardings=self._shardings, mesh=self._mesh)
-        return lifting.jit(
-            CONTEXTS,
-            step,
-            in_shardings=(self._shardings, None),
-            out_shardings=(self._shardings, None),
-            donate_argnums=0,
-        )
 
     def compile_train_step(
         self,
