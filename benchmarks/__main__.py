@@ -1,13 +1,19 @@
-"""Runs the benchmarks and prints one table."""
+"""Asks the questions, prints one table, and writes the results and the page about them.
+
+python -m benchmarks                 # all questions
+python -m benchmarks nnx_dispatch    # one; a part of its name is enough
+python -m benchmarks --page          # docs/performance.md again, from results.json
+"""
 
 import importlib
 import sys
+import traceback
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.frame import results
+from benchmarks.frame import page, results, table
+from benchmarks.frame.comparison import compare
 from benchmarks.frame.results import Answer
 
 QUESTIONS = sorted(
@@ -15,42 +21,68 @@ QUESTIONS = sorted(
     for path in Path(__file__).parent.glob("*.py")
     if path.stem not in ("__init__", "__main__", "harness") and not path.stem.startswith("_")
 )
+_WIDTH = 160  # where there is no terminal that says how wide it is
 
 
-def table(answers: dict[str, Answer]) -> Table:
-    """The rows for a terminal."""
-    made = Table("question", "ratio", "min … max", "pairs", "target", "", "times")
-    for question, answer in answers.items():
-        made.add_section()
-        made.add_row(f"[bold]{question}[/]")
-        for row in answer.rows:
-            made.add_row(
-                row.question,
-                f"{row.median:.3f}",
-                f"{row.low:.3f} … {row.high:.3f}",
-                str(row.pairs),
-                row.target,
-                {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met],
-                row.note,
-            )
-    return made
+def chosen(only: list[str]) -> tuple[list[str], list[str]]:
+    """The questions that are named whole or by a part, or all; and the names that fit none."""
+    fitting = {word: [q for q in QUESTIONS if q == word] or _containing(word) for word in only}
+    names = {name for names in fitting.values() for name in names}
+    unknown = [word for word, names in fitting.items() if not names]
+    return [q for q in QUESTIONS if q in names or not only], unknown
 
 
-def main(only: list[str]) -> int:
-    """Runs the questions that are named, or all."""
-    console = Console()
-    if unknown := set(only) - set(QUESTIONS):
-        console.print(f"unknown question {sorted(unknown)}; there are: {', '.join(QUESTIONS)}")
+def _containing(word: str) -> list[str]:
+    return [question for question in QUESTIONS if word in question]
+
+
+def ask(name: str) -> Answer:
+    """Runs one question."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    words = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+    return Answer.of(words, results.here(), module.run())
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the questions that are named, or all; the exit status is 1 if one of them fails."""
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    if arguments == ["--page"]:
+        console.print(*page.write(results.load()), sep="\n")
+        return 0
+    names, unknown = chosen(arguments)
+    if unknown:
+        console.print(f"There is no question {', '.join(unknown)}. There are:", *QUESTIONS)
         return 2
-    place = results.here()
-    console.print(place)
-    answers = {}
-    for name in only or QUESTIONS:
-        console.print(f"[dim]running {name} …[/]")
-        answers[name] = Answer.of(place, importlib.import_module(f"benchmarks.{name}").run())
-    console.print(table(answers))
-    results.save({**results.load(), **answers})
-    return 0
+    answers, failures = {}, {}
+    for i, name in enumerate(names, 1):
+        console.print(f"[dim]{i}/{len(names)} {name} …[/]")
+        try:
+            answers[name] = ask(name)
+        except Exception:
+            failures[name] = traceback.format_exc()
+            continue
+        kept = {q: answer for q, answer in results.load().items() if q in QUESTIONS}
+        results.save({**kept, **answers})
+    if answers:
+        _show(console, answers)
+    for name, text in failures.items():
+        console.print(f"\n[red]{name} failed[/]; what was measured of it before is kept:")
+        console.print(text, markup=False)
+    return 1 if failures else 0
+
+
+def _show(console: Console, answers: dict[str, Answer]) -> None:
+    console.print(*table.header(next(reversed(answers.values()))), "", sep="\n", markup=False)
+    console.print(table.rich_table(answers))
+    console.print(table.summary(answers), *table.footnote_lines(answers), sep="\n", markup=False)
+    console.print()
+    for answer in answers.values():
+        for curve in answer.curves:
+            console.print(f"{curve.title}: {curve.words}", markup=False)
+    console.print(*compare(results.committed(), answers).lines(), sep="\n", markup=False)
+    console.print(*page.write(results.load()), sep="\n", markup=False)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,19 @@ class Answer:
     """What a question gave.
 
     Attributes:
+        asks: the question in words.
         place: versions, machine and date, as `here()` gives them.
         rows: its lines of the table.
         curves: its plots.
     """
 
+    asks: str
     place: dict[str, Any]
     rows: list[Row]
     curves: list[Curve] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, place: dict[str, Any], parts: Iterable[Row | Curve]) -> "Answer":
+    def of(cls, asks: str, place: dict[str, Any], parts: Iterable[Row | Curve]) -> "Answer":
         """Rows and curves in one list, as `run()` returns them, apart."""
         parts = list(parts)
         rows = [part for part in parts if isinstance(part, Row)]
@@ -44,7 +46,7 @@ class Answer:
         if len(rows) + len(curves) < len(parts):
             odd = next(p for p in parts if not isinstance(p, Row | Curve))
             raise TypeError(f"run() returned {odd!r} in its list; only Row and Curve are shown")
-        return cls(place, rows, curves)
+        return cls(asks, place, rows, curves)
 
 
 def here() -> dict[str, Any]:
@@ -106,6 +108,7 @@ def parse(text: str) -> dict[str, Answer]:
     """The answers in a text of `dumps`."""
     return {
         question: Answer(
+            asks=answer["asks"],
             place=answer["place"],
             rows=[Row(**{**r, "quartiles": tuple(r["quartiles"])}) for r in answer["rows"]],
             curves=[Curve(**{**c, "lines": _tuples(c["lines"])}) for c in answer["curves"]],

@@ -1,0 +1,81 @@
+"""What `docs/performance.md` shows of the results, between two marks; the rest of it is written.
+
+It is made from `results.json` alone, so a test can compare the two.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.frame import plots, table
+from benchmarks.frame.results import ROOT, Answer
+
+PAGE = ROOT / "docs" / "performance.md"
+PLOTS = PAGE.with_suffix("")
+BEGIN, END = "<!-- What stands from here is made by `make bench`. -->", "<!-- To here. -->"
+NOTHING = "Nothing was measured yet: `make bench` writes the table here."
+
+
+def write(answers: dict[str, Answer], page: Path = PAGE) -> list[str]:
+    """Writes the page and its plots; returns what there is to say about it, a line each."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(updated(text, answers), encoding="utf-8")
+    try:
+        drawn = plots.draw(answers, page.with_suffix(""))
+    except ImportError as error:
+        return [f"The plots were not drawn: {error}. The extra bench has matplotlib."]
+    return [f"Written: {page.relative_to(ROOT)}, {len(drawn)} plots."]
+
+
+def updated(text: str, answers: dict[str, Answer]) -> str:
+    """The text of the page with the results as they are now."""
+    before, after = text.split(BEGIN)[0], text.split(END)[-1]
+    return "\n".join([before + BEGIN, "", *_shown(answers), END + after])
+
+
+def _shown(answers: dict[str, Answer]) -> Iterator[str]:
+    if not answers:
+        yield from (NOTHING, "")
+        return
+    yield from _places(answers)
+    yield from (table.summary(answers), "")
+    if plots.beside_raw(answers):
+        yield from (_image("Times of raw JAX, by question and library", plots.OVERVIEW), "")
+    footnotes = table.Footnotes(answers)
+    for name, answer in answers.items():
+        yield from (f"### {name}", "", answer.asks, "")
+        if answer.rows:
+            yield from _table(answer, footnotes)
+        for curve in answer.curves:
+            yield from (_image(curve.title, curve.name), "", f"{curve.title}: {curve.words}", "")
+    if footnotes.texts:
+        yield from ("### Targets that are missed", "")
+        yield from (f"- [{i}] {text}" for i, text in footnotes.numbered())
+        yield ""
+
+
+def _places(answers: dict[str, Answer]) -> Iterator[str]:
+    """Where the questions were asked, each place once."""
+    places: dict[str, list[str]] = {}
+    for name, answer in answers.items():
+        places.setdefault(json.dumps(answer.place), []).append(name)
+    for names in sorted(places.values(), key=len, reverse=True):
+        of = "" if len(names) == len(answers) else f" ({', '.join(names)})"
+        yield from (f"{' · '.join(table.header(answers[names[0]]))}{of}", "")
+
+
+def _table(answer: Answer, footnotes: table.Footnotes) -> Iterator[str]:
+    yield _line("what / beside what", *table.COLUMNS[1:])
+    yield "|---|--:|--:|--:|--:|---|---|"
+    for row in answer.rows:
+        yield _line(*table.cells(row, footnotes))
+    yield ""
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(re.sub(r"([|*_<])", r"\\\1", cell) for cell in cells) + " |"
+
+
+def _image(title: str, name: str) -> str:
+    return f"![{title}]({PLOTS.name}/{name}.png)"

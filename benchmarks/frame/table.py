@@ -1,0 +1,97 @@
+"""The answers as one table, for a terminal and for a page."""
+
+import collections
+from collections.abc import Iterable
+
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.frame.results import PEERS, Answer
+from benchmarks.harness import Row
+
+COLUMNS = ("", "ratio", "min … max", "pairs", "target", "", "times")
+_COLORS = {"met": "green", "explained": "yellow", "missed": "red"}
+
+
+def verdict(row: Row) -> str:
+    """Whether a line is met, missed, or missed and explained; empty without a target."""
+    if row.met is None:
+        return ""
+    return "met" if row.met else "explained" if row.why else "missed"
+
+
+class Footnotes:
+    """The explanations of lines that miss their targets, by number; equal ones once."""
+
+    def __init__(self, answers: dict[str, Answer]):
+        misses = [row for answer in answers.values() for row in answer.rows if row.met is False]
+        self.texts = list(dict.fromkeys(row.why for row in misses if row.why))
+
+    def verdict(self, row: Row) -> str:
+        """The verdict, with the number of its footnote."""
+        word = verdict(row)
+        return f"{word} [{self.texts.index(row.why) + 1}]" if word == "explained" else word
+
+    def numbered(self) -> list[tuple[int, str]]:
+        return list(enumerate(self.texts, 1))
+
+
+def cells(row: Row, footnotes: Footnotes) -> tuple[str, ...]:
+    """A line as texts, in the order of `COLUMNS`."""
+    spread = "counted" if row.pairs == 1 else f"{number(row.low)} … {number(row.high)}"
+    pairs = "" if row.pairs == 1 else str(row.pairs)
+    verdict = footnotes.verdict(row)
+    return row.question, number(row.median), spread, pairs, row.target, verdict, row.note
+
+
+def number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def header(answer: Answer) -> list[str]:
+    """Where an answer was measured, a line each: versions, machine, and what was left out."""
+    place = answer.place
+    names = {"weft": "Weft", "jax": "JAX", "python": "Python", **PEERS}
+    versions = [f"{shown} {place[name]}" for name, shown in names.items() if place.get(name)]
+    lines = [
+        ", ".join(versions),
+        f"{place['machine']}; {place['cpus']} CPUs, {place['memory']}; {place['devices']}; "
+        f"{place['date']}",
+    ]
+    missing = [shown for name, shown in PEERS.items() if not place.get(name)]
+    if missing:
+        lines.append(f"Not installed, so left out: {', '.join(missing)}.")
+    return lines
+
+
+def summary(answers: dict[str, Answer]) -> str:
+    """How many lines are met, explained and missed."""
+    rows = [row for answer in answers.values() for row in answer.rows]
+    counts = collections.Counter(map(verdict, rows))
+    parts = [f"{counts[word]} {word}" for word in _COLORS if counts[word] or word != "explained"]
+    beside = f", {counts['']} beside them without a target" if counts[""] else ""
+    return f"{len(rows)} lines: {', '.join(parts)}{beside}."
+
+
+def rich_table(answers: dict[str, Answer]) -> Table:
+    """The table for a terminal, a section for each question."""
+    footnotes = Footnotes(answers)
+    made = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        right = column in ("ratio", "min … max", "pairs", "target")
+        made.add_column(column, justify="right" if right else "left", no_wrap=right)
+    for name, answer in answers.items():
+        made.add_row(f"[bold]{name}[/]: {escape(answer.asks)}")
+        for row in answer.rows:
+            texts = [escape(text) for text in cells(row, footnotes)]
+            color = _COLORS.get(verdict(row))
+            texts[5] = f"[{color}]{texts[5]}[/]" if color else texts[5]
+            made.add_row(f"  {texts[0]}", *texts[1:])
+        made.add_row()
+    return made
+
+
+def footnote_lines(answers: dict[str, Answer]) -> Iterable[str]:
+    """The explanations under the table."""
+    return (f"[{i}] {text}" for i, text in Footnotes(answers).numbered())

@@ -1,0 +1,63 @@
+import re
+
+from benchmarks.frame.comparison import compare
+from benchmarks.frame.results import Answer
+from benchmarks.harness import counted, row
+
+HERE = {"machine": "x", "cpus": 2, "memory": "1 GiB", "devices": "1 × cpu"}
+
+
+def line(question, *ratios):
+    return row(question, (list(ratios), [1.0], [1.0]), at_most=1.0)
+
+
+def answer(*rows, **place):
+    return {"dispatch": Answer("How fast?", {**HERE, **place}, list(rows))}
+
+
+def said(before, after):
+    return list(compare(before, after).lines())
+
+
+def test_what_is_faster_or_slower_beyond_its_noise_is_said_with_both_numbers():
+    before = answer(line("a", 1.0, 1.1, 1.2), line("b", 2.0, 2.1, 2.2), line("c", 1.0, 1.5, 2.0))
+    after = answer(line("a", 0.5, 0.6, 0.7), line("b", 3.0, 3.1, 3.2), line("c", 1.0, 1.8, 2.2))
+    assert said(before, after) == [
+        "Beside the last commit: 2 of 3 lines moved beyond noise.",
+        "worse: b: 2.1 (2.05 … 2.15) -> 3.1 (3.05 … 3.15)",
+        "better: a: 1.1 (1.05 … 1.15) -> 0.6 (0.55 … 0.65)",
+    ]
+
+
+def test_less_than_five_percent_is_no_move_however_little_noise_there_is():
+    before = answer(line("a", 1.0, 1.001, 1.002))
+    assert not compare(before, answer(line("a", 1.048, 1.049, 1.05))).moves
+    assert compare(before, answer(line("a", 1.06, 1.061, 1.062))).moves
+
+
+def test_counts_move_without_noise():
+    before, after = answer(counted("n", 0, at_most=0)), answer(counted("n", 1, at_most=0))
+    assert said(before, after)[1] == "worse: n: 0 (counted) -> 1 (counted)"
+    assert not compare(after, after).moves
+
+
+def test_lines_that_are_new_or_gone_and_another_machine_are_named():
+    before = answer(line("a", 1.0, 1.0), line("old", 1.0, 1.0))
+    after = answer(line("a", 1.0, 1.0), line("new", 1.0, 1.0), cpus=8)
+    assert said(before, after) == [
+        "Beside the last commit: 0 of 1 lines moved beyond noise.",
+        "There, another machine answered: dispatch.",
+        "new: new",
+        "gone: old",
+    ]
+
+
+def test_questions_that_were_not_asked_are_not_compared():
+    before = answer(line("a", 1.0, 1.0)) | {"depth": Answer("", HERE, [line("d", 1.0, 1.0)])}
+    assert said(before, answer(line("a", 1.0, 1.0))) == [
+        "Beside the last commit: 0 of 1 lines moved beyond noise."
+    ]
+
+
+def test_without_a_commit_before_there_is_nothing_to_compare_with():
+    assert re.search("Nothing of this was committed", said({}, answer(line("a", 1.0, 1.0)))[0])

@@ -1,0 +1,68 @@
+"""The page about speed says what was measured last, as it was committed."""
+
+import pytest
+
+from benchmarks.frame import page, results, table
+from benchmarks.frame.results import Answer
+from benchmarks.harness import Curve, counted, row
+
+HERE = {
+    "date": "2026-01-02", "weft": "1", "jax": "2", "python": "3.11", "flax": "4", "equinox": None,
+    "machine": "x86_64", "cpus": 2, "memory": "1 GiB", "devices": "1 × cpu",
+}  # fmt: skip
+SLOW = row("a | b, Weft / raw", ([2.0] * 15, [1.0], [1.0]), at_most=1.0, why="The floor is 2.")
+CURVE = Curve("by_depth", "Depth", "layers", "ms", {"Weft": [(1, 1.0), (2, 2.0)]}, "linear")
+
+
+def shown(**answers):
+    text = f"Before.\n\n{page.BEGIN}\nold\n{page.END}\n\nAfter.\n"
+    return page.updated(text, answers)
+
+
+def test_the_page_is_what_the_results_say():
+    text = page.PAGE.read_text(encoding="utf-8")
+    assert page.updated(text, results.load()) == text, "python -m benchmarks --page"
+
+
+def test_every_target_is_met_or_explained():
+    rows = [row for answer in results.load().values() for row in answer.rows]
+    assert [row.question for row in rows if table.verdict(row) == "missed"] == []
+    assert [row.question for row in rows if row.at_most is not None and 1 < row.pairs < 15] == []
+
+
+def test_what_is_written_by_hand_stays():
+    text = shown(dispatch=Answer("How fast?", HERE, [SLOW]))
+    assert text.startswith("Before.\n\n<!--") and text.endswith("-->\n\nAfter.\n")
+    assert "old" not in text
+
+
+def test_a_line_is_a_row_of_its_question_and_a_miss_has_its_reason_below():
+    text = shown(dispatch=Answer("How fast?", HERE, [SLOW], [CURVE]))
+    assert "### dispatch\n\nHow fast?\n" in text
+    assert (
+        r"| a \| b, Weft / raw | 2 | 2 … 2 | 15 | ≤ 1 | explained [1] | 1 s against 1 s |" in text
+    )
+    assert "- [1] The floor is 2.\n" in text
+    assert "![Depth](performance/by_depth.png)\n\nDepth: linear\n" in text
+
+
+def test_the_place_is_said_once_and_apart_where_it_differs():
+    same = shown(a=Answer("A?", HERE, [SLOW]), b=Answer("B?", HERE, [SLOW]))
+    assert same.count("x86_64") == 1
+    assert "Weft 1, JAX 2, Python 3.11, Flax 4 · x86_64; 2 CPUs, 1 GiB" in same
+    assert "Not installed, so left out: Equinox, Haiku." in same
+    apart = shown(a=Answer("A?", HERE, [SLOW]), b=Answer("B?", {**HERE, "cpus": 8}, [SLOW]))
+    assert "2026-01-02 · Not installed, so left out: Equinox, Haiku. (b)" in apart
+
+
+def test_answers_are_kept_whole(tmp_path):
+    answers = {"dispatch": Answer("How fast?", HERE, [SLOW, counted("n", 1, at_most=1)], [CURVE])}
+    results.save(answers, tmp_path / "results.json")
+    assert results.load(tmp_path / "results.json") == answers
+    assert results.load(tmp_path / "none.json") == {}
+
+
+def test_a_question_answers_with_rows_and_curves_alone():
+    assert Answer.of("?", HERE, [SLOW, CURVE]).curves == [CURVE]
+    with pytest.raises(TypeError, match=r"run\(\) returned 3 in its list; only Row and Curve"):
+        Answer.of("?", HERE, [SLOW, 3])

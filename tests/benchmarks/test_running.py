@@ -1,0 +1,164 @@
+"""Questions as they are asked: in a process, in a repository, with a file per question."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
+
+QUICK = '''
+"""Is one number
+less than another?
+
+Only to try out the frame.
+"""
+from benchmarks.harness import Curve, counted, row
+def run():
+    fast = row("a call, Weft / raw", ([{ratio}] * 15, [1e-3] * 15, [1e-3] * 15), at_most=1.0,
+               why="The floor is {ratio}.")
+    peer = row("a call, Flax NNX / raw", ([9.0] * 15, [9e-3] * 15, [1e-3] * 15), at_most=None)
+    lines = {{"Weft": [(10, 1.0), (1000, 2.0)], "raw": [(10, 0.5), (1000, 0.7)]}}
+    curve = Curve("calls_by_leaves", "Calls", "leaves", "µs", lines, "linear")
+    return [fast, peer, {more} curve]
+'''
+FAILING = '''
+"""Does it run?"""
+def run():
+    raise ValueError("the two sides differ")
+'''
+
+
+class Repository:
+    """A copy of the frame with questions of its own."""
+
+    def __init__(self, root: Path):
+        self.root, self.folder = root, root / "benchmarks"
+        shutil.copytree(
+            ROOT / "benchmarks" / "frame",
+            self.folder / "frame",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        for name in ("__init__.py", "__main__.py", "harness.py"):
+            shutil.copy(ROOT / "benchmarks" / name, self.folder)
+        (root / "docs").mkdir()
+        self.page = root / "docs" / "performance.md"
+        shutil.copy(ROOT / "docs" / "performance.md", self.page)
+
+    def question(self, name: str, text: str, **values: object) -> None:
+        text = text.format(**values) if values else text
+        (self.folder / f"{name}.py").write_text(text.lstrip(), encoding="utf-8")
+
+    def git(self, *words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
+        subprocess.run(["git", *who, *words], cwd=self.root, check=True, capture_output=True)
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "benchmarks", *words],
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "COLUMNS": "160"},
+        )
+
+    def results(self) -> dict:
+        return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """A repository in which all was asked twice, and committed between; both runs."""
+    repository = Repository(tmp_path_factory.mktemp("repository"))
+    gone = 'counted("traces", 1, at_most=1),'
+    repository.question("quick", QUICK, ratio=0.5, more=gone)
+    repository.question("failing", FAILING)
+    repository.question("kept", QUICK.replace("calls_by_leaves", "kept"), ratio=0.9, more="")
+    first = repository.run()
+    repository.git("init", "-q")
+    repository.git("add", ".")
+    repository.git("commit", "-q", "-m", "first")
+    repository.question("quick", QUICK, ratio=1.5, more="")
+    return repository, first, repository.run("qui")
+
+
+def test_a_question_that_fails_is_shown_at_the_end_and_the_others_go_on(asked):
+    repository, first, _ = asked
+    assert first.returncode == 1
+    table, end = first.stdout.split("failing failed; what was measured of it before is kept:")
+    assert "a call, Weft / raw" in table
+    assert "ValueError: the two sides differ" in end and 'failing.py", line 3' in end
+    assert set(repository.results()) == {"quick", "kept"}
+
+
+def test_the_table_says_where_it_was_measured_and_what_is_met(asked):
+    _, first, _ = asked
+    assert re.search(r"^Weft .*, JAX .*, Python 3\.", first.stdout, re.MULTILINE)
+    assert re.search(r"quick: Is one number less than another\?", first.stdout)
+    lines = [" ".join(line.split()) for line in first.stdout.splitlines()]
+    assert "a call, Weft / raw 0.5 0.5 … 0.5 15 ≤ 1 met 1 ms against 1 ms" in lines
+    assert "a call, Flax NNX / raw 9 9 … 9 15 9 ms against 1 ms" in lines
+    assert "traces 1 counted ≤ 1 met" in lines
+    assert "5 lines: 3 met, 0 missed, 2 beside them without a target." in lines
+    assert "Calls: linear" in lines
+
+
+def test_a_run_says_what_moved_since_the_last_commit(asked):
+    _, first, second = asked
+    assert "Nothing of this was committed before." in first.stdout
+    assert second.returncode == 0, second.stderr
+    lines = second.stdout.splitlines()
+    assert "Beside the last commit: 1 of 2 lines moved beyond noise." in lines
+    assert "worse: a call, Weft / raw: 0.5 (0.5 … 0.5) -> 1.5 (1.5 … 1.5)" in lines
+    assert "gone: traces" in lines
+
+
+def test_a_target_that_is_missed_has_its_reason_below(asked):
+    _, _, second = asked
+    assert "explained [1]" in second.stdout and "[1] The floor is 1.5." in second.stdout
+    assert "2 lines: 0 met, 1 explained, 0 missed" in second.stdout
+
+
+def test_what_was_not_asked_is_kept_and_what_is_gone_is_dropped(asked):
+    repository, _, _ = asked
+    results = repository.results()
+    assert [row["question"] for row in results["kept"]["rows"]] == [
+        "a call, Weft / raw",
+        "a call, Flax NNX / raw",
+    ]
+    assert "traces" not in str(results["quick"])
+
+
+def test_the_page_shows_the_results_and_their_plots(asked):
+    repository, _, _ = asked
+    text = repository.page.read_text(encoding="utf-8")
+    assert "| a call, Weft / raw | 1.5 | 1.5 … 1.5 | 15 | ≤ 1 | explained [1] |" in text
+    assert "Nothing was measured yet" not in text
+    for name in ("overview", "calls_by_leaves", "kept"):
+        assert f"](performance/{name}.png)" in text
+        image = (repository.root / "docs" / "performance" / f"{name}.png").read_bytes()
+        assert image.startswith(b"\x89PNG") and len(image) > 5000
+
+
+def test_the_page_is_written_again_without_measuring(asked):
+    repository, _, _ = asked
+    text, before = repository.page.read_text(encoding="utf-8"), repository.results()
+    (repository.root / "docs" / "performance" / "kept.png").unlink()
+    shutil.copy(ROOT / "docs" / "performance.md", repository.page)
+    assert repository.run("--page").returncode == 0
+    assert repository.page.read_text(encoding="utf-8") == text
+    assert repository.results() == before
+    assert (repository.root / "docs" / "performance" / "kept.png").exists()
+
+
+def test_a_name_that_is_no_question_is_answered_with_those_that_are(asked):
+    repository, _, _ = asked
+    done = repository.run("quick", "slow")
+    assert done.returncode == 2
+    assert done.stdout.strip() == "There is no question slow. There are: failing kept quick"
