@@ -7,7 +7,8 @@ import struct
 from contextlib import contextmanager
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
+
+from weft.trainer.event_file import Event
 
 
 def crc32c(data):

@@ -1,15 +1,16 @@
 import io
 import os
 import struct
+import subprocess
+import sys
 import wave
 import zlib
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import SessionLog
 
 from weft.trainer import event_file
-from weft.trainer.event_file import EventFile
+from weft.trainer.event_file import EventFile, SessionLog
 
 
 def decode_png(data):
@@ -118,3 +119,15 @@ def test_a_histogram_counts_every_finite_value():
     assert (histogram.num, histogram.min, histogram.max) == (100, -1, 3)
     assert sum(histogram.bucket) == 100
     assert event_file.histogram("w", np.array([np.nan])) is None
+
+
+def test_torch_is_not_imported_and_can_be(tmp_path):
+    (tmp_path / "torch.py").write_text("print('imported')")
+    program = "import weft.trainer.event_file; print('before', flush=True); import torch"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        text=True,
+    )
+    assert run.stdout.split() == ["before", "imported"], run.stderr

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import SessionLog
 
 from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary
 from weft.trainer import event_file, summary_writer
@@ -112,8 +111,8 @@ def test_a_restored_step_voids_the_later_ones_of_earlier_files(make, tmp_path, r
     assert len(os.listdir(tmp_path / "log")) == 2
     logs = [e for e in read_events(str(tmp_path / "log")) if e.HasField("session_log")]
     assert [(e.step, e.session_log.status) for e in logs] == [
-        (2, SessionLog.CHECKPOINT),
-        (3, SessionLog.START),
+        (2, event_file.SessionLog.CHECKPOINT),
+        (3, event_file.SessionLog.START),
     ]
 
 

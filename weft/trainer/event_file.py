@@ -12,6 +12,7 @@ import io
 import os
 import socket
 import struct
+import sys
 import time
 import wave
 import weakref
@@ -19,9 +20,18 @@ import zlib
 from typing import Any
 
 import numpy as np
-import tensorboardX
-from tensorboardX import summary as protos
-from tensorboardX.proto import event_pb2, summary_pb2
+
+# tensorboardX imports torch where there is one, for what is not used here, and that takes seconds.
+_hides_torch = "torch" not in sys.modules
+if _hides_torch:
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
+try:
+    import tensorboardX
+    from tensorboardX import summary as protos
+    from tensorboardX.proto import event_pb2, summary_pb2
+finally:
+    if _hides_torch:
+        del sys.modules["torch"]
 
 # The generated modules make their classes as they are imported, where no type checker sees them.
 Event: Any = event_pb2.__dict__["Event"]
