@@ -28,6 +28,7 @@ from weft.hierarchy.module import (
     functional,
     install_context_stack,
     nowrap,
+    observed_calls,
 )
 
 
@@ -209,6 +210,28 @@ def test_an_exception_names_the_path_once_and_keeps_the_users_frames():
     functions = [f.name for f in traceback.extract_tb(caught.value.__traceback__)]
     assert functions[-1] == "fail"
     assert functions.count("fail") == 2
+
+
+def test_calls_go_through_whoever_observes_them_the_last_one_first():
+    root, state = make(1)
+    seen = []
+
+    def observer(mark):
+        def see(module, name, method, args, kwargs):
+            seen.append((mark, module.path(), name))
+            return method(*args, **kwargs)
+
+        return see
+
+    with observed_calls(observer("a")), observed_calls(observer("b")):
+        with pytest.raises(ValueError, match="bad 3"):
+            call(root, state, 3, method="fail")
+        assert call(root, state, method="own_name")[0] == "root"
+    # Methods of the root are called from outside, those with `nowrap` in the caller's invocation.
+    assert seen == [("b", "root.inner.leaf", "fail"), ("a", "root.inner.leaf", "fail")]
+    with pytest.raises(ValueError, match="bad 3"):
+        call(root, state, 3, method="fail")
+    assert len(seen) == 2
 
 
 def test_nowrap_methods_stay_in_the_callers_context():

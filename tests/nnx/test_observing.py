@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.nnx.observing import class_of, leave_alone, modules_of, observe
+from weft.nnx.observing import (
+    class_of,
+    leave_alone,
+    modules_of,
+    observe,
+    visit,
+    visited_models,
+)
 from weft.nnx.transforms.jit import jit
 
 SEEN = []
@@ -108,6 +115,30 @@ def test_classes_are_made_once():
     observe(x, note)
     observe(y, note)
     assert type(x) is type(y) and jax.tree.structure(x) == jax.tree.structure(y)
+
+
+def pass_on(x, name, method, args, kwargs):
+    return method(*args, **kwargs)
+
+
+def test_one_that_is_observed_twice_is_left_step_by_step():
+    x = Derived()
+    observe(x, note)
+    observe(x, pass_on)
+    assert class_of(x) is Derived and x.enc(1) == 4 and len(SEEN) == 1
+    leave_alone(x)
+    assert type(x) is not Derived and x.enc(1) == 4 and len(SEEN) == 2
+    leave_alone(x)
+    assert type(x) is Derived and x.enc(1) == 4 and len(SEEN) == 2
+
+
+def test_models_are_shown_only_while_that_is_asked_for():
+    seen, x = [], Derived()
+    visit(x)
+    with visited_models(seen.append), visited_models(lambda x: observe(x, note)):
+        visit(x)
+    visit(x)
+    assert seen == [x] and x.enc(1) == 4 and len(SEEN) == 1
 
 
 def test_lists_and_dicts_are_no_modules_of_users():

@@ -5,16 +5,21 @@ import logging
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from weft.config import config_class, config_for_function
+from weft import nnx
+from weft.config import config_class, config_for_class, config_for_function
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.base_model import BaseModel
 from weft.input.fake import EmptyInput
+from weft.trainer import anomalies
 from weft.trainer.anomalies import AnomalyPolicy, check_loss
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.learner import Learner
+from weft.trainer.optimizer_clipping import clip_by_global_norm
+from weft.trainer.optimizer_skipping import skip_and_clip_by_global_norm
 from weft.trainer.optimizers import sgd_optimizer
 from weft.trainer.progress import RunListener
 from weft.trainer.trainer import SpmdTrainer
@@ -51,6 +56,35 @@ class Fitted(BaseModel):
         return jnp.mean(self.last(self.rooted(y)) ** 2), {}
 
 
+class Root(nnx.Module):
+    def __call__(self, x):
+        return jnp.sqrt(x)
+
+
+class FittedOfNNX(nnx.Module):
+    def __init__(self, *, rngs):
+        self.first = nnx.Linear(4, 4, use_bias=False, rngs=rngs)
+        self.rooted = Root()
+        self.last = nnx.Linear(4, 1, rngs=rngs)
+
+    def __call__(self, input_batch):
+        y = self.rooted(self.first(input_batch["x"]) ** 2)
+        return jnp.mean(self.last(y) ** 2), {}
+
+
+def plain_sgd():
+    return config_for_function(sgd_optimizer).set(learning_rate=0.01, decouple_weight_decay=True)
+
+
+def finite_parts_only():
+    """Drops what of a gradient is undefined, and says nothing."""
+
+    def finite(updates, params):
+        return jax.tree.map(lambda u: jnp.where(jnp.isfinite(u), u, 0), updates)
+
+    return optax.chain(optax.stateless(finite), optax.sgd(0.01))
+
+
 class Faulty(EmptyInput):
     """Batch k is the k-th, whoever reads it; `faults` says what is wrong with which."""
 
@@ -83,17 +117,23 @@ class Recorder(RunListener):
         self.saved.append(step)
 
 
-def run(directory, faults, *, devices=1, save_every=10**6, max_step=10, **policy):
+def run(
+    directory,
+    faults,
+    *,
+    devices=1,
+    save_every=10**6,
+    max_step=10,
+    model=None,
+    optimizer=None,
+    **policy,
+):
     cfg = SpmdTrainer.default_config().set(
         name="trainer",
         dir=str(directory),
         max_step=max_step,
-        model=Fitted.default_config().set(dtype=jnp.float32),
-        learner=Learner.default_config().set(
-            optimizer=config_for_function(sgd_optimizer).set(
-                learning_rate=0.01, decouple_weight_decay=True
-            )
-        ),
+        model=model or Fitted.default_config().set(dtype=jnp.float32),
+        learner=Learner.default_config().set(optimizer=optimizer or plain_sgd()),
         input=Faulty.default_config().set(
             is_training=True, global_batch_size=8, faults={str(k): v for k, v in faults.items()}
         ),
@@ -129,8 +169,10 @@ def assert_same(a, b):
         ),
         (
             "zero",
-            "step 4 is undefined: its loss is 0. The outputs of all modules are finite, so it is "
-            "the gradients. It would have made undefined: weighted/scale. Its update",
+            "step 4 is undefined: its loss is 0. The outputs of all modules are finite. In the "
+            "backward pass the first module with an undefined gradient is trainer.model.rooted, a "
+            "Rooted (forward); the parameters are, in its order, weighted/scale. It would have "
+            "made undefined: weighted/scale. Its update",
         ),
         (
             "nan",
@@ -144,6 +186,44 @@ def test_a_run_that_stops_names_the_step_the_module_and_the_parameters(tmp_path,
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
     assert "let such steps be skipped: anomaly_policy.on_undefined='skip'." in str(stopped.value)
+
+
+def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
+    hidden = config_for_function(finite_parts_only)
+    with pytest.raises(UndefinedLossException) as stopped:
+        run(
+            tmp_path,
+            {3: "zero"},
+            model=config_for_class(FittedOfNNX),
+            optimizer=hidden,
+            on_undefined="stop",
+        )
+    assert (
+        "The outputs of all modules are finite. In the backward pass the first module with an "
+        "undefined gradient is trainer.model.rooted, a Root (__call__); the parameters are, in its "
+        "order, params/first/kernel. Its update was not applied"
+    ) in str(stopped.value)
+
+
+def test_where_the_learner_skips_such_steps_itself_the_policy_does_not_see_them(tmp_path):
+    skipping = config_for_function(skip_and_clip_by_global_norm).set(inner=plain_sgd())
+    trainer = run(tmp_path, {1: "zero"}, max_step=3, optimizer=skipping, on_undefined="stop")
+    assert int(trainer.trainer_state.learner["optimizer"].nonvalid_count) == 1
+    assert trainer._run_state.get_state()["anomalies"]["skipped"] == 0
+
+
+def test_a_norm_that_the_learner_computes_is_computed_once():
+    clip = clip_by_global_norm(1.0)
+
+    def clipped(gradient):
+        return clip.update(gradient, clip.init(gradient), gradient)[0]
+
+    def judged(gradient):
+        return clipped(gradient), anomalies._is_undefined(gradient["w"])
+
+    gradient = {"w": jnp.ones((64, 64))}
+    programs = [jax.jit(f).lower(gradient).compile().as_text() for f in (clipped, judged)]
+    assert [text.count(" reduce(") for text in programs] == [1, 1]
 
 
 @pytest.fixture(scope="module")

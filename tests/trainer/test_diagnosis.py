@@ -1,78 +1,164 @@
-import functools
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from weft import linen as nn
-from weft.config import config_for_class
-from weft.hierarchy.module import observed_calls
-from weft.recipes.lm import lm_tiny
-from weft.trainer.diagnosis import first_undefined_module
-from weft.trainer.train_step import train_step
+from weft.config import config_class
+from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
+from weft.hierarchy.base_model import BaseModel
+from weft.hierarchy.module import functional
+from weft.hierarchy.repeat import Repeat
+from weft.trainer.diagnosis import Diagnosis
+from weft.trainer.optimizer_base import OptParam
+from weft.trainer.update_transformation import ForwardOutputs
 
 
-def prepared(cfg):
-    """An uncompiled step, a state and a batch."""
-    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
-    trainer.init(jax.random.key(0))
-    step = functools.partial(
-        train_step,
-        model=trainer.model,
-        learner=trainer.learner,
-        input_=trainer.input,
-        model_specs=trainer.trainer_state_specs.model,
-        train_dtype=None,
+class Scaled(BaseLayer):
+    def _create_layer_parameter_specs(self):
+        return {"scale": ParameterSpec(shape=(4,), mesh_axes=(None,))}
+
+    def forward(self, x):
+        return x * self.state["scale"]
+
+
+class Block(BaseLayer):
+    """Its root has an infinite gradient at 0."""
+
+    @config_class
+    class Config(BaseLayer.Config):
+        pass
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("before", Scaled.default_config())
+        self._add_child("rooted", Rooted.default_config())
+        self._add_child("after", Scaled.default_config())
+
+    def forward(self, x):
+        return self.after(self.rooted(self.before(x)))
+
+
+class Rooted(BaseLayer):
+    def forward(self, x):
+        return jnp.sqrt(x)
+
+
+class Blocks(Repeat):
+    def forward(self, x):
+        return self._run(lambda x, _: (self.layer(x), None), x).carry
+
+
+class Stacked(BaseModel):
+    @config_class
+    class Config(BaseModel.Config):
+        pass
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        layers = Blocks.default_config().set(layer=Block.default_config(), num_layers=3)
+        self._add_child("first", Scaled.default_config())
+        self._add_child("repeat", layers)
+
+    def forward(self, input_batch):
+        x = self.repeat(self.first(input_batch["x"]))
+        # Behind all modules: an infinite gradient where x is 0.
+        return jnp.mean(x) + jnp.sum(jnp.log1p(-input_batch["edge"] * x)), {}
+
+
+def step_of(model):
+    """A training step, but for the update."""
+
+    def forward(*, model_params, inputs):
+        (loss, aux), collection = functional(
+            model,
+            prng_key=jax.random.key(0),
+            state=model_params,
+            inputs={"input_batch": inputs},
+            is_training=True,
+        )
+        return ForwardOutputs(loss=loss, aux=aux, output_collection=collection)
+
+    def step(state, batch, *, learner):
+        opt_params = jax.tree.map(OptParam, state)
+        given = {"fn": forward, "inputs": batch, "opt_params": opt_params}
+        results, _ = functional(
+            learner,
+            prng_key=None,
+            state={},
+            inputs=given,
+            method="forward_and_backward",
+            is_training=True,
+        )
+        return results.backward_outputs.updated_params, {"loss": results.forward_outputs.loss}
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    model = Stacked.default_config().set(name="model", dtype=jnp.float32).instantiate(parent=None)
+    ones = jax.tree.map(
+        lambda spec: jnp.ones(spec.shape),
+        model.create_parameter_specs_recursively(),
+        is_leaf=lambda x: isinstance(x, ParameterSpec),
     )
-    spec = trainer.input.element_spec()
-    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
-    return trainer, step, trainer.trainer_state, batch
+    return Diagnosis(step_of(model)), ones
 
 
-def spoiled(state, name, index):
-    """The state with a NaN in the weights of one layer."""
-
-    def spoil(path, x):
-        return x.at[index].set(jnp.nan) if name in jax.tree_util.keystr(path) else x
-
-    return state._replace(model=jax.tree_util.tree_map_with_path(spoil, state.model))
-
-
-def test_the_module_is_found_in_a_loop_over_layers(tmp_path):
-    cfg = lm_tiny().set(dir=str(tmp_path), evalers={}, mesh_shape=(1, 1))
-    trainer, step, state, batch = prepared(cfg)
-    with trainer.mesh():
-        found = first_undefined_module(step, spoiled(state, "linear2", 1), batch)
-    layer = "trainer.model.decoder.transformer.repeat.layer"
-    assert found == f"{layer}.feed_forward.linear2, a Linear (forward)"
+NAMES = [
+    "first/scale",
+    "repeat/layer/after/scale",
+    "repeat/layer/before/scale",
+]
+BATCH = {"x": jnp.ones((2, 4)), "edge": jnp.zeros(())}
 
 
-class Classifier(nn.Module):
-    @nn.compact
-    def __call__(self, input_batch):
-        x = nn.relu(nn.Dense(4, name="first")(input_batch["input_ids"].astype(jnp.float32)))
-        return jnp.mean(nn.Dense(2, name="second")(x)), {}
+def test_the_module_is_found_in_a_loop_over_layers(stacked):
+    diagnosis, ones = stacked
+    assert diagnosis.first_module(ones, BATCH) is None
+    spoiled = jax.tree_util.tree_map_with_path(
+        lambda path, x: x.at[1].set(jnp.nan) if "after" in jax.tree_util.keystr(path) else x, ones
+    )
+    found = diagnosis.first_module(spoiled, BATCH)
+    assert found == "model.repeat.layer.after, a Scaled (forward)"
+    # Of the forward pass, so a loss that is undefined behind all modules is told as such.
+    found = diagnosis.first_module(ones, {**BATCH, "edge": jnp.ones(()) * 2})
+    assert found == "the model itself, in its loss"
 
 
-def test_modules_of_linen_are_found_as_well(tmp_path):
-    cfg = lm_tiny().set(dir=str(tmp_path), evalers={}, mesh_shape=(1, 1))
-    cfg.model = config_for_class(Classifier)
-    trainer, step, state, batch = prepared(cfg)
-    with trainer.mesh():
-        found = first_undefined_module(step, spoiled(state, "second", 0), batch)
-    assert found == "second, a Dense (__call__)"
+def test_a_gradient_is_followed_back_through_the_modules(stacked):
+    diagnosis, ones = stacked
+    batch = {**BATCH, "x": jnp.zeros((2, 4))}
+    assert diagnosis.first_module(ones, batch) is None
+    module, names = diagnosis.first_gradient(ones, batch, NAMES, NAMES)
+    assert module == "model.repeat.layer.rooted, a Rooted (forward)"
+    # In the order in which the backward pass comes to them.
+    assert names == [NAMES[1], NAMES[2], NAMES[0]]
+    all_finite = diagnosis.first_gradient(ones, BATCH, [], NAMES)
+    assert all_finite == (None, [])
+
+
+def test_a_gradient_that_is_undefined_between_modules_is_that_of_the_one_around_them():
+    class Between(BaseModel):
+        def __init__(self, cfg, *, parent):
+            super().__init__(cfg, parent=parent)
+            self._add_child("scaled", Scaled.default_config())
+
+        def forward(self, input_batch):
+            return jnp.sum(jnp.sqrt(self.scaled(input_batch["x"]))), {}
+
+    model = Between.default_config().set(name="model", dtype=jnp.float32).instantiate(parent=None)
+    diagnosis, params = Diagnosis(step_of(model)), {"scaled": {"scale": jnp.ones(4)}}
+    names = ["scaled/scale"]
+    found = diagnosis.first_gradient(params, {"x": jnp.zeros((2, 4))}, names, names)
+    assert found == ("the model itself, after model.scaled", names)
 
 
 def test_where_it_cannot_be_said_a_line_tells_why(caplog):
     def step(state, batch, learner):
         raise NotImplementedError("checkify of pallas_call")
 
-    assert first_undefined_module(step, jnp.ones(()), jnp.ones(())) is None
+    diagnosis = Diagnosis(step)
+    assert diagnosis.first_module(jnp.ones(()), jnp.ones(())) is None
     assert "cannot be said: checkify of pallas_call" in caplog.text
-
-
-def test_calls_are_observed_only_while_open():
-    with pytest.raises(KeyError), observed_calls(print):
-        raise KeyError
-    with observed_calls(lambda module, method, result: None):
-        pass
+    found = diagnosis.first_gradient(jnp.ones(()), jnp.ones(()), ["a", "b"], ["a", "b"])
+    assert found == (None, ["a", "b"])

@@ -19,7 +19,9 @@ from weft.hierarchy.param_init import ConstantInitializer
 from weft.trainer import learner as learners
 from weft.trainer import optimizers, schedule
 from weft.trainer.learner import BaseLearner, CompositeLearner, Learner, UpdateType
+from weft.trainer.loss_scale import DynamicLossScale
 from weft.trainer.optimizer_base import OptParam
+from weft.trainer.optimizer_skipping import skip_and_clip_by_global_norm
 from weft.trainer.update_transformation import (
     ConditionalUpdateTransformation,
     ForwardOutputs,
@@ -432,6 +434,26 @@ class TestCompositeLearner:
             "linear": {"w": True, "b": False},
             "norm": {"scale": True, "mean": True},
         }
+
+    def test_each_learner_says_which_undefined_gradients_it_handles(self):
+        def handled(cfg):
+            learner, params = make(**cfg), opt_params(PARAMS)
+            return jax.tree.leaves(
+                learner.handles_undefined_gradients(learner.init(params), params)
+            )
+
+        cfg = self.config()
+        assert handled(cfg) == [False] * 4
+        first, second = cfg["learners"].values()
+        first.ignore_undefined_loss = True
+        of_first = handled(cfg)
+        assert True in of_first and False in of_first
+        second.optimizer = config_for_function(skip_and_clip_by_global_norm).set(
+            inner=second.optimizer
+        )
+        assert handled(cfg) == [True] * 4
+        with_scale = {"loss_scale": DynamicLossScale.default_config()}
+        assert handled(with_scale) == [True] * 4 and handled({}) == [False] * 4
 
     def test_undefined_losses_are_handled_if_all_learners_do(self):
         cfg = self.config()

@@ -9,7 +9,7 @@ from weft.errors import OptimizerArgumentError
 from weft.hierarchy.module import InvocationContext, set_current_context
 from weft.trainer import optimizers
 from weft.trainer.optimizer_base import OptParam
-from weft.trainer.optimizer_skipping import all_finite, tree_where
+from weft.trainer.optimizer_skipping import all_finite, skips_undefined, tree_where
 
 PARAMS = {"w": OptParam(jnp.zeros(2))}
 TRACE = config_for_function(optax.trace).set(decay=0.5)
@@ -31,6 +31,20 @@ def run(tx, norms):
             updates, state = tx.update(gradient(norm), state, PARAMS)
         first.append(float(updates["w"][0]))
     return first, state, {name: float(x) for name, x in context.get_summaries().items()}
+
+
+@pytest.mark.parametrize(
+    ("tx", "skips"),
+    [
+        (optimizers.chain(optax.trace(0.5), skip_and_clip(TRACE)), True),
+        (optax.chain(optax.zero_nans(), optax.sgd(0.1)), True),
+        (optax.apply_if_finite(optax.sgd(0.1), 3), True),
+        (optax.adam(0.1), False),
+    ],
+    ids=["skip and clip", "zero nans", "apply if finite", "adam"],
+)
+def test_whether_an_optimizer_expects_undefined_gradients_is_seen_in_its_state(tx, skips):
+    assert skips_undefined(optimizers.chain(tx).init(PARAMS)) is skips
 
 
 def test_a_step_that_is_skipped_leaves_no_trace():

@@ -27,6 +27,7 @@ from weft.interop.models import (
 )
 from weft.interop.recognition import model_of
 from weft.linen.running import alone
+from weft.nnx.observing import visit
 
 __all__ = ["InNNX", "NNXModel", "as_nnx"]
 
@@ -265,6 +266,8 @@ class NNXModel(Model):
         """Calls the module or one of its methods, in a mode."""
         if training is not None and isinstance(module, self.nnx.Module):
             module.train() if training else module.eval()
+        if isinstance(module, nnx.Pytree):
+            visit(module)
         with alone():
             return method_of(module, method, self.name)(*args, **kwargs)
 

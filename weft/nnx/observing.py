@@ -5,6 +5,8 @@ methods go through an observer. The class is a part of the object's structure, s
 a transformation makes are observed as well.
 """
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,13 +42,51 @@ def observe(x: Pytree, observer: Observer) -> None:
 
 def leave_alone(x: Pytree) -> None:
     """Undoes `observe`."""
-    if _CLASSES not in vars(type(x)) and hasattr(type(x), "_observed_class"):
-        _become(x, type(x)._observed_class)  # pyright: ignore[reportAttributeAccessIssue]
+    if "_observed_class" in vars(type(x)):
+        _become(x, vars(type(x))["_observed_class"])
 
 
 def class_of(x: Any) -> type:
     """The real class of an object."""
-    return getattr(type(x), "_observed_class", type(x))
+    cls = type(x)
+    while "_observed_class" in vars(cls):
+        cls = vars(cls)["_observed_class"]
+    return cls
+
+
+# Models that a layer of another library holds, which exist only while they are called.
+
+
+class _Visitors(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Callable[[Pytree], None]] = []
+
+
+_VISITORS = _Visitors()
+
+
+@contextlib.contextmanager
+def visited_models(visitor: Callable[[Pytree], None]) -> Iterator[None]:
+    """While open, a function is given each model that a layer of another library is about to call.
+
+    Args:
+        visitor: called with the model, which is gone after the call; it may `observe` its parts.
+    """
+    _VISITORS.stack.append(visitor)
+    try:
+        yield
+    finally:
+        _VISITORS.stack.remove(visitor)
+
+
+def visit(model: Pytree) -> None:
+    """Shows a model to the functions of `visited_models`.
+
+    Args:
+        model: the model.
+    """
+    for visitor in _VISITORS.stack:
+        visitor(model)
 
 
 def _become(x: Pytree, cls: type) -> None:

@@ -1,8 +1,8 @@
-"""Steps that are not to be trusted: a loss or an update that is no number, a loss that has jumped.
+"""Steps that are not to be trusted: of a loss or gradients that are no numbers, or of a jump.
 
-Whether a step is one of them is decided in the compiled step, from the loss, from all that the step
-has changed, and from moving averages of the losses before; so all devices and processes decide
-alike. The update of such a step is not applied. What follows is up to the policy:
+Whether a step is one of them is decided in the compiled step, from the loss, the gradients, all
+that the step has changed, and moving averages of the losses before; so all devices and processes
+decide alike. The update of such a step is not applied. What follows is up to the policy:
 
     stop      the run ends with an error that names the step, the first module, the parameters
     skip      the step is counted, and the next batch comes
@@ -10,7 +10,7 @@ alike. The update of such a step is not applied. What follows is up to the polic
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -23,8 +23,9 @@ from weft.config import Configurable, config_class
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.hierarchy.transforms import CONTEXTS
 from weft.lifting.stages import Lowered
-from weft.trainer.diagnosis import first_undefined_module
-from weft.trainer.optimizer_base import path_name
+from weft.trainer.diagnosis import Diagnosis
+from weft.trainer.optimizer_base import path_name, tree_paths
+from weft.trainer.optimizer_clipping import global_norm
 from weft.trainer.optimizer_skipping import tree_where
 from weft.trainer.train_step import loss_is_finite
 from weft.typing import Tensor
@@ -48,6 +49,7 @@ class LossTrack(NamedTuple):
         spike: whether its loss was a spike.
         bad_leaves: for each array of the state with floating-point numbers whether it became
             undefined.
+        bad_gradients: for each gradient that has to be a number whether it is none.
     """
 
     count: Any
@@ -58,6 +60,7 @@ class LossTrack(NamedTuple):
     undefined: Any
     spike: Any
     bad_leaves: Any
+    bad_gradients: Any
 
 
 class AnomalyPolicy(Configurable):
@@ -78,8 +81,9 @@ class AnomalyPolicy(Configurable):
         """Configures an AnomalyPolicy.
 
         Attributes:
-            on_undefined: what to do if the loss, or anything that the step has changed, is NaN or
-                infinite: "stop", "skip" or "rewind".
+            on_undefined: what to do if the loss, a gradient, or anything that the step has changed,
+                is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count where the
+                learner itself skips such steps, as with a `loss_scale`.
             on_spike: what to do if the loss is a spike, likewise; None not to look for spikes.
             spike_factor: a loss above this many times the mean of those before is a spike.
             spike_stddevs: a loss this many standard deviations above the mean is a spike. Where
@@ -130,7 +134,7 @@ class AnomalyPolicy(Configurable):
         return spike
 
     def judged(
-        self, state: Any, track: LossTrack, new_state: Any, loss: Tensor
+        self, state: Any, track: LossTrack, new_state: Any, loss: Tensor, gradients: Any = None
     ) -> tuple[Any, LossTrack]:
         """The state and the track after a step, in its compilation: the old ones if it was bad.
 
@@ -139,13 +143,15 @@ class AnomalyPolicy(Configurable):
             track: likewise.
             new_state: after it.
             loss: of it.
+            gradients: of those parameters whose gradients have to be numbers.
         """
         cfg = self.config
         loss = loss.astype(jnp.float32)
         pairs = zip(_float_leaves(new_state), _float_leaves(state), strict=True)
         # What was undefined before, such as an infinite threshold, is meant to be.
         bad_leaves = jnp.stack([~_finite(new) & _finite(old) for (_, new), (_, old) in pairs])
-        undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves)
+        bad_gradients = _stacked(_is_undefined(x) for x in jax.tree.leaves(gradients))
+        undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
         spike = ~undefined & self._is_spike(loss, track)
         bad = undefined | spike
         skipped = (undefined & (cfg.on_undefined == "skip")) | (spike & (cfg.on_spike == "skip"))
@@ -165,6 +171,7 @@ class AnomalyPolicy(Configurable):
             undefined=undefined,
             spike=spike,
             bad_leaves=bad_leaves,
+            bad_gradients=bad_gradients,
         )
 
 
@@ -187,15 +194,18 @@ class AnomalyGuard:
         mesh: jax.sharding.Mesh,
     ):
         self._policy = policy
-        self._step = step
+        self._diagnosis = Diagnosis(step)
+        self._gradient_names: list[str] = []
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, ())
+        self._track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
         self._rewinds = 0
 
         def guarded(state_and_track: Any, batch: Any) -> Any:
             state, track = state_and_track
-            new_state, outputs = step(state, batch)
-            state, track = policy.judged(state, track, new_state, outputs["loss"])
+            new_state, outputs = step(state, batch, with_gradients=True)
+            gradients = outputs.pop("gradients")
+            self._gradient_names = jax.tree.leaves(tree_paths(gradients))
+            state, track = policy.judged(state, track, new_state, outputs["loss"], gradients)
             outputs["summaries"] = {
                 **outputs["summaries"],
                 "anomalies": {"skipped_steps": track.skipped},
@@ -228,7 +238,7 @@ class AnomalyGuard:
     def _placed(self) -> LossTrack:
         track, dtypes = self._track, (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.int32)
         values: Any = [np.asarray(x, dtype) for x, dtype in zip(track, dtypes, strict=False)]
-        values += [np.zeros((), bool), np.zeros((), bool), np.zeros(0, bool)]
+        values += [np.zeros((), bool), np.zeros((), bool), np.zeros(0, bool), np.zeros(0, bool)]
         return jax.device_put(LossTrack._make(values), self._replicated)
 
     # The state, for checkpoints.
@@ -307,19 +317,30 @@ class AnomalyGuard:
         fields = [path_name(path) for path, x in _float_leaves(batch) if not np.all(_finite(x))]
         if fields:
             text += f" The batch has undefined numbers in {', '.join(fields)}."
-        module = first_undefined_module(self._step, state, batch)
+        module = self._diagnosis.first_module(state, batch)
         if module is not None:
             text += f" The first module with an undefined output is {module}."
         elif np.isfinite(loss):
-            text += " The outputs of all modules are finite, so it is the gradients."
+            text += self._described_gradients(state, batch)
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
         names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
-        if names:
-            more = f" and {len(names) - _SHOWN_PARAMETERS} more"
-            text += f" It would have made undefined: {', '.join(names[:_SHOWN_PARAMETERS])}"
-            text += f"{more if len(names) > _SHOWN_PARAMETERS else ''}."
-        return text
+        return text + (f" It would have made undefined: {_listed(names)}." if names else "")
+
+    def _described_gradients(self, state: Any, batch: Any) -> str:
+        text, names = " The outputs of all modules are finite.", self._gradient_names
+        pairs = zip(names, self._track.bad_gradients, strict=True)
+        bad = [name for name, is_bad in pairs if is_bad]
+        if not bad:
+            finite = " All outputs and gradients are finite, so it is the learner's update."
+            return finite if names else text
+        module, bad = self._diagnosis.first_gradient(state, batch, bad, names)
+        if module is not None:
+            text += f" In the backward pass the first module with an undefined gradient is {module}"
+            text += "; the parameters are, in its order, "
+        else:
+            text += " The gradient is undefined of "
+        return f"{text}{_listed(bad)}."
 
     def _mean(self) -> float:
         count = max(int(self._track.count), 1)
@@ -334,6 +355,20 @@ def _float_leaves(state: Any) -> list[tuple[Any, Any]]:
 
 def _finite(x: Tensor) -> Tensor:
     return jnp.all(jnp.isfinite(x))
+
+
+def _is_undefined(gradient: Tensor) -> Tensor:
+    # By its norm: where the learner computes that as well, the compiler does it once.
+    return ~jnp.isfinite(global_norm(gradient))
+
+
+def _stacked(flags: Iterable[Tensor]) -> Tensor:
+    return jnp.stack([jnp.zeros((), bool), *flags])[1:]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN_PARAMETERS
+    return ", ".join(names[:_SHOWN_PARAMETERS]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_loss(loss: Tensor, step: int) -> None:

@@ -1,53 +1,172 @@
 """Which module is the first to give something undefined: the step is run again, and watched.
 
-Each module's outputs are checked inside of the compiled step, in its loops as well, by JAX's
-`checkify`, which reports the check that failed first.
+What modules give, and in the backward pass what comes back through them, is checked inside of the
+compiled step, in its loops as well, by JAX's `checkify`, which reports the check that failed first.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from weft.hierarchy.module import Module, observed_calls
-from weft.linen import intercept_methods
-from weft.trainer.optimizer_base import NestedOptParam, opt_param_values
+from weft.hierarchy.module import Module
+from weft.nnx.pytree import Pytree
+from weft.nnx.variables import Variable
+from weft.trainer.gradients import forward_and_gradients
+from weft.trainer.module_calls import ModuleCall, watched_calls
+from weft.trainer.optimizer_base import NestedOptParam, opt_param_values, tree_paths
 from weft.trainer.update_transformation import BackwardOutputs, ForwardBackwardOutputs, ForwardFn
+from weft.typing import Tensor
 
 logger = logging.getLogger(__name__)
 
+_ROOT = "the model itself"
 
-def first_undefined_module(step: Callable[..., Any], state: Any, batch: Any) -> str | None:
-    """The first module, in the order in which their calls end, with an undefined output.
 
-    Minus infinity is not counted: masks are made of it.
+class Diagnosis:
+    """Finds out where a step becomes undefined; compiled once for each of its questions.
 
     Args:
         step: the training step, not compiled, which takes another learner as well.
-        state: before it; it is not changed.
-        batch: of the step.
-
-    Returns:
-        Its path and method; None if all outputs are defined, or it cannot be said.
     """
-    forward_only = _ForwardOnly.default_config().set(name="learner").instantiate(parent=None)
 
-    def watched(state: Any, batch: Any) -> None:
-        with _checked_outputs():
-            _, outputs = step(state, batch, learner=forward_only)
-        checkify.check(jnp.isfinite(outputs["loss"]), "the model itself, in its loss")
+    def __init__(self, step: Callable[..., Any]):
+        self._step = step
+        self._forward = _checked(self._run_forward)
+        self._backward = _checked(self._run_backward)
+        self._ended_calls: list[str] = []
+        self._trained: frozenset[str] = frozenset()
 
+    def first_module(self, state: Any, batch: Any) -> str | None:
+        """The first module, in the order in which their calls end, with an undefined output.
+
+        Minus infinity is not counted: masks are made of it.
+
+        Args:
+            state: before the step; it is not changed.
+            batch: of the step.
+
+        Returns:
+            Its path, class and method; None if all outputs are defined, or it cannot be said.
+        """
+        return _first_failure(self._forward, state, batch)
+
+    def first_gradient(
+        self, state: Any, batch: Any, undefined: Sequence[str], trained: Collection[str]
+    ) -> tuple[str | None, list[str]]:
+        """The first module, in the order of the backward pass, that makes a gradient undefined.
+
+        To be asked where `first_module` finds none.
+
+        Args:
+            state: before the step; it is not changed.
+            batch: of the step.
+            undefined: the paths of the parameters whose gradients are undefined.
+            trained: the paths of all that have gradients.
+
+        Returns:
+            Its path, class and method, None if it cannot be said; and the parameters in the order
+            in which the backward pass comes to them.
+        """
+        self._trained = frozenset(trained)
+        found = _first_failure(self._backward, state, batch)
+        last_call = {path: i for i, path in enumerate(self._ended_calls)}
+
+        def used(name: str) -> int:
+            owners = {_common(path, name): i for path, i in last_call.items()}
+            return owners[max(owners)] if owners and max(owners) else -1
+
+        return found, sorted(undefined, key=used, reverse=True)
+
+    def _run_forward(self, state: Any, batch: Any) -> None:
+        self._ended_calls.clear()
+
+        def check(call: ModuleCall, method: Any, args: Any, kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            for leaf in filter(_is_floating, jax.tree.leaves(result)):
+                _check(~jnp.any(jnp.isnan(leaf) | jnp.isposinf(leaf)), str(call))
+            self._ended_calls.append(call.path)
+            return result
+
+        with watched_calls(check):
+            _, outputs = self._step(state, batch, learner=_learner(_ForwardOnly))
+        _check(jnp.isfinite(outputs["loss"]), f"{_ROOT}, in its loss")
+
+    def _run_backward(self, state: Any, batch: Any) -> None:
+        open_calls = [_ROOT]
+
+        def check(call: ModuleCall, method: Any, args: Any, kwargs: Any) -> Any:
+            args, kwargs = _watched_backward((args, kwargs), str(call))
+            open_calls.append(str(call))
+            try:
+                result = method(*args, **kwargs)
+            finally:
+                open_calls.pop()
+            return _watched_backward(result, f"{open_calls[-1]}, after {call.path}")
+
+        learner = _learner(_BackwardOnly)
+        learner.trained = self._trained
+        with watched_calls(check):
+            self._step(state, batch, learner=learner)
+
+
+def _checked(run: Callable[..., None]) -> Callable[..., Any]:
+    return jax.jit(checkify.checkify(run, errors=checkify.user_checks))
+
+
+def _first_failure(checked: Callable[..., Any], *args: Any) -> str | None:
     try:
-        error, _ = jax.jit(checkify.checkify(watched, errors=checkify.user_checks))(state, batch)
+        error, _ = checked(*args)
         text = error.get()
     except Exception as failure:  # such as an operation that cannot be checked
         logger.warning("which module was undefined cannot be said: %s", failure)
         return None
     return None if text is None else text.partition(" (`check` failed)")[0]
+
+
+def _check(holds: Tensor, name: str) -> None:
+    checkify.check(holds, name.replace("{", "{{").replace("}", "}}"))
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _watched_backward(tree: Any, name: str) -> Any:
+    """The same values, whose gradients are checked when the backward pass comes to them."""
+
+    @jax.custom_vjp
+    def same(x: Tensor) -> Tensor:
+        return x
+
+    def backward(_: None, gradient: Tensor) -> tuple[Tensor]:
+        _check(jnp.all(jnp.isfinite(gradient)), name)
+        return (gradient,)
+
+    same.defvjp(lambda x: (x, None), backward)
+    return jax.tree.map(
+        lambda x: same(x) if _is_floating(x) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, Pytree | Variable),  # which have an identity
+    )
+
+
+def _common(module: str, parameter: str) -> int:
+    """How many names a module's path ends with, in their order, that lead to a parameter."""
+    names = parameter.split("/")[:-1]
+    best, parts = 0, module.split(".")
+    for start in range(len(parts)):
+        rest = iter(names)
+        if all(part in rest for part in parts[start:]):
+            best = max(best, len(parts) - start)
+    return best
+
+
+def _learner(kind: type[Module]) -> Any:
+    return kind.default_config().set(name="learner").instantiate(parent=None)
 
 
 class _ForwardOnly(Module):
@@ -63,25 +182,19 @@ class _ForwardOnly(Module):
         )
 
 
-@contextlib.contextmanager
-def _checked_outputs() -> Iterator[None]:
-    """Checks what modules of the hierarchy and of Linen give while it is open."""
+class _BackwardOnly(Module):
+    """In the place of a learner: differentiates, and changes nothing."""
 
-    def check(name: str, result: Any) -> None:
-        for leaf in jax.tree.leaves(result):
-            if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating):
-                undefined = jnp.any(jnp.isnan(leaf) | jnp.isposinf(leaf))
-                checkify.check(~undefined, name)
+    trained: frozenset[str] = frozenset()
 
-    def of_hierarchy(module: Module, method: str, result: Any) -> None:
-        check(f"{module.path()}, a {type(module).__name__} ({method})", result)
-
-    def of_linen(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        result = next_fun(*args, **kwargs)
-        module = context.module
-        name = "/".join(module.path) or "the model"
-        check(f"{name}, a {type(module).__name__} ({context.method_name})", result)
-        return result
-
-    with observed_calls(of_hierarchy), intercept_methods(of_linen):
-        yield
+    def forward_and_backward(
+        self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
+    ) -> ForwardBackwardOutputs:
+        trainable = jax.tree.map(lambda path: path in self.trained, tree_paths(opt_params))
+        forward_pass, _ = forward_and_gradients(
+            fn, inputs=inputs, opt_params=opt_params, trainable=trainable
+        )
+        return ForwardBackwardOutputs(
+            forward_outputs=forward_pass.outputs,
+            backward_outputs=BackwardOutputs(updated_params=opt_param_values(opt_params)),
+        )

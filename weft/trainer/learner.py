@@ -42,7 +42,7 @@ from weft.trainer.optimizer_base import (
     tree_paths,
 )
 from weft.trainer.optimizer_ema import param_ema
-from weft.trainer.optimizer_skipping import all_finite, tree_where
+from weft.trainer.optimizer_skipping import all_finite, skips_undefined, tree_where
 from weft.trainer.update_transformation import (
     BackwardOutputs,
     ForwardBackwardOutputs,
@@ -132,6 +132,16 @@ class BaseLearner(LearnerModule):
         """Whether training may go on after a step whose loss is not a number."""
         return False
 
+    @nowrap
+    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+        """A tree that says for which parameters it skips steps with gradients that are no numbers.
+
+        Args:
+          state: of the learner.
+          model_params: the parameters, or anything else with the same paths.
+        """
+        return jax.tree.map(lambda _: self.handles_undefined_loss(), model_params)
+
 
 class Learner(BaseLearner):
     """A learner with one optimizer.
@@ -209,6 +219,15 @@ class Learner(BaseLearner):
     @nowrap
     def handles_undefined_loss(self) -> bool:
         return self.config.ignore_undefined_loss
+
+    @nowrap
+    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+        handles = (
+            self.handles_undefined_loss()
+            or self._loss_scale is not None
+            or skips_undefined(state["optimizer"])
+        )
+        return jax.tree.map(lambda _: handles, model_params)
 
     @nowrap
     def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
@@ -373,6 +392,14 @@ class CompositeLearner(BaseLearner):
         return all(learner.handles_undefined_loss() for learner in self.children.values())
 
     @nowrap
+    def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
+        parts = [
+            self.children[name].handles_undefined_gradients(state[name], part)
+            for name, part in self._parts(model_params).items()
+        ]
+        return _merge_parts(model_params, parts)
+
+    @nowrap
     def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
         return _merge_parts(
             model_params,
@@ -469,6 +496,12 @@ def _forward_and_backward(
             forward_pass={"default": forward_pass},
         )
     )
+    handled = learner.handles_undefined_gradients(learner.state, opt_params)
+    watched = jax.tree.map(lambda is_handled: not is_handled, handled)
     return ForwardBackwardOutputs(
-        forward_outputs=outputs, backward_outputs=BackwardOutputs(updated_params=updated_params)
+        forward_outputs=outputs,
+        backward_outputs=BackwardOutputs(
+            updated_params=updated_params,
+            gradients=mask_tree(gradients, keep=watched, mask_value=optax.MaskedNode()),
+        ),
     )

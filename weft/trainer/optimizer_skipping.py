@@ -220,6 +220,19 @@ def _specs(norms: _NormStatistics | None, inner: Any) -> SkipClipState:
     return SkipClipState(COUNT_SPEC, COUNT_SPEC, number, number, inner, drop_stats)
 
 
+_SKIPPING_STATES = (SkipClipState, optax.ApplyIfFiniteState, optax.ZeroNansState)
+
+
+def skips_undefined(state: Any) -> bool:
+    """Whether an optimizer has a part that expects gradients that are no numbers.
+
+    Args:
+      state: the optimizer's; it holds that of the part, of this module or of optax.
+    """
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _SKIPPING_STATES))
+    return any(isinstance(x, _SKIPPING_STATES) for x in found)
+
+
 def all_finite(tree: Any) -> Tensor:
     """Whether every number of every array is finite."""
     finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]

@@ -76,6 +76,7 @@ def train_step(
     model_specs: Any,
     gradient_specs: Any,
     train_dtype: DType | PerParamDType | None,
+    with_gradients: bool = False,
 ) -> tuple[TrainerState, dict[str, Any]]:
     """Runs the model on a batch and lets the learner update its parameters.
 
@@ -89,9 +90,10 @@ def train_step(
         gradient_specs: those of their gradients.
         train_dtype: in which the model computes, for all parameters or by their paths; None for
             that of its parameters.
+        with_gradients: whether those gradients that have to be numbers are among the outputs.
 
     Returns:
-        The state after the step, and "loss", "aux" and "summaries".
+        The state after the step, and "loss", "aux" and "summaries", with "gradients" if wanted.
     """
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
@@ -136,7 +138,10 @@ def train_step(
         **of_model.output_collection.summaries,
         "learner": collection.summaries,
     }
-    return new_state, {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}
+    outputs = {"loss": of_model.loss, "aux": of_model.aux, "summaries": summaries}
+    if with_gradients:
+        outputs["gradients"] = results.backward_outputs.gradients
+    return new_state, outputs
 
 
 def loss_is_finite(loss: Tensor) -> bool:

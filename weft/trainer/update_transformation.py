@@ -90,9 +90,12 @@ class BackwardOutputs(PyTreeNode):
 
     Attributes:
       updated_params: the parameters after the step.
+      gradients: of the loss, which have to be numbers: without those of parameters for which the
+        learner skips steps that are undefined. None if it does not say.
     """
 
     updated_params: Any
+    gradients: Any = None
 
 
 class ForwardBackwardOutputs(PyTreeNode):
