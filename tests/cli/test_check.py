@@ -42,6 +42,21 @@ def test_a_recipe_that_does_not_divide(capsys):
 
 
 @needs_eight
+def test_rules_by_kind_are_shown_where_they_differ(capsys):
+    kinds = ["rules_by_kind.parameters=[[fsdp,null]]", "rules_by_kind.gradients=[[fsdp,model]]"]
+    arguments = [*TINY, *kinds, "--mesh", "fsdp=4,model=2", "input.source.global_batch_size=6"]
+    assert main(["check", "lm-tiny", *arguments]) == 1
+    text = capsys.readouterr().out
+    of_kinds = {part.split()[0]: part for part in text.split("\n\n") if part}
+    assert "(model,-)" in of_kinds["parameter"]
+    assert "(model,-)" in of_kinds["gradient"]
+    assert "(model,fsdp)" in of_kinds["state"]
+    assert "1   fsdp → - (model is taken)" in text
+    assert "  gradients: decoder/emb/token_emb/weight: in (('model',), 'fsdp') the rule" in text
+    assert "  batch input_ids: axis 0 of size 6" in text
+
+
+@needs_eight
 def test_a_batch_that_does_not_divide(capsys):
     overrides = ["input.source.global_batch_size=6", "--mesh", "data=4"]
     assert main(["check", "lm-tiny", *overrides]) == 1

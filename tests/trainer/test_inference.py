@@ -112,6 +112,14 @@ def test_batches_and_parameters_lie_over_the_mesh(directory):
     np.testing.assert_allclose(y, X[0] @ W, rtol=1e-5)
 
 
+def test_the_names_of_axes_mean_what_the_run_s_rules_say(directory):
+    cfg = config(directory, shape=(2, 2))
+    cfg.set(logical_axis_rules=[("model", "data")])
+    cfg.rules_by_kind.parameters = [("model", ("data", "model"))]
+    weight = runner_of(cfg).inference_runner_state.model["linear"]["weight"]
+    assert weight.sharding.spec == PartitionSpec(None, ("data", "model"))
+
+
 def test_the_moving_average_is_what_is_run(directory):
     trainer_cfg = SpmdTrainer.default_config().set(
         dir=str(directory),

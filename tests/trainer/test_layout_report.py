@@ -107,6 +107,19 @@ def test_rules_that_fight_and_rules_that_nothing_uses():
     assert kinds == {FindingKind.UNKNOWN_MESH_AXIS}
 
 
+def test_names_that_are_mesh_axes_where_no_rule_is_for_them():
+    rules = (("data", None), ("fsdp", "data"), ("vocab", "data"))
+    cfg = Linear.default_config().set(name="linear", input_dim=4, output_dim=4, bias=False)
+    cfg.param_partition_spec = (("data", "fsdp"), "model")
+    with logical_axis_rules(rules):
+        specs = cfg.instantiate(parent=None).create_parameter_specs_recursively()
+    (weight,) = array_layouts(specs, MESH, rules=rules)
+    assert weight.spec == PartitionSpec("data", "model")
+    assert weight.reason == "data×fsdp → data"
+    (finding,) = rule_findings(specs, rules[1:], MESH)
+    assert "the rule ('vocab', 'data') is never used" in str(finding)
+
+
 def test_rules_of_a_variable_s_own_are_not_judged():
     spec = ParameterSpec((8,), jnp.float32, ("data",), logical_axes=("embed",))
     assert rule_findings({"w": spec}, (), MESH) == []

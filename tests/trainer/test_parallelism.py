@@ -186,6 +186,23 @@ def elements(shape):
     return math.prod(int(n) for n in shape.partition("[")[2].rstrip("]").split(",") if n)
 
 
+@pytest.mark.long
+def test_the_optimizer_s_state_may_be_divided_where_the_parameters_are_not(alone, fsdp):
+    cfg = config(fsdp=8)
+    cfg.rules_by_kind.parameters = [("fsdp", None)]
+    run = Run(cfg)
+    np.testing.assert_allclose(run.losses, alone.losses, rtol=2e-5)
+    of_run, of_fsdp = run.trainer.trainer_state, fsdp.trainer.trainer_state
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(of_run.model))
+    assert set(bytes_per_device(of_run.model).values()) == {whole}
+    assert bytes_per_device(of_run.learner) == bytes_per_device(of_fsdp.learner)
+    # Parameters are gathered once, after their update, and not in each layer.
+    found = collectives_of(run.trainer.compile_train_step().as_text())
+    gathered = [c for c in found if c.kind == "all-gather"]
+    assert gathered
+    assert not any(c.in_loop for c in gathered)
+
+
 def test_the_initial_values_are_those_of_one_device(alone, fsdp):
     for run in (alone, fsdp):
         run.trainer.init(jax.random.key(3))

@@ -17,7 +17,7 @@ from weft.cli.configs import load_config
 from weft.cli.display import bytes_text
 from weft.cli.meshes import on_mesh
 from weft.cli.tables import layout_text, table_console, tree_table
-from weft.core.axis_rules import checked_rules, logical_axis_rules
+from weft.core.axis_rules import Rules
 from weft.errors import BatchShardingError, MeshError, ShardingWarning
 from weft.hierarchy.parameter_spec import TensorSpec
 from weft.input import Input
@@ -26,7 +26,8 @@ from weft.trainer.collectives import Collective, collectives_of
 from weft.trainer.layout_report import ArrayLayout, array_layouts, is_conflict, rule_findings
 from weft.trainer.mesh import HybridMeshShape, build_mesh, over_slices
 from weft.trainer.model import build_model
-from weft.trainer.state import state_specs
+from weft.trainer.rules_by_kind import rules_of
+from weft.trainer.state import parameter_specs, state_specs
 from weft.trainer.training_batches import batch_partition
 
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
     console = table_console()
     console.print(_title(arguments.recipe, mesh), soft_wrap=True)
-    with warnings.catch_warnings(), jax.set_mesh(mesh), logical_axis_rules(cfg.logical_axis_rules):
+    with warnings.catch_warnings(), jax.set_mesh(mesh):
         warnings.simplefilter("ignore", ShardingWarning)
         problems = _report_layouts(console, cfg, mesh)
     if not problems:
@@ -73,33 +74,55 @@ def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
     """Prints how parameters and all else lie; returns what does not fit."""
     model = build_model(cfg)
     learner = cfg.learner.set(name="learner").instantiate(parent=None)
-    specs = state_specs(model, learner)
-    sizes, rules = dict(mesh.shape), checked_rules(cfg.logical_axis_rules)
-    params = array_layouts(specs.model, sizes, model=model, rules=rules)
+    sizes, rules = dict(mesh.shape), rules_of(cfg)
+    specs = state_specs(model, learner, rules)
+    params = array_layouts(specs.model, sizes, model=model, rules=rules.parameters)
     rest = array_layouts(specs.learner, sizes)
-    batch = array_layouts(_batch_specs(cfg), sizes)
-    for table in (
-        *_layout_tables("parameter", params),
-        *_layout_tables("batch", batch),
-        _totals({"parameters": params, "optimizer and other state": rest}),
-    ):
-        console.print(table)
-        console.print()
-    findings = rule_findings(specs.model, rules, sizes)
-    for finding in findings:
-        if not is_conflict(finding):
-            console.print(f"note: {finding}", soft_wrap=True)
-    # Most state of a learner lies as its parameter does, which is said once.
-    said = tuple(f"/{layout.path}" for layout in params if layout.problems)
-    own = [layout for layout in rest if not f"/{layout.path}".endswith(said)]
-    kinds = {"parameter": params, "state of the learner": own, "batch": batch}
+    kinds = {"parameter": params}
+    judged = {"parameters": (specs.model, rules.parameters)}
+    # What lies as the parameters do is said once.
+    if rules.gradients != rules.parameters:
+        of_gradients = parameter_specs(model, rules.gradients)
+        kinds["gradient"] = array_layouts(of_gradients, sizes, rules=rules.gradients)
+        judged["gradients"] = (of_gradients, rules.gradients)
+    if rules.optimizer != rules.parameters:
+        kinds["state of the learner"] = rest
+        judged["optimizer"] = (parameter_specs(model, rules.optimizer), rules.optimizer)
+    kinds["batch"] = array_layouts(_batch_specs(cfg), sizes)
+    for kind, layouts in kinds.items():
+        for table in _layout_tables(kind, layouts):
+            console.print(table)
+            console.print()
+    console.print(_totals({"parameters": params, "optimizer and other state": rest}))
+    console.print()
+    if "state of the learner" not in kinds:
+        said = tuple(f"/{layout.path}" for layout in params if layout.problems)
+        own = [layout for layout in rest if not f"/{layout.path}".endswith(said)]
+        kinds["state of the learner"] = own
+    return _problems(console, kinds, judged, sizes)
+
+
+def _problems(
+    console: Console,
+    kinds: dict[str, list[ArrayLayout]],
+    judged: dict[str, tuple[Any, Rules]],
+    sizes: dict[str, int],
+) -> list[str]:
+    """Prints what is to be noted of the rules of each kind; returns what does not fit."""
     problems = [
         f"{kind} {layout.path}: {problem}"
         for kind, layouts in kinds.items()
         for layout in layouts
         for problem in layout.problems
     ]
-    return problems + [str(finding) for finding in findings if is_conflict(finding)]
+    for kind, (specs, rules) in judged.items():
+        of_kind = f"{kind}: " if len(judged) > 1 else ""
+        for finding in rule_findings(specs, rules, sizes):
+            if is_conflict(finding):
+                problems.append(f"{of_kind}{finding}")
+            else:
+                console.print(f"note: {of_kind}{finding}", soft_wrap=True)
+    return problems
 
 
 def _batch_specs(cfg: Any) -> Any:

@@ -14,6 +14,7 @@ from weft.hierarchy.module import Module
 from weft.trainer.checkpointer import CheckpointValidationType
 from weft.trainer.mesh import build_mesh
 from weft.trainer.model import build_model
+from weft.trainer.rules_by_kind import rules_of
 from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
@@ -56,7 +57,7 @@ def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
     """
     axes = cfg.mesh_axis_names
     mesh = build_mesh((1,) * len(axes), axes, jax.devices()[:1])
-    with jax.set_mesh(mesh), logical_axis_rules(cfg.logical_axis_rules):
+    with jax.set_mesh(mesh), logical_axis_rules(rules_of(cfg).activations):
         model = build_model(cfg)
         checkpointer = cfg.checkpointer.set(
             name="checkpointer",

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 from weft.cli.configs import load_config
 from weft.cli.display import bytes_text
 from weft.cli.tables import count_text, layout_text, shape_text, table_console, tree_table
-from weft.core.axis_rules import logical_axis_rules
 from weft.hierarchy.module import Module, functional
 from weft.hierarchy.parameter_spec import ParameterSpec
 from weft.trainer.flops import Flops, count_flops
 from weft.trainer.model import build_model
+from weft.trainer.rules_by_kind import rules_of
+from weft.trainer.state import parameter_specs
 
 
 class Row(NamedTuple):
@@ -35,9 +36,8 @@ class Row(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
     cfg = load_config(arguments.recipe, arguments.overrides)
-    with logical_axis_rules(cfg.logical_axis_rules):
-        model = build_model(cfg)
-        specs = model.create_parameter_specs_recursively()
+    model = build_model(cfg)
+    specs = parameter_specs(model, rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)
     columns = ["class", "parameters", "FLOPs", "shape", "dtype", "layout"]
     table = tree_table("module", columns, numbers=["parameters", "FLOPs"])

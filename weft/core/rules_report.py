@@ -41,11 +41,13 @@ class Finding:
         kind: what it is about.
         message: what it is, and what would mend it.
         path: the variable, or "" where it is about a rule.
+        rule: the rule that is never used, else None.
     """
 
     kind: FindingKind
     message: str
     path: str = ""
+    rule: Rule | None = None
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}" if self.path else self.message
@@ -166,4 +168,4 @@ def _unused(rule: Rule, was_passed: bool, names: set[Any]) -> Finding:
         why = "an earlier rule always takes its mesh axes"
     else:
         why = f"an earlier rule for {rule[0]!r} always holds"
-    return Finding(FindingKind.UNUSED_RULE, f"the rule {rule!r} is never used: {why}.")
+    return Finding(FindingKind.UNUSED_RULE, f"the rule {rule!r} is never used: {why}.", rule=rule)

@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from weft.config.names import did_you_mean
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import TopologyError
 from weft.trainer.inference import method_program
 from weft.trainer.mesh import (
@@ -29,7 +30,8 @@ from weft.trainer.mesh import (
     named_sharding,
     over_slices,
 )
-from weft.trainer.state import shapes_with, state_shardings
+from weft.trainer.rules_by_kind import rules_of
+from weft.trainer.state import parameter_specs, shapes_with, state_shardings
 from weft.typing import PartitionSpec
 
 
@@ -231,9 +233,10 @@ def compile_inference_programs(
     cfg = inferencer_config
     devices = get_devices_for_topology(topology, topology_num_slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
-    with jax.set_mesh(mesh):
+    rules = rules_of(cfg)
+    with jax.set_mesh(mesh), logical_axis_rules(rules.activations):
         model = cfg.model.clone(name="model").instantiate(parent=None)
-        specs = model.create_parameter_specs_recursively()
+        specs = parameter_specs(model, rules.parameters)
         shapes = jax.eval_shape(
             lambda: model.initialize_parameters_recursively(jax.random.key(0)),
         )

@@ -8,6 +8,7 @@
 Parameters are read straight into their layouts. Each kind of batch is compiled for once.
 """
 
+import contextlib
 import dataclasses
 import enum
 import os
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
 from weft.config.names import did_you_mean
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import InferenceError
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import Module, functional
@@ -29,8 +31,9 @@ from weft.trainer.checkpoint_index import CheckpointValidationType
 from weft.trainer.mesh import MeshShape, build_mesh
 from weft.trainer.model import model_config
 from weft.trainer.parallelism import BATCH_AXIS_NAMES
+from weft.trainer.rules_by_kind import AxisRules, RulesByKind, rules_of
 from weft.trainer.run_record import CHECKPOINTS_DIR
-from weft.trainer.state import state_shardings
+from weft.trainer.state import parameter_specs, state_shardings
 from weft.trainer.state_builder import (
     Builder,
     EmaParamsConverter,
@@ -128,6 +131,8 @@ class InferenceRunner(Module):
         Attributes:
             mesh_shape: The number of devices along each axis of the mesh; one may be -1.
             mesh_axis_names: The names of the axes.
+            logical_axis_rules: What the names of axes stand for, see `SpmdTrainer`.
+            rules_by_kind: Such rules for parameters or activations alone.
             model: The model.
             inference_dtype: In which it computes; None for the dtypes of its parameters.
             input_batch_partition_spec: How batches lie over the mesh.
@@ -138,6 +143,8 @@ class InferenceRunner(Module):
 
         mesh_shape: Required[MeshShape] = REQUIRED
         mesh_axis_names: Required[Sequence[str]] = REQUIRED
+        logical_axis_rules: AxisRules = []
+        rules_by_kind: RulesByKind.Config = RulesByKind.default_config()
         model: Required[BaseModel.Config] = REQUIRED
         inference_dtype: DType | None = None
         input_batch_partition_spec: DataPartitionType = DataPartitionType.FULL
@@ -170,6 +177,8 @@ class InferenceRunner(Module):
         return cls.default_config().set(
             mesh_shape=trainer_cfg.mesh_shape,
             mesh_axis_names=trainer_cfg.mesh_axis_names,
+            logical_axis_rules=trainer_cfg.logical_axis_rules,
+            rules_by_kind=trainer_cfg.rules_by_kind,
             model=model_config(trainer_cfg.model, batch),
             init_state_builder=builder,
         )
@@ -177,14 +186,17 @@ class InferenceRunner(Module):
     def __init__(self, cfg: Config, *, parent: Module | None, devices: Sequence[Any] | None = None):
         super().__init__(cfg, parent=parent)
         self._mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)
+        self._rules = rules_of(cfg)
         with self.mesh():
             self._add_child("model", cfg.model)
             self._add_child("init_state_builder", cfg.init_state_builder)
             self._state = self._build_state()
 
-    def mesh(self) -> AbstractContextManager:
-        """Makes the runner's mesh the current one while open."""
-        return jax.set_mesh(self._mesh)
+    @contextlib.contextmanager
+    def mesh(self) -> Iterator[None]:
+        """Makes the runner's mesh, and its rules for activations, the current ones while open."""
+        with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
+            yield
 
     @property
     def inference_runner_state(self) -> TrainerState:
@@ -192,7 +204,7 @@ class InferenceRunner(Module):
         return self._state
 
     def _build_state(self) -> TrainerState:
-        specs = self.model.create_parameter_specs_recursively()
+        specs = parameter_specs(self.model, self._rules.parameters)
         shardings = state_shardings(self._mesh, TrainerState(prng_key={}, model=specs, learner={}))
 
         def init(prng_key: Tensor) -> TrainerState:

@@ -17,7 +17,12 @@ import weft
 from weft.config import origin
 from weft.core.axis_rules import Rules
 from weft.core.layout import axes_of
-from weft.core.logical import LogicallyPartitioned, logical_to_mesh_axes
+from weft.core.logical import (
+    LogicallyPartitioned,
+    logical_to_mesh_axes,
+    names_to_mesh_axes,
+    told_apart,
+)
 from weft.core.rules_report import Finding, FindingKind, check_rules
 from weft.hierarchy.module import Module
 from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
@@ -117,9 +122,10 @@ def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
     """For each logical name the mesh axes that a rule gave it."""
     texts = []
     for name, entry in zip(axes, spec, strict=True):
-        if not isinstance(name, str):
-            continue
+        name = "×".join(name) if isinstance(name, tuple) else name
         of_name = [given for rule, given in rules if rule == name]
+        if not isinstance(name, str) or (not of_name and name == "×".join(axes_of(entry))):
+            continue  # no name, or a mesh axis
         if entry is not None:
             texts.append(f"{name} → {'×'.join(axes_of(entry))}")
         elif None in of_name or not of_name:
@@ -160,16 +166,26 @@ def rule_findings(specs: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> li
         rules: the rules by which the specs were made.
         mesh_shape: the sizes of the mesh axes by name.
     """
-    boxes = {}
+    boxes, in_tuples = {}, set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
         axes = spec.logical_axes if isinstance(spec, ParameterSpec) else None
+        if not axes:
+            continue
+        if names_to_mesh_axes(axes, rules) == spec.partition_spec:
+            in_tuples |= {name for entry in axes if isinstance(entry, tuple) for name in entry}
+            axes = tuple(told_apart(axes, rules))
         # A variable that has rules of its own is none of these rules' business.
-        if axes and logical_to_mesh_axes(axes, rules) == spec.partition_spec:
+        if logical_to_mesh_axes(axes, rules) == spec.partition_spec:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             boxes[name] = LogicallyPartitioned(jax.ShapeDtypeStruct(spec.shape, "float32"), axes)
     mesh = AbstractMesh(tuple(mesh_shape.values()), tuple(mesh_shape))
     found = check_rules(rules, boxes, mesh)
-    return [finding for finding in found if finding.kind is not FindingKind.INDIVISIBLE_AXIS]
+    return [
+        finding
+        for finding in found
+        if finding.kind is not FindingKind.INDIVISIBLE_AXIS
+        and (finding.rule is None or finding.rule[0] not in in_tuples)
+    ]
 
 
 def is_conflict(finding: Finding) -> bool:

@@ -14,6 +14,8 @@ from weft.trainer.builder_base import Builder, Converter
 from weft.trainer.checkpoint_index import flatten_state
 from weft.trainer.mesh import build_mesh, named_sharding
 from weft.trainer.model import build_model
+from weft.trainer.rules_by_kind import rules_of
+from weft.trainer.state import parameter_specs
 from weft.trainer.train_step import TrainerState
 
 
@@ -130,7 +132,7 @@ class BaseConverterFromPretrainedModel(Converter):
         if cfg.mesh_shape is not None:
             mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names or trainer_cfg.mesh_axis_names)
         model: Any = build_model(trainer_cfg)
-        specs = dict(flatten_state(model.create_parameter_specs_recursively()))
+        specs = dict(flatten_state(parameter_specs(model, rules_of(trainer_cfg).parameters)))
         shaped = {
             path: jax.ShapeDtypeStruct(
                 spec.shape, spec.dtype, sharding=named_sharding(mesh, spec.partition_spec, path)
