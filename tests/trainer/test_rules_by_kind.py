@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from weft import linen, nnx
 from weft.config import config_for_class, config_for_function
-from weft.errors import LogicalAxisError, MeshError
+from weft.errors import LogicalAxisError
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.input.fake import FakeLmInput
@@ -139,9 +139,7 @@ def test_a_name_has_the_rules_of_its_kind_or_those_for_all():
     assert RulesByKind.default_config().instantiate().with_all([]) == KindRules()
 
 
-def test_rules_that_are_none_and_gradients_that_do_not_divide_are_named():
+def test_rules_that_are_not_in_form():
     twice = SpmdTrainer.default_config().set(logical_axis_rules=[("hidden", ("data", "data"))])
     with pytest.raises(LogicalAxisError, match=r"the rule for 'hidden' .* each may be there once"):
         rules_of(twice)
-    with pytest.raises(MeshError, match=r"gradients\.dense\.weight .* no axis \['embed'\]"):
-        trainer_of(MODELS["hierarchy"], gradients=[("embed", "embed")])
