@@ -32,13 +32,13 @@ bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY=nam
 docs: .venv/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# A stamp per set of extras: made anew when the lock or the package's own dependencies change.
+# A stamp per set of extras: made anew when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
-EXTRAS_dev := train,text,launch,dev,parity,examples
+EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,examples
 EXTRAS_bench := train,text,bench
 EXTRAS_docs := docs
 
-.venv/.has-%: requirements.lock pyproject.toml | $(BIN)/python
+.venv/.has-%: Makefile requirements.lock pyproject.toml | $(BIN)/python
 	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a minute or two."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint requirements.lock --editable '.[$(EXTRAS_$*)]'
