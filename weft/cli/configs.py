@@ -8,8 +8,8 @@ from weft.config import apply_overrides, from_text
 from weft.config.names import did_you_mean
 from weft.errors import CommandLineError, UnknownConfigError
 from weft.recipes import named_trainer_configs
-from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.run_record import CONFIG_FILE
+from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 
 def load_config(name: str, overrides: Iterable[str] = ()) -> Any:

@@ -12,9 +12,13 @@ from weft.hierarchy.attention_bias import as_attention_bias
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.module import Module
 from weft.hierarchy.pipeline import Pipeline
-from weft.hierarchy.stack import BaseStackedTransformerLayer, StackedTransformerLayer
+from weft.hierarchy.stack import (
+    BaseStackedTransformerLayer,
+    StackedTransformerLayer,
+    StackInOneChild,
+)
 from weft.hierarchy.transformer import BaseTransformerLayer
-from weft.typing import DType, NestedTensor, Tensor
+from weft.typing import NestedTensor, Tensor
 from weft.vdict import VDict
 
 Output = BaseTransformerLayer.Output
@@ -92,7 +96,7 @@ def _joined(data: Tensor, rest: Any) -> Output:
     )
 
 
-class PipelinedTransformerLayer(BaseStackedTransformerLayer):
+class PipelinedTransformerLayer(StackInOneChild):
     """Layers in stages, which work on different microbatches at the same time.
 
     Parameters have a leading axis of stages, laid over the mesh axis "pipeline". In decoding,
@@ -127,6 +131,8 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
         stage: BaseLayer.Config = StackedTransformerLayer.default_config()
         pipeline: _TransformerPipeline.Config = _TransformerPipeline.default_config()
 
+    _child = "pipeline"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.num_stages < 1 or cfg.num_layers % cfg.num_stages:
@@ -158,23 +164,3 @@ class PipelinedTransformerLayer(BaseStackedTransformerLayer):
                 layer=stage, num_layers=cfg.num_stages, num_microbatches=cfg.num_microbatches
             ),
         )
-
-    def forward(self, data: Tensor, **kwargs: Any) -> Output:
-        return self.pipeline(data, **kwargs)
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        states = self.pipeline.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
-        return {"pipeline": states}
-
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        data: Tensor,
-        *,
-        is_prefill: bool = False,
-        **layer_kwargs: Any,
-    ) -> tuple[NestedTensor, Output]:
-        states, output = self.pipeline.extend_step(
-            cached_states["pipeline"], data, is_prefill=is_prefill, **layer_kwargs
-        )
-        return {"pipeline": states}, output

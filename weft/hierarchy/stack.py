@@ -289,7 +289,35 @@ class _TransformerRepeat(Repeat):
         return states, rest._replace(data=carried["data"], self_attention_kv_state=last_kv_state)
 
 
-class RepeatedTransformerLayer(BaseStackedTransformerLayer):
+class StackInOneChild(BaseStackedTransformerLayer):
+    """A stack whose layers are all within one child, and their decoding states with them."""
+
+    _child: str
+
+    def forward(self, data: Tensor, **layer_kwargs: Any) -> Output:
+        return self.children[self._child](data, **layer_kwargs)  # pyright: ignore[reportCallIssue]
+
+    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
+        child: Any = self.children[self._child]
+        states = child.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
+        return {self._child: states}
+
+    def extend_step(
+        self,
+        cached_states: dict[str, Any],
+        data: Tensor,
+        *,
+        is_prefill: bool = False,
+        **layer_kwargs: Any,
+    ) -> tuple[NestedTensor, Output]:
+        child: Any = self.children[self._child]
+        states, output = child.extend_step(
+            cached_states[self._child], data, is_prefill=is_prefill, **layer_kwargs
+        )
+        return {self._child: states}, output
+
+
+class RepeatedTransformerLayer(StackInOneChild):
     """One child in a loop, whose parameters have a leading axis of layers."""
 
     @config_class
@@ -301,6 +329,8 @@ class RepeatedTransformerLayer(BaseStackedTransformerLayer):
         """
 
         repeat: Repeat.Config = _TransformerRepeat.default_config()
+
+    _child = "repeat"
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -319,23 +349,3 @@ class RepeatedTransformerLayer(BaseStackedTransformerLayer):
                 scan_kwargs=cfg.scan_kwargs,
             ),
         )
-
-    def forward(self, data: Tensor, **layer_kwargs: Any) -> Output:
-        return self.repeat(data, **layer_kwargs)
-
-    def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        states = self.repeat.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
-        return {"repeat": states}
-
-    def extend_step(
-        self,
-        cached_states: dict[str, Any],
-        data: Tensor,
-        *,
-        is_prefill: bool = False,
-        **layer_kwargs: Any,
-    ) -> tuple[NestedTensor, Output]:
-        states, output = self.repeat.extend_step(
-            cached_states["repeat"], data, is_prefill=is_prefill, **layer_kwargs
-        )
-        return {"repeat": states}, output

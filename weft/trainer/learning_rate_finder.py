@@ -20,8 +20,8 @@ from weft.config import ConfigBase, config_for_function
 from weft.errors import LearningRateSearchError
 from weft.trainer.base_checkpointer import BaseCheckpointer
 from weft.trainer.base_writer import NoOpWriter
-from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.progress import RunListener
+from weft.trainer.trainer_config_modifier import apply_config_modifiers
 from weft.typing import Nested, Tensor
 
 _SMOOTHING = 0.9

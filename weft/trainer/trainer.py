@@ -34,7 +34,6 @@ from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
-from weft.trainer.config_modifiers import apply_config_modifiers
 from weft.trainer.early_stopping import EarlyStopping
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaluations import due_at_end, run_evalers
@@ -68,6 +67,7 @@ from weft.trainer.summary_writer import BaseWriter, SummaryWriter
 from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
 from weft.trainer.train_step import TrainerState
+from weft.trainer.trainer_config_modifier import apply_config_modifiers
 from weft.trainer.training_batches import (
     batch_partition,
     batch_shapes,
@@ -278,6 +278,7 @@ class SpmdTrainer(Module):
                 self._init_state,
                 prng_key,
                 self._shardings,
+                interruptible=self._state is None,  # else one would be lost for a new one
             )
 
     # The data.
@@ -405,7 +406,7 @@ class SpmdTrainer(Module):
             check_batches(self.input, self._batch_partition())
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
-            stop, listener = stack.enter_context(run_life(cfg, listener))
+            stop, listener = stack.enter_context(run_life(cfg, listener, lambda: self._step))
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
             stack.enter_context(self.mesh())

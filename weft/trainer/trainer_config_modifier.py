@@ -68,6 +68,24 @@ def _set_field(modifier: ConfigModifier, config: Any, path: str, field: str, val
     setattr(config, field, value)
 
 
+def apply_config_modifiers(cfg: Any) -> Any:
+    """A trainer's config after the changes that its `config_modifiers` stand for.
+
+    Args:
+        cfg: The config; it stays as it is.
+
+    Returns:
+        A copy without modifiers, changed by them in their order; `cfg` itself if it has none.
+    """
+    modifiers = getattr(cfg, "config_modifiers", ())
+    if not modifiers:
+        return cfg
+    changed = cfg.clone(config_modifiers=[])
+    for modifier in modifiers:
+        changed = maybe_instantiate(modifier)(changed)
+    return changed
+
+
 class ChainConfigModifier(ConfigModifier):
     """Several modifiers, one after the other."""
 
