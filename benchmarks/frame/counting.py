@@ -9,89 +9,127 @@ loads in a row are one from 3.13), so a bound that holds on 3.11 holds after it.
 """
 
 import collections
+import contextlib
 import gc
 import re
 import sys
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _COMPREHENSIONS = frozenset({"<listcomp>", "<dictcomp>", "<setcomp>"})
 
 
-def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
-    """How many Python functions a call enters, in files whose path begins with `of`."""
-    here, entered = sys._getframe(), 0
+class Calls:
+    """Counts the Python functions entered inside of a `with` by this thread.
 
-    def count(frame: Any, event: str, _: Any) -> None:
-        nonlocal entered
-        if event == "call" and frame.f_back is not here:
+    Those that the block itself calls are not counted, nor those in files whose path does not begin
+    with `of`.
+    """
+
+    def __init__(self, of: str = ""):
+        self.count, self._of = 0, of
+
+    def __enter__(self) -> "Calls":
+        self._block, self._before = sys._getframe(1), sys.getprofile()
+        sys.setprofile(self._event)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(self._before)
+        del self._block
+
+    def _event(self, frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_back is not self._block:
             code = frame.f_code
-            entered += code.co_name not in _COMPREHENSIONS and code.co_filename.startswith(of)
+            self.count += code.co_name not in _COMPREHENSIONS and code.co_filename.startswith(
+                self._of
+            )
 
+
+class Instructions:
+    """Counts the bytecode instructions executed inside of a `with` by this thread.
+
+    Those of the block itself and of what it calls are not counted, nor those in files whose path
+    does not begin with `of`.
+    """
+
+    def __init__(self, of: str = ""):
+        self.count, self._of = 0, of
+
+    def __enter__(self) -> "Instructions":
+        self._block, self._before = sys._getframe(1), sys.gettrace()
+        sys.settrace(self._event)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.settrace(self._before)
+        del self._block
+
+    def _event(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "opcode":
+            self.count += 1
+        elif event == "call":
+            if frame.f_back is self._block or not frame.f_code.co_filename.startswith(self._of):
+                return None
+            frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._event
+
+
+def calls(fn: Callable[[], Any], n: int = 10, *, of: str = "") -> float:
+    """How many Python functions a call of `fn` enters, besides `fn`, in files under `of`."""
     fn()
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
+    with Calls(of) as counter:
         for _ in range(n):
             fn()
-    finally:
-        sys.setprofile(before)
-    return entered / n
+    return counter.count / n
 
 
 def instructions(fn: Callable[[], Any], *, of: str = "") -> int:
-    """How many bytecode instructions a call executes, in files whose path begins with `of`."""
-    here, executed = sys._getframe(), 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal executed
-        if not frame.f_code.co_filename.startswith(of):
-            return None
-        if event == "call":
-            frame.f_trace_lines, frame.f_trace_opcodes = False, frame.f_back is not here
-        executed += event == "opcode"
-        return trace
-
+    """How many bytecode instructions a call of `fn` executes, besides its own, in files under
+    `of`.
+    """
     fn()
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
+    with Instructions(of) as counter:
         fn()
-    finally:
-        sys.settrace(before)
-    return executed
+    return counter.count
 
 
-def kept(fn: Callable[[], Any], n: int = 20) -> float:
-    """How many blocks of memory a call leaves behind, in Python's allocator."""
-    fn(), fn()
-    with _no_collections():
-        before = sys.getallocatedblocks()
+def kept(fn: Callable[[], Any], n: int = 20, *, of: str = "") -> float:
+    """How many blocks of memory that were allocated by files under `of` each call leaves behind,
+    those among them that only a garbage collection would free.
+    """
+
+    def blocks() -> int:
         for _ in range(n):
             fn()
-        return (sys.getallocatedblocks() - before) / n
+        traces = tracemalloc.take_snapshot().traces
+        return sum(trace.traceback[0].filename.startswith(of) for trace in traces)
+
+    fn()
+    with _traced_memory():
+        # What replaces something is there after the first calls, and no more of it after others.
+        return (-blocks() + blocks()) / n
 
 
 def peak(fn: Callable[[], Any]) -> int:
     """How many bytes of Python's objects a call holds at most beyond those that were there."""
     fn()
-    with _no_collections():
-        tracemalloc.start()
-        try:
-            before = tracemalloc.get_traced_memory()[0]
-            fn()
-            return tracemalloc.get_traced_memory()[1] - before
-        finally:
-            tracemalloc.stop()
+    with _traced_memory():
+        before = tracemalloc.get_traced_memory()[0]
+        fn()
+        return tracemalloc.get_traced_memory()[1] - before
 
 
-class _no_collections:
-    def __enter__(self) -> None:
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *_: Any) -> None:
+@contextlib.contextmanager
+def _traced_memory() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        yield
+    finally:
+        tracemalloc.stop()
         gc.enable()
 
 

@@ -8,7 +8,7 @@ and the first values of variables that were made and written to again (see `Trun
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -94,6 +94,7 @@ class ScopeKind(Kind):
     folds: bool = False
     foresees: bool = True
     data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    carriers_are_leaves: ClassVar[bool] = True
 
     def changing(self, static: Any, mutable: Any) -> Any:
         """The static half of a scope with other collections that can be changed."""

@@ -68,6 +68,8 @@ def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
 class ContextKind(Kind):
     """The kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
 
+    carriers_are_leaves = True
+
     def is_carrier(self, x: Any) -> bool:
         return isinstance(x, InvocationContext)
 

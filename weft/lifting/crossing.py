@@ -19,7 +19,7 @@ the structure of a pytree without leaves, which makes it a part of JAX's own cac
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
@@ -31,7 +31,14 @@ class Kind(Protocol):
     """How one sort of carrier crosses.
 
     `groups` has one pytree per filter of a carrier, in the filters' order.
+
+    Attributes:
+        carriers_are_leaves: whether JAX takes carriers for leaves by itself, as it does where they
+            are no pytrees. Then arguments without carriers are seen to be so at once, however many
+            leaves they have.
     """
+
+    carriers_are_leaves: ClassVar[bool] = False
 
     def is_carrier(self, x: Any) -> bool:
         """Whether this leaf of the arguments or results is a carrier of this kind."""
@@ -205,6 +212,11 @@ class Static:
         return repr(self.value)
 
 
+@jax.tree_util.register_static
+class NothingNew(Static):
+    """The static half of a function that returned no carriers."""
+
+
 def is_parcel(x: Any) -> bool:
     """Whether `x` stands for a carrier."""
     return isinstance(x, Parcel)
@@ -240,7 +252,14 @@ def depart(
     Returns:
         A handle for `commit`, which stays outside, and what crosses.
     """
-    leaves, tree = jax.tree.flatten(args, is_leaf=kind.is_carrier)
+    opaque = kind.carriers_are_leaves
+    leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else kind.is_carrier)
+    if roles is None and opaque:
+        # One leaf of each type; there are many leaves and few types.
+        of_types = dict(zip(map(type, leaves), leaves, strict=True)).values()
+        if not any(map(kind.is_carrier, of_types)):
+            outer, static, _ = kind.split([], [])
+            return outer, Cargo(Static((static, (None,) * len(leaves))), args)
     flat: list[Any] = (
         [None] * len(leaves)
         if roles is None
@@ -304,19 +323,19 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
         Parcel(tuple(None if r is FORK else g for r, g in zip(flat[i].roles, group, strict=True)))
         for i, group in zip(at, groups, strict=True)
     ]
-    return Results(Static(out_static), parcels, out_tree.unflatten(out_leaves))
+    made = Static if out_at else NothingNew
+    return Results(made(out_static), parcels, out_tree.unflatten(out_leaves))
 
 
 def commit(kind: Kind, outer: Any, results: Results) -> Any:
     """Writes what came back to the caller's carriers and returns the function's own results."""
+    static, groups = results.static.value, [parcel.groups for parcel in results.parcels]
+    if type(results.static) is NothingNew:
+        kind.commit(outer, static, groups, [])
+        return results.packed
     leaves, tree = jax.tree.flatten(results.packed, is_leaf=is_parcel)
     at = [i for i, leaf in enumerate(leaves) if is_parcel(leaf)]
-    new = kind.commit(
-        outer,
-        results.static.value,
-        [parcel.groups for parcel in results.parcels],
-        [leaves[i].groups for i in at],
-    )
+    new = kind.commit(outer, static, groups, [leaves[i].groups for i in at])
     if not at:
         return results.packed
     for i, carrier in zip(at, new, strict=True):
