@@ -1,6 +1,7 @@
 """A process that dies, fails or hangs takes the others with it, in seconds and by its name."""
 
 import signal
+import socket
 import time
 
 import pytest
@@ -36,15 +37,35 @@ def test_one_that_is_killed_is_named_by_the_other(start, killed, variables):
     assert "has ended without a word, killed or crashed" in other.told
 
 
-@pytest.mark.soak
-def test_one_that_is_frozen_is_named_by_the_others(start):
-    processes = start("stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="12")
+def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
+    processes = start("waiting", "stepping", num=4, WEFT_HEARTBEAT_TIMEOUT_SECONDS="12")
+    processes[3].wait_for("here waiting")
+    processes[3].send(signal.SIGTERM)
+    done = [process.done() for process in processes]
+    ((step, reason),) = {tuple(d["ended"]) for d in done}
+    assert reason == "SIGTERM" and {tuple(d["steps"]) for d in done} == {(step,)}
+
     processes[3].wait_for("here stepping")
     processes[1].send(signal.SIGSTOP)
     now = time.monotonic()
     for process in (processes[0], processes[2], processes[3]):
         assert ends(process, now) != 0
         assert f"pid {processes[1].pid}) has not been heard of for" in process.told
+
+
+def test_one_that_never_comes_to_its_first_step_is_named_with_where_it_is(start):
+    first, second, absent = start("absent", num=3)
+    absent.wait_for("here absent")
+    now = time.monotonic()
+    for process in (first, second):
+        assert ends(process, now) == 2
+        assert (
+            f"weft: not ready within 8 s: process 2 of 3 (host {socket.gethostname()}, pid "
+            f"{absent.pid}), which is waiting for the input of step 1. All others were waiting. "
+            "If it is not frozen, its log has the stacks of its threads."
+        ) in process.told
+    assert ends(absent, now) != 0
+    assert "in _disturb" in absent.told  # where it is
 
 
 def test_one_whose_input_fails_has_all_save_and_is_named(start):

@@ -100,8 +100,8 @@ class DisturbedIterator(FakeIterator):
                     here("evaluating")
             elif self.given == 3:
                 raise StopIteration
-        elif self.given == 5 and jax.process_index() == last:
-            if fault in ("waiting", "hanging"):
+        elif self.given == (1 if fault == "absent" else 5) and jax.process_index() == last:
+            if fault in ("waiting", "hanging", "absent"):
                 here(fault)
                 time.sleep(120)
             elif fault == "failing":
@@ -149,7 +149,7 @@ def policy():
 
 
 def config(directory, **fields):
-    data = Disturbed.default_config().set(is_training=True, global_batch_size=8)
+    data = Disturbed.default_config().set(is_training=True, global_batch_size=12)
     evaler = SpmdEvaler.default_config().set(
         input=data.clone(is_eval=True),
         eval_policy=config_for_function(evaluate_every_n_steps).set(n=4),
@@ -201,6 +201,8 @@ def main():
                 if kind == "unrolled":
                     cfg.model.unrolled = 1000
                     threading.Thread(target=tell_of_compilation, daemon=True).start()
+                if fault == "absent":
+                    cfg.readiness_timeout_seconds = 8.0
                 if fault == "hanging":
                     cfg.crash_on_hang_timeout_seconds = 10.0
                 trainers[kind] = cfg.instantiate(parent=None)

@@ -147,7 +147,7 @@ def test_errors_of_weft_are_told_as_the_command_line_does():
         "for error in (MeshError('too few'), KeyboardInterrupt(), SystemExit(7)):\n"
         "    pid = os.fork()\n"
         "    if pid == 0:\n"
-        "        _leave(error)\n"
+        "        _leave(error, process_id=1)\n"
         "    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
     )
     ended = subprocess.run(

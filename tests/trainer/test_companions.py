@@ -89,19 +89,21 @@ def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
     waiting.join()
 
 
-def test_who_is_late_is_named_with_what_it_does(three):
+def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"
-    lines[2]._tell_first({"alive": "compiling the step"})
+    time.sleep(1.5)  # it is told soon, whatever the time between heartbeats
     calls = [lambda c=c: c.agree(go_on, within_seconds=0.5) for c in lines[:2]]
     for error in at_once(*calls):
         assert isinstance(error, ProcessesNotReadyError)
         assert str(error) == (
             "not ready within 0.5 s: process 2 of 3 (host h, pid 2), which is compiling the step. "
-            "All others were waiting."
+            "All others were waiting. If it is not frozen, its log has the stacks of its threads."
         )
     with pytest.raises(ProcessesNotReadyError, match="process 2 of 3"):
         lines[2].agree(go_on)
+    stacks = capfd.readouterr().err
+    assert stacks.count("Current thread") == 1 and "in at_once" in stacks
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,14 @@
 import json
 import signal
+import socket
 import urllib.request
 
+import pytest
+
+from weft.errors import ProcessesNotReadyError
 from weft.recipes.lm import lm_tiny
+from weft.trainer.companions import Companions, Wish, in_company
+from weft.trainer.interruption import StopRun
 from weft.trainer.progress import RunListener
 from weft.trainer.run_life import run_life, void_later_summaries
 from weft.trainer.summary_writer import CheckpointerAction
@@ -18,6 +24,30 @@ def test_what_a_run_does_is_on_its_page_until_it_is_asked_to_stop(tmp_path, capl
             assert json.load(answer)["doing"] == "running step 7"
         signal.raise_signal(signal.SIGTERM)
         assert stop.wanted
+
+
+def test_one_that_does_not_come_to_the_run_is_named_before_anything_waits_for_it(tmp_path):
+    cfg = lm_tiny().set(dir=str(tmp_path), readiness_timeout_seconds=0.3)
+    here, there = socket.socketpair()
+    names = {1: "process 1 of 2 (host h, pid 7)"}
+    with (
+        there,
+        pytest.raises(ProcessesNotReadyError, match=r"within 0\.3 s: process 1 of 2 .*starting"),
+        in_company(Companions(0, {1: here}, names, end_seconds=1e6)),
+        run_life(cfg, None),
+    ):
+        raise AssertionError("the run goes on without it")
+
+
+def test_a_run_that_is_asked_to_stop_before_or_after_its_steps_is_over(tmp_path):
+    class Listener(RunListener):
+        def on_end(self, step, reason):
+            self.ended = (step, reason)
+
+    cfg, listener = lm_tiny().set(dir=str(tmp_path)), Listener()
+    with run_life(cfg, listener, lambda: 7):
+        raise StopRun(Wish("signal", "SIGTERM"))
+    assert listener.ended == (7, "SIGTERM")
 
 
 def test_all_writers_are_told_where_a_run_goes_on():

@@ -29,6 +29,7 @@ from weft.trainer.meeting import meet
 
 _CONNECT_SECONDS = 300.0
 _JAX_NOTICES_LATER_SECONDS = 30
+_LAST_WORDS_SECONDS = 1.0
 
 
 class Place(NamedTuple):
@@ -184,7 +185,7 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
             )
             yield place
     except BaseException as error:
-        _leave(error)
+        _leave(error, place.process_id)
     jax.distributed.shutdown()
 
 
@@ -195,7 +196,7 @@ def _heartbeat_timeout(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _leave(error: BaseException) -> None:
+def _leave(error: BaseException, process_id: int) -> None:
     code = 1
     if isinstance(error, WeftError):
         code = 2
@@ -208,6 +209,9 @@ def _leave(error: BaseException) -> None:
         traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
+    if process_id == 0:
+        # JAX aborts the others as soon as process 0 is gone; before that they may say why they end.
+        time.sleep(_LAST_WORDS_SECONDS)
     os._exit(code)
 
 

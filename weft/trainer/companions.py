@@ -11,10 +11,12 @@ So beside them each process keeps one TCP connection to process 0, for lines of 
                       {"over": "..."}            one is gone or late; nobody can go on
 
 A process that dies closes its connection, whatever killed it. One that is stopped or cut off is
-silent for too long. In both cases the others are told its name, and end.
+silent for too long. In both cases the others are told its name, and end. One that is late, but
+hears of it, prints where its threads are.
 """
 
 import contextlib
+import faulthandler
 import json
 import logging
 import os
@@ -23,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from weft.errors import ProcessesNotReadyError, ProcessLostError
@@ -34,6 +36,7 @@ HEARTBEAT_TIMEOUT_SECONDS = 100
 """After how long a silent process counts as gone; JAX's own default."""
 
 _POLL_SECONDS = 0.1
+_TELL_SECONDS = 1.0
 _LATE_SECONDS = 30.0
 _LONGEST_LINE = 1 << 16
 # From the word that another process is gone to the end of this one, if its main thread is stuck.
@@ -198,7 +201,7 @@ class Companions:
 
     def _listen(self) -> None:
         buffers = dict.fromkeys(self._connections, b"")
-        pulse, beat = self._heartbeat_timeout / 4, 0.0
+        pulse, beat, told = self._heartbeat_timeout / 4, 0.0, None
         with selectors.DefaultSelector() as selector:
             for index, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, index)
@@ -213,10 +216,12 @@ class Companions:
                     for line in lines or ():
                         self._on_line(index, line)
                 now = time.monotonic()
-                if now - beat >= pulse and not self._left:
-                    beat = now
+                # Soon where it has something new to say: it may be frozen in the middle of that.
+                due = _TELL_SECONDS if self.doing != told else pulse
+                if now - beat >= min(due, pulse) and not self._left:
+                    beat, told = now, self.doing
                     for connection in self._connections.values():
-                        self._send(connection, {"alive": self.doing})
+                        self._send(connection, {"alive": told})
                 self._look_at_clocks(now)
         for connection in self._connections.values():
             connection.close()
@@ -251,7 +256,7 @@ class Companions:
         elif "asked" in message:
             self._asked = _wish(message["asked"])
         elif "over" in message:
-            self._end(message["over"], late=message["late"])
+            self._end(message["over"], late=message["late"], missing=message.get("missing", ()))
 
     def _look_at_clocks(self, now: float) -> None:
         for index, heard in self._heard.items():
@@ -266,10 +271,12 @@ class Companions:
         if ended:
             self._on_gone(ended[0], "has ended before the others")
         elif missing and self._within is not None and waited > self._within:
-            names = self._described(missing)
-            text = f"not ready within {self._within:g} s: {names}. All others were waiting."
-            self._broadcast({"over": text, "late": True})
-            self._end(text, late=True)
+            text = (
+                f"not ready within {self._within:g} s: {self._described(missing)}. All others were "
+                "waiting. If it is not frozen, its log has the stacks of its threads."
+            )
+            self._broadcast({"over": text, "late": True, "missing": missing})
+            self._end(text, late=True, missing=missing)
         elif missing and waited > _LATE_SECONDS and now - self._said_late > _LATE_SECONDS:
             self._said_late = now
             logger.warning("waiting since %.0f s for %s", waited, self._described(missing))
@@ -327,7 +334,7 @@ class Companions:
             self._broadcast({"over": text, "late": False})
         self._end(text, late=False)
 
-    def _end(self, text: str, *, late: bool) -> None:
+    def _end(self, text: str, *, late: bool, missing: Collection[int] = ()) -> None:
         """Has this process end: by an error where its main thread looks, and at last by force.
 
         By force also if the error was raised: at the exit of a program JAX waits for all processes.
@@ -338,6 +345,8 @@ class Companions:
             self._over, self._late = text, text if late else None
             self._changed.notify_all()
         logger.error("%s", text)
+        if self._id in missing:
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         timer = threading.Timer(self._end_seconds, self._end_by_force, args=(text,))
         timer.daemon = True
         timer.start()
