@@ -21,6 +21,7 @@ from weft.hierarchy.lora_setters import (
     without_lora,
 )
 from weft.hierarchy.module import functional as F
+from weft.hierarchy.qkv_linear import QLinear
 
 DIM = 8
 
@@ -89,8 +90,11 @@ def test_which_layers_get_adapters():
     cfg = stack(grouped=True)
     layers = adapted(cfg).layer
     qkv = layers.self_attention.attention.input_linear.input_linear
+    assert qkv.adapter.enable_lora == {"query": True, "key": True, "value": True}
+    shared = stack(grouped=True)
+    shared.layer.self_attention.attention.input_linear.input_linear = QLinear.default_config()
+    qkv = adapted(shared).layer.self_attention.attention.input_linear.input_linear
     assert qkv.adapter.enable_lora == {"query": True, "key": False, "value": False}
-    assert adapted(stack()).layer.self_attention.attention.input_linear.adapter.enable_lora["key"]
     of = {}
     for which in ("attention", "feed_forward"):
         layer = layer_of(adapted(cfg, **{which: False}))

@@ -13,6 +13,7 @@ and `merge_adapters` adds what they have learned to the weights of the layers.
 """
 
 import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ from weft.hierarchy.lora_adapter import (
     LoraLinearAdapter,
     LoraMultiheadOutputAdapter,
     LoraUpFusedLinear,
+    LoraUpGroupedLinear,
 )
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.qkv_linear import (
@@ -50,6 +52,7 @@ __all__ = [
     "LoraMultiheadOutputAdapter",
     "LoraMultiheadOutputLinear",
     "LoraUpFusedLinear",
+    "LoraUpGroupedLinear",
     "merge_adapters",
 ]
 
@@ -196,8 +199,8 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         """Configures a LoraFusedQKVLinear.
 
         Attributes:
-          layer: the projections, in one weight or several. With fewer heads of keys and values
-            than of queries, only queries can have an adapter.
+          layer: the projections, in one weight or several. Where keys and values are those of
+            another layer, only queries can have an adapter.
           adapter: the adapter; set its `rank`, `alpha` and `enable_lora`.
         """
 
@@ -234,13 +237,14 @@ class LoraFusedQKVLinear(BaseQKVLinear):
                 input_dim=cfg.query_dim,
                 output_dim=cfg.num_heads * cfg.per_head_dim,
                 num_heads=cfg.num_heads,
+                num_kv_heads=layer.num_kv_heads,
             ),
         )
         of_keys = [name for name in adapter.enabled() if name != "query"]
-        if of_keys and (layer.is_kv_sharing(layer.config) or layer.num_kv_heads != cfg.num_heads):
+        if of_keys and layer.is_kv_sharing(layer.config):
             raise LayerConfigError(
-                f"{self.path()}: layer is a {type(layer).__name__} with other heads of keys and "
-                f"values than of queries, and enable_lora has {of_keys}; enable 'query' alone."
+                f"{self.path()}: layer is a {type(layer).__name__}, whose keys and values are "
+                f"those of another layer, and enable_lora has {of_keys}; enable 'query' alone."
             )
 
     @classmethod
@@ -290,23 +294,21 @@ class LoraFusedQKVLinear(BaseQKVLinear):
           LayerConfigError: if the layer is of a class whose weights are not known.
         """
         entries: Any = state
-        delta = self.adapter.delta(entries["adapter"], "...nir,...nrkh->...nikh")
-        by_name: dict[str, Any] = dict.fromkeys(PROJECTIONS)
-        for i, name in enumerate(self.adapter.enabled()):
-            by_name[name] = delta[..., i, :, :, :]
+        deltas = self.adapter.deltas(entries["adapter"])
         layer, base = self.layer, copy.copy(entries["layer"])
-        zeros = jnp.zeros_like(delta[..., 0, :, :, :])
         if isinstance(layer, FusedQKVLinear):
-            parts = [zeros if x is None else x for x in by_name.values()]
-            base["qkv_proj"] = _plus(base["qkv_proj"], jnp.stack(parts, axis=-4))
+            parts = jnp.unstack(base["qkv_proj"]["weight"], axis=-4)
+            weight = jnp.stack(_sums(parts, deltas), axis=-4)
+            base["qkv_proj"] = _with_weight(base["qkv_proj"], weight)
         elif isinstance(layer, FusedGroupedQKVLinear):
-            of_kv = zeros[..., : layer.num_kv_heads, :]
-            kv = [of_kv if by_name[name] is None else by_name[name] for name in PROJECTIONS[1:]]
-            q = zeros if by_name["query"] is None else by_name["query"]
-            base["qkv_proj"] = _plus(base["qkv_proj"], jnp.concatenate([q, *kv], axis=-2))
+            heads = self.config.num_heads
+            ends = (heads, heads + layer.num_kv_heads)
+            parts = jnp.split(base["qkv_proj"]["weight"], ends, axis=-2)
+            weight = jnp.concatenate(_sums(parts, deltas), axis=-2)
+            base["qkv_proj"] = _with_weight(base["qkv_proj"], weight)
         elif "q_proj" in base:
-            for name in self.adapter.enabled():
-                base[f"{name[0]}_proj"] = _plus(base[f"{name[0]}_proj"], by_name[name])
+            for name, delta in deltas.items():
+                base[f"{name[0]}_proj"] = _plus(base[f"{name[0]}_proj"], delta)
         else:
             raise LayerConfigError(
                 f"{self.path()}: the weights of a {type(layer).__name__} are not known, so that an "
@@ -316,11 +318,21 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         return base
 
 
-def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
-    """A layer's state with something added to its weight, in the weight's dtype."""
+def _sums(parts: Iterable[Tensor], deltas: Mapping[str, Tensor]) -> list[Tensor]:
+    """The weights of all projections, with what is added to some of them."""
+    return [part + deltas.get(name, 0) for name, part in zip(PROJECTIONS, parts, strict=True)]
+
+
+def _with_weight(state: dict[str, Any], weight: Tensor) -> dict[str, Any]:
+    """A layer's state with another weight, in the dtype of the one that it had."""
     new = copy.copy(state)  # a stack stays marked as one
-    new["weight"] = (state["weight"] + delta).astype(state["weight"].dtype)
+    new["weight"] = weight.astype(state["weight"].dtype)
     return new
+
+
+def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
+    """A layer's state with something added to its weight."""
+    return _with_weight(state, state["weight"] + delta)
 
 
 def _add_to_weight(state: Any, delta: Tensor) -> dict[str, Any]:

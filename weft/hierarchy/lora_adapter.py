@@ -1,8 +1,10 @@
 """The small maps of low-rank adapters; see `weft.hierarchy.lora`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
@@ -132,6 +134,63 @@ class LoraUpFusedLinear(BaseLayer):
         return jnp.einsum("nbtr,nrkh->nbtkh", inputs, self.parameters["weight"])
 
 
+class LoraUpGroupedLinear(BaseLayer):
+    """Several maps from few dimensions to heads, of which each has its own number.
+
+    Parameters: `weight` of shape (input_dim, all heads, per_head_dim). The heads of the maps lie
+    side by side, and so on each device: their sum may divide by nothing.
+    """
+
+    @config_class
+    class Config(BaseLayer.Config):
+        """Configures a LoraUpGroupedLinear.
+
+        Attributes:
+          input_dim: the rank.
+          num_heads: the number of heads of each map.
+          per_head_dim: the size of a vector of one head.
+        """
+
+        input_dim: Required[int] = REQUIRED
+        num_heads: Required[Sequence[int]] = REQUIRED
+        per_head_dim: Required[int] = REQUIRED
+
+    @classmethod
+    def default_config(cls) -> Any:
+        """A config whose weight lies on each device."""
+        return super().default_config().set(param_partition_spec=(None, None, None))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        cfg = self.config
+        weight = ParameterSpec(
+            (cfg.input_dim, sum(cfg.num_heads), cfg.per_head_dim),
+            mesh_axes=cfg.param_partition_spec,
+            fan_axes=FanAxes(in_axis=0, out_axis=(1, 2)),
+        )
+        return {"weight": weight}
+
+    @nowrap
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """The weight of each map.
+
+        Args:
+          weight: of all maps, which may have leading axes of layers.
+        """
+        return jnp.split(weight, np.cumsum(self.config.num_heads[:-1]), axis=-2)
+
+    def forward(self, inputs: Tensor) -> list[Tensor]:
+        """Applies every map to its input.
+
+        Args:
+          inputs: `Float[Array, "num_maps batch time input_dim"]`.
+
+        Returns:
+          For each map `Float[Array, "batch time heads per_head_dim"]`.
+        """
+        weights = self.split(self.parameters["weight"])
+        return [jnp.einsum("btr,rkh->btkh", x, w) for x, w in zip(inputs, weights, strict=True)]
+
+
 class LoraDownMultiheadLinear(BaseMultiheadLinear):
     """From the heads to the rank, which is the weight's first axis, `model_dim`."""
 
@@ -210,6 +269,10 @@ class BaseLoraAdapter(BaseLayer):
         """
         entries: Any = state
         down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
+        return self._product(down, up, subscripts)
+
+    @nowrap
+    def _product(self, down: Tensor, up: Tensor, subscripts: str) -> Tensor:
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
         return self.scale() * jnp.einsum(subscripts, down, up)
 
@@ -259,11 +322,15 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
         Attributes:
           num_heads: the number of heads, of `output_dim` dimensions together.
+          num_kv_heads: the number of heads of keys and values, None for `num_heads`. With another
+            one than `num_heads`, and an adapter of keys or values, `lora_up` is made a
+            `LoraUpGroupedLinear`, which keeps its `param_init` only.
           enable_lora: which of "query", "key" and "value" have an adapter; what is left out has
             none.
         """
 
         num_heads: Required[int] = REQUIRED
+        num_kv_heads: int | None = None
         enable_lora: Required[dict[str, bool]] = REQUIRED
 
     @classmethod
@@ -290,16 +357,51 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
                 f"{self.path()}: enable_lora={cfg.enable_lora} enables nothing; enable one of "
                 "'query', 'key' and 'value', or use the layer without an adapter."
             )
-        n = len(self.enabled())
+        n, heads = len(self.enabled()), self._heads()
         down = cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank, num_enabled=n)
-        up = cfg.lora_up.set(
-            input_dim=cfg.rank,
-            num_enabled=n,
-            num_heads=cfg.num_heads,
-            per_head_dim=cfg.output_dim // cfg.num_heads,
-        )
+        if set(heads) == {cfg.num_heads}:
+            up = cfg.lora_up.set(num_enabled=n, num_heads=cfg.num_heads)
+        else:
+            up = LoraUpGroupedLinear.default_config().set(
+                num_heads=heads, param_init=cfg.lora_up.param_init
+            )
+        per_head_dim = cfg.output_dim // cfg.num_heads
         self._add_child("lora_down", down)
-        self._add_child("lora_up", up)
+        self._add_child("lora_up", up.set(input_dim=cfg.rank, per_head_dim=per_head_dim))
+
+    @nowrap
+    def _heads(self) -> list[int]:
+        """The number of heads of each projection that has an adapter."""
+        cfg = self.config
+        of_kv = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
+        return [cfg.num_heads if name == "query" else of_kv for name in self.enabled()]
+
+    def forward(self, inputs: Tensor) -> Sequence[Tensor]:
+        """What to add to each projection that has an adapter.
+
+        Args:
+          inputs: those of the layer.
+        """
+        added = self.lora_up(self.lora_down(self.lora_dropout(inputs)))
+        return [x * self.scale() for x in added]
+
+    @nowrap
+    def deltas(self, state: NestedTensor) -> dict[str, Tensor]:
+        """What to add to the weight of each projection instead, by its name.
+
+        Args:
+          state: of the adapter, which may have leading axes of layers.
+        """
+        entries: Any = state
+        down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
+        if isinstance(self.lora_up, LoraUpGroupedLinear):
+            ups = self.lora_up.split(up)
+        else:
+            ups = [up[..., i, :, :, :] for i in range(len(self.enabled()))]
+        return {
+            name: self._product(down[..., i, :, :], ups[i], "...ir,...rkh->...ikh")
+            for i, name in enumerate(self.enabled())
+        }
 
     @nowrap
     def enabled(self) -> list[str]:

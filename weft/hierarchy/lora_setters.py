@@ -18,11 +18,7 @@ from weft.hierarchy.feed_forward import TransformerFeedForwardLayer
 from weft.hierarchy.linear import Linear
 from weft.hierarchy.lora import LoraFusedQKVLinear, LoraLinear, LoraMultiheadOutputLinear
 from weft.hierarchy.multihead_attention import MultiheadAttention
-from weft.hierarchy.qkv_linear import (
-    FusedGroupedQKVLinear,
-    GroupedQKVLinear,
-    MultiheadOutputLinear,
-)
+from weft.hierarchy.qkv_linear import MultiheadOutputLinear
 
 _WITH_ADAPTER = (LoraLinear, LoraMultiheadOutputLinear, LoraFusedQKVLinear)
 
@@ -38,8 +34,8 @@ def set_lora_recursively(
 ) -> None:
     """Puts adapters beside the linear maps of every attention and every feed-forward layer.
 
-    Where there are fewer heads of keys and values than of queries, of the projections only the
-    queries' gets one.
+    Where keys and values are those of another layer, of the projections only the queries' gets
+    one.
 
     Args:
       cfg: the config to change.
@@ -75,9 +71,7 @@ def set_lora_recursively(
             holder = config if not hasattr(config.input_linear, "input_linear") else None
             holder = holder or config.input_linear
             if not _is_of(holder.input_linear, LoraFusedQKVLinear):
-                holder.input_linear = _enabled(
-                    beside(holder.input_linear, LoraFusedQKVLinear), config.num_heads
-                )
+                holder.input_linear = _enabled(beside(holder.input_linear, LoraFusedQKVLinear))
         if feed_forward and _is_of(config, TransformerFeedForwardLayer):
             for name in ("linear1", "linear2"):
                 if _is_of(getattr(config, name), Linear):
@@ -97,12 +91,10 @@ def _is_of(config: Any, cls: type) -> bool:
     return isinstance(klass, type) and issubclass(klass, cls)
 
 
-def _enabled(cfg: Any, num_heads: int) -> Any:
+def _enabled(cfg: Any) -> Any:
     """Says which projections have an adapter."""
-    grouped = _is_of(cfg.layer, GroupedQKVLinear) or _is_of(cfg.layer, FusedGroupedQKVLinear)
-    all_heads = not grouped or cfg.layer.num_kv_heads == num_heads
-    all_heads = all_heads and not cfg.layer.klass.is_kv_sharing(cfg.layer)
-    cfg.adapter.enable_lora = {"query": True, "key": all_heads, "value": all_heads}
+    own = not cfg.layer.klass.is_kv_sharing(cfg.layer)
+    cfg.adapter.enable_lora = {"query": True, "key": own, "value": own}
     return cfg
 
 
