@@ -54,6 +54,20 @@ def play(display, resumed_from=None, steps=range(1, 8)):
     return text_of(display)
 
 
+def test_a_run_that_is_stopped_says_what_of_it_there_is():
+    display = LineDisplay(console(), "runs/x")
+    display.on_end(0, "SIGTERM")
+    display.say_stopped()
+    assert text_of(display) == "\nstopped by SIGTERM before there was anything to save\n"
+    display = LineDisplay(console(), "runs/x")
+    display.on_start(trainer(), None)
+    display.on_end(0, "SIGTERM")
+    display.say_stopped()
+    assert text_of(display).endswith(
+        "\nstopped by SIGTERM after step 0, which is saved in runs/x\n"
+    )
+
+
 def test_a_save_that_failed_stands_out():
     display = LineDisplay(console(), "runs/x")
     display.on_save_failed(7, CheckpointSaveError("the checkpoint of step 6 could not be saved"))

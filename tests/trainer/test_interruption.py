@@ -10,6 +10,7 @@ from weft.errors import ProcessLostError
 from weft.input import PrefetchingIterator
 from weft.trainer.interruption import (
     GracefulStop,
+    Interruptible,
     StopRun,
     batches_until_stopped,
     graceful_stop,
@@ -166,6 +167,36 @@ def test_a_compilation_is_left_when_the_run_is_to_stop():
         time.sleep(0.05)
 
 
+class Slow:
+    """A jitted function that takes a while to compile."""
+
+    def __init__(self):
+        self.lowered = 0
+
+    def __call__(self, x):
+        return 2 * x
+
+    def lower(self, x):
+        self.lowered += 1
+        return Lowered(seconds=1.0 if x.ndim else 0.0)
+
+
+def test_work_inside_of_a_run_is_left_while_it_is_compiled():
+    slow, told = Slow(), []
+    double = Interruptible(slow, "the loss of held_out")
+    assert list(double(jnp.arange(2))) == [0, 2] and slow.lowered == 0  # outside of a run
+    with GracefulStop(report=told.append):
+        assert double(jnp.array(3)) == 6 and double(jnp.array(4)) == 8 and slow.lowered == 1
+        assert told == ["compiling the loss of held_out", "computing the loss of held_out"]
+        threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
+        start = time.monotonic()
+        with pytest.raises(StopRun, match="SIGTERM"):
+            double(jnp.arange(2))  # of another shape
+        assert time.monotonic() - start < 0.8
+    while still_compiling():
+        time.sleep(0.05)
+
+
 def test_what_was_compiled_beside_is_what_a_call_uses():
     compilations = []
 
@@ -179,6 +210,7 @@ def test_what_was_compiled_beside_is_what_a_call_uses():
         stop.compile(double.lower(x))
     n = len(compilations)
     double(x)
+    Interruptible(double, "twice")(x)
     jax.monitoring.unregister_event_duration_listener(listener)
     assert len(compilations) == n >= 1
 

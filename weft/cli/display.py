@@ -55,6 +55,7 @@ class Display(RunListener):
         self.resumed_from: int | None = None
         self.ended: tuple[int, str] | None = None
         self.parameters = 0
+        self._has_started = False
 
     def __enter__(self) -> "Display":
         return self
@@ -70,6 +71,7 @@ class Display(RunListener):
         self.resumed_from = resumed_from
         self._max_step = trainer.config.max_step
         self._meter = Meter(self._max_step)
+        self._has_started = True
         specs = jax.tree.leaves(trainer.trainer_state_specs.model, is_leaf=_is_spec)
         values = jax.tree.leaves(trainer.trainer_state.model)
         leaves = [x for x, spec in zip(values, specs, strict=True) if not spec.is_state]
@@ -106,9 +108,18 @@ class Display(RunListener):
 
     def on_end(self, step: int, reason: str) -> None:
         self.ended = (step, reason)
-        reading = self._meter.last()
+        reading = self._meter.last() if self._has_started else None
         if reading is not None:
             self._show(reading, last=True)
+
+    def say_stopped(self) -> None:
+        """Says after which step the run was asked to stop."""
+        assert self.ended is not None
+        step, reason = self.ended
+        if step or self._has_started:
+            self.say(f"\nstopped by {reason} after step {step:,}, which is saved in {self._dir}")
+        else:
+            self.say(f"\nstopped by {reason} before there was anything to save")
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         """Shows a reading; `last` for that of the last step."""

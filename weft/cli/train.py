@@ -61,9 +61,8 @@ def _train_before(recipe: str, cfg: Any) -> Any | None:
     check_run_dir(cfg)
     trainer, display, baselines = _run(recipe, cfg)
     assert display.ended is not None
-    step, reason = display.ended
-    if not has_ended(reason):
-        display.say(f"\nstopped by {reason} after step {step:,}, which is saved in {cfg.dir}")
+    if not has_ended(display.ended[1]):
+        display.say_stopped()
         return None
     _judge(display, baselines)
     display.say("")
@@ -151,7 +150,7 @@ def _conclude(
     }
     stopped = not has_ended(reason)
     if stopped:
-        display.say(f"\nstopped by {reason} after step {step:,}, which is saved in {cfg.dir}")
+        display.say_stopped()
     else:
         _judge(display, baselines)
         facts["samples"] = _sample(trainer, display, step)

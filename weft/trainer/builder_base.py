@@ -26,6 +26,7 @@ from weft.trainer.checkpoint_index import (
     check_state_structure,
     flatten_state,
 )
+from weft.trainer.interruption import Interruptible
 from weft.trainer.train_step import TrainerState
 from weft.typing import Tensor
 
@@ -228,6 +229,8 @@ def initial_state(
     init: Callable[[Tensor], TrainerState],
     prng_key: Tensor,
     shardings: TrainerState,
+    *,
+    interruptible: bool = False,
 ) -> tuple[int, TrainerState]:
     """The state of a new run: what a builder gives, and the rest drawn.
 
@@ -236,6 +239,7 @@ def initial_state(
         init: draws a whole state. It is compiled, and of a part only that part is computed.
         prng_key: for `init`.
         shardings: the layout of each array.
+        interruptible: whether a run that is asked to stop leaves while this is compiled.
 
     Returns:
         The number of steps that were run, which is 0 whatever the step of what was read, and the
@@ -244,7 +248,12 @@ def initial_state(
     Raises:
         StateBuilderError: if the builder gives something else than the run needs.
     """
-    draw = jax.jit(init, out_shardings=shardings)
+
+    def jit(fn: Callable[[Tensor], Any], layout: Any) -> Callable[[Tensor], Any]:
+        jitted = jax.jit(fn, out_shardings=layout)
+        return Interruptible(jitted, "the initial state") if interruptible else jitted
+
+    draw = jit(init, shardings)
     if builder is None:
         return 0, draw(prng_key)
     specs = jax.tree.map(
@@ -264,7 +273,7 @@ def initial_state(
 
     if missing:
         layouts = {path: wanted[path].sharding for path in missing}
-        values |= jax.jit(draw_missing, out_shardings=layouts)(prng_key)
+        values |= jit(draw_missing, layouts)(prng_key)
     leaves = [jax.device_put(values[path], spec.sharding) for path, spec in wanted.items()]
     return 0, jax.tree.unflatten(jax.tree.structure(specs), leaves)
 

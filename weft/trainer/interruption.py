@@ -5,9 +5,10 @@ input keeps it waiting. Where the main thread would wait in C++ for long, a seco
 that it notices.
 
 Of several processes all have to stop after the same step: one that takes a step more waits for the
-others without end. So before each step, and each batch of an evaluation, all come to a point at
-which they agree (`Companions.agree`). Who waits for its input, or for its compiler, looks up when
-another wishes to stop, and comes. An input that ends early or fails in one of them stops all alike.
+others without end. So before each step, each batch of an evaluation, and what is computed after a
+compilation, all come to a point at which they agree (`Companions.agree`). Who waits for its input,
+or for its compiler, looks up when another wishes to stop, and comes. An input that ends early or
+fails in one of them stops all alike.
 
     process 0    step 4    SIGTERM, comes to the point        saves step 4
     process 1    step 4    waits for input, hears of it, comes    saves step 4
@@ -24,7 +25,7 @@ from typing import Any
 
 import jax
 
-from weft.errors import ProcessLostError
+from weft.errors import LossSpikeError, ProcessLostError, UndefinedLossException
 from weft.input import PrefetchingIterator
 from weft.trainer.companions import Companions, Wish, current_companions, in_company
 from weft.trainer.meeting import open_companions
@@ -60,6 +61,7 @@ class GracefulStop:
     Args:
         companions: the lines to the other processes; None for a process that is alone.
         report: told what the run does, and while it waits for others that it is alive.
+        patience_seconds: how much longer than another process one may take to compile.
 
     Example:
         >>> with GracefulStop() as stop:
@@ -72,10 +74,12 @@ class GracefulStop:
         self,
         companions: Companions | None = None,
         report: Callable[[str], None] = lambda doing: None,
+        patience_seconds: float | None = None,
     ) -> None:
         self.signal_name: str | None = None
         self._companions = companions
         self._report = report
+        self._patience_seconds = patience_seconds
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "GracefulStop":
@@ -142,13 +146,17 @@ class GracefulStop:
         self.doing(doing)
         return stop
 
-    def check(self, doing: str) -> None:
+    def check(self, doing: str, *, within_seconds: float | None = None) -> None:
         """A point at which all stop if one is asked to.
+
+        Args:
+            doing: what comes next.
+            within_seconds: how long the first process waits for the last one here.
 
         Raises:
             StopRun: if they do.
         """
-        stop = self.agreed(doing)
+        stop = self.agreed(doing, within_seconds=within_seconds)
         if stop is not None:
             raise StopRun(stop)
 
@@ -224,6 +232,44 @@ class GracefulStop:
                 return
         if failure:
             raise failure[0]
+
+    def compile_or_stop(self, lowered: jax.stages.Lowered, name: str) -> None:
+        """Compiles; afterwards, or as soon as one is asked to, all come to a point.
+
+        Args:
+            lowered: to be compiled.
+            name: of what it computes.
+
+        Raises:
+            StopRun: if they stop.
+        """
+        self.doing(f"compiling {name}")
+        self.compile(lowered)
+        self.check(f"computing {name}", within_seconds=self._patience_seconds)
+
+
+class Interruptible:
+    """A jitted function that a run which is asked to stop leaves while it is compiled.
+
+    Outside of a run it is the function alone. Of several processes all have to call it alike.
+
+    Args:
+        jitted: as of `jax.jit`.
+        name: of what it computes, for the watchdog.
+    """
+
+    def __init__(self, jitted: Any, name: str):
+        self._jitted, self._name = jitted, name
+        self._compiled: set[Any] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        if _OPEN.stack:
+            leaves, tree = jax.tree.flatten(args)
+            kinds = (tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves))
+            if kinds not in self._compiled:
+                _OPEN.stack[-1].compile_or_stop(self._jitted.lower(*args), self._name)
+                self._compiled.add(kinds)
+        return self._jitted(*args)
 
 
 def still_compiling() -> bool:
@@ -318,9 +364,9 @@ def graceful_stop(
             if companions is not None:
                 stack.enter_context(in_company(companions))
         try:
-            yield stack.enter_context(GracefulStop(companions, report))
-        except ProcessLostError:
-            raise
+            yield stack.enter_context(GracefulStop(companions, report, readiness_timeout_seconds))
+        except (ProcessLostError, UndefinedLossException, LossSpikeError):
+            raise  # all processes come to the latter two alike
         except Exception as error:
             if companions is not None:
                 companions.explain(error)

@@ -22,6 +22,7 @@ from weft.hierarchy.context import OutputCollection, fold_in_name
 from weft.hierarchy.metrics import MetricAccumulator
 from weft.hierarchy.module import Module, functional
 from weft.input.global_batch import current_mesh
+from weft.trainer.interruption import Interruptible
 from weft.trainer.train_dtype import cast_floats
 from weft.typing import DType, Nested, NestedTensor, Tensor
 
@@ -150,7 +151,8 @@ class BaseMetricCalculator(Module):
 
         @functools.cache
         def compiled_for(mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-            return jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            jitted = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            return Interruptible(jitted, self.path())
 
         return lambda params, prng_key, batch: compiled_for(current_mesh())(params, prng_key, batch)
 

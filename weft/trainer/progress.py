@@ -63,7 +63,7 @@ class RunListener:
         """
 
     def on_end(self, step: int, reason: str) -> None:
-        """The run is over.
+        """The run is over, also one that was asked to stop before `on_start`.
 
         Args:
             step: the last one that was run.
