@@ -1,3 +1,5 @@
+import sys
+
 import jax
 import pytest
 
@@ -10,6 +12,7 @@ from weft.trainer.base_writer import (
     NoOpWriter,
     PeriodicWriter,
     processor_zero_only,
+    writers_of_a_run,
 )
 
 
@@ -123,3 +126,20 @@ def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(capl
     assert caplog.text.count("can write to /run again") == 1
     with pytest.raises(ValueError, match="bug"):
         writer.write(ValueError("bug"))
+
+
+def test_writers_of_a_run_are_closed_however_it_ends(tmp_path, caplog):
+    class Careful(Recorder):
+        def close(self):
+            self.calls.append(sys.exc_info()[0])
+            if self.name == "first":
+                raise ConnectionError("the server is gone")
+
+    cfg = Careful.default_config().set(dir=str(tmp_path))
+    first, second = (cfg.set(name=name).instantiate(parent=None) for name in ("first", "second"))
+    with writers_of_a_run([first, second]):
+        pass
+    with pytest.raises(ValueError), writers_of_a_run([first, second]):
+        raise ValueError("the training fails")
+    assert first.calls == second.calls == [None, ValueError]
+    assert caplog.messages == ["first was not closed: ConnectionError: the server is gone"] * 2

@@ -1,11 +1,14 @@
 import sys
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from weft.config import config_for_function
 from weft.errors import MissingExtraError
+from weft.recipes.lm import lm_tiny
 from weft.trainer.mlflow_writer import MLflowWriter
+from weft.trainer.progress import RunListener
 
 
 def make(path, **kwargs):
@@ -25,7 +28,7 @@ def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
 def client(tmp_path, monkeypatch):
     """MLflow itself, on a directory: it needs no server."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
     return mlflow.MlflowClient(tracking_uri=f"file://{tmp_path}/store")
 
 
@@ -51,12 +54,15 @@ def test_numbers_texts_and_the_config_are_there(tmp_path, client):
 
 def test_training_that_is_started_again_goes_on_with_its_run(tmp_path, client):
     for step in (1, 2):
-        writer = make(tmp_path, write_every_n_steps=1)
+        writer = make(tmp_path)
         writer(step, {"loss": 1.0})
         writer.close()
     (run,) = client.search_runs(["0"])
     assert len(client.get_metric_history(run.info.run_id, "loss")) == 2
-    assert make(tmp_path / "other", tracking_uri=f"file://{tmp_path}/store") is not None
+    other = make(tmp_path / "other", tracking_uri=f"file://{tmp_path}/store")
+    other.close()
+    assert len(client.search_runs(["0"])) == 1
+    other.log_average_step_time(1, [1.0])
     assert len(client.search_runs(["0"])) == 2
 
 
@@ -66,3 +72,30 @@ def test_summaries_that_are_not_due_are_left_out(tmp_path, client):
         writer(step, {"loss": 1.0})
     (run,) = client.search_runs(["0"])
     assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [2]
+
+
+# Of the use that MLflow makes of SQLAlchemy.
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader:DeprecationWarning")
+def test_a_database_tells_how_a_training_ended(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    monkeypatch.chdir(tmp_path)  # where it makes a directory for texts
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    cfg = lm_tiny().set(dir=str(tmp_path), evalers={}, max_step=2, mesh_shape=(1, 1))
+    cfg.summary_writer = MLflowWriter.default_config().set(tracking_uri=uri)
+    trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
+
+    class Fails(RunListener):
+        def on_step(self, step, outputs, batch):
+            if step == 1:
+                raise ValueError("as a listener's error ends a training")
+
+    with pytest.raises(ValueError, match="ends a training"):
+        trainer.run(listener=Fails())
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FAILED"
+    trainer.run()
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert run.data.metrics["loss"] > 0

@@ -1,3 +1,5 @@
+import json
+import struct
 import sys
 import types
 
@@ -17,11 +19,12 @@ class Shown:
 
 
 class FakeWandb(types.ModuleType):
-    """Records what wandb is asked to do; the real one needs an account or a service process."""
+    """Records what wandb is asked to do, for what only an account at its server would show."""
 
     def __init__(self):
         super().__init__("wandb")
-        self.init_kwargs, self.logged, self.configs, self.finished = [], [], [], 0
+        self.run = None
+        self.init_kwargs, self.logged, self.configs, self.exit_codes = [], [], [], []
         self.Image, self.Audio, self.Histogram, self.Settings = (
             type(name, (Shown,), {}) for name in ("Image", "Audio", "Histogram", "Settings")
         )
@@ -31,13 +34,15 @@ class FakeWandb(types.ModuleType):
         )
 
     def init(self, **kwargs):
+        self.run = object()
         self.init_kwargs.append(kwargs)
 
     def log(self, values, step):
         self.logged.append((step, values))
 
-    def finish(self):
-        self.finished += 1
+    def finish(self, exit_code):
+        self.run = None
+        self.exit_codes.append(exit_code)
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def wandb(monkeypatch):
 
 
 def make(path, **kwargs):
-    cfg = WandBWriter.default_config().set(name="writer", dir=str(path), **kwargs)
+    cfg = WandBWriter.default_config().set(**{"name": "writer", "dir": str(path)} | kwargs)
     return cfg.instantiate(parent=None)
 
 
@@ -59,7 +64,7 @@ def test_without_the_package_the_error_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_the_run_is_started_as_the_config_says(tmp_path, wandb):
-    make(
+    writer = make(
         tmp_path,
         exp_name="first",
         project="p",
@@ -67,6 +72,8 @@ def test_the_run_is_started_as_the_config_says(tmp_path, wandb):
         mode="offline",
         wandb_settings_kwargs={"silent": True},
     )
+    assert not wandb.init_kwargs
+    writer(1, {"loss": 1.0})
     (kwargs,) = wandb.init_kwargs
     assert kwargs["settings"].kwargs == {"silent": True}
     assert (kwargs["name"], kwargs["project"], kwargs["tags"]) == ("first", "p", ["a", "b"])
@@ -74,9 +81,10 @@ def test_the_run_is_started_as_the_config_says(tmp_path, wandb):
 
 
 def test_training_that_is_started_again_goes_on_with_its_run(tmp_path, wandb):
-    make(tmp_path)
-    make(tmp_path)
-    make(tmp_path / "other", resume="must", wandb_dir="/w")
+    for cfg in ({}, {}, {"dir": str(tmp_path / "other"), "resume": "must", "wandb_dir": "/w"}):
+        writer = make(tmp_path, **cfg)
+        writer(1, {"loss": 1.0})
+        writer.close()
     first, again, other = wandb.init_kwargs
     assert first["id"] == again["id"] != other["id"]
     assert (again["resume"], other["resume"], other["dir"]) == ("allow", "must", "/w")
@@ -124,4 +132,86 @@ def test_config_step_times_and_the_end(tmp_path, wandb):
     writer.log_average_step_time(4, [])
     assert wandb.logged == [(3, {"average_step_time": 1.5})]
     writer.close()
-    assert wandb.finished == 1
+    with pytest.raises(ValueError, match="ends the training"):
+        try:
+            raise ValueError("ends the training")
+        finally:
+            writer.close()
+    assert wandb.exit_codes == [0, 1]
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """wandb itself, which writes to files as long as it is offline; gives what it wrote."""
+    wandb = pytest.importorskip("wandb", reason="needs the extra wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    # It puts functions of its own there.
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def written():
+        """The records of all runs: frames as in a log of LevelDB, small ones, after 7 bytes."""
+        for path in sorted(tmp_path.glob("**/*.wandb")):
+            data, at = path.read_bytes(), 7
+            while at < len(data):
+                _, size, kind = struct.unpack_from("<IHB", data, at)
+                assert kind == 1, "a record in several frames"
+                yield Record.FromString(data[at + 7 : at + 7 + size])
+                at += 7 + size
+
+    yield written
+    wandb.teardown()
+
+
+def test_wandb_itself_keeps_a_run_of_two_writers(tmp_path, offline):
+    def writer(name):
+        settings = {"silent": True, "console": "off"}
+        return make(
+            tmp_path / name,
+            prefix=name,
+            mode="offline",
+            project="p",
+            exp_name="a name",
+            tags=("a", "b"),
+            wandb_settings_kwargs=settings,
+        )
+
+    train, evaler = writer("train"), writer("eval")
+    train.log_config(config_for_function(round).set(number=2.5))
+    values = {
+        "loss": jnp.array(2.0),
+        "layer": {"w": np.ones((2, 2)), "text": "hi", "undefined": float("nan")},
+        "image": ImageSummary(jnp.zeros((2, 3, 3, 1))),
+        "sound": AudioSummary(jnp.zeros((1, 9, 1)), sample_rate=100),
+    }
+    train(1, values)
+    evaler(1, {"accuracy": 0.5})
+    evaler.close()
+    train(2, {"loss": 1.5})
+    train.close()
+
+    records = {kind: [] for kind in ("run", "config", "history", "exit")}
+    for record in offline():
+        kind = record.WhichOneof("record_type")
+        if kind in records:
+            records[kind].append(getattr(record, kind))
+    run, again = records["run"]
+    assert run.run_id == again.run_id == (tmp_path / "train" / "wandb_id").read_text()
+    assert (run.project, run.display_name, list(run.tags)) == ("p", "a name", ["a", "b"])
+    config = {item.key: item.value_json for record in records["config"] for item in record.update}
+    assert config["number"] == "2.5"
+    rows = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in row.item}
+        for row in records["history"]
+    ]
+    assert [(row["_step"], row["train/loss"]) for row in rows] == [(1, 2.0), (2, 1.5)]
+    assert rows[0]["eval/accuracy"] == 0.5
+    assert rows[0]["train/layer/text"] == "hi"
+    assert np.isnan(rows[0]["train/layer/undefined"])
+    assert sum(rows[0]["train/layer/w/values"]) == 4
+    assert (rows[0]["train/image/count"], rows[0]["train/sound/durations"]) == (2, [0.09])
+    assert len(list(tmp_path.glob("**/media/**/*.png"))) == 1
+    assert [record.exit_code for record in records["exit"]] == [0, 0]

@@ -8,7 +8,7 @@ import contextlib
 import enum
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -40,6 +40,26 @@ def processor_zero_only(fn: F) -> F:
         return fn(*args, **kwargs) if jax.process_index() == 0 else None
 
     return call  # pyright: ignore[reportReturnType]
+
+
+@contextlib.contextmanager
+def writers_of_a_run(writers: "Iterable[BaseWriter]") -> Iterator[None]:
+    """Closes writers after the block, also if an error ends it.
+
+    Args:
+        writers: to be closed. One that fails at that is named in a warning, and the others are
+            closed.
+    """
+    try:
+        yield
+    finally:
+        for writer in writers:
+            try:
+                writer.close()
+            except Exception as error:
+                logging.getLogger(__name__).warning(
+                    "%s was not closed: %s: %s", writer.path(), type(error).__name__, error
+                )
 
 
 class BaseWriter(Module):

@@ -1,6 +1,7 @@
 """MLflow. The package is imported when a writer is made, and only then."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,8 +15,8 @@ from weft.trainer.base_writer import PeriodicWriter, processor_zero_only
 class MLflowWriter(PeriodicWriter):
     """Writes numbers to a run of MLflow, and texts beside them.
 
-    The id of the run is kept in `dir`, so that training that is started again goes on with it.
-    Images, sound and arrays are left to other writers.
+    The run begins with what is written first. Its id is kept in `dir`, so that training that is
+    started again goes on with it. Images, sound and arrays are left to other writers.
 
     Raises:
         MissingExtraError: If the package mlflow is not installed.
@@ -26,8 +27,9 @@ class MLflowWriter(PeriodicWriter):
         """Configures an MLflowWriter.
 
         Attributes:
-            tracking_uri: Where MLflow keeps runs: a server's address, `sqlite:///PATH`, or a
-                directory; None for what MLflow is set up with, as by MLFLOW_TRACKING_URI.
+            tracking_uri: Where MLflow keeps runs: a server's address, or `sqlite:///PATH`; None
+                for what MLflow is set up with, as by MLFLOW_TRACKING_URI, else `mlflow.db` in the
+                working directory.
             experiment_name: The experiment that the run belongs to; it is made if there is none.
             run_name: The name of the run; None lets MLflow choose one.
             tags: Its tags.
@@ -52,11 +54,11 @@ class MLflowWriter(PeriodicWriter):
             ) from error
         self._mlflow: Any = mlflow
         self._client: Any = None
-        self._run_id = ""
-        self._start_run()
+        self._run_id = ""  # of the run that is open
 
-    @processor_zero_only
     def _start_run(self) -> None:
+        if self._run_id:
+            return
         cfg = self.config
         os.makedirs(cfg.dir, exist_ok=True)
         self._client = self._mlflow.MlflowClient(tracking_uri=cfg.tracking_uri)
@@ -87,6 +89,7 @@ class MLflowWriter(PeriodicWriter):
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
+        self._start_run()
         self._client.log_text(self._run_id, config.debug_string(), f"config/step_{step:08d}.txt")
 
     @processor_zero_only
@@ -96,12 +99,17 @@ class MLflowWriter(PeriodicWriter):
 
     @processor_zero_only
     def close(self) -> None:
-        self._client.set_terminated(self._run_id)
+        if self._run_id:
+            # Called while an error ends the training, this tells so.
+            status = "FINISHED" if sys.exc_info()[0] is None else "FAILED"
+            self._client.set_terminated(self._run_id, status)
+        self._run_id = ""
 
     def _named(self, path: str) -> str:
         return f"{self.config.prefix}/{path}" if self.config.prefix else path
 
     def _log(self, step: int, values: dict[str, float]) -> None:
+        self._start_run()
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         metrics = [metric(self._named(path), value, now, step) for path, value in values.items()]

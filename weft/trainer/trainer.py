@@ -31,6 +31,7 @@ from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.module import Module
 from weft.input import Input, PrefetchingIterator
 from weft.trainer.anomalies import AnomalyGuard, AnomalyPolicy, check_loss
+from weft.trainer.base_writer import BaseWriter, writers_of_a_run
 from weft.trainer.checkpointer import BaseCheckpointer, Checkpointer
 from weft.trainer.companions import Wish
 from weft.trainer.compilation_cache import compilation_cache
@@ -63,7 +64,7 @@ from weft.trainer.state_builder import Builder, initial_state
 from weft.trainer.step_analysis import aot_model_analysis
 from weft.trainer.step_program import jit_train_step
 from weft.trainer.step_traces import StepTraces
-from weft.trainer.summary_writer import BaseWriter, SummaryWriter
+from weft.trainer.summary_writer import SummaryWriter
 from weft.trainer.throughput import Throughput
 from weft.trainer.train_dtype import PerParamDType
 from weft.trainer.train_step import TrainerState
@@ -406,6 +407,8 @@ class SpmdTrainer(Module):
             check_batches(self.input, self._batch_partition())
         started_before = claim_run_dir(cfg)
         with contextlib.ExitStack() as stack:
+            writers = [reporter.summary_writer for reporter in self._reporters()]
+            stack.enter_context(writers_of_a_run(writers))
             stop, listener = stack.enter_context(run_life(cfg, listener, lambda: self._step))
             if cfg.context_manager is not None:
                 stack.enter_context(maybe_instantiate(cfg.context_manager)())
@@ -443,10 +446,13 @@ class SpmdTrainer(Module):
             evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
 
+    def _reporters(self) -> list[Any]:
+        """The trainer and its evalers, which have a summary writer each."""
+        return [self, *(self.children[name] for name in self.config.evalers)]
+
     def _void_later_summaries(self) -> None:
-        reporters = (self, *(self.children[name] for name in self.config.evalers))
         checkpoints = _below(self.config, CHECKPOINTS_DIR)
-        void_later_summaries(reporters, checkpoints, step=self._step, state=self._state)
+        void_later_summaries(self._reporters(), checkpoints, step=self._step, state=self._state)
 
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor

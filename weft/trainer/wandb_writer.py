@@ -1,6 +1,7 @@
 """Weights & Biases. The package is imported when a writer is made, and only then."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,12 @@ from weft.trainer.summary_values import Shown
 
 
 class WandBWriter(PeriodicWriter):
-    """Writes to a run of Weights & Biases.
+    """Writes to the process's run of Weights & Biases.
 
-    The id of the run is kept in `dir`, so that training that is started again goes on with it.
+    All writers of a process share one run, such as those of a trainer and its evalers; a `prefix`
+    tells their summaries apart. The first that writes starts it, by its own config, unless the
+    program has started one. The id is kept in the `dir` of that writer, so that training that is
+    started again goes on with the run.
 
     Raises:
         MissingExtraError: If the package wandb is not installed.
@@ -66,10 +70,10 @@ class WandBWriter(PeriodicWriter):
                 "summary_writer."
             ) from error
         self._wandb: Any = wandb
-        self._start_run()
 
-    @processor_zero_only
     def _start_run(self) -> None:
+        if self._wandb.run is not None:
+            return
         cfg = self.config
         os.makedirs(cfg.dir, exist_ok=True)
         settings = cfg.wandb_settings_kwargs
@@ -107,6 +111,7 @@ class WandBWriter(PeriodicWriter):
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
         del step
+        self._start_run()
         self._wandb.config.update(self.format_config(config), allow_val_change=True)
 
     @processor_zero_only
@@ -116,7 +121,8 @@ class WandBWriter(PeriodicWriter):
 
     @processor_zero_only
     def close(self) -> None:
-        self._wandb.finish()
+        # Called while an error ends the training, this tells so.
+        self._wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
 
     @staticmethod
     def format_config(val: Any) -> Any:
@@ -141,6 +147,7 @@ class WandBWriter(PeriodicWriter):
 
     def _log(self, step: int, values: dict[str, Any]) -> None:
         prefix = self.config.prefix
+        self._start_run()
         named = {f"{prefix}/{name}": v for name, v in values.items()} if prefix else values
         self._wandb.log(named, step=step)
 
