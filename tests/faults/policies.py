@@ -1,4 +1,4 @@
-"""One process of several that skip, rewind and stop alike: `python policies.py DIR`.
+"""One process of several that skip, rewind and stop alike: `python policies.py DIR policies`.
 
 It says "here PHASE" where it may be asked to stop, and "done {…}" as JSON after each run.
 """
@@ -54,10 +54,10 @@ class Rooted(nnx.Module):
         return self.root(self.linear(x) ** 2)
 
 
-def slowly(x, weight):
+def slowly(x, weight, num_steps):
     """Takes long to compile."""
     traced.set()
-    for i in range(1000):
+    for i in range(num_steps):
         x = jnp.sin(x @ weight + i)
     return x
 
@@ -80,13 +80,13 @@ class Fitted(BaseModel):
     def initialize_parameters_recursively(self, prng_key, *, prebuilt=None):
         state = super().initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
         if self.config.slow == "drawing":
-            state["scale"] += 1e-9 * slowly(jnp.ones((4, 4)), jnp.ones((4, 4)))[0]
+            state["scale"] += 1e-9 * slowly(jnp.ones((4, 4)), jnp.ones((4, 4)), 600)[0]
         return state
 
     def forward(self, input_batch):
         x = self.rooted(input_batch["x"]) * self.state["scale"]
         if self.config.slow == "evaluating" and not self.is_training:
-            x += slowly(x, jnp.ones((4, 4)))
+            x += slowly(x, jnp.ones((4, 4)), 1500)
         return jnp.mean((x - 1.0) ** 2), {}
 
 
@@ -126,7 +126,7 @@ def config(directory, slow="", faults=None):
     evaler = SpmdEvaler.default_config().set(
         input=data.clone(is_training=False, total_num_batches=1),
         summary_writer=JsonLinesWriter.default_config(),
-        eval_policy=config_for_function(evaluate_every_n_steps).set(n=2),
+        eval_policy=config_for_function(evaluate_every_n_steps).set(n=1),
     )
     optimizer = config_for_function(sgd_optimizer).set(
         learning_rate=0.01, decouple_weight_decay=True
@@ -188,7 +188,7 @@ def main():
             max_skips_in_a_row=2,
         )
         run("policies", cfg)
-        for phase in ("evaluating", "drawing"):
+        for phase in ("drawing", "evaluating"):
             traced.clear()
             threading.Thread(target=tell, args=(phase,), daemon=True).start()
             run(phase, config(sys.argv[1], slow=phase))

@@ -1,4 +1,4 @@
-"""Starts `training.py` as often as it is asked to, but imports what it needs only once.
+"""Starts `training.py` or `policies.py` as often as it is asked to, but imports only once.
 
 For each line of JSON on stdin, {"arguments": [...], "env": {...}, "stdout": path, "stderr": path},
 a process is forked, before JAX has started any thread or found any device. It then runs, and ends,
@@ -46,7 +46,8 @@ def serve():
 
 
 if __name__ == "__main__":
+    import policies
     import training
 
     serve()
-    training.main()
+    (policies if "policies" in sys.argv else training).main()
