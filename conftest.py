@@ -3,9 +3,12 @@
 It stands at the root, so that the examples in weft/ run under it as the tests do.
 """
 
+import gc
 import os
 import tempfile
 from importlib.metadata import version
+
+import pytest
 
 # JAX reads both when it is first used, which is after pytest has read this file.
 devices = os.environ.get("WEFT_TEST_DEVICES", "8")
@@ -26,3 +29,35 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="weft-test-cache-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+
+_SETTINGS = (
+    "jax_disable_most_optimizations",
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Ten thousand tests and what they import stay: they are not searched again for garbage.
+
+    It would be searched with each full collection, of which JAX makes one for every leak that it
+    suspects.
+    """
+    gc.disable()
+    result = yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    return result
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settings_stay_for_the_tests_that_follow():
+    """Else all later ones would compile for longer, and nothing would say so."""
+    import jax
+
+    before = {name: jax.config.values[name] for name in _SETTINGS}
+    yield
+    assert {name: jax.config.values[name] for name in _SETTINGS} == before
