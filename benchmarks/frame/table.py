@@ -82,7 +82,7 @@ def rich_table(answers: dict[str, Answer]) -> Table:
         right = column in ("ratio", "min … max", "pairs", "target")
         made.add_column(column, justify="right" if right else "left", no_wrap=right)
     for name, answer in answers.items():
-        made.add_row(f"[bold]{name}[/]: {escape(answer.asks)}")
+        made.add_row(f"[bold]{name}[/]")
         for row in answer.rows:
             texts = [escape(text) for text in cells(row, footnotes)]
             color = _COLORS.get(verdict(row))
