@@ -26,7 +26,7 @@ lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
 
-bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY=name for one question
+bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks $(ONLY)
 
 docs: .venv/.has-docs ## build the documentation into site/

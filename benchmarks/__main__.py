@@ -7,6 +7,7 @@ python -m benchmarks --page          # docs/performance.md again, from results.j
 
 import importlib
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -57,12 +58,15 @@ def main(arguments: list[str]) -> int:
         return 2
     answers, failures = {}, {}
     for i, name in enumerate(names, 1):
-        console.print(f"[dim]{i}/{len(names)} {name} …[/]")
+        console.print(f"[dim]{i}/{len(names)} {name} …[/]", end=" ")
+        start = time.perf_counter()
         try:
             answers[name] = ask(name)
         except Exception:
             failures[name] = traceback.format_exc()
+            console.print("[red]failed[/]")
             continue
+        console.print(f"[dim]{time.perf_counter() - start:.0f} s[/]")
         kept = {q: answer for q, answer in results.load().items() if q in QUESTIONS}
         results.save({**kept, **answers})
     if answers:
