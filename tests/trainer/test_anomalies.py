@@ -205,6 +205,16 @@ def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
     ) in str(stopped.value)
 
 
+def test_an_update_that_is_undefined_by_itself_is_told_as_such(tmp_path):
+    too_far = config_for_function(sgd_optimizer).set(
+        learning_rate=float("inf"), decouple_weight_decay=True
+    )
+    with pytest.raises(UndefinedLossException) as stopped:
+        run(tmp_path, {}, optimizer=too_far, on_undefined="stop")
+    told = "The gradients are as well, so it is the learner's update. It would have made undefined:"
+    assert f"The outputs of all modules are finite. {told} last/scale, wei" in str(stopped.value)
+
+
 def test_where_the_learner_skips_such_steps_itself_the_policy_does_not_see_them(tmp_path):
     skipping = config_for_function(skip_and_clip_by_global_norm).set(inner=plain_sgd())
     trainer = run(tmp_path, {1: "zero"}, max_step=3, optimizer=skipping, on_undefined="stop")

@@ -1,13 +1,17 @@
+import signal
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from weft.config import config_class
+from weft.errors import ProcessLostError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.module import functional
 from weft.hierarchy.repeat import Repeat
-from weft.trainer.diagnosis import Diagnosis
+from weft.trainer.diagnosis import UNKNOWN, Diagnosis
+from weft.trainer.interruption import GracefulStop
 from weft.trainer.optimizer_base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 
@@ -153,12 +157,33 @@ def test_a_gradient_that_is_undefined_between_modules_is_that_of_the_one_around_
     assert found == ("the model itself, after model.scaled", names)
 
 
+def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_compiler(stacked, caplog):
+    known, ones = stacked
+    diagnosis = Diagnosis(known._step)
+    with GracefulStop():
+        signal.raise_signal(signal.SIGTERM)
+        assert diagnosis.first_module(ones, BATCH) == UNKNOWN
+        # In the order of its modules nevertheless.
+        assert diagnosis.first_gradient(ones, BATCH, NAMES, NAMES)[1][0] == NAMES[1]
+    assert caplog.text.count("is not looked for: the run stops") == 2
+
+
+def test_the_end_of_another_process_is_no_reason_to_go_on(stacked, monkeypatch):
+    def lost(lowered, name):
+        raise ProcessLostError("process 1 of 2 has ended")
+
+    monkeypatch.setattr("weft.trainer.diagnosis.compiled_unless_stopped", lost)
+    known, ones = stacked
+    with pytest.raises(ProcessLostError, match="process 1"):
+        Diagnosis(known._step).first_module(ones, BATCH)
+
+
 def test_where_it_cannot_be_said_a_line_tells_why(caplog):
     def step(state, batch, learner):
         raise NotImplementedError("checkify of pallas_call")
 
     diagnosis = Diagnosis(step)
-    assert diagnosis.first_module(jnp.ones(()), jnp.ones(())) is None
+    assert diagnosis.first_module(jnp.ones(()), jnp.ones(())) == UNKNOWN
     assert "cannot be said: checkify of pallas_call" in caplog.text
     found = diagnosis.first_gradient(jnp.ones(()), jnp.ones(()), ["a", "b"], ["a", "b"])
-    assert found == (None, ["a", "b"])
+    assert found == (UNKNOWN, ["a", "b"])

@@ -23,7 +23,7 @@ from weft.config import Configurable, config_class
 from weft.errors import AnomalyPolicyError, LossSpikeError, UndefinedLossException
 from weft.hierarchy.transforms import CONTEXTS
 from weft.lifting.stages import Lowered
-from weft.trainer.diagnosis import Diagnosis
+from weft.trainer.diagnosis import UNKNOWN, Diagnosis
 from weft.trainer.optimizer_base import path_name, tree_paths
 from weft.trainer.optimizer_clipping import global_norm
 from weft.trainer.optimizer_skipping import tree_where
@@ -321,6 +321,8 @@ class AnomalyGuard:
         if module is not None:
             text += f" The first module with an undefined output is {module}."
         elif np.isfinite(loss):
+            text += " The outputs of all modules are finite."
+        if np.isfinite(loss) and module in (None, UNKNOWN):
             text += self._described_gradients(state, batch)
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
@@ -328,19 +330,18 @@ class AnomalyGuard:
         return text + (f" It would have made undefined: {_listed(names)}." if names else "")
 
     def _described_gradients(self, state: Any, batch: Any) -> str:
-        text, names = " The outputs of all modules are finite.", self._gradient_names
+        names = self._gradient_names
         pairs = zip(names, self._track.bad_gradients, strict=True)
         bad = [name for name, is_bad in pairs if is_bad]
         if not bad:
-            finite = " All outputs and gradients are finite, so it is the learner's update."
-            return finite if names else text
+            return " The gradients are as well, so it is the learner's update." if names else ""
         module, bad = self._diagnosis.first_gradient(state, batch, bad, names)
-        if module is not None:
-            text += f" In the backward pass the first module with an undefined gradient is {module}"
-            text += "; the parameters are, in its order, "
-        else:
-            text += " The gradient is undefined of "
-        return f"{text}{_listed(bad)}."
+        if module is None:
+            return f" The gradient is undefined of {_listed(bad)}."
+        return (
+            f" In the backward pass the first module with an undefined gradient is {module}; the "
+            f"parameters are, in its order, {_listed(bad)}."
+        )
 
     def _mean(self) -> float:
         count = max(int(self._track.count), 1)
@@ -358,6 +359,8 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _is_undefined(gradient: Tensor) -> Tensor:
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        return ~_finite(gradient)
     # By its norm: where the learner computes that as well, the compiler does it once.
     return ~jnp.isfinite(global_norm(gradient))
 

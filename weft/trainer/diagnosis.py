@@ -12,16 +12,21 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.hierarchy.module import Module
 from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
 from weft.trainer.gradients import forward_and_gradients
+from weft.trainer.interruption import compiled_unless_stopped
 from weft.trainer.module_calls import ModuleCall, watched_calls
 from weft.trainer.optimizer_base import NestedOptParam, opt_param_values, tree_paths
 from weft.trainer.update_transformation import BackwardOutputs, ForwardBackwardOutputs, ForwardFn
 from weft.typing import Tensor
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN = "not known"
+"""In the place of a module where it cannot be said, or where the run is asked to stop."""
 
 _ROOT = "the model itself"
 
@@ -37,6 +42,7 @@ class Diagnosis:
         self._step = step
         self._forward = _checked(self._run_forward)
         self._backward = _checked(self._run_backward)
+        self._compiled: set[Callable[..., Any]] = set()
         self._ended_calls: list[str] = []
         self._trained: frozenset[str] = frozenset()
 
@@ -50,9 +56,9 @@ class Diagnosis:
             batch: of the step.
 
         Returns:
-            Its path, class and method; None if all outputs are defined, or it cannot be said.
+            Its path, class and method, or `UNKNOWN`; None if all outputs are defined.
         """
-        return _first_failure(self._forward, state, batch)
+        return self._first_failure(self._forward, state, batch)
 
     def first_gradient(
         self, state: Any, batch: Any, undefined: Sequence[str], trained: Collection[str]
@@ -68,11 +74,11 @@ class Diagnosis:
             trained: the paths of all that have gradients.
 
         Returns:
-            Its path, class and method, None if it cannot be said; and the parameters in the order
-            in which the backward pass comes to them.
+            Its path, class and method, or `UNKNOWN`, or None if what comes back to all modules is
+            defined; and the parameters in the order in which the backward pass comes to them.
         """
         self._trained = frozenset(trained)
-        found = _first_failure(self._backward, state, batch)
+        found = self._first_failure(self._backward, state, batch)
         last_call = {path: i for i, path in enumerate(self._ended_calls)}
 
         def used(name: str) -> int:
@@ -80,6 +86,22 @@ class Diagnosis:
             return owners[max(owners)] if owners and max(owners) else -1
 
         return found, sorted(undefined, key=used, reverse=True)
+
+    def _first_failure(self, checked: Any, state: Any, batch: Any) -> str | None:
+        try:
+            if checked not in self._compiled:
+                lowered = checked.lower(state, batch)
+                if not compiled_unless_stopped(lowered, "which module is undefined"):
+                    logger.warning("which module was undefined is not looked for: the run stops")
+                    return UNKNOWN
+                self._compiled.add(checked)
+            text = checked(state, batch)[0].get()
+        except (ProcessLostError, ProcessesNotReadyError):
+            raise
+        except Exception as failure:  # such as an operation that cannot be checked
+            logger.warning("which module was undefined cannot be said: %s", failure)
+            return UNKNOWN
+        return None if text is None else text.partition(" (`check` failed)")[0]
 
     def _run_forward(self, state: Any, batch: Any) -> None:
         self._ended_calls.clear()
@@ -115,16 +137,6 @@ class Diagnosis:
 
 def _checked(run: Callable[..., None]) -> Callable[..., Any]:
     return jax.jit(checkify.checkify(run, errors=checkify.user_checks))
-
-
-def _first_failure(checked: Callable[..., Any], *args: Any) -> str | None:
-    try:
-        error, _ = checked(*args)
-        text = error.get()
-    except Exception as failure:  # such as an operation that cannot be checked
-        logger.warning("which module was undefined cannot be said: %s", failure)
-        return None
-    return None if text is None else text.partition(" (`check` failed)")[0]
 
 
 def _check(holds: Tensor, name: str) -> None:

@@ -146,17 +146,13 @@ class GracefulStop:
         self.doing(doing)
         return stop
 
-    def check(self, doing: str, *, within_seconds: float | None = None) -> None:
+    def check(self, doing: str) -> None:
         """A point at which all stop if one is asked to.
-
-        Args:
-            doing: what comes next.
-            within_seconds: how long the first process waits for the last one here.
 
         Raises:
             StopRun: if they do.
         """
-        stop = self.agreed(doing, within_seconds=within_seconds)
+        stop = self.agreed(doing)
         if stop is not None:
             raise StopRun(stop)
 
@@ -233,19 +229,19 @@ class GracefulStop:
         if failure:
             raise failure[0]
 
-    def compile_or_stop(self, lowered: jax.stages.Lowered, name: str) -> None:
-        """Compiles; afterwards, or as soon as one is asked to, all come to a point.
+    def compile_together(self, lowered: jax.stages.Lowered, name: str) -> Wish | None:
+        """Compiles; afterwards, or as soon as one is asked to stop, all come to a point.
 
         Args:
             lowered: to be compiled.
             name: of what it computes.
 
-        Raises:
-            StopRun: if they stop.
+        Returns:
+            Why all are to stop, or None if it is compiled in all processes.
         """
         self.doing(f"compiling {name}")
         self.compile(lowered)
-        self.check(f"computing {name}", within_seconds=self._patience_seconds)
+        return self.agreed(f"computing {name}", within_seconds=self._patience_seconds)
 
 
 class Interruptible:
@@ -267,7 +263,9 @@ class Interruptible:
             leaves, tree = jax.tree.flatten(args)
             kinds = (tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves))
             if kinds not in self._compiled:
-                _OPEN.stack[-1].compile_or_stop(self._jitted.lower(*args), self._name)
+                stop = _OPEN.stack[-1].compile_together(self._jitted.lower(*args), self._name)
+                if stop is not None:
+                    raise StopRun(stop)
                 self._compiled.add(kinds)
         return self._jitted(*args)
 
@@ -298,6 +296,19 @@ def stop_point(doing: str) -> None:
     """
     if _OPEN.stack:
         _OPEN.stack[-1].check(doing)
+
+
+def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
+    """Compiles what a run can do without; all processes come.
+
+    Args:
+        lowered: to be compiled.
+        name: of what it computes, for the watchdog.
+
+    Returns:
+        Whether to go on with it; False if the run is asked to stop, which it does soon.
+    """
+    return not _OPEN.stack or _OPEN.stack[-1].compile_together(lowered, name) is None
 
 
 @contextlib.contextmanager
