@@ -5,6 +5,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+from weft import nnx
 from weft.config import config_for_function
 from weft.errors import TransformationTypeError
 from weft.hierarchy.base_layer import ParameterSpec, TensorSpec
@@ -109,6 +110,23 @@ def test_chains_take_either_kind_and_configs():
         assert isinstance(tx, PartitionedGradientTransformation)
         assert tx.init(params) == tx.partition(params) == empty
         assert tx.update({"w": 1.0}, empty, params) == ({"w": 6.0}, empty)
+
+
+def test_equal_chains_made_anew_share_one_trace():
+    traces = []
+
+    class Training(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones(2))
+            self.optimizer = optimizers.chain(optax.trace(0.9), optax.scale(2.0))
+
+    @nnx.jit
+    def step(training):
+        traces.append(1)
+
+    step(Training())
+    step(Training())
+    assert len(traces) == 1
 
 
 def test_a_chain_of_more_than_ten_keeps_its_order():

@@ -298,18 +298,19 @@ def named_chain(**kwargs: Any) -> PartitionedGradientTransformation:
 
 
 def _in_sequence(transformations: Mapping[str, Any]) -> PartitionedGradientTransformation:
-    parts = {name: as_partitioned(part) for name, part in transformations.items()}
+    # A tuple, which cannot change: so chains of equal parts are equal to who compares functions.
+    parts = tuple((name, as_partitioned(part)) for name, part in transformations.items())
 
     def update_fn(
         updates: NestedTensor, state: dict[str, Any], params: NestedOptParam
     ) -> tuple[NestedTensor, dict[str, Any]]:
         new_state = {}
-        for name, part in parts.items():
+        for name, part in parts:
             updates, new_state[name] = part.update(updates, state[name], params)
         return updates, new_state
 
     return PartitionedGradientTransformation(
-        init=lambda params: {name: part.init(params) for name, part in parts.items()},
+        init=lambda params: {name: part.init(params) for name, part in parts},
         update=update_fn,
-        partition=lambda specs: {name: part.partition(specs) for name, part in parts.items()},
+        partition=lambda specs: {name: part.partition(specs) for name, part in parts},
     )
