@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.flags import xla_flags
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, read_state_spec
 
 pytestmark = pytest.mark.long
@@ -23,7 +24,7 @@ def environment(tmp_path_factory):
     """One device, as a person has. What one process has compiled, the next ones need not."""
     return {
         **os.environ,
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags(),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -98,25 +99,25 @@ def _bytes(leaf):
 
 
 def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
-    overrides = ["max_step=700", "checkpointer.save_policy.n=200", "evalers={}"]
+    overrides = ["max_step=300", "checkpointer.save_policy.n=60", "evalers={}"]
     finish(start("whole", *overrides))
-    for kill_after in ("step_00000200", "step_00000400"):
+    for kill_after in ("step_00000060", "step_00000120"):
         process = start("cut", *overrides)
         wait_for(tmp_path / "cut" / "checkpoints" / kill_after, process)
         time.sleep(0.1)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert not (tmp_path / "cut" / "checkpoints" / "step_00000700").exists()
+        assert not (tmp_path / "cut" / "checkpoints" / "step_00000300").exists()
     out = finish(start("cut", *overrides))
-    assert "resuming from step 400" in out or "resuming from step 600" in out
-    whole, cut = (saved_state(tmp_path / name, 700) for name in ("whole", "cut"))
+    assert "resuming from step 120" in out or "resuming from step 180" in out
+    whole, cut = (saved_state(tmp_path / name, 300) for name in ("whole", "cut"))
     assert len(whole) > 20 and whole == cut
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_next_start_goes_on(start, tmp_path, number):
-    process = start("run", "max_step=1000000", "checkpointer.save_policy.n=300", "evalers={}")
-    wait_for(tmp_path / "run" / "checkpoints" / "step_00000300", process)
+    process = start("run", "max_step=1000000", "checkpointer.save_policy.n=40", "evalers={}")
+    wait_for(tmp_path / "run" / "checkpoints" / "step_00000040", process)
     process.send_signal(number)
     out = finish(process)
     (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.flags import xla_flags
+
 PATIENCE_SECONDS = 120.0
 SOAKING = "WEFT_SOAK_KILLS" in os.environ
 
@@ -119,7 +121,7 @@ class Process:
 def server():
     env = {
         **os.environ,
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags(),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     server = Server(env)

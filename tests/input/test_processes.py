@@ -8,6 +8,8 @@ import textwrap
 
 import pytest
 
+from tests.flags import xla_flags
+
 PROGRAM = """
 import sys
 import jax
@@ -101,7 +103,7 @@ def test_two_processes_make_one_batch(tmp_path):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(2)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(PROGRAM), str(port), str(i), str(path)],

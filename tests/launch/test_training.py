@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.flags import xla_flags
 from weft.cli.configs import load_config
 from weft.trainer.progress import RunListener
 
@@ -27,7 +28,7 @@ def launch(tmp_path):
     started = []
     env = {
         **os.environ,
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags(),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }

@@ -15,6 +15,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tests.flags import xla_flags
 from weft import linen as weft_linen
 from weft import serialization as weft_serialization
 from weft.training import checkpoints as weft_checkpoints
@@ -240,7 +241,7 @@ def test_arrays_that_two_processes_of_flax_wrote(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(2)}
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([*program, str(i)], env=env, **pipes) for i in (0, 1)]

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.flags import xla_flags
 from weft.trainer.checkpointer import Checkpointer
 
 pytestmark = pytest.mark.long
@@ -247,7 +248,7 @@ def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(2)}
     dirs = (tmp_path / "ckpts", tmp_path / "of_one")
     processes = [run(script, *dirs, port, i, env=env) for i in (0, 1)]
     outputs = [finish(process)[0] for process in processes]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.flags import xla_flags
 from weft.trainer.checkpoint_dirs import step_dirs
 from weft.trainer.checkpoint_manifest import find_damage, read_manifest
 
@@ -80,7 +81,7 @@ def server(tmp_path):
     """A process that starts training processes, one after the other."""
     env = {
         **os.environ,
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": xla_flags(),
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.flags import xla_flags
 from weft.errors import (
     AlreadyExistsError,
     CheckpointStepError,
@@ -200,7 +201,7 @@ def test_an_array_of_two_processes_does_not_go_into_one_file(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    env = {**os.environ, "XLA_FLAGS": xla_flags(1)}
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), str(port)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen([*program, str(i)], env=env, **pipes) for i in (0, 1)]
