@@ -20,7 +20,7 @@ PAIRS = 15
 _NOTE = f"{ARRAYS * int(np.prod(SHAPE)) * 4 / 1e6:.0f} MB"
 
 
-class _Saves:
+class Saves:
     """Saves a state again and again, each time as another step."""
 
     def __init__(self, directory: Path, state: Any, **kwargs: Any):
@@ -35,8 +35,13 @@ class _Saves:
     def wait(self) -> None:
         self.checkpointer.wait_until_finished()
 
+    def restore(self, like: Any) -> None:
+        """Restores the newest one; `like` gives shapes, dtypes and layouts."""
+        jax.block_until_ready(self.checkpointer.restore(state=like)[1])
 
-def _save_plain(directory: Path, state: Any) -> None:
+
+def save_plain(directory: Path, state: Any) -> None:
+    """Plain files, flushed to the disk."""
     directory.mkdir(exist_ok=True)
     for name, x in state.items():
         with open(directory / f"{name}.npy", "wb") as file:
@@ -45,7 +50,7 @@ def _save_plain(directory: Path, state: Any) -> None:
             os.fsync(file.fileno())
 
 
-def _load_plain(directory: Path, state: Any) -> Any:
+def load_plain(directory: Path, state: Any) -> Any:
     """Plain reads to where a state is needed: on the device."""
     loaded = {name: jax.device_put(np.load(directory / f"{name}.npy")) for name in state}
     return jax.block_until_ready(loaded)
@@ -61,7 +66,7 @@ def run() -> list[Row]:
     )
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
-        behind, at_once = _Saves(base / "a", state), _Saves(base / "b", state, asynchronous=False)
+        behind, at_once = Saves(base / "a", state), Saves(base / "b", state, asynchronous=False)
 
         blocked = []
         for _ in range(PAIRS + 1):
@@ -69,12 +74,11 @@ def run() -> list[Row]:
             behind.wait()  # not while the other one is measured
             blocked.append(one)
         quotients, begins, waits = ([one[i][0] for one in blocked[1:]] for i in range(3))
-        saving = ratios(at_once.begin, lambda: _save_plain(base / "c", state), pairs=PAIRS)
+        saving = ratios(at_once.begin, lambda: save_plain(base / "c", state), pairs=PAIRS)
 
-        def restore() -> None:
-            jax.block_until_ready(at_once.checkpointer.restore(state=like)[1])
-
-        restoring = ratios(restore, lambda: _load_plain(base / "c", state), pairs=PAIRS)
+        restoring = ratios(
+            lambda: at_once.restore(like), lambda: load_plain(base / "c", state), pairs=PAIRS
+        )
     return [
         row(
             "an asynchronous save, blocking / a synchronous one",

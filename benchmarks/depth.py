@@ -1,14 +1,36 @@
-"""Does a deeper repeated stack take longer to trace and compile?"""
+"""What does depth cost: of a stack of layers, and of transformations inside one another?
+
+Curves of the time to trace a decoder of 2 to 96 layers (unrolled, each block under its own jit,
+scanned), to make it abstractly, and to trace a block in 0 to 6 transformations. And in one number:
+does a deeper repeated stack take longer to trace and compile?
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from benchmarks.harness import Row, ratios, row
+from benchmarks._growth import Points, in_rounds, words
+from benchmarks.harness import Curve, Row, ratios, row
+from benchmarks.libraries import libraries
+from benchmarks.libraries.library import Library, Program
+from benchmarks.libraries.raw import RAW, X, decoder_values
 from weft.hierarchy.attention import RepeatedTransformerLayer
 from weft.hierarchy.module import functional
 
+DEPTHS, ROUNDS = (2, 6, 12, 24, 48, 96), 3
+NESTED = ("vmap", "scan", "remat", "vmap", "scan", "remat")
+_FORMS = {
+    "unrolled": "a decoder, unrolled",
+    "jitted": "a decoder, each block under its own jit",
+    "scanned": "a scanned decoder",
+}
 
-def _lower_and_compile(num_layers: int):
+
+def _build(num_layers: int) -> Callable[[], None]:
     cfg = RepeatedTransformerLayer.default_config().set(
         name="stack", input_dim=64, num_layers=num_layers
     )
@@ -19,7 +41,7 @@ def _lower_and_compile(num_layers: int):
     x = jax.ShapeDtypeStruct((2, 32, 64), jnp.float32)
 
     def build() -> None:
-        def loss(params, x):
+        def loss(params: Any, x: Any) -> Any:
             outputs, _ = functional(stack, jax.random.key(0), params, {"data": x}, is_training=True)
             return outputs.data.sum()
 
@@ -29,9 +51,112 @@ def _lower_and_compile(num_layers: int):
     return build
 
 
-def run() -> list[Row]:
-    """A repeated stack of 48 layers against one of 12: forward and backward, traced and
-    compiled.
-    """
-    measured = ratios(_lower_and_compile(48), _lower_and_compile(12))
-    return [row("trace and compile 48 / 12 repeated layers", measured, at_most=1.1)]
+def _flat() -> list[Row]:
+    measured = ratios(_build(48), _build(12))
+    rows = [row("trace and compile 48 / 12 repeated layers", measured, at_most=1.1)]
+    for library in libraries():
+        programs = [library.scanned(decoder_values(n)) for n in (48, 12)]
+        if None not in programs:
+            measured = ratios(
+                *(lambda p=p: _traced_cold(p, X) for p in programs),
+                clock=time.thread_time,
+                collect=True,
+            )
+            question = f"trace a scan of 48 / 12 layers, {library.name}"
+            rows.append(row(question, measured, at_most=1.1 if library.is_weft else None))
+    return rows
+
+
+def _traced_cold(program: Program, x: Any) -> None:
+    jax.clear_caches()
+    program.trace(x)
+
+
+def _by_depth(form: str) -> Curve:
+    lines: dict[str, Points] = {}
+    for n in DEPTHS:
+        values = decoder_values(n)
+        programs = {library.name: getattr(library, form)(values) for library in (RAW, *libraries())}
+        times = in_rounds(
+            {
+                name: (
+                    (lambda p=p: p.trace(X))
+                    if form == "unrolled"
+                    else (lambda p=p: _traced_cold(p, X))
+                )
+                for name, p in programs.items()
+                if p is not None
+            },
+            rounds=ROUNDS,
+        )
+        for name, seconds in times.items():
+            lines.setdefault(name, []).append((n, seconds * 1e3))
+    return Curve(
+        f"trace_by_depth_{form}",
+        f"Time to trace {_FORMS[form]}",
+        "layers",
+        "CPU time of Python, ms",
+        lines,
+        words(lines, "ms per layer"),
+    )
+
+
+def _init_by_depth() -> Curve:
+    lines: dict[str, Points] = {}
+    for n in (2, 6, 24, 96):
+        # Flax's objects take a time that grows as the square: minutes at 96 layers.
+        made = {x.name: x.shapes(n) for x in (RAW, *libraries()) if n <= 24 or x.name != "Flax NNX"}
+        for name, seconds in in_rounds(made, rounds=1).items():
+            lines.setdefault(name, []).append((n, seconds * 1e3))
+    return Curve(
+        "init_by_depth",
+        "Time to make a decoder abstractly",
+        "layers",
+        "CPU time of Python, ms",
+        lines,
+        words(lines, "ms per layer"),
+    )
+
+
+def _nested(library: Library, values: Any, deep: int) -> Program | None:
+    return library.transformed(next(iter(values.values())), NESTED[:deep])
+
+
+def _by_nesting() -> Curve:
+    """Over raw JAX: in a loop or a map each level of which adds an axis of length 2."""
+    values, lines = decoder_values(1), {}
+    for deep in range(len(NESTED) + 1):
+        axes = sum(kind != "remat" for kind in NESTED[:deep])
+        x = jnp.broadcast_to(X, (2,) * axes + X.shape)
+        raw = _nested(RAW, values, deep)
+        assert raw is not None
+        programs = {RAW.name: raw}
+        for library in libraries():
+            if (program := _nested(library, values, deep)) is not None:
+                programs[library.name] = program
+                if deep in (0, len(NESTED)):
+                    np.testing.assert_allclose(
+                        program(x), raw(x), rtol=1e-3, atol=1e-4, err_msg=library.name
+                    )
+        fns = {name: (lambda p=p, x=x: _traced_cold(p, x)) for name, p in programs.items()}
+        times = in_rounds(fns, rounds=5)
+        for name, seconds in times.items():
+            lines.setdefault(name, []).append((deep, seconds / times[RAW.name]))
+    said = [
+        f"{name}: {points[0][1]:.2f} × raw without any, {points[-1][1]:.2f} × in {len(NESTED)}"
+        for name, points in lines.items()
+        if name != RAW.name
+    ]
+    return Curve(
+        "trace_by_nesting",
+        "Time to trace a block in nested transformations, by that of raw JAX",
+        "transformations (vmap, scan, remat, vmap, scan, remat)",
+        "CPU time of Python / that of raw JAX",
+        lines,
+        "; ".join(said),
+    )
+
+
+def run() -> list[Row | Curve]:
+    """The curves, and whether a scan is flat in its length."""
+    return [*_flat(), *map(_by_depth, _FORMS), _init_by_depth(), _by_nesting()]

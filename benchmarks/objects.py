@@ -8,8 +8,8 @@ import time
 
 import jax.numpy as jnp
 
-from benchmarks._peers import libraries
 from benchmarks.harness import Row, calls, ratios, row
+from benchmarks.libraries import nnx_modules
 
 TIMES = 2000
 
@@ -80,5 +80,5 @@ def _of(library, nnx, is_weft) -> list[Row]:
 
 def run() -> list[Row]:
     """Reads and writes, of modules and of variables."""
-    libs = libraries()
+    libs = nnx_modules()
     return [r for name, nnx in libs.items() for r in _of(name, nnx, name.startswith("Weft"))]
