@@ -31,6 +31,7 @@ from weft.trainer.trainer import SpmdTrainer
 
 fault = ""
 told = set()
+state_is_there = threading.Event()
 
 
 def here(name):
@@ -41,6 +42,7 @@ def here(name):
 
 
 def tell_of_compilation():
+    state_is_there.wait()  # which is compiled as well, and not what is meant
     while not still_compiling():
         time.sleep(0.02)
     here("compiling")
@@ -130,6 +132,8 @@ class Listener(RunListener):
 
     def on_start(self, trainer, resumed_from):
         self.resumed_from = resumed_from
+        if fault == "compiling":
+            state_is_there.set()
 
     def on_step(self, step, outputs, batch):
         time.sleep(0.02)
