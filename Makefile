@@ -39,7 +39,7 @@ EXTRAS_bench := train,text,bench
 EXTRAS_docs := docs
 
 .venv/.has-%: Makefile requirements.lock pyproject.toml | $(BIN)/python
-	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a minute or two."
+	@echo "Installing weft[$(EXTRAS_$*)] into .venv; the first time takes a few minutes."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		--constraint requirements.lock --editable '.[$(EXTRAS_$*)]'
 	@touch $@
