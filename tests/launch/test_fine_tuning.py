@@ -1,0 +1,107 @@
+"""Two real processes fine-tune a base that they make, evaluate, sample, measure, and stop early."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.input import ByteTokenizer
+from weft.interop.huggingface import from_huggingface
+from weft.recipes.lm_lora import lm_lora
+
+pytestmark = pytest.mark.long
+
+PROGRAM = Path(__file__).with_name("fine_tuning.py")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fine_tuning")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    flags = os.environ["XLA_FLAGS"].split()
+    env = {
+        **os.environ,
+        "XLA_FLAGS": " ".join(flag for flag in flags if "device_count" not in flag),
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    subprocess.run(
+        [sys.executable, str(PROGRAM), str(directory), str(port)], env=env, check=True, timeout=280
+    )
+    return directory
+
+
+@pytest.fixture(scope="module")
+def seen(directory):
+    first, second = (directory / f"process_{i}.json" for i in (0, 1))
+    assert first.read_text() == second.read_text()
+    return json.loads(first.read_text())
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_both_see_the_same_and_stop_early_after_the_same_step(seen):
+    assert seen["ended"] == [4, "early stopping"] and seen["saved"] == [2, 4]
+    assert [(name, step) for name, step, _ in seen["evals"]] == [
+        (name, step) for step in (2, 4) for name in ("held_out", "samples")
+    ]
+    losses = [values["loss"] for name, _, values in seen["evals"] if name == "held_out"]
+    assert losses[1] < losses[0] < 7  # so the larger one, which was wanted, was the first
+
+
+def test_adapters_alone_are_trained_beside_the_base_that_one_has_written(seen, directory):
+    _, base = from_huggingface(directory / "runs/lm-llama/huggingface")
+    sums = seen["sums"]
+    for name, layer in (
+        ("emb/token_emb", base["decoder"]["emb"]["token_emb"]),
+        ("lm_head", base["decoder"]["lm_head"]),
+    ):
+        expected = float(np.asarray(layer["weight"], np.float64).sum())
+        assert sums[f"decoder/{name}/weight"] == pytest.approx(expected)
+    ups = {name: x for name, x in sums.items() if "lora_up" in name}
+    assert len(ups) == 5 and all(ups.values())  # they begin as 0
+
+
+def test_one_of_them_reports_the_speed_of_both(directory):
+    summaries = directory / "tuned/summaries"
+    assert sorted(path.name for path in summaries.iterdir()) == [
+        "held_out",
+        "samples",
+        "train_train",
+    ]
+    for path in summaries.iterdir():
+        assert len(list(path.glob("events*"))) == 1
+    last = lines(summaries / "train_train/summaries.jsonl")[-1]
+    values = {
+        name.removeprefix("throughput/"): x
+        for name, x in last["values"].items()
+        if name.startswith("throughput/")
+    }
+    assert last["step"] == 4
+    # Of the whole batch: 4 rows of 16 tokens, whichever process reads them.
+    assert values["examples_per_second"] == pytest.approx(4 * values["steps_per_second"])
+    assert values["tokens_per_second"] == pytest.approx(64 * values["steps_per_second"])
+    assert values["mfu"] > 0 and 0 < values["goodput"] < 1
+    marks = json.loads((directory / "tuned/run.json").read_text())["goodput"]
+    assert [mark["step"] for mark in marks] == [2, 4]
+    assert 0 < marks[0]["productive_seconds"] <= marks[1]["productive_seconds"]
+
+
+def test_each_sample_is_of_its_prompt_in_the_order_of_one_process(directory):
+    cfg = lm_lora().evalers["held_out"].input
+    cfg.source.set(sequence_length=16, global_batch_size=8, max_examples=8)
+    cfg.source.corpus.set(pattern="json/*.py", held_out_fraction=0.1)
+    (batch,) = cfg.set(name="input").instantiate(parent=None).dataset()
+    prompts = [ByteTokenizer().decode(row[:5]) for row in batch["input_ids"]]
+    for step in (2, 4):
+        samples = lines(directory / f"tuned/summaries/samples/step_{step:08d}.jsonl")
+        assert [sample["prompt"] for sample in samples] == prompts
+        assert {sample["num_tokens"] for sample in samples} <= {0, 1, 2, 3}
