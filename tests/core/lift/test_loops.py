@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.core import apply, broadcast, init, lift, meta, nn
 from weft.errors import (
     AxisSizeError,
@@ -12,9 +13,9 @@ from weft.errors import (
     ScopeCollectionNotFound,
 )
 
-KEY = jax.random.key(0)
-RNGS = {"params": KEY, "noise": jax.random.key(1)}
-X = jax.random.normal(KEY, (4, 3))
+KEY = quick_key(0)
+RNGS = {"params": KEY, "noise": quick_key(1)}
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
 
 
 def layer(scope, x, _=None):

@@ -3,13 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.core import apply, init
 from weft.core.nn import multi_head_dot_product_attention
 from weft.core.nn.decoding import CacheEntry
 from weft.errors import ArgumentShapeError, ArgumentValueError, ModifyScopeVariableError
 
-KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 6, 8))
+KEY = quick_key(0)
+X = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
 
 
 def attend(scope, x, **kwargs):
@@ -18,7 +19,17 @@ def attend(scope, x, **kwargs):
 
 @pytest.fixture(scope="module")
 def whole():
-    return init(attend)(KEY, X, cache=True)
+    return started(X)
+
+
+def started(x):
+    """One program: leaks are looked for, so JAX would compile each operation at each use."""
+    return jax.device_get(jax.jit(lambda: init(attend)(KEY, x, cache=True))())
+
+
+@jax.jit
+def outputs_of_all(params, x):
+    return apply(attend)(params, x)
 
 
 @jax.jit
@@ -31,63 +42,65 @@ def decoded(variables, positions):
     outputs = []
     for x in positions:
         y, variables = step(variables, x)
-        outputs.append(y)
+        outputs.append(np.asarray(y))
     return outputs, variables["cache"]["entry"]
 
 
 def test_steps_give_what_the_whole_sequence_gives(whole):
     y, variables = whole
     params = {"params": variables["params"]}
-    np.testing.assert_allclose(y, apply(attend)(params, X), rtol=1e-5, atol=1e-6)
-    outputs, entry = decoded(variables, jnp.split(X, 6, axis=1))
-    np.testing.assert_allclose(jnp.concatenate(outputs, 1), y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, outputs_of_all(params, X), rtol=1e-5, atol=1e-6)
+    outputs, entry = decoded(variables, np.split(X, 6, axis=1))
+    np.testing.assert_allclose(np.concatenate(outputs, 1), y, rtol=1e-4, atol=1e-5)
     assert (entry.i, entry.key.shape) == (6, (2, 6, 2, 4))
 
 
 def test_a_cache_may_be_of_another_size_than_the_first_call(whole):
     y, variables = whole
     empty = jax.tree.map(lambda entry: entry((1, 9)), variables["cache"], is_leaf=callable)
-    outputs, entry = decoded({**variables, "cache": empty}, jnp.split(X[:1], 6, axis=1))
-    np.testing.assert_allclose(jnp.concatenate(outputs, 1), y[:1], rtol=1e-4, atol=1e-5)
-    assert (entry.key[:, 6:] == 0).all()
+    outputs, entry = decoded({**variables, "cache": empty}, np.split(X[:1], 6, axis=1))
+    np.testing.assert_allclose(np.concatenate(outputs, 1), y[:1], rtol=1e-4, atol=1e-5)
+    assert (np.asarray(entry.key)[:, 6:] == 0).all()
 
 
 def test_past_the_end_the_last_positions_are_seen(whole):
     _, variables = whole
     empty = {"entry": variables["cache"]["entry"]((2, 4))}
-    outputs, _ = decoded({**variables, "cache": empty}, jnp.split(X, 6, axis=1))
+    outputs, _ = decoded({**variables, "cache": empty}, np.split(X, 6, axis=1))
     params = {"params": variables["params"]}
-    window = apply(attend)(params, X[:, 2:])
-    np.testing.assert_allclose(outputs[-1], window[:, -1:], rtol=1e-4, atol=1e-5)
+    window = outputs_of_all(params, X[:, 2:])
+    np.testing.assert_allclose(outputs[-1], np.asarray(window)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_positions_of_several_axes_come_in_order():
     grid = X.reshape(2, 2, 3, 8)
-    y, variables = init(attend)(KEY, grid, cache=True)
+    y, variables = started(grid)
     positions = [grid[:, i : i + 1, j : j + 1] for i in range(2) for j in range(3)]
     outputs, _ = decoded(variables, positions)
-    outputs = jnp.stack(outputs, 1).reshape(y.shape)
+    outputs = np.stack(outputs, 1).reshape(y.shape)
     np.testing.assert_allclose(outputs, y, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_in_the_cache_is_not_seen(whole):
     _, variables = whole
-    valid = jnp.array([[False, False, True, True, True, True]] * 2)
-    for i in range(6):
+    valid = np.array([[False, False, True, True, True, True]] * 2)
+
+    @jax.jit
+    def step(variables, x, valid_here):
         y, changed = apply(attend, mutable=["cache"])(
-            variables,
-            X[:, i : i + 1],
-            cache=True,
-            padding_mask=valid[:, i : i + 1],
-            key_padding_mask=valid,
+            variables, x, cache=True, padding_mask=valid_here, key_padding_mask=valid
         )
-        variables = {**variables, **changed}
-    expected = apply(attend)({"params": variables["params"]}, X[:, 2:])
-    np.testing.assert_allclose(y, expected[:, -1:], rtol=1e-4, atol=1e-5)
+        return y, {**variables, **changed}
+
+    for i in range(6):
+        y, variables = step(variables, X[:, i : i + 1], valid[:, i : i + 1])
+    expected = outputs_of_all({"params": variables["params"]}, X[:, 2:])
+    np.testing.assert_allclose(y, np.asarray(expected)[:, -1:], rtol=1e-4, atol=1e-5)
 
 
 def test_half_precision_is_cached_as_such():
-    entry = init(attend)(KEY, X, dtype=jnp.bfloat16, cache=True)[1]["cache"]["entry"]
+    half = jax.jit(lambda: init(attend)(KEY, X, dtype=jnp.bfloat16, cache=True))
+    entry = half()[1]["cache"]["entry"]
     assert entry.key.dtype == entry.value.dtype == jnp.bfloat16
     assert entry((1, 2), jnp.float32).key.dtype == jnp.float32
 
@@ -95,14 +108,20 @@ def test_half_precision_is_cached_as_such():
 def test_a_cache_is_made_under_jit_and_vmap():
     made = jax.jit(lambda x: init(attend)(KEY, x, cache=True)[1]["cache"]["entry"])(X)
     assert (made.key.shape, made.i) == ((2, 6, 2, 4), 0)
-    each = jax.vmap(lambda x: init(attend)(KEY, x[None], cache=True)[1]["cache"]["entry"])(X)
+    each = jax.jit(jax.vmap(lambda x: init(attend)(KEY, x[None], cache=True)[1]["cache"]["entry"]))(
+        X
+    )
     assert each.key.shape == (2, 1, 6, 2, 4)
 
 
 def test_bad_steps(whole):
     _, variables = whole
     one = X[:, :1]
-    wrong = apply(attend, mutable=["cache"])
+
+    def wrong(variables, x, **kwargs):
+        step = apply(attend, mutable=["cache"])
+        return jax.eval_shape(lambda: step(variables, x, **kwargs))
+
     with pytest.raises(ArgumentShapeError, match=r"\(2, 2, 2, 4\).* one position at a time"):
         wrong(variables, X[:, :2], cache=True)
     with pytest.raises(ArgumentShapeError, match=r"\(1, 1, 2, 4\), .* expects \(2, 1, 2, 4\)"):
