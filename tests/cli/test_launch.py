@@ -67,6 +67,16 @@ def test_the_script_and_the_manifest_are_printed(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_weights_that_only_the_pods_have_are_left_to_them(capsys):
+    words = ["-n", "2", "--job", "volume_claim=runs", *IMAGE, "lm-lora", "base=/runs/base"]
+    assert main(["launch", "k8s", *words]) == 0
+    printed = capsys.readouterr()
+    assert '- "base=/runs/base"' in printed.out
+    assert "weft launch: not checked, as it is not on this machine: '/runs/base/" in printed.err
+    assert main(["launch", "slurm", "-n", "2", "lm-lora", "base=/runs/base"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
 def test_a_submitted_job_is_told_by_its_number(monkeypatch, capsys):
     monkeypatch.setattr(SlurmJob, "submit", lambda self: f"{self.config.num_processes}00")
     assert main(["launch", "slurm", "-n", "2", "--submit", "lm-tiny"]) == 0

@@ -81,6 +81,11 @@ def test_what_a_pod_is_given_is_what_the_config_says():
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100"}
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert container["volumeMounts"] == [{"name": "runs", "mountPath": "/data/runs"}]
+    # So that runs/lm is one directory for all of them.
+    assert container["workingDir"] == "/data/runs"
+    elsewhere = parts(job(**ALL, working_dir="/app").manifest())[3]
+    assert elsewhere["workingDir"] == "/app"
+    assert "workingDir" not in parts(job().manifest())[3]
 
 
 def test_the_processes_of_the_pods_know_where_they_stand():
@@ -104,6 +109,7 @@ def test_the_processes_of_the_pods_know_where_they_stand():
         ({"volume_claim": "A"}, r"volume_claim='A'; expected"),
         ({"image": "a b"}, r"image='a b'; expected the name of an image"),
         ({"mount_path": "runs"}, r"mount_path='runs'; expected an absolute path"),
+        ({"working_dir": "app"}, r"working_dir='app'; expected an absolute path"),
         (
             {"gpus_per_process": 1, "resources": {"nvidia.com/gpu": "1"}},
             r"resources has nvidia\.com/gpu, and gpus_per_process=1 .* Set one of them",

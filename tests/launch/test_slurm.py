@@ -106,6 +106,8 @@ def test_the_shell_reads_the_script(fields):
     script = job(**fields).script()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "weft train lm 'a=[1, 2]'" in script
+    # srun gives a process one core, unless it is told again.
+    assert ("srun --kill-on-bad-exit=1 --cpus-per-task=16 " in script) == bool(fields)
 
 
 @pytest.mark.parametrize("time", ["90", "5:30", "8:00:00", "1-0", "1-12:30", "2-12:00:00"])
@@ -184,7 +186,8 @@ def test_submitit_submits_the_same_directives(cluster):
     assert {n: submitted[n] for n in own if n != "output"} == {
         n: v for n, v in own.items() if n != "output"
     }
-    assert "module load cuda" in script and "--kill-on-bad-exit=1" in script
+    assert "module load cuda" in script
+    assert "--kill-on-bad-exit=1 --cpus-per-task=16" in script
     assert "export GREETING='it'\"'\"'s'" in script and "export JAX_NUM_PROCESSES=4" in script
 
 

@@ -144,6 +144,7 @@ def _add_launch(commands: Any) -> None:
         "print a JobSet manifest for kubectl",
         fields="  image=registry/weft:1     the container image; this one is needed\n"
         "  volume_claim=runs  mount_path=/runs    a directory that all pods share\n"
+        "  working_dir=/runs         where they start; by default there\n"
         "  gpus_per_process=8  resources.memory=400Gi\n"
         "  node_selector={...}  labels={...}  namespace=research\n",
         epilog="",

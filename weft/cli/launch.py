@@ -9,6 +9,7 @@ from typing import Any
 from weft.cli.configs import load_config
 from weft.cli.train import split_arguments
 from weft.config import apply_overrides
+from weft.errors import WeightsReadError
 from weft.launch.job import Job
 from weft.launch.jobset import JobSetJob
 from weft.launch.local import LocalJob
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 def make_job(arguments: argparse.Namespace) -> Any:
     """The job that the arguments of `weft launch` describe.
 
-    A recipe or a field that is not there shows here, before anything has been started.
+    A recipe or a field that is not there shows here, before anything has been started. Weights
+    that the recipe reads may be on the pods' volume alone.
 
     Args:
         arguments: of the command line.
@@ -49,7 +51,12 @@ def make_job(arguments: argparse.Namespace) -> Any:
         WeftError: for what does not fit.
     """
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
-    load_config(recipe, overrides)
+    try:
+        load_config(recipe, overrides)
+    except WeightsReadError as error:
+        if arguments.where != "k8s":
+            raise
+        print(f"weft launch: not checked, as it is not on this machine: {error}", file=sys.stderr)
     here = arguments.where == "local"
     program = [sys.executable, "-m", "weft"] if here else ["weft"]
     cfg = JOBS[arguments.where].default_config()

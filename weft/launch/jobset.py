@@ -47,6 +47,8 @@ class JobSetJob(Job):
             volume_claim: a PersistentVolumeClaim that all pods mount, for the run's directory. Its
                 access mode has to be ReadWriteMany.
             mount_path: where they mount it.
+            working_dir: where the command runs, and so where relative paths lie; None for
+                `mount_path` with a claim, and for the image's own without.
         """
 
         image: Required[str] = REQUIRED
@@ -56,6 +58,7 @@ class JobSetJob(Job):
         labels: dict[str, str] = {}
         volume_claim: str | None = None
         mount_path: str = "/runs"
+        working_dir: str | None = None
 
     def __init__(self, config: Config):
         super().__init__(config)
@@ -66,7 +69,9 @@ class JobSetJob(Job):
             if value is not None:
                 check_text(where, field, value, _LABEL, expected)
         check_text(where, "image", cfg.image, r"\S+", "the name of an image, without spaces")
-        check_text(where, "mount_path", cfg.mount_path, r"/[^\s:]+", "an absolute path")
+        for field in ("mount_path", "working_dir"):
+            if getattr(cfg, field) is not None:
+                check_text(where, field, getattr(cfg, field), r"/[^\s:]+", "an absolute path")
         too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
         if too_long > 0:
             raise JobConfigError(
@@ -142,6 +147,9 @@ class JobSetJob(Job):
             container["resources"] = {"limits": resources}
         if cfg.node_selector:
             pod["nodeSelector"] = dict(cfg.node_selector)
+        working_dir = cfg.working_dir or (cfg.volume_claim and cfg.mount_path)
+        if working_dir:
+            container["workingDir"] = working_dir
         if cfg.volume_claim is not None:
             container["volumeMounts"] = [{"name": "runs", "mountPath": cfg.mount_path}]
             claim = {"claimName": cfg.volume_claim}

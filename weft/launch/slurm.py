@@ -122,7 +122,8 @@ class SlurmJob(Job):
         ]
         # Without --export, what is set above would depend on the cluster's defaults.
         lines += [
-            f"srun --kill-on-bad-exit=1 --label --export=ALL {shlex.join(cfg.command)} && exit 0",
+            f"srun {' '.join(self._srun_options())} --label --export=ALL "
+            f"{shlex.join(cfg.command)} && exit 0",
             "code=$?",
         ]
         if cfg.max_tries > 1:
@@ -132,6 +133,12 @@ class SlurmJob(Job):
                 "fi",
             ]
         return "\n".join([*lines, 'exit "$code"']) + "\n"
+
+    def _srun_options(self) -> list[str]:
+        cores = self.config.cpus_per_process
+        # Since Slurm 22.05, srun does not take them from sbatch: a process would have one core.
+        of_cores = [] if cores is None else [f"--cpus-per-task={cores}"]
+        return ["--kill-on-bad-exit=1", *of_cores]
 
     def _variables(self) -> list[tuple[str, str]]:
         values = dict(self.environment)
@@ -178,7 +185,7 @@ class SlurmJob(Job):
                 job_name=given.pop("job-name"),
                 additional_parameters={name: value or True for name, value in given.items()},
                 setup=[*self.config.setup, *exports],
-                srun_args=["--kill-on-bad-exit=1"],
+                srun_args=self._srun_options(),
             )
             return executor.submit(subprocess.check_call, list(self.config.command)).job_id
         except (OSError, RuntimeError) as error:
