@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,9 +9,8 @@ def names(path):
 
 def wave(shape, offset=0.0):
     """Values for inputs that are easily written down for another library too."""
-    return jnp.asarray(
-        np.sin(np.arange(np.prod(shape, dtype=int)) * 0.7 + offset).reshape(shape), "f"
-    )
+    values = np.sin(np.arange(np.prod(shape, dtype=int)) * 0.7 + offset).reshape(shape)
+    return jax.device_put(values.astype(np.float32))
 
 
 @pytest.fixture(name="wave", scope="session")
@@ -35,7 +33,8 @@ def filled():
         for path, spec in leaves:
             size = np.prod(spec.shape, dtype=int)
             value = 0.3 * np.sin(np.arange(size) + order[names(path)]).reshape(spec.shape)
-            values.append(jnp.asarray(value + names(path).endswith("scale"), jnp.float32))
+            value += names(path).endswith("scale")
+            values.append(jax.device_put(value.astype(np.float32)))
         return tree.unflatten(values)
 
     return fill

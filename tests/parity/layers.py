@@ -3,7 +3,6 @@
 import flax.core
 import flax.core.nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ LIBRARIES = (flax.core, flax.core.nn), (weft.core, weft.core.nn)
 
 def draw(i, *shape):
     """Random numbers, without a program that would have to be compiled."""
-    return jnp.asarray(np.random.default_rng(i).normal(size=shape).astype(np.float32))
+    return jax.device_put(np.random.default_rng(i).normal(size=shape).astype(np.float32))
 
 
 def same(program, tolerance=1e-5, jit=jax.jit):
