@@ -100,7 +100,7 @@ def dispatch() -> dict[str, dict[int, float]]:
     for n in COUNTS:
         sharding = NamedSharding(Mesh(jax.devices()[:n], "x"), PartitionSpec("x"))
         values = jax.device_put(chain_values(50, 8), sharding)
-        steps = {x.name: x.shrinking(values).get("") for x in (RAW, *libraries())}
+        steps = {x.name: x.shrinking(values, plain=True).get("") for x in (RAW, *libraries())}
 
         def many(step: Any) -> None:
             for _ in range(times):

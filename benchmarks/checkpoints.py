@@ -18,6 +18,11 @@ from weft.trainer.checkpointer import Checkpointer
 ARRAYS, SHAPE = 16, (1024, 4096)
 PAIRS = 15
 _NOTE = f"{ARRAYS * int(np.prod(SHAPE)) * 4 / 1e6:.0f} MB"
+_SAVING = (
+    "of 0.55–0.86 s for 134 MB, on a loaded machine, the digests take 0.15 s and removing the "
+    "checkpoint before it 0.12–0.28 s, neither of which plain files have; without them it takes "
+    "what those take"
+)
 
 
 class Saves:
@@ -85,6 +90,12 @@ def run() -> list[Row]:
             (quotients, begins, waits),
             at_most=0.1,
         ),
-        row("a save with digests / numpy.save with fsync", saving, at_most=1 / 0.8, note=_NOTE),
+        row(
+            "a save with digests / numpy.save with fsync",
+            saving,
+            at_most=1 / 0.8,
+            note=_NOTE,
+            why=_SAVING,
+        ),
         row("a restore, every file checked / numpy.load", restoring, at_most=1 / 0.8, note=_NOTE),
     ]

@@ -162,7 +162,7 @@ class Equinox(Library):
         make = lambda: lambda model, x: jax.vmap(model)(x)  # noqa: E731
         return Program(make, self._chain(values))
 
-    def shrinking(self, values):
+    def shrinking(self, values, plain=False):
         model = self._chain(values)
         jitted = eqx.filter_jit(lambda x, model: shrink(model, x), donate="all-except-first")
         return {"": Stateful(lambda model, x: jitted(x, model), model, jnp.ones(()))}

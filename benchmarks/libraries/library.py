@@ -80,8 +80,11 @@ class Library:
     def chain(self, values: Values) -> Program | None:
         """Linear layers with a tanh after each."""
 
-    def shrinking(self, values: Values) -> dict[str, Step]:
-        """By way of calling: multiplies each array of a chain, given away, by 0.999."""
+    def shrinking(self, values: Values, plain: bool = False) -> dict[str, Step]:
+        """By way of calling: multiplies each array of a chain, given away, by 0.999.
+
+        With `plain` the way "" alone.
+        """
         program = self.chain(values)
         if program is None:
             return {}

@@ -69,7 +69,10 @@ def chain_of(nnx):
 
 
 def _filled(module, values):
-    """The module with the values in its variables."""
+    """The module with the values in its variables.
+
+    It was made with others: Flax takes minutes to make large ones without values.
+    """
     for name, value in values.items():
         if isinstance(value, dict):
             _filled(getattr(module, name), value)
@@ -84,12 +87,12 @@ class NNX(Library):
 
     def _decoder(self, values):
         nnx = self.nnx
-        model = nnx.eval_shape(lambda: decoder_of(nnx)(len(values), rngs=nnx.Rngs(0)))
+        model = decoder_of(nnx)(len(values), rngs=nnx.Rngs(0))
         return _filled(model, values)
 
     def _block(self, values):
         nnx = self.nnx
-        model = nnx.eval_shape(lambda: block_of(nnx)(rngs=nnx.Rngs(0)))
+        model = block_of(nnx)(rngs=nnx.Rngs(0))
         return _filled(model, raw.stacked(values))
 
     def unrolled(self, values):
@@ -130,7 +133,7 @@ class NNX(Library):
             call = lambda block, x: block(x)  # noqa: E731
             return functools.reduce(lambda fn, kind: wrap[kind](fn), kinds, call)
 
-        model = nnx.eval_shape(lambda: block_of(nnx)(rngs=nnx.Rngs(0)))
+        model = block_of(nnx)(rngs=nnx.Rngs(0))
         return Program(make, _filled(model, values), nnx.jit)
 
     def shapes(self, n):
@@ -145,21 +148,23 @@ class NNX(Library):
     def _chain(self, values):
         nnx = self.nnx
         shapes = {name: layer["kernel"].shape for name, layer in values.items()}
-        model = nnx.eval_shape(lambda: chain_of(nnx)(shapes, rngs=nnx.Rngs(0)))
+        model = chain_of(nnx)(shapes, rngs=nnx.Rngs(0))
         return _filled(model, values)
 
     def chain(self, values):
         return Program(lambda: lambda model, x: model(x), self._chain(values), self.nnx.jit)
 
-    def _ways(self, jit, make, x):
+    def _ways(self, jit, make, x, plain=False):
         """By way of calling: a jitted function of what `make` makes, and of x."""
         is_weft = self.is_weft
+        if plain:
+            return {"": functools.partial(jit(), *make(), x)}
         ways = {"": jit()} if is_weft else {"": jit(), ", tree mode": jit(graph=False)}
         steps = {way: functools.partial(jitted, *make(), x) for way, jitted in ways.items()}
         cached = self.nnx.cached_partial(jit(), *make())
         return {**steps, ", cached_partial": functools.partial(cached, x)}
 
-    def shrinking(self, values):
+    def shrinking(self, values, plain=False):
         def shrink(model, x):
             for name in model.names:
                 layer = getattr(model, name)
@@ -168,7 +173,7 @@ class NNX(Library):
             return x + 1
 
         jit = functools.partial(self.nnx.jit, shrink, donate_argnums=0)
-        return self._ways(jit, lambda: (self._chain(values),), jnp.ones(()))
+        return self._ways(jit, lambda: (self._chain(values),), jnp.ones(()), plain)
 
     def training(self, values, tx):
         nnx = self.nnx
