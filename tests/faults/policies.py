@@ -104,6 +104,16 @@ class Faulty(EmptyInput):
         return {"x": x}
 
 
+class Trainer(SpmdTrainer):
+    """Knows whether a compiler was at work when it began to save."""
+
+    left_compiler = False
+
+    def save_checkpoint(self, evaler_summaries, *, force=False):
+        self.left_compiler |= still_compiling()
+        return super().save_checkpoint(evaler_summaries, force=force)
+
+
 class Listener(RunListener):
     def __init__(self):
         self.steps, self.saved, self.evaluated, self.ended = [], [], [], None
@@ -131,7 +141,7 @@ def config(directory, slow="", faults=None):
     optimizer = config_for_function(sgd_optimizer).set(
         learning_rate=0.01, decouple_weight_decay=True
     )
-    cfg = SpmdTrainer.default_config().set(
+    cfg = Trainer.default_config().set(
         name="trainer",
         dir=os.path.join(directory, slow or "policies"),
         model=Fitted.default_config().set(dtype=jnp.float32, slow=slow),
@@ -169,7 +179,7 @@ def run(phase, cfg):
         "policy": trainer._run_state.get_state().get("anomalies"),
         "bits": [hashlib.sha256(x.tobytes()).hexdigest() for x in weights],
         "finite": all(np.isfinite(x).all() for x in weights),
-        "still_compiling": still_compiling(),
+        "left_compiler": trainer.left_compiler or still_compiling(),
         "checkpoints": trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir),
         **vars(listener),
     }

@@ -14,7 +14,7 @@ GRACE_SECONDS = 30.0
 def done(processes, phase):
     """What the processes say of a run, which is the same but for their clocks."""
     told = [process.done() for process in processes]
-    beside = {"time": None, "still_compiling": None}
+    beside = {"time": None, "left_compiler": None}
     assert told[0] | beside == told[1] | beside
     assert told[0]["phase"] == phase
     return told[0] | {name: max(t[name] for t in told) for name in beside}
@@ -40,7 +40,7 @@ def test_processes_decide_alike_and_leave_their_compilers(start):
     now = time.monotonic()
     processes[1].send(signal.SIGTERM)
     drawing = done(processes, "drawing")
-    assert drawing["still_compiling"] and drawing["time"] - now < GRACE_SECONDS
+    assert drawing["left_compiler"] and drawing["time"] - now < GRACE_SECONDS
     assert drawing["ended"] == [0, "SIGTERM"]
     assert drawing["checkpoints"] == drawing["saved"] == drawing["steps"] == []
 
@@ -48,7 +48,7 @@ def test_processes_decide_alike_and_leave_their_compilers(start):
     now = time.monotonic()
     processes[1].send(signal.SIGTERM)
     evaluating = done(processes, "evaluating")
-    assert evaluating["still_compiling"] and evaluating["time"] - now < GRACE_SECONDS
+    assert evaluating["left_compiler"] and evaluating["time"] - now < GRACE_SECONDS
     assert evaluating["ended"] == [1, "SIGTERM"] and evaluating["evaluated"] == []
     assert evaluating["checkpoints"] == evaluating["saved"] == [1]
     assert [process.code() for process in processes] == [0, 0]
