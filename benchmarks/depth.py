@@ -5,6 +5,7 @@ scanned), to make it abstractly, and to trace a block in 0 to 6 transformations.
 does a deeper repeated stack take longer to trace and compile?
 """
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +22,7 @@ from benchmarks.libraries.raw import RAW, X, decoder_values
 from weft.hierarchy.attention import RepeatedTransformerLayer
 from weft.hierarchy.module import functional
 
-DEPTHS, ROUNDS = (2, 6, 12, 24, 48, 96), 3
+DEPTHS, ROUNDS = (2, 6, 24, 48, 96), 2
 NESTED = ("vmap", "scan", "remat", "vmap", "scan", "remat")
 _FORMS = {
     "unrolled": "a decoder, unrolled",
@@ -139,7 +140,7 @@ def _by_nesting() -> Curve:
                         program(x), raw(x), rtol=1e-3, atol=1e-4, err_msg=library.name
                     )
         fns = {name: (lambda p=p, x=x: _traced_cold(p, x)) for name, p in programs.items()}
-        times = in_rounds(fns, rounds=5)
+        times = in_rounds(fns, rounds=3)
         for name, seconds in times.items():
             lines.setdefault(name, []).append((deep, seconds / times[RAW.name]))
     said = [
@@ -159,4 +160,5 @@ def _by_nesting() -> Curve:
 
 def run() -> list[Row | Curve]:
     """The curves, and whether a scan is flat in its length."""
+    gc.freeze()  # what is there already is not looked at again in each collection
     return [*_flat(), *map(_by_depth, _FORMS), _init_by_depth(), _by_nesting()]

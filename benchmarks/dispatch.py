@@ -53,7 +53,7 @@ def _row(question: str, step: Step, raw: Step, library: Library) -> Row:
             result = fn()
         jax.block_until_ready(result)
 
-    pairs = 40 if library.is_weft else 15
+    pairs = 25 if library.is_weft else 15
     quotients, *times = ratios(
         lambda: many(step), lambda: many(raw), pairs=pairs, warmup=3, clock=time.thread_time
     )

@@ -1,5 +1,6 @@
 """What does it cost to make a model abstractly: the shapes of a decoder's parameters?"""
 
+import gc
 import time
 from typing import Any
 
@@ -20,6 +21,7 @@ def sizes(shapes: Any) -> list[int]:
 def run() -> list[Row]:
     """Six layers in every library, and 96 in Weft: the ratio must be the same."""
     rows = []
+    gc.freeze()  # what is there already is not looked at again in each collection
     for library in libraries():
         if (found := sizes(library.shapes(FEW)())) != (expected := sizes(RAW.shapes(FEW)())):
             raise AssertionError(f"{library.name} makes arrays of {found}, not of {expected}")

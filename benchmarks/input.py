@@ -25,7 +25,7 @@ from weft.input.text_tokenizers import HuggingFaceTokenizer, SentencePieceTokeni
 
 STEP_SECONDS = 0.020
 ROWS, LENGTH = 32, 1024
-STEPS, PAIRS, BATCHES = 25, 15, 10
+STEPS, PAIRS, BATCHES = 10, 15, 10
 
 
 def _write(folder: Path) -> None:

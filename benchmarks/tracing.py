@@ -4,6 +4,7 @@ Its layers unrolled; unrolled with each block under its own jit; scanned; and in
 transformations at once. CPU time of the Python thread, garbage collected before each measurement.
 """
 
+import gc
 import time
 from typing import Any
 
@@ -71,6 +72,7 @@ def _by_jit(n: int) -> list[Row]:
 def run() -> list[Row]:
     """Each library in the four forms."""
     rows = []
+    gc.freeze()  # what is there already is not looked at again in each collection
     for n in (12, 24, 48):
         values = decoder_values(n)
         for library in libraries():
