@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.keys import quick_key
 from weft.config import config_for_function
 from weft.errors import ConfigModifierError
 from weft.hierarchy.linear import Linear
@@ -60,7 +61,7 @@ class Run:
 
     def __init__(self, cfg):
         self.trainer = trainer_of(cfg)
-        self.trainer.init(jax.random.key(0))
+        self.trainer.init(quick_key(0))
         state, self.losses = self.trainer.trainer_state, []
         batch = next(iter(self.trainer.input.dataset()))
         with self.trainer.mesh():
