@@ -22,6 +22,11 @@ def quick_key(seed):
     return jax.random.key(seed, impl=_QUICK)
 
 
+def draw(seed, *shape):
+    """Numbers in place of `jax.random.normal`, without a program that would have to be compiled."""
+    return jax.device_put(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
 def _mixed(x):
     """A one-to-one function of 32 bits, each of which changes about half of the result."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)

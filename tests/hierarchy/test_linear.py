@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from tests.keys import draw
 from weft.hierarchy.base_layer import DefaultTensorStats, FactorizationSpec
 from weft.hierarchy.linear import Linear, MultiLinear, UnitNormLinear, VariationalNoise
 from weft.hierarchy.module import functional as F
@@ -22,7 +23,7 @@ def run(layer, params, x, is_training=True):
     return F(layer, KEY, params, (x,), is_training=is_training)
 
 
-X = jax.random.normal(jax.random.key(1), (2, 5, 3))
+X = draw(1, 2, 5, 3)
 
 
 def test_linear_is_weight_times_input_plus_bias():

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import UnknownActivationError
 from weft.hierarchy.module import functional as F
 from weft.hierarchy.pooling import MaxPool2D, SqueezeExcitation
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (2, 5, 6, 4))
+X = draw(1, 2, 5, 6, 4)
 
 
 def make(cls, **kwargs):

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
@@ -21,8 +22,8 @@ from weft.linen.methods import compact
 from weft.linen.module import Module
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (2, 5, 8))
-OTHER = jax.random.normal(jax.random.key(2), (2, 7, 6))
+X = draw(1, 2, 5, 8)
+OTHER = draw(2, 2, 7, 6)
 
 
 def by_hand(params, x, other, mask=None):

@@ -3,13 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen.attention_functions import dot_product_attention, dot_product_attention_weights
 
 KEY = jax.random.key(0)
-Q = jax.random.normal(jax.random.key(1), (2, 5, 3, 4))
-K = jax.random.normal(jax.random.key(2), (2, 7, 3, 4))
-V = jax.random.normal(jax.random.key(3), (2, 7, 3, 6))
+Q = draw(1, 2, 5, 3, 4)
+K = draw(2, 2, 7, 3, 4)
+V = draw(3, 2, 7, 3, 6)
 
 
 def test_averages_the_values():

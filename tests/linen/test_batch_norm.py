@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ModifyScopeVariableError, ParameterGivenTwiceError
 from weft.linen.batch_norm import BatchNorm
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (8, 5, 6)) * 3 + 2
+X = draw(0, 8, 5, 6) * 3 + 2
 
 
 def close(x, y, tolerance=1e-4):

@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.linen.cells import GRUCell, MGUCell, RNNCellBase, SimpleCell
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 3))
+X = draw(0, 2, 3)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen.conv import Conv
 from weft.linen.conv_transpose import ConvTranspose
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 6, 3))
+X = draw(0, 2, 6, 3)
 
 
 def test_fields_may_be_given_by_position():

@@ -3,13 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError, ParameterGivenTwiceError
 from weft.linen.linear import Dense, DenseGeneral, Einsum
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 3, 4))
+X = draw(0, 2, 3, 4)
 
 
 def test_fields_may_be_given_by_position():

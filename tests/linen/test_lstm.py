@@ -2,10 +2,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.keys import draw
 from weft.linen.lstm import ConvLSTMCell, LSTMCell, OptimizedLSTMCell
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 3))
+X = draw(0, 2, 3)
 
 
 def test_maps_put_together_are_the_same_maps():

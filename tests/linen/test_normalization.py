@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (4, 5, 6)) * 3 + 2
+X = draw(0, 4, 5, 6) * 3 + 2
 
 
 def standardized(x, axes):

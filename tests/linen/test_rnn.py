@@ -3,13 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError
 from weft.linen.cells import GRUCell, RNNCellBase, SimpleCell
 from weft.linen.lstm import LSTMCell
 from weft.linen.rnn import RNN, Bidirectional
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 5, 3))
+X = draw(0, 2, 5, 3)
 LENGTHS = jnp.array([3, 5])
 
 

@@ -3,13 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.linen.conv import Conv
 from weft.linen.linear import Dense
 from weft.linen.weight_norms import SpectralNorm, WeightNorm
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (4, 6))
+X = draw(0, 4, 6)
 
 
 def test_a_spectral_norm_is_found_step_by_step():

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft import linen as nn
 from weft import nnx
 from weft.nnx import bridge
 
-X = jax.random.normal(jax.random.key(1), (4, 3))
+X = draw(1, 4, 3)
 
 
 def test_it_has_all_its_names():

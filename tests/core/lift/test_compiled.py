@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from jax.experimental import checkify as jax_checkify
 
+from tests.keys import draw
 from weft.core import apply, init, lift, nn
 from weft.errors import TransformArgumentError
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 3))
+X = draw(0, 2, 3)
 
 
 def counted():

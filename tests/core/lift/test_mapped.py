@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from tests.keys import draw
 from weft.core import apply, init, lift, meta, nn
 from weft.errors import AxisSizeError, ScopeCollectionNotFound, VariableAxisError
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (4, 3))
+X = draw(0, 4, 3)
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
 
 

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.core import init
 from weft.core.nn import conv, conv_transpose
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (2, 7, 3))
+X = draw(0, 2, 7, 3)
 
 
 def test_same_padding_keeps_the_size_that_the_strides_leave():

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.core import apply, init
 from weft.core.nn import batch_norm, group_norm, layer_norm
 from weft.errors import ArgumentShapeError, ArgumentValueError
 
 KEY = jax.random.key(0)
-X = 3 + 2 * jax.random.normal(KEY, (8, 5, 6))
+X = 3 + 2 * draw(0, 8, 5, 6)
 
 
 def test_the_average_follows_the_batches():

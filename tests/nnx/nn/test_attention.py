@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import (
     ArgumentShapeError,
     ArgumentValueError,
@@ -18,8 +19,8 @@ from weft.nnx.rngs import Rngs
 from weft.nnx.splitting import merge, split
 from weft.nnx.state import to_flat_state
 
-X = jax.random.normal(jax.random.key(1), (2, 5, 8))
-OTHER = jax.random.normal(jax.random.key(2), (2, 7, 6))
+X = draw(1, 2, 5, 8)
+OTHER = draw(2, 2, 7, 6)
 
 
 def attention(*args, **kwargs):

@@ -3,14 +3,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.kinds import Intermediate
 from weft.nnx.module import Module
 from weft.nnx.nn.attention_functions import dot_product_attention
 
-Q = jax.random.normal(jax.random.key(1), (2, 5, 4, 3))
-K = jax.random.normal(jax.random.key(2), (2, 7, 4, 3))
-V = jax.random.normal(jax.random.key(3), (2, 7, 4, 6))
+Q = draw(1, 2, 5, 4, 3)
+K = draw(2, 2, 7, 4, 3)
+V = draw(3, 2, 7, 4, 6)
 
 
 def close(x, y):

@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, MissingModeError
 from weft.nnx.module import view
 from weft.nnx.nn.batch_norm import BatchNorm
@@ -10,7 +11,7 @@ from weft.nnx.rngs import Rngs
 from weft.nnx.splitting import merge, split
 from weft.nnx.state import to_pure_dict
 
-X = jax.random.normal(jax.random.key(0), (8, 5, 6)) * 3 + 2
+X = draw(0, 8, 5, 6) * 3 + 2
 RNGS = Rngs(0)
 
 

@@ -7,11 +7,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.nn.conv import Conv
 
-X = jax.random.normal(jax.random.key(0), (2, 6, 4))
+X = draw(0, 2, 6, 4)
 
 
 def test_a_window_of_one_position_is_a_linear_map():

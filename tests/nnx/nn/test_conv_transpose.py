@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.nn.conv import Conv
 from weft.nnx.nn.conv_transpose import ConvTranspose
 
-X = jax.random.normal(jax.random.key(0), (2, 6, 4))
+X = draw(0, 2, 6, 4)
 
 
 def test_it_makes_more_positions():

@@ -1,15 +1,15 @@
 """Einsums of NNX: what they compute, and what they refuse."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.nn.einsum import Einsum
 
-X = jax.random.normal(jax.random.key(0), (2, 3, 4))
+X = draw(0, 2, 3, 4)
 
 
 def test_the_bias_goes_to_the_axes_of_the_kernel():

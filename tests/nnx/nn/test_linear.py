@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.nn.linear import Linear, LinearGeneral
 
-X = jax.random.normal(jax.random.key(0), (2, 3, 4))
+X = draw(0, 2, 3, 4)
 
 
 def test_a_linear_map_is_a_product_plus_a_bias():

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.nn.linear import Linear
 from weft.nnx.nn.lora import LoRA, LoRALinear, LoRAParam
 
-X = jax.random.normal(jax.random.key(0), (2, 4))
+X = draw(0, 2, 4)
 
 
 def test_it_starts_as_the_map_that_it_adapts():

@@ -3,12 +3,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.module import Module
 from weft.nnx.nn.normalization import GroupNorm, InstanceNorm, LayerNorm, RMSNorm
 from weft.nnx.rngs import Rngs
 
-X = jax.random.normal(jax.random.key(0), (4, 5, 6)) * 3 + 2
+X = draw(0, 4, 5, 6) * 3 + 2
 RNGS = Rngs(0)
 
 

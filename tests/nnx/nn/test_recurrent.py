@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.keys import draw
 from weft import nnx
 from weft.errors import ArgumentShapeError, RngArgumentError
 from weft.nnx.nn.recurrent import flip_sequences
 
-X = jax.random.normal(jax.random.key(0), (2, 5, 3))
+X = draw(0, 2, 5, 3)
 
 
 def gru(seed=0, hidden=4, **kwargs):

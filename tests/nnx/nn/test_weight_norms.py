@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.nnx.filters import PathContains
 from weft.nnx.kinds import BatchStat, Param
@@ -12,7 +13,7 @@ from weft.nnx.nn.weight_norms import SpectralNorm, WeightNorm, params
 from weft.nnx.rngs import Rngs
 from weft.nnx.splitting import clone
 
-X = jax.random.normal(jax.random.key(3), (4, 3))
+X = draw(3, 4, 3)
 
 
 def linear():
