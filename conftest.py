@@ -41,15 +41,10 @@ _SETTINGS = (
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Ten thousand tests and what they import stay: they are not searched again for garbage.
-
-    It would be searched with each full collection, of which JAX makes one for every leak that it
-    suspects.
-    """
+    """What is imported to collect ten thousand tests is not searched for garbage meanwhile."""
     gc.disable()
     result = yield
-    gc.collect()
-    gc.freeze()
+    _leave_aside_what_is_there()
     gc.enable()
     # JAX has read it here. The processes that tests start compile the same again in each start.
     if os.environ.get(_KEPT_FROM) == "0.2":
@@ -65,3 +60,13 @@ def settings_stay_for_the_tests_that_follow():
     before = {name: jax.config.values[name] for name in _SETTINGS}
     yield
     assert {name: jax.config.values[name] for name in _SETTINGS} == before
+    _leave_aside_what_is_there()
+
+
+def _leave_aside_what_is_there():
+    """Modules and caches stay to the end, and each search of all objects would go through them.
+
+    JAX searches for each leak that it suspects, Weft for the name of an object in an error.
+    """
+    gc.collect()
+    gc.freeze()
