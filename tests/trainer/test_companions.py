@@ -89,6 +89,34 @@ def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
     waiting.join()
 
 
+def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point():
+    here, there = socket.socketpair()
+    with there:
+        companions = Companions(0, {1: here}, NAMES)
+
+        def arrives(at, wish):
+            message = {"at": at, "wish": wish, "within": None}
+            there.sendall(json.dumps(message).encode() + b"\n")
+
+        def the_other_comes_and_wishes_late():
+            arrives(1, None)
+            arrives(1, ["signal", "SIGTERM"])
+            deadline = time.monotonic() + 10
+            while companions.asked is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+
+        # The other one has been told to go on, so this one has to go on as well.
+        assert companions.agree(go_on, alive=the_other_comes_and_wishes_late) is None
+        arrives(2, None)
+        assert companions.agree(go_on) == ("signal", "SIGTERM")
+        companions.leave()
+        sent = [json.loads(line) for line in all_from(there).splitlines()]
+        assert [message["stop"] for message in sent if "go" in message] == [
+            None,
+            ["signal", "SIGTERM"],
+        ]
+
+
 def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"

@@ -296,16 +296,19 @@ class Companions:
 
     def _came(self, index: int, message: dict[str, Any]) -> None:
         with self._changed:
-            self._at[index] = message["at"]
-            self._within = message["within"]
-            if self._first_came is None:
-                self._first_came = time.monotonic()
+            # A wish may come when all have gone on already; it is then for the next point.
+            is_new = message["at"] > self._went
+            if is_new:
+                self._at[index] = message["at"]
+                self._within = message["within"]
+                if self._first_came is None:
+                    self._first_came = time.monotonic()
             wish = _wish(message["wish"])
             if wish is not None:
                 self._wishes[index] = wish
                 self._asked = wish
                 self._broadcast({"asked": wish})
-            if min(self._at.values()) == message["at"]:
+            if is_new and min(self._at.values()) == message["at"]:
                 stop = min(self._wishes.values(), key=lambda w: _KINDS.index(w.kind), default=None)
                 self._wishes.clear()
                 self._first_came = None
