@@ -6,13 +6,14 @@ import flax.nnx
 import haiku
 import jax
 
+from tests.keys import draw
 from weft import linen, nnx
 from weft.config import config_for_class
 from weft.hierarchy.linear import Linear
 from weft.hierarchy.normalization import BatchNorm
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (4, 3))
+X = draw(1, 4, 3)
 SHAPE = jax.ShapeDtypeStruct((4, 3), "float32")
 normal = jax.nn.initializers.normal(1.0)
 

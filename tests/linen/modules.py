@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from tests.keys import draw
 from weft.linen.methods import compact
 from weft.linen.module import Module
 
 KEY = jax.random.key(0)
-X = jax.random.normal(jax.random.key(1), (3, 2))
+X = draw(1, 3, 2)
 
 
 class Affine(Module):

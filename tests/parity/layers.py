@@ -14,11 +14,6 @@ KEY = quick_key(0)
 LIBRARIES = (flax.core, flax.core.nn), (weft.core, weft.core.nn)
 
 
-def draw(i, *shape):
-    """Random numbers, without a program that would have to be compiled."""
-    return jax.device_put(np.random.default_rng(i).normal(size=shape).astype(np.float32))
-
-
 def same(program, tolerance=1e-5, jit=jax.jit):
     """Runs a program on both; it returns results, and variables that must be the same bits.
 

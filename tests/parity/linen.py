@@ -14,11 +14,6 @@ KEY = jax.random.PRNGKey(0)
 QUICK_KEY = quick_key(0)
 
 
-def draw(i, *shape):
-    """Random numbers, without a program that would have to be compiled."""
-    return jax.device_put(np.random.default_rng(i).normal(size=shape).astype(np.float32))
-
-
 def same(program, tolerance=1e-5):
     """Runs `program(nn)` on both.
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.keys import quick_key
-from tests.parity.linen import draw, same_compiled
+from tests.keys import draw, quick_key
+from tests.parity.linen import same_compiled
 
 X = draw(1, 2, 3)
 XS = draw(2, 4, 2, 3)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import weft.nnx
+from tests.keys import draw
 
 GRAPH: dict[str, bool] = {}
 VALUES = {"graph_updates": False}
@@ -150,4 +151,4 @@ def models(nnx):
     return types.SimpleNamespace(Count=Count, Pair=Pair, Block=Block, Holder=Holder)
 
 
-X = jax.random.normal(jax.random.key(1), (4, 3))
+X = draw(1, 4, 3)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import weft.nnx
+from tests.keys import draw
 
 # What Flax alone keeps beside the metadata that was given.
 OF_FLAX = ("eager_sharding", "hijax", "ref")
@@ -95,7 +96,7 @@ def named(cases):
     return pytest.mark.parametrize("kwargs", cases, ids=lambda k: ",".join(k) or "default")
 
 
-X = jax.random.normal(jax.random.key(1), (2, 3, 4, 5))
+X = draw(1, 2, 3, 4, 5)
 
 
 def applied(name, *args, x=X, call=(), **kwargs):

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.parity.layers import KEY, draw, initialized, named, same
+from tests.keys import draw
+from tests.parity.layers import KEY, initialized, named, same
 
 X, IMAGE = draw(1, 2, 3, 4), draw(2, 2, 6, 6, 3)
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.parity.layers import KEY, draw, initialized, named, same
+from tests.keys import draw
+from tests.parity.layers import KEY, initialized, named, same
 
 TEXT, OTHER = draw(3, 2, 5, 8), draw(9, 2, 7, 8)
 Q, K, V = draw(4, 2, 5, 4, 8), draw(5, 2, 6, 4, 8), draw(6, 2, 6, 4, 3)

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from tests.parity.linen import KEY, draw, named, same
+from tests.keys import draw
+from tests.parity.linen import KEY, named, same
 
 Q, K, V = draw(4, 2, 5, 4, 8), draw(5, 2, 6, 4, 8), draw(6, 2, 6, 4, 3)
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.parity.linen import KEY, draw, named, same, same_error
+from tests.keys import draw
+from tests.parity.linen import KEY, named, same, same_error
 
 IDS, X = jnp.array([[0, 3], [2, 1]]), draw(1, 2, 3, 4)
 

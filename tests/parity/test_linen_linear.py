@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.parity.linen import KEY, draw, named, same, same_error
+from tests.keys import draw
+from tests.parity.linen import KEY, named, same, same_error
 
 X = draw(1, 2, 3, 4, 5)
 normal = jax.nn.initializers.normal(1.0)

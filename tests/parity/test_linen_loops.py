@@ -5,7 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from tests.parity.linen import KEY, draw
+from tests.keys import draw
+from tests.parity.linen import KEY
 from tests.parity.linen_transforms import (
     AXES,
     SPLIT,

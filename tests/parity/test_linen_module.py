@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.parity.linen import KEY, draw, same
+from tests.keys import draw
+from tests.parity.linen import KEY, same
 
 X = draw(1, 3, 2)
 RNGS = {"params": KEY, "noise": jax.random.PRNGKey(5)}

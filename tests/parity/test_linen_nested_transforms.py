@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.keys import quick_key
-from tests.parity.linen import draw, same_compiled
+from tests.keys import draw, quick_key
+from tests.parity.linen import same_compiled
 
 XS = draw(2, 2, 2, 2)
 RNGS = {"params": quick_key(0), "noise": quick_key(6)}

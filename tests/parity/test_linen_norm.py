@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.keys import draw
 from tests.parity.linen import QUICK_KEY as KEY
-from tests.parity.linen import draw, named, same, same_compiled, same_error
+from tests.parity.linen import named, same, same_compiled, same_error
 
 X = draw(1, 3, 4, 12) * 2 + 1
 MASK = np.random.default_rng(9).random(X.shape) < 0.6

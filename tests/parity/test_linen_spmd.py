@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AxisType
 
 import weft.linen.partitioning
-from tests.parity.linen import KEY, draw, same, same_error
+from tests.keys import draw
+from tests.parity.linen import KEY, same, same_error
 
 X = draw(1, 4, 6)
 RULES = (("batch", "data"), ("embed", None), ("mlp", "model"), ("heads", "model"))

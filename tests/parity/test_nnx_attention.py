@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import draw
 from tests.parity.objects import in_half, named, normal, same, same_error, same_signature, twice
 
 # Flax says that weights are kept in another way from now on.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
-Q = jax.random.normal(jax.random.key(1), (2, 5, 8))
-KV = jax.random.normal(jax.random.key(2), (2, 7, 8))
+Q = draw(1, 2, 5, 8)
+KV = draw(2, 2, 7, 8)
 MASK = jax.random.bernoulli(jax.random.key(3), 0.7, (2, 1, 5, 5)).at[..., 0].set(True)
 
 

@@ -8,15 +8,16 @@ import jax.numpy as jnp
 import pytest
 
 import weft.nnx
+from tests.keys import draw
 from tests.parity.objects import in_half, named, same, same_error
 
 # Flax says that weights are kept in another way from now on.
 pytestmark = pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 
 KEYS = jax.random.split(jax.random.key(0), 4)
-Q = jax.random.normal(KEYS[0], (2, 5, 4, 3))
-K = jax.random.normal(KEYS[1], (2, 7, 4, 3))
-V = jax.random.normal(KEYS[2], (2, 7, 4, 3))
+Q = draw(0, 2, 5, 4, 3)
+K = draw(1, 2, 7, 4, 3)
+V = draw(2, 2, 7, 4, 3)
 MASK = jax.random.bernoulli(KEYS[3], 0.7, (2, 1, 5, 7)).at[..., 0].set(True)
 DROP = {"dropout_rng": jax.random.key(4), "dropout_rate": 0.5}
 

@@ -12,6 +12,7 @@ from flax.nnx import bridge as flax_bridge
 
 import weft.linen
 import weft.nnx
+from tests.keys import draw
 from weft.nnx import bridge as weft_bridge
 
 # Flax says of some of its names that they will go; what they do is compared all the same.
@@ -22,7 +23,7 @@ WEFT = (weft.nnx, weft.linen, weft_bridge)
 OF_FLAX = ("eager_sharding", "hijax", "ref")
 KEY, OTHER = jax.random.key(0), jax.random.key(1)
 RNGS = {"params": KEY, "dropout": OTHER}
-X = jax.random.normal(jax.random.key(3), (4, 3))
+X = draw(3, 4, 3)
 PROGRAMS = []
 
 

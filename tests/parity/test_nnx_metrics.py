@@ -1,14 +1,14 @@
 """Metrics of NNX: the same programs on Flax and on Weft."""
 
 import flax.nnx
-import jax
 import jax.numpy as jnp
 import pytest
 
 import weft.nnx
+from tests.keys import draw
 from tests.parity.objects import described, same_arrays, same_error
 
-LOGITS = jax.random.normal(jax.random.key(0), (2, 3, 4))
+LOGITS = draw(0, 2, 3, 4)
 LABELS = jnp.array([[0, 1, 2], [3, 0, 1]])
 MASK = jnp.array([[True, False, True], [True, True, False]])
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import weft.nnx
+from tests.keys import draw
 from tests.parity.objects import described, in_half, named, normal, same, same_error, same_signature
 from weft.errors import WeftError
 
-X = jax.random.normal(jax.random.key(3), (3, 4, 12)) * 2 + 1
+X = draw(3, 3, 4, 12) * 2 + 1
 MASK = jax.random.bernoulli(jax.random.key(9), 0.6, X.shape)
 # Some values count in each set of axes that is reduced below.
 MASK = MASK.at[:2].set(True).at[:, :2].set(True).at[..., ::2].set(True)

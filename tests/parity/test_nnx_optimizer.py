@@ -6,11 +6,12 @@ import numpy as np
 import optax
 import pytest
 
+from tests.keys import draw
 from tests.parity.objects import OF_FLAX, same_arrays, same_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-X = jax.random.normal(jax.random.key(1), (3, 2))
+X = draw(1, 3, 2)
 NAMES = {"out_sharding": ("in", "out"), "eager_sharding": False}
 
 

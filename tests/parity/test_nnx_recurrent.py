@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import draw
 from tests.parity.objects import in_half, named, normal, same, same_error, same_signature, tolerance
 
 # Flax would rather have what makes first states given to another method.
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 CELLS = ("LSTMCell", "OptimizedLSTMCell", "GRUCell", "SimpleCell")
-X = jax.random.normal(jax.random.key(1), (2, 5, 3))
+X = draw(1, 2, 5, 3)
 LENGTHS = jnp.array([2, 5])
 
 

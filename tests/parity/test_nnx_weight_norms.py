@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.keys import draw
 from tests.parity.objects import named, normal, same, same_error, same_signature
 
-X = jax.random.normal(jax.random.key(3), (4, 3))
+X = draw(3, 4, 3)
 
 
 def model(nnx):
