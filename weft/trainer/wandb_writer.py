@@ -18,9 +18,9 @@ class WandBWriter(PeriodicWriter):
     """Writes to the process's run of Weights & Biases.
 
     All writers of a process share one run, such as those of a trainer and its evalers; a `prefix`
-    tells their summaries apart. The first that writes starts it, by its own config, unless the
-    program has started one. The id is kept in the `dir` of that writer, so that training that is
-    started again goes on with the run.
+    tells their summaries apart. The first that writes starts it, by its own config, and ends it,
+    unless the program has started one, which stays open. The id is kept in the `dir` of that
+    writer, so that training that is started again goes on with the run.
 
     Raises:
         MissingExtraError: If the package wandb is not installed.
@@ -70,6 +70,7 @@ class WandBWriter(PeriodicWriter):
                 "summary_writer."
             ) from error
         self._wandb: Any = wandb
+        self._own_run: Any = None  # that this writer has started
 
     def _start_run(self) -> None:
         if self._wandb.run is not None:
@@ -91,6 +92,7 @@ class WandBWriter(PeriodicWriter):
             dir=cfg.wandb_dir or cfg.dir,
             settings=None if settings is None else self._wandb.Settings(**settings),
         )
+        self._own_run = self._wandb.run
 
     def _run_id(self) -> str:
         path = os.path.join(self.config.dir, "wandb_id")
@@ -121,8 +123,10 @@ class WandBWriter(PeriodicWriter):
 
     @processor_zero_only
     def close(self) -> None:
-        # Called while an error ends the training, this tells so.
-        self._wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
+        if self._own_run is not None and self._own_run is self._wandb.run:
+            # Called while an error ends the training, this tells so.
+            self._wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
+        self._own_run = None
 
     @staticmethod
     def format_config(val: Any) -> Any:
