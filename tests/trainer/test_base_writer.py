@@ -143,3 +143,10 @@ def test_writers_of_a_run_are_closed_however_it_ends(tmp_path, caplog):
         raise ValueError("the training fails")
     assert first.calls == second.calls == [None, ValueError]
     assert caplog.messages == ["first was not closed: ConnectionError: the server is gone"] * 2
+    composite = CompositeWriter.default_config().set(
+        name="all", dir=str(tmp_path), writers={"first": cfg, "second": cfg}
+    )
+    with writers_of_a_run([both := composite.instantiate(parent=None)]):
+        pass
+    assert [writer.calls for writer in both.writers] == [[None], [None]]
+    assert caplog.messages[2:] == ["all.first was not closed: ConnectionError: the server is gone"]

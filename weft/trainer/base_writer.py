@@ -241,5 +241,5 @@ class CompositeWriter(BaseWriter):
             writer.flush()
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        with writers_of_a_run(self._writers):
+            pass
