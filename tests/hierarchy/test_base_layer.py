@@ -5,7 +5,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import (
+    LogicalAxisError,
     MissingPrngKeyError,
     MissingStateError,
     ParameterInitError,
@@ -197,6 +199,16 @@ def test_what_is_missing_is_named():
     odd = make(first=Affine.default_config().set(names=("kernel",)))
     with pytest.raises(ParameterInitError, match="no initializer for a parameter named 'kernel'"):
         odd.initialize_parameters_recursively(jax.random.key(0))
+
+
+def test_a_logical_name_that_is_there_twice_is_an_error_that_names_the_parameter():
+    cfg = Affine.default_config().set(name="square", dim=2, param_partition_spec=("wide", "wide"))
+    layer = cfg.instantiate(parent=None)
+    with (
+        logical_axis_rules([("wide", "data")]),
+        pytest.raises(LogicalAxisError, match=r"square\.weight: the logical axis 'wide' is there"),
+    ):
+        layer.create_parameter_specs_recursively()
 
 
 def test_a_parameter_and_a_child_of_one_name():

@@ -12,7 +12,12 @@ from jax.sharding import PartitionSpec
 from weft.config import Configurable, config_class, maybe_instantiate
 from weft.config.names import did_you_mean
 from weft.core.logical import names_to_mesh_axes
-from weft.errors import MissingPrngKeyError, MissingStateError, ParameterSpecError
+from weft.errors import (
+    LogicalAxisError,
+    MissingPrngKeyError,
+    MissingStateError,
+    ParameterSpecError,
+)
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name
 from weft.hierarchy.module import Module, nowrap
@@ -166,7 +171,10 @@ class BaseLayer(Module):
         specs = {}
         for name, spec in self._create_layer_parameter_specs().items():
             names = tuple(spec.partition_spec)
-            mesh_axes = names_to_mesh_axes(names)
+            try:
+                mesh_axes = names_to_mesh_axes(names)
+            except LogicalAxisError as error:
+                raise LogicalAxisError(f"{self.path()}.{name}: {error}") from None
             if name in self._children:
                 raise ParameterSpecError(
                     f"{self.path()} has both a parameter and a child named {name!r}; rename one "
