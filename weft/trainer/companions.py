@@ -348,11 +348,11 @@ class Companions:
             self._over, self._late = text, text if late else None
             self._changed.notify_all()
         logger.error("%s", text)
-        if self._id in missing:
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         timer = threading.Timer(self._end_seconds, self._end_by_force, args=(text,))
         timer.daemon = True
         timer.start()
+        if self._id in missing:  # last, as it fails where there is no stderr
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _end_by_force(self, text: str) -> None:
         print(f"weft: {text}", file=sys.__stderr__, flush=True)
