@@ -12,6 +12,7 @@ from weft.core.logical import (
     logical_to_mesh,
     logical_to_mesh_axes,
     logical_to_mesh_sharding,
+    names_to_mesh_axes,
     with_logical_constraint,
     with_logical_partitioning,
 )
@@ -77,6 +78,25 @@ def test_without_rules_nothing_is_split():
 def test_names_that_are_not_in_form(names, message):
     with pytest.raises(LogicalAxisError, match=message):
         logical_to_mesh_axes(names, RULES)
+
+
+@pytest.mark.parametrize(
+    ("names", "rules", "spec"),
+    [
+        (("embed", ["data", "fsdp"]), [], P("embed", ("data", "fsdp"))),
+        (("embed", "data"), [("embed", "model")], P("model", "data")),
+        ((None, P.UNCONSTRAINED, "data"), [("embed", "model")], P(None, P.UNCONSTRAINED, "data")),
+        (("embed", ("data", "fsdp")), [("fsdp", None)], P("embed", "data")),
+        ((("fsdp",),), [("fsdp", None)], P(None)),
+        # A mesh axis that an entry has by its own name is taken.
+        (("embed", ("data",)), [("embed", "data"), ("embed", "model")], P("model", "data")),
+    ],
+    ids=["no rules", "mesh axis", "free", "tuple", "empty tuple", "taken"],
+)
+def test_names_of_which_some_are_mesh_axes(names, rules, spec):
+    assert names_to_mesh_axes(names, rules) == spec
+    with logical_axis_rules(rules):
+        assert names_to_mesh_axes(names) == spec
 
 
 def test_a_tree_of_names():
