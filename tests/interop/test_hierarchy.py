@@ -299,6 +299,18 @@ def test_rules_of_the_context_turn_names_into_mesh_axes():
     )
 
 
+def test_names_of_a_layer_in_linen_stand_for_what_the_rules_say():
+    cfg = Linear.default_config().set(input_dim=4, output_dim=2, bias=False)
+    layer = as_linen(cfg.set(param_partition_spec=("in", "data")))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.ones((3, 4))
+    with jax.set_mesh(mesh), logical_axis_rules([("in", None)]):
+        y, variables = jax.jit(layer.init_with_output)(KEY, x)
+        again = jax.jit(layer.apply)(variables, x)
+    np.testing.assert_array_equal(y, again)
+    assert linen.get_partition_spec(variables)["params"]["weight"] == P("in", "data")
+
+
 class Adapted(nnx.Module):
     """Has two kinds of parameters, and what is none."""
 

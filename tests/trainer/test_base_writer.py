@@ -1,5 +1,3 @@
-import sys
-
 import jax
 import pytest
 
@@ -38,7 +36,7 @@ class Recorder(BaseWriter):
     def flush(self):
         self.calls.append("flush")
 
-    def close(self):
+    def close(self, *, failed=False):
         self.calls.append("close")
 
 
@@ -110,7 +108,7 @@ def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(capl
             pass
 
         def write(self, fault=None):
-            with self._disk_errors_reported():
+            with self._errors_reported():
                 if fault:
                     raise fault
 
@@ -130,23 +128,26 @@ def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(capl
 
 def test_writers_of_a_run_are_closed_however_it_ends(tmp_path, caplog):
     class Careful(Recorder):
-        def close(self):
-            self.calls.append(sys.exc_info()[0])
+        def close(self, *, failed=False):
+            self.calls.append(failed)
             if self.name == "first":
                 raise ConnectionError("the server is gone")
 
     cfg = Careful.default_config().set(dir=str(tmp_path))
     first, second = (cfg.set(name=name).instantiate(parent=None) for name in ("first", "second"))
-    with writers_of_a_run([first, second]):
-        pass
+    try:
+        raise ConnectionError("an error before, after which the training is tried again")
+    except ConnectionError:
+        with writers_of_a_run([first, second]):
+            pass
     with pytest.raises(ValueError), writers_of_a_run([first, second]):
         raise ValueError("the training fails")
-    assert first.calls == second.calls == [None, ValueError]
+    assert first.calls == second.calls == [False, True]
     assert caplog.messages == ["first was not closed: ConnectionError: the server is gone"] * 2
     composite = CompositeWriter.default_config().set(
         name="all", dir=str(tmp_path), writers={"first": cfg, "second": cfg}
     )
     with writers_of_a_run([both := composite.instantiate(parent=None)]):
         pass
-    assert [writer.calls for writer in both.writers] == [[None], [None]]
+    assert [writer.calls for writer in both.writers] == [[False], [False]]
     assert caplog.messages[2:] == ["all.first was not closed: ConnectionError: the server is gone"]

@@ -11,7 +11,8 @@ from weft.hierarchy.module import (
     new_output_collection,
     set_current_context,
 )
-from weft.trainer.gradients import forward_and_gradients
+from weft.hierarchy.parameter_spec import ParameterSpec
+from weft.trainer.gradients import forward_and_gradients, with_gradient_layouts
 from weft.trainer.optimizer_base import OptParam
 from weft.trainer.update_transformation import ForwardOutputs
 from weft.vdict import VDict
@@ -37,6 +38,20 @@ def differentiate(fn=fn, params=PARAMS, trainable=None):
             trainable=trainable or jax.tree.map(lambda _: True, params),
         )
     return *results, context
+
+
+def test_only_gradients_that_lie_elsewhere_than_their_parameters_are_laid_out():
+    specs = {"w": ParameterSpec((2,), jnp.float32, ("data",))}
+    params = {"w": jnp.ones(2)}
+
+    def loss(params, of_gradients):
+        return jnp.sum(with_gradient_layouts(params, specs, of_gradients)["w"])
+
+    # What needs no word can be differentiated forwards as well.
+    assert jax.jvp(lambda p: loss(p, specs), (params,), (params,))[1] == 2.0
+    elsewhere = {"w": ParameterSpec((2,), jnp.float32, (None,))}
+    assert "custom_vjp" in str(jax.make_jaxpr(lambda p: loss(p, elsewhere))(params))
+    assert "custom_vjp" not in str(jax.make_jaxpr(lambda p: loss(p, specs))(params))
 
 
 def test_gradients_agree_with_jax():

@@ -197,6 +197,23 @@ def test_work_inside_of_a_run_is_left_while_it_is_compiled():
         time.sleep(0.05)
 
 
+def test_a_compiler_that_fails_tells_the_other_processes_before_it_raises():
+    class OneOfTwo:
+        def agree(self, wish, **_):
+            points.append(wish())
+
+        def is_stopping(self):
+            return False
+
+    points = []
+    with GracefulStop() as stop:
+        stop._companions = OneOfTwo()
+        with pytest.raises(ValueError, match="XLA"):
+            stop.compile_together(Lowered(error=ValueError("XLA")), "the loss")
+        stop._companions = None
+    assert [(wish.kind, wish.text) for wish in points] == [("error", "compiling the loss: XLA")]
+
+
 def test_what_was_compiled_beside_is_what_a_call_uses():
     compilations = []
 

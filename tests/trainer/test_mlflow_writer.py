@@ -66,6 +66,26 @@ def test_training_that_is_started_again_goes_on_with_its_run(tmp_path, client):
     assert len(client.search_runs(["0"])) == 2
 
 
+def test_a_server_that_is_gone_for_a_while_ends_no_training(tmp_path, client, monkeypatch, caplog):
+    mlflow = pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    writer = make(tmp_path)
+    writer(1, {"loss": 1.0})
+
+    def gone(*args, **kwargs):
+        raise mlflow.MlflowException("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow.MlflowClient, "log_batch", gone)
+        writer(2, {"loss": 1.0})
+        writer.log_average_step_time(2, [1.0])
+    writer(3, {"loss": 1.0})
+    (run,) = client.search_runs(["0"])
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "loss")] == [1, 3]
+    said = [record.getMessage() for record in caplog.records if "write to" in record.getMessage()]
+    assert len(said) == 2
+    assert "cannot write to" in said[0] and "no answer" in said[0]
+
+
 def test_summaries_that_are_not_due_are_left_out(tmp_path, client):
     writer = make(tmp_path, write_every_n_steps=2)
     for step in (1, 2, 3):

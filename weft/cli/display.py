@@ -112,11 +112,16 @@ class Display(RunListener):
         if reading is not None:
             self._show(reading, last=True)
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of the run that has ended."""
+        return self._has_started or bool(self.ended and self.ended[0])
+
     def say_stopped(self) -> None:
         """Says after which step the run was asked to stop."""
         assert self.ended is not None
         step, reason = self.ended
-        if step or self._has_started:
+        if self.is_saved:
             self.say(f"\nstopped by {reason} after step {step:,}, which is saved in {self._dir}")
         else:
             self.say(f"\nstopped by {reason} before there was anything to save")

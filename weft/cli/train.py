@@ -157,7 +157,8 @@ def _conclude(
     if jax.process_index() == 0:
         update_record(cfg.dir, **facts)
         display.say(f"\nreport     {write_report(cfg.dir)}")
-    display.say("\n" + "\n".join(_next_commands(cfg, arguments, stopped)))
+    commands = _next_commands(cfg, arguments, stopped=stopped, is_saved=display.is_saved)
+    display.say("\n" + "\n".join(commands))
     return _stopped_code() if stopped else 0
 
 
@@ -203,7 +204,9 @@ def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
     return [*(s for s in earlier if s["step"] != step), sample]
 
 
-def _next_commands(cfg: Any, arguments: Sequence[str], stopped: bool) -> list[str]:
+def _next_commands(
+    cfg: Any, arguments: Sequence[str], *, stopped: bool, is_saved: bool
+) -> list[str]:
     """What a person would want next, to be copied as it stands."""
     weft_command = program("weft")
     go_on = arguments if stopped else _with(arguments, f"max_step={2 * cfg.max_step}")
@@ -211,7 +214,7 @@ def _next_commands(cfg: Any, arguments: Sequence[str], stopped: bool) -> list[st
         f"{program('tensorboard')} --logdir {shlex.quote(cfg.dir)}",
         f"{weft_command} train {shlex.join(go_on)}",
     ]
-    if find_tokenizer(cfg) is not None:
+    if is_saved and find_tokenizer(cfg) is not None:
         commands.append(f"{weft_command} sample {shlex.quote(cfg.dir)} --prompt 'def '")
     return commands
 

@@ -12,6 +12,7 @@ from weft.config import REQUIRED, Required, config_class
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
 from weft.core.known import known_part
+from weft.core.layout import constrain
 from weft.core.logical import (
     LogicallyPartitioned,
     logical_to_mesh_axes,
@@ -116,7 +117,21 @@ class HierarchyModel(Model):
 def _boxed(value: Any, spec: ParameterSpec) -> Any:
     """A parameter with the layout that its spec says, in a box if it says one."""
     names = tuple(spec.logical_axes or spec.partition_spec)
-    return Partitioned(value, names) if any(names) else value
+    return _Laid(value, names) if any(names) else value
+
+
+class _Laid(Partitioned):
+    """A parameter of a layer, whose names are mesh axes, or stand for some by the context's rules.
+
+    Attributes:
+        value: the parameter.
+        names: for each axis a name, a tuple of names, or None.
+        mesh: the mesh, if it is not that of `jax.set_mesh`.
+    """
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        layout = names_to_mesh_axes(self.names)
+        return constrain(self.value, layout, self.mesh) if apply_constraint else self.value
 
 
 def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:

@@ -81,9 +81,9 @@ class AnomalyPolicy(Configurable):
         """Configures an AnomalyPolicy.
 
         Attributes:
-            on_undefined: what to do if the loss, a gradient, or anything that the step has changed,
-                is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count where the
-                learner itself skips such steps, as with a `loss_scale`.
+            on_undefined: what to do if the loss, the norm of a gradient, or anything that the step
+                has changed, is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
+                where the learner itself skips such steps, as with a `loss_scale`.
             on_spike: what to do if the loss is a spike, likewise; None not to look for spikes.
             spike_factor: a loss above this many times the mean of those before is a spike.
             spike_stddevs: a loss this many standard deviations above the mean is a spike. Where

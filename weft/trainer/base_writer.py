@@ -47,19 +47,25 @@ def writers_of_a_run(writers: "Iterable[BaseWriter]") -> Iterator[None]:
     """Closes writers after the block, also if an error ends it.
 
     Args:
-        writers: to be closed. One that fails at that is named in a warning, and the others are
-            closed.
+        writers: to be closed.
     """
+    failed = True
     try:
         yield
+        failed = False
     finally:
-        for writer in writers:
-            try:
-                writer.close()
-            except Exception as error:
-                logging.getLogger(__name__).warning(
-                    "%s was not closed: %s: %s", writer.path(), type(error).__name__, error
-                )
+        _close_all(writers, failed)
+
+
+def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
+    """Closes writers. One that fails at that is named in a warning, and the others are closed."""
+    for writer in writers:
+        try:
+            writer.close(failed=failed)
+        except Exception as error:
+            logging.getLogger(__name__).warning(
+                "%s was not closed: %s: %s", writer.path(), type(error).__name__, error
+            )
 
 
 class BaseWriter(Module):
@@ -77,7 +83,7 @@ class BaseWriter(Module):
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
-        self._disk_refuses = False
+        self._is_refused = False
 
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         """Writes a step's summaries.
@@ -121,29 +127,40 @@ class BaseWriter(Module):
     def flush(self) -> None:
         """Brings everything that was written to where it can be read."""
 
-    def close(self) -> None:
-        """Flushes, and gives back what is held open. Whatever is written later opens it again."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flushes, and gives back what is held open. Whatever is written later opens it again.
+
+        Args:
+            failed: Whether an error ends the run.
+        """
 
     @contextlib.contextmanager
-    def _disk_errors_reported(self) -> Iterator[None]:
-        """Turns an error of the disk into one warning for as long as it lasts."""
-        log = logging.getLogger(__name__)
+    def _errors_reported(
+        self, where: str = "", errors: tuple[type[Exception], ...] = (OSError,)
+    ) -> Iterator[None]:
+        """Turns an error of writing into one warning for as long as it lasts.
+
+        Args:
+            where: What is written to; "" for the directory.
+            errors: The errors.
+        """
+        log, where = logging.getLogger(__name__), where or self.config.dir
         try:
             yield
-        except OSError as error:
-            if not self._disk_refuses:
+        except errors as error:
+            if not self._is_refused:
                 log.warning(
                     "%s cannot write to %s: %s. The training goes on; summaries are lost until it "
                     "can again.",
                     self.path(),
-                    self.config.dir,
+                    where,
                     error,
                 )
-            self._disk_refuses = True
+            self._is_refused = True
         else:
-            if self._disk_refuses:
-                log.warning("%s can write to %s again.", self.path(), self.config.dir)
-            self._disk_refuses = False
+            if self._is_refused:
+                log.warning("%s can write to %s again.", self.path(), where)
+            self._is_refused = False
 
 
 class PeriodicWriter(BaseWriter):
@@ -240,6 +257,5 @@ class CompositeWriter(BaseWriter):
         for writer in self._writers:
             writer.flush()
 
-    def close(self) -> None:
-        with writers_of_a_run(self._writers):
-            pass
+    def close(self, *, failed: bool = False) -> None:
+        _close_all(self._writers, failed)

@@ -92,7 +92,10 @@ class Diagnosis:
             if checked not in self._compiled:
                 lowered = checked.lower(state, batch)
                 if not compiled_unless_stopped(lowered, "which module is undefined"):
-                    logger.warning("which module was undefined is not looked for: the run stops")
+                    logger.warning(
+                        "which module was undefined is not looked for: the run is to stop, or "
+                        "another process failed at it"
+                    )
                     return UNKNOWN
                 self._compiled.add(checked)
             text = checked(state, batch)[0].get()

@@ -73,21 +73,28 @@ def forward_and_gradients(
     return forward_pass, tree.unflatten(masked)
 
 
-def with_gradient_layouts(params: NestedTensor, specs: Any) -> NestedTensor:
+def with_gradient_layouts(params: NestedTensor, specs: Any, gradient_specs: Any) -> NestedTensor:
     """Parameters as they are, whose gradients are laid over the mesh of the context.
 
     Where gradients are added up over microbatches, each addend lies so already, and their sum.
+    Those that lie as their parameters do need no word: the compiler lays them so.
 
     Args:
       params: the parameters, where they enter the forward pass.
-      specs: of their gradients, nested as they are.
+      specs: theirs.
+      gradient_specs: of their gradients.
     """
 
-    def laid_out(spec: ParameterSpec, x: Tensor) -> Tensor:
+    def laid_out(spec: ParameterSpec, of_gradient: ParameterSpec, x: Tensor) -> Tensor:
         is_trained = jnp.issubdtype(x.dtype, jnp.inexact) and not spec.is_state
-        return _with_gradient_layout(x, spec.partition_spec) if is_trained else x
+        if not is_trained or spec.partition_spec == of_gradient.partition_spec:
+            return x
+        return _with_gradient_layout(x, of_gradient.partition_spec)
 
-    return jax.tree.map(laid_out, specs, params, is_leaf=lambda x: isinstance(x, ParameterSpec))
+    def is_spec(x: Any) -> bool:
+        return isinstance(x, ParameterSpec)
+
+    return jax.tree.map(laid_out, specs, gradient_specs, params, is_leaf=is_spec)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

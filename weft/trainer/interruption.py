@@ -238,10 +238,20 @@ class GracefulStop:
 
         Returns:
             Why all are to stop, or None if it is compiled in all processes.
+
+        Raises:
+            Exception: what the compiler raises here; the others are told that it did.
         """
         self.doing(f"compiling {name}")
-        self.compile(lowered)
-        return self.agreed(f"computing {name}", within_seconds=self._patience_seconds)
+        failure, own = None, None
+        try:
+            self.compile(lowered)
+        except Exception as error:
+            failure, own = error, Wish("error", f"compiling {name}: {error}")
+        stop = self.agreed(f"computing {name}", own, within_seconds=self._patience_seconds)
+        if failure is not None:
+            raise failure
+        return stop
 
 
 class Interruptible:
@@ -306,7 +316,8 @@ def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
         name: of what it computes, for the watchdog.
 
     Returns:
-        Whether to go on with it; False if the run is asked to stop, which it does soon.
+        Whether to go on with it; False if the run is asked to stop, which it does soon, or if
+        another process cannot compile it.
     """
     return not _OPEN.stack or _OPEN.stack[-1].compile_together(lowered, name) is None
 

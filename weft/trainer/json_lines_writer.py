@@ -60,7 +60,7 @@ class JsonLinesWriter(PeriodicWriter):
     def _append(self, step: int, **fields: Any) -> None:
         line = json.dumps({"step": int(step), "time": time.time(), **fields}, allow_nan=False)
         path = os.path.join(self.config.dir, FILE_NAME)
-        with self._disk_errors_reported():
+        with self._errors_reported():
             os.makedirs(self.config.dir, exist_ok=True)
             with open(path, "a+b") as file:
                 _drop_torn_line(file)

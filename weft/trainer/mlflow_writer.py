@@ -1,9 +1,9 @@
 """MLflow. The package is imported when a writer is made, and only then."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from weft.config import ConfigBase, config_class
@@ -82,10 +82,11 @@ class MLflowWriter(PeriodicWriter):
     @processor_zero_only
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         shown = self._due(step, values)
-        self._log(step, {s.path: s.value for s in shown if s.kind == "ScalarSummary"})
-        for text in (s for s in shown if s.kind == "TextSummary"):
-            name = f"{self._named(text.path)}/step_{step:08d}.txt"
-            self._client.log_text(self._run_id, text.value, name)
+        with self._server_errors_reported():
+            self._log(step, {s.path: s.value for s in shown if s.kind == "ScalarSummary"})
+            for text in (s for s in shown if s.kind == "TextSummary"):
+                name = f"{self._named(text.path)}/step_{step:08d}.txt"
+                self._client.log_text(self._run_id, text.value, name)
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
@@ -94,16 +95,20 @@ class MLflowWriter(PeriodicWriter):
 
     @processor_zero_only
     def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
-        if len(step_times):
+        if not len(step_times):
+            return
+        with self._server_errors_reported():
             self._log(step, {"average_step_time": sum(step_times) / len(step_times)})
 
     @processor_zero_only
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._run_id:
-            # Called while an error ends the training, this tells so.
-            status = "FINISHED" if sys.exc_info()[0] is None else "FAILED"
-            self._client.set_terminated(self._run_id, status)
+            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
         self._run_id = ""
+
+    def _server_errors_reported(self) -> AbstractContextManager[None]:
+        errors = (OSError, self._mlflow.MlflowException)
+        return self._errors_reported(self.config.tracking_uri or "MLflow's own store", errors)
 
     def _named(self, path: str) -> str:
         return f"{self.config.prefix}/{path}" if self.config.prefix else path

@@ -130,7 +130,8 @@ class SummaryWriter(PeriodicWriter):
             self._last_flush = time.monotonic()
 
     @processor_zero_only
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
+        del failed
         self.flush()
         self._drop_file()
 
@@ -146,7 +147,7 @@ class SummaryWriter(PeriodicWriter):
 
     def _write(self, action: Callable[[EventFile], Any]) -> None:
         """Does something with the event file, which is opened where there is none."""
-        with self._disk_errors_reported():
+        with self._errors_reported():
             try:
                 self._file = self._file or EventFile(self.config.dir)
                 action(self._file)

@@ -99,7 +99,7 @@ def train_step(
     batch = input_.dispatch_global_batch(batch)
 
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
-        model_params = with_gradient_layouts(model_params, gradient_specs)
+        model_params = with_gradient_layouts(model_params, model_specs, gradient_specs)
         params = model.apply_parameter_noise_recursively(inputs["noise_key"], model_params)
         cast, batch = cast_for_forward(params, inputs["input_batch"], train_dtype)
         params = with_state_of(params, cast, model_specs)

@@ -1,7 +1,6 @@
 """Weights & Biases. The package is imported when a writer is made, and only then."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -122,10 +121,9 @@ class WandBWriter(PeriodicWriter):
             self._log(step, {"average_step_time": sum(step_times) / len(step_times)})
 
     @processor_zero_only
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if self._own_run is not None and self._own_run is self._wandb.run:
-            # Called while an error ends the training, this tells so.
-            self._wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
+            self._wandb.finish(exit_code=int(failed))
         self._own_run = None
 
     @staticmethod
