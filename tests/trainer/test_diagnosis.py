@@ -165,7 +165,7 @@ def test_a_run_that_is_asked_to_stop_does_not_wait_for_the_compiler(stacked, cap
         assert diagnosis.first_module(ones, BATCH) == UNKNOWN
         # In the order of its modules nevertheless.
         assert diagnosis.first_gradient(ones, BATCH, NAMES, NAMES)[1][0] == NAMES[1]
-    assert caplog.text.count("is not looked for: the run stops") == 2
+    assert caplog.text.count("is not looked for: the run is to stop") == 2
 
 
 def test_the_end_of_another_process_is_no_reason_to_go_on(stacked, monkeypatch):
