@@ -172,7 +172,9 @@ def test_a_run_that_was_killed_many_times_ends_with_the_same_bits(server, tmp_pa
             f"farther than the one before; {last} steps; a start takes {seconds:.1f} s"
         )
     assert bits(cut, last) == bits(whole, last)
-    of_cut, of_whole = order(cut), order(whole)
+    # The last kill may have come steps after the newest save.
+    of_cut = {step: batch for step, batch in order(cut).items() if step <= last}
+    of_whole = order(whole)
     assert of_cut == of_whole and set(of_whole) == set(range(1, last + 1))
     index = json.loads(Path(step_dirs(str(cut / "checkpoints"))[last], "index").read_text())
     assert ["next_step", last + 1] in index["index"]
