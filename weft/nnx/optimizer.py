@@ -7,10 +7,9 @@ if anything does not fit.
 """
 
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax.numpy as jnp
-import optax
 from jax.sharding import Sharding
 
 from weft.errors import (
@@ -31,6 +30,9 @@ from weft.nnx.state import State, from_flat_state, shown_path, to_flat_state
 from weft.nnx.state_dict import StateDict, kept, leaves_of, matched, raw, values_of
 from weft.nnx.updating import update
 from weft.nnx.variables import Variable
+
+if TYPE_CHECKING:
+    import optax
 
 A = TypeVar("A")
 M = TypeVar("M")
@@ -64,6 +66,7 @@ def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None
             that do not fit are left out.
 
     Example:
+        >>> import optax
         >>> from weft import nnx
         >>> kept = to_opt_state(optax.adam(0.1).init(nnx.State({"w": nnx.Param(jnp.ones(2))})))
         >>> type(kept[0].count).__name__, type(kept[0].mu.w).__name__
@@ -107,6 +110,7 @@ class Optimizer(Pytree, Generic[M]):
         OptimizerCallError: without `wrt`.
 
     Example:
+        >>> import optax
         >>> from weft import nnx
         >>> model = nnx.Dict(w=nnx.Param(jnp.ones(2)))
         >>> optimizer = Optimizer(model, optax.sgd(0.5), wrt=nnx.Param)
@@ -118,7 +122,7 @@ class Optimizer(Pytree, Generic[M]):
     def __init__(
         self,
         model: M,
-        tx: optax.GradientTransformation,
+        tx: "optax.GradientTransformation",
         *,
         wrt: Filter = _MISSING,
         graph: bool | None = None,
@@ -176,6 +180,8 @@ class Optimizer(Pytree, Generic[M]):
         except (TypeError, ValueError):
             _check_parameters(self.opt_state, parameters)
             raise
+        import optax  # only here: half of the time of importing this package would be its
+
         moved = optax.apply_updates(params, updates)
         changes = list(matched(self.opt_state, after))
         arrays: list[tuple[Path, Any]] = []
@@ -204,6 +210,7 @@ class ModelAndOptimizer(Optimizer[M]):
         model: the model.
 
     Example:
+        >>> import optax
         >>> from weft import nnx
         >>> both = ModelAndOptimizer(nnx.Dict(w=nnx.Param(jnp.ones(2))), optax.sgd(0.5))
         >>> _ = both.update(nnx.State({"w": jnp.ones(2)}))
@@ -211,7 +218,7 @@ class ModelAndOptimizer(Optimizer[M]):
         [0.5, 0.5]
     """
 
-    def __init__(self, model: M, tx: optax.GradientTransformation, *, wrt: Filter = Param):
+    def __init__(self, model: M, tx: "optax.GradientTransformation", *, wrt: Filter = Param):
         super().__init__(model, tx, wrt=wrt)
         self.model = model
 

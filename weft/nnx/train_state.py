@@ -4,17 +4,19 @@ For training loops that are functions of pytrees: the model is split, and what a
 a new train state. `Optimizer` is for loops that change objects.
 """
 
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from weft import struct
 from weft.nnx.gradients import gradients_like
 from weft.nnx.graph import GraphDef
 from weft.nnx.state import State, from_flat_state, to_flat_state
 from weft.nnx.variables import Variable
+
+if TYPE_CHECKING:
+    import optax
 
 
 class TrainState(struct.PyTreeNode):
@@ -28,6 +30,7 @@ class TrainState(struct.PyTreeNode):
         tx: the optimizer; part of the structure.
 
     Example:
+        >>> import optax
         >>> from weft import nnx
         >>> graphdef, params = nnx.split(nnx.Dict(w=nnx.Param(jnp.ones(2))))
         >>> train_state = TrainState.create(graphdef, params=params, tx=optax.sgd(0.5))
@@ -38,9 +41,9 @@ class TrainState(struct.PyTreeNode):
 
     graphdef: GraphDef
     params: State
-    opt_state: optax.OptState
+    opt_state: "optax.OptState"
     step: jax.Array
-    tx: optax.GradientTransformation = struct.field(pytree_node=False)
+    tx: "optax.GradientTransformation" = struct.field(pytree_node=False)
 
     @classmethod
     def create(
@@ -48,7 +51,7 @@ class TrainState(struct.PyTreeNode):
         graphdef: GraphDef,
         *,
         params: State,
-        tx: optax.GradientTransformation,
+        tx: "optax.GradientTransformation",
         step: int = 0,
         **kwargs: Any,
     ) -> Self:
@@ -78,6 +81,7 @@ class TrainState(struct.PyTreeNode):
             *states: further ones.
 
         Example:
+            >>> import optax
             >>> from weft import nnx
             >>> class Scale(nnx.Module):
             ...     def __init__(self):
@@ -110,5 +114,7 @@ class TrainState(struct.PyTreeNode):
             for path, value in values
         )
         updates, opt_state = self.tx.update(like, self.opt_state, self.params)
+        import optax  # only here: half of the time of importing this package would be its
+
         params = optax.apply_updates(self.params, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
