@@ -48,9 +48,13 @@ def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
     processes[3].wait_for("here stepping")
     processes[1].send(signal.SIGSTOP)
     now = time.monotonic()
-    for process in (processes[0], processes[2], processes[3]):
+    frozen = f"pid {processes[1].pid}) has not been heard of for"
+    assert ends(processes[0], now) != 0
+    assert frozen in processes[0].told
+    for process in (processes[2], processes[3]):
         assert ends(process, now) != 0
-        assert f"pid {processes[1].pid}) has not been heard of for" in process.told
+        # On a busy machine the first may be gone before its word is read; it is named then.
+        assert frozen in process.told or f"pid {processes[0].pid}) has ended" in process.told
 
 
 def test_one_that_never_comes_to_its_first_step_is_named_with_where_it_is(start):
