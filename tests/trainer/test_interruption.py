@@ -13,6 +13,7 @@ from weft.trainer.interruption import (
     Interruptible,
     StopRun,
     batches_until_stopped,
+    compiled_unless_stopped,
     graceful_stop,
     still_compiling,
     stop_point,
@@ -197,7 +198,7 @@ def test_work_inside_of_a_run_is_left_while_it_is_compiled():
         time.sleep(0.05)
 
 
-def test_a_compiler_that_fails_tells_the_other_processes_before_it_raises():
+def test_a_compiler_that_fails_tells_the_other_processes_before_all_end():
     class OneOfTwo:
         def agree(self, wish, **_):
             points.append(wish())
@@ -208,10 +209,13 @@ def test_a_compiler_that_fails_tells_the_other_processes_before_it_raises():
     points = []
     with GracefulStop() as stop:
         stop._companions = OneOfTwo()
+        lowered = Lowered(error=ValueError("XLA"))
+        ended = stop.compile_together(lowered, "the loss")
+        assert ended.wish.kind == "error" and str(ended.error) == "XLA"
         with pytest.raises(ValueError, match="XLA"):
-            stop.compile_together(Lowered(error=ValueError("XLA")), "the loss")
+            compiled_unless_stopped(lowered, "the loss")
         stop._companions = None
-    assert [(wish.kind, wish.text) for wish in points] == [("error", "compiling the loss: XLA")]
+    assert [(w.kind, w.text) for w in points] == [("error", "compiling the loss: XLA")] * 2
 
 
 def test_what_was_compiled_beside_is_what_a_call_uses():

@@ -229,7 +229,7 @@ class GracefulStop:
         if failure:
             raise failure[0]
 
-    def compile_together(self, lowered: jax.stages.Lowered, name: str) -> Wish | None:
+    def compile_together(self, lowered: jax.stages.Lowered, name: str) -> StopRun | None:
         """Compiles; afterwards, or as soon as one is asked to stop, all come to a point.
 
         Args:
@@ -237,10 +237,8 @@ class GracefulStop:
             name: of what it computes.
 
         Returns:
-            Why all are to stop, or None if it is compiled in all processes.
-
-        Raises:
-            Exception: what the compiler raises here; the others are told that it did.
+            What ends the run in all processes, with the error of a compiler that fails here; None
+            if it is compiled in all of them.
         """
         self.doing(f"compiling {name}")
         failure, own = None, None
@@ -249,9 +247,8 @@ class GracefulStop:
         except Exception as error:
             failure, own = error, Wish("error", f"compiling {name}: {error}")
         stop = self.agreed(f"computing {name}", own, within_seconds=self._patience_seconds)
-        if failure is not None:
-            raise failure
-        return stop
+        stop = stop or own
+        return None if stop is None else StopRun(stop, failure)
 
 
 class Interruptible:
@@ -275,7 +272,7 @@ class Interruptible:
             if kinds not in self._compiled:
                 stop = _OPEN.stack[-1].compile_together(self._jitted.lower(*args), self._name)
                 if stop is not None:
-                    raise StopRun(stop)
+                    raise stop
                 self._compiled.add(kinds)
         return self._jitted(*args)
 
@@ -318,8 +315,14 @@ def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
     Returns:
         Whether to go on with it; False if the run is asked to stop, which it does soon, or if
         another process cannot compile it.
+
+    Raises:
+        Exception: what the compiler raises in this process.
     """
-    return not _OPEN.stack or _OPEN.stack[-1].compile_together(lowered, name) is None
+    stop = _OPEN.stack[-1].compile_together(lowered, name) if _OPEN.stack else None
+    if stop is not None and stop.error is not None:
+        raise stop.error
+    return stop is None
 
 
 @contextlib.contextmanager

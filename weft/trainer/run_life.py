@@ -37,6 +37,8 @@ def run_life(
         try:
             yield stop, told
         except StopRun as stopped:  # there is nothing to save, or it is saved
+            if stopped.error is not None:
+                raise stopped.error from None
             told.on_end(step(), stopped.wish.text)
 
 
