@@ -6,6 +6,7 @@ for objects, whose call is more than that of `jax.jit`, a function that changes 
 little else. All give away what they are given.
 """
 
+import operator
 import statistics
 import time
 from collections.abc import Callable
@@ -74,13 +75,13 @@ def run() -> list[Row]:
     rows = []
     for n, tx in ((8, None), (100, None), (301, optax.adam(1e-2))):
         values = chain_values(50 if tx else n // 2, WIDTH)
+        steps = operator.methodcaller("training", values, tx)
         for library in libraries():
-            steps = lambda library: library.training(values, tx)  # noqa: B023, E731
             rows += _compared(f"dispatch of a train step, {n} arrays", library, steps)
     for n in (8, 1000):
         values = chain_values(n // 2, WIDTH)
+        steps = operator.methodcaller("shrinking", values)
         for library in libraries():
             if hasattr(library, "nnx"):
-                steps = lambda library: library.shrinking(values)  # noqa: B023, E731
                 rows += _compared(f"dispatch of jit over {n:,} arrays", library, steps)
     return rows

@@ -46,9 +46,10 @@ def _of_trainer() -> Row:
         cfg.model.decoder.transformer.layer.self_attention.attention.num_heads = 12
         trainer = cfg.instantiate(parent=None)
         step = _memory(trainer.compile_train_step())
-        as_shapes = lambda tree: jax.tree.map(  # noqa: E731
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree
-        )
+
+        def as_shapes(tree):
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
         params = _raw_lm.from_weft(as_shapes(trainer.trainer_state_specs.model))
         batch = as_shapes(trainer.input.element_spec())
     optimizer, by_hand = _raw_lm.make_step(1e-3, 100)

@@ -31,7 +31,10 @@ class Block(eqx.Module):
 
     def __init__(self, key):
         keys = iter(jax.random.split(key, 6))
-        linear = lambda *shape: eqx.nn.Linear(*shape, key=next(keys))  # noqa: E731
+
+        def linear(*shape):
+            return eqx.nn.Linear(*shape, key=next(keys))
+
         self.norm1 = eqx.nn.LayerNorm(raw.DIM, eps=raw.EPS)
         self.q, self.k, self.v, self.out = (linear(raw.DIM, raw.DIM) for _ in range(4))
         self.norm2 = eqx.nn.LayerNorm(raw.DIM, eps=raw.EPS)
@@ -76,13 +79,19 @@ class Chain(eqx.Module):
 def _filled(layer, values):
     """The layer, a norm or linear, with the values; `weight` is [..., out, in]."""
     weight = values["scale"] if "scale" in values else jnp.swapaxes(values["kernel"], -1, -2)
-    both = lambda layer: (layer.weight, layer.bias)  # noqa: E731
+
+    def both(layer):
+        return (layer.weight, layer.bias)
+
     return eqx.tree_at(both, layer, (jnp.array(weight), jnp.array(values["bias"])))
 
 
 def _block(values):
     made = eqx.filter_eval_shape(Block, jax.random.key(0))
-    parts = lambda block: [getattr(block, name) for name in raw.PARTS]  # noqa: E731
+
+    def parts(block):
+        return [getattr(block, name) for name in raw.PARTS]
+
     filled = [_filled(getattr(made, name), values[name]) for name in raw.PARTS]
     return eqx.tree_at(parts, made, filled)
 
@@ -99,7 +108,10 @@ def _over_batch(model, **kwargs):
 def _scanned(block, call):
     def model(x):
         arrays, static = eqx.partition(block, eqx.is_array)
-        body = lambda x, arrays: (call(eqx.combine(arrays, static), x), None)  # noqa: E731
+
+        def body(x, arrays):
+            return (call(eqx.combine(arrays, static), x), None)
+
         return jax.lax.scan(body, x, arrays)[0]
 
     return model
@@ -119,8 +131,12 @@ class Equinox(Library):
         return Program(make, _decoder(values))
 
     def scanned(self, values):
-        call = lambda layer, x: layer(x)  # noqa: E731
-        make = lambda: lambda block, x: jax.vmap(_scanned(block, call))(x)  # noqa: E731
+        def call(layer, x):
+            return layer(x)
+
+        def make():
+            return lambda block, x: jax.vmap(_scanned(block, call))(x)
+
         return Program(make, _block(raw.stacked(values)))
 
     def nested(self, values):
@@ -144,7 +160,9 @@ class Equinox(Library):
         }
 
         def make():
-            call = lambda block, x: jax.vmap(block)(x)  # noqa: E731
+            def call(block, x):
+                return jax.vmap(block)(x)
+
             return functools.reduce(lambda fn, kind: wrap[kind](fn), kinds, call)
 
         return Program(make, _block(values))
@@ -159,7 +177,9 @@ class Equinox(Library):
         return eqx.tree_at(lambda chain: chain.layers, made, layers)
 
     def chain(self, values):
-        make = lambda: lambda model, x: jax.vmap(model)(x)  # noqa: E731
+        def make():
+            return lambda model, x: jax.vmap(model)(x)
+
         return Program(make, self._chain(values))
 
     def shrinking(self, values, plain=False):
@@ -181,7 +201,10 @@ class Equinox(Library):
         model = self._chain(values)
         state = () if tx is None else tx.init(eqx.filter(model, eqx.is_array))
         jitted = eqx.filter_jit(step, donate="all-except-first")
-        called = lambda both, x: jitted(x, both)  # noqa: E731
+
+        def called(both, x):
+            return jitted(x, both)
+
         return {"": Stateful(called, (model, state), chain_input(values))}
 
 

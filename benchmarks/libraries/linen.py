@@ -102,7 +102,9 @@ class Linen(Library):
         nn, over = self.nn, {"split_rngs": {"params": False}}
 
         def scan(fn):
-            body = lambda block, _, x: (None, fn(block, x))  # noqa: E731
+            def body(block, _, x):
+                return (None, fn(block, x))
+
             scan = nn.scan(body, variable_broadcast="params", **over)
             return lambda block, x: scan(block, None, x)[1]
 
@@ -113,7 +115,9 @@ class Linen(Library):
         }
 
         def make():
-            call = lambda block, x: block(x)  # noqa: E731
+            def call(block, x):
+                return block(x)
+
             fn = functools.reduce(lambda fn, kind: wrap[kind](fn), kinds, call)
             block = block_of(nn)()
             return lambda variables, x: nn.apply(fn, block)(variables, x)

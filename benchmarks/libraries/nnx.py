@@ -111,7 +111,9 @@ class NNX(Library):
         return lambda model, x: scan(x, model)
 
     def scanned(self, values):
-        make = lambda: self._scanned(lambda layer, x: layer(x))  # noqa: E731
+        def make():
+            return self._scanned(lambda layer, x: layer(x))
+
         return Program(make, self._block(values), self.nnx.jit)
 
     def nested(self, values):
@@ -130,7 +132,9 @@ class NNX(Library):
         }
 
         def make():
-            call = lambda block, x: block(x)  # noqa: E731
+            def call(block, x):
+                return block(x)
+
             return functools.reduce(lambda fn, kind: wrap[kind](fn), kinds, call)
 
         model = block_of(nnx)(rngs=nnx.Rngs(0))
