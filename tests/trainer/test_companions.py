@@ -131,7 +131,7 @@ def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
     with pytest.raises(ProcessesNotReadyError, match="process 2 of 3"):
         lines[2].agree(go_on)
     stacks = capfd.readouterr().err
-    assert stacks.count("Current thread") == 1 and "in at_once" in stacks
+    assert stacks.count("Current thread") == 1 and "in test_who_is_late_is_named" in stacks
 
 
 @pytest.mark.parametrize(

@@ -345,14 +345,14 @@ class Companions:
         with self._changed:
             if self._over is not None or self._left:
                 return
+            timer = threading.Timer(self._end_seconds, self._end_by_force, args=(text,))
+            timer.daemon = True
+            timer.start()
+            if self._id in missing and sys.__stderr__ is not None:  # before the main thread goes on
+                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
             self._over, self._late = text, text if late else None
             self._changed.notify_all()
         logger.error("%s", text)
-        timer = threading.Timer(self._end_seconds, self._end_by_force, args=(text,))
-        timer.daemon = True
-        timer.start()
-        if self._id in missing:  # last, as it fails where there is no stderr
-            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _end_by_force(self, text: str) -> None:
         print(f"weft: {text}", file=sys.__stderr__, flush=True)
