@@ -23,6 +23,11 @@ def current_trace() -> TraceState:
     return get_opaque_trace_state(convention="flax")
 
 
+def is_tracing() -> bool:
+    """Whether a trace is running in which operations are not carried out at once."""
+    return find_top_trace(()) is not _EAGER
+
+
 def check_trace_level(base_level: TraceState) -> None:
     """Refuses to go on in another trace.
 

@@ -64,6 +64,9 @@ class List(Module, list[Any]):
     def _items(self) -> list[tuple[Hashable, Any]]:
         return [*enumerate(self), *super()._items()]
 
+    def _look(self) -> list[Any]:
+        return [*super()._look(), *list.__iter__(self)]
+
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         for name, value in items:
             if isinstance(name, str):
@@ -147,6 +150,9 @@ class Dict(Module, dict[Any, Any]):
 
     def _items(self) -> list[tuple[Hashable, Any]]:
         return sorted(self.items(), key=lambda item: (str(type(item[0])), item[0]))
+
+    def _look(self) -> list[Any]:
+        return [*super()._look(), *dict.keys(self), *dict.values(self)]
 
     def _fill(self, items: Iterable[tuple[Any, Any]]) -> None:
         dict.update(self, items)

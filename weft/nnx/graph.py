@@ -18,7 +18,7 @@ import numpy as np
 from weft.errors import GraphStructureError
 from weft.nnx.filters import Path, to_predicate
 from weft.nnx.pytree import Pytree
-from weft.nnx.structure import PLAIN, Fixed, fixed, of_plain
+from weft.nnx.structure import PLAIN, UNCHANGING, Fixed, fixed, of_plain
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -207,7 +207,9 @@ class _Walk:
             attributes = tuple(
                 [
                     (name, of_plain(value))
-                    if type(value) in PLAIN and name not in marks
+                    if (kind := type(value)) in PLAIN and name not in marks
+                    else (name, fixed(value))
+                    if kind in UNCHANGING and name not in marks
                     else (name, self._attribute(x, name, value, (*path, name)))
                     for name, value in x._items()
                 ]

@@ -11,6 +11,8 @@ import types
 import weakref
 from typing import Any
 
+import jax.numpy as jnp
+
 from weft.core.tracing import current_trace
 from weft.lifting.functions import by_value, is_of_library
 from weft.nnx.naming import changed_elsewhere, origin
@@ -105,6 +107,8 @@ class Fixed:
 
 # Most of what is static is of these types, and is never data.
 PLAIN = frozenset((bool, int, str, bytes, type(None)))
+# These are static as well, and none of them can change.
+UNCHANGING = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
 of_plain = functools.lru_cache(maxsize=4096, typed=True)(Fixed)
 _of_library = functools.lru_cache(maxsize=1024)(Fixed)
 

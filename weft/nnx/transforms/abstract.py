@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import checkify as jax_checkify
 
 from weft import lifting
 from weft.lifting.crossing import depart, run
@@ -97,7 +96,7 @@ def make_jaxpr(
 
 def checkify(
     f: Callable[..., Any],
-    errors: Any = jax_checkify.user_checks,
+    errors: Any = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
@@ -105,7 +104,7 @@ def checkify(
 
     Args:
         f: the function.
-        errors: which checks are made.
+        errors: which checks are made; None for `checkify.user_checks`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
@@ -113,9 +112,10 @@ def checkify(
         A function that returns the error, which may be none, and the result of `f`.
 
     Example:
+        >>> from jax.experimental import checkify
         >>> from weft import nnx
         >>> def positive(m):
-        ...     jax_checkify.check(m.n > 0, "not positive")
+        ...     checkify.check(m.n > 0, "not positive")
         >>> error, _ = nnx.checkify(positive)(nnx.Dict(n=nnx.Variable(jax.numpy.array(-1))))
         >>> error.get().split(" (")[0]
         'not positive'

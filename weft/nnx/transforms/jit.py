@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from weft.core.tracing import current_trace
+from weft.core.tracing import current_trace, is_tracing
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.lifting.stages import Lowered, Traced
 from weft.nnx.graph import Flat
@@ -118,7 +118,7 @@ class JitWrapped:
         # Functions that are equal by value share their programs.
         self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
         self._seen: Hashable = None
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, _Plan | None] = {}
         self._last: _Plan | None = None
         self._has_hidden = False
 
@@ -202,6 +202,10 @@ class JitWrapped:
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
         plan = self._plans.get(key)
         if plan is None or not plan.fits(args, kwargs):
+            if is_tracing() and key not in self._plans:
+                # Objects of a trace are mostly called once, for which a plan is not worth its price.
+                self._keep(key, None)
+                return None
             while True:
                 epoch = EPOCH.now
                 found = self._found(found_at_top, args, kwargs)
@@ -211,12 +215,15 @@ class JitWrapped:
                 if all(before):
                     break
             plan = _Plan(self._program(found.layout), epoch, found, self._forgetting(key))
-            self._plans[key] = plan
+            self._keep(key, plan)
             EPOCH.remembering[id(self)] = self
-            for old in list(self._plans)[:-_MAX_PLANS]:
-                self._plans.pop(old, None)
         self._last = None if self._has_hidden else plan
         return plan
+
+    def _keep(self, key: Hashable, plan: _Plan | None) -> None:
+        self._plans[key] = plan
+        for old in list(self._plans)[:-_MAX_PLANS]:
+            self._plans.pop(old, None)
 
     def _forgetting(self, key: Hashable) -> Callable[[Any], None]:
         """What to do when an object of a plan is gone."""

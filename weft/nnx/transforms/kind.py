@@ -7,6 +7,7 @@ comes back only where references or static attributes have changed, or objects a
 """
 
 import dataclasses
+import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -47,11 +48,13 @@ class _Static(NamedTuple):
         graphdef: of the pair of these objects and no results, without metadata.
         places: for each value, the object among them and the group of it that it is in.
         owners: for a value that is no variable whose attribute it is, by index.
+        is_sure: whether all values are variables, and nothing else can change within itself.
     """
 
     graphdef: GraphDef
     places: tuple[tuple[int, int], ...]
     owners: tuple[tuple[int, Hashable] | None, ...]
+    is_sure: bool
 
 
 class _Changed(NamedTuple):
@@ -69,11 +72,20 @@ class _Changed(NamedTuple):
 
 
 class _Inner(NamedTuple):
-    """The objects inside, and what their values were at first."""
+    """The objects inside, and what their values were at first.
+
+    Attributes:
+        looks: what each object was made of, if that tells whether it has changed.
+    """
 
     objects: list[Any]
     values: list[Any]
     metadata: list[Any]
+    looks: list[tuple[Pytree, list[Any]]] | None
+
+    def looks_the_same(self) -> bool:
+        """Whether nothing but values and metadata of variables can have changed."""
+        return self.looks is not None and all(_are_same(x._look(), look) for x, look in self.looks)
 
 
 def is_object(x: Any) -> bool:
@@ -118,7 +130,8 @@ class ObjectKind(Kind):
             places.append((i, g))
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
-        return flat, _Static(flat.graphdef, tuple(places), owners), groups
+        is_sure = flat.is_sure and not any(owners)
+        return flat, _Static(flat.graphdef, tuple(places), owners, is_sure), groups
 
     def merge(self, static: _Static, groups: Sequence[Groups]):
         leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
@@ -129,7 +142,8 @@ class ObjectKind(Kind):
         ]
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
-        return _Inner(objects, values, metadata), list(carriers)
+        looks = [(x, x._look()) for x in objects if isinstance(x, Pytree)]
+        return _Inner(objects, values, metadata, looks if static.is_sure else None), list(carriers)
 
     def collect(
         self,
@@ -142,12 +156,13 @@ class ObjectKind(Kind):
     ):
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
-        if not self.structure:
+        if not self.structure or (not new and inner.looks_the_same()):
             for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
                 if variable is not None and _is_changed(variable, inner, n):
                     i, g = static.places[n]
                     groups[i][g][n] = variable
             if not new:
+                note_values(list(range(len(inner.values))), static.graphdef.paths)
                 return None, groups, new_groups
             carriers = ()
         flat = take_apart((tuple(carriers), tuple(new)), with_metadata=False)
@@ -327,6 +342,10 @@ def _known(inner: _Inner, static: _Static) -> dict[Any, int]:
         owner = static.owners[n]
         known[id(variable) if owner is None else (id(inner.objects[owner[0]]), owner[1])] = n
     return known
+
+
+def _are_same(xs: list[Any], ys: list[Any]) -> bool:
+    return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
 
 
 def _is_same(flat: Flat, inner: _Inner, static: _Static) -> bool:
