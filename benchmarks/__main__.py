@@ -5,6 +5,7 @@ python -m benchmarks nnx_dispatch    # one; a part of its name is enough
 python -m benchmarks --page          # docs/performance.md again, from results.json
 """
 
+import difflib
 import importlib
 import sys
 import time
@@ -50,18 +51,22 @@ def main(arguments: list[str]) -> int:
     if not console.is_terminal:
         console.width = _WIDTH
     if arguments == ["--page"]:
-        console.print(*page.write(results.load()), sep="\n")
+        console.print(*page.write(results.load()), sep="\n", markup=False)
         return 0
     names, unknown = chosen(arguments)
     if unknown:
-        console.print(f"There is no question {', '.join(unknown)}. There are:", *QUESTIONS)
+        console.print(_no_question(unknown), markup=False)
         return 2
-    answers, failures = {}, {}
+    answers, failures, stopped = {}, {}, ""
     for i, name in enumerate(names, 1):
         console.print(f"[dim]{i}/{len(names)} {name} …[/]", end=" ")
         start = time.perf_counter()
         try:
             answers[name] = ask(name)
+        except KeyboardInterrupt:
+            stopped = name
+            console.print("[red]stopped[/]")
+            break
         except Exception:
             failures[name] = traceback.format_exc()
             console.print("[red]failed[/]")
@@ -74,19 +79,35 @@ def main(arguments: list[str]) -> int:
     for name, text in failures.items():
         console.print(f"\n[red]{name} failed[/]; what was measured of it before is kept:")
         console.print(text, markup=False)
+    if stopped:
+        console.print(f"[red]Stopped in {stopped}[/]; what was answered before it is kept.")
+        return 130
     return 1 if failures else 0
 
 
+def _no_question(unknown: list[str]) -> str:
+    lines = []
+    for word in unknown:
+        close = difflib.get_close_matches(word, QUESTIONS, n=1)
+        lines.append(f"There is no question {word}." + (f" Is it {close[0]}?" if close else ""))
+    return "\n".join([*lines, "There are, and a part of a name is enough:", *QUESTIONS])
+
+
 def _show(console: Console, answers: dict[str, Answer]) -> None:
-    console.print(*table.header(next(reversed(answers.values()))), "", sep="\n", markup=False)
-    console.print(table.rich_table(answers))
-    console.print(table.summary(answers), *table.footnote_lines(answers), sep="\n", markup=False)
-    console.print()
+    console.print("", *table.header(next(reversed(answers.values()))), "", sep="\n", markup=False)
+    console.print(table.rich_table(answers, console.width))
     for answer in answers.values():
         for curve in answer.curves:
-            console.print(f"{curve.title}: {curve.words}", markup=False)
-    console.print(*compare(results.committed(), answers).lines(), sep="\n", markup=False)
-    console.print(*page.write(results.load()), sep="\n", markup=False)
+            console.print(f"{curve.title}:", *curve.words, "", sep="\n  ", markup=False)
+    after = [
+        *table.footnote_lines(answers),
+        *compare(results.committed(), answers).lines(),
+        *page.write(results.load()),
+        "",
+        table.summary(answers),
+        *table.misses(answers),
+    ]
+    console.print(*after, sep="\n", markup=False)
 
 
 if __name__ == "__main__":

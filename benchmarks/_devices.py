@@ -88,8 +88,10 @@ def _size(shape: str) -> int:
     return math.prod(int(n) for n in shape.partition("[")[2].rstrip("]").split(",") if n)
 
 
-def dispatch() -> dict[str, dict[int, float]]:
-    """Seconds of a call of a function that changes 100 sharded arrays, by library."""
+def dispatch() -> dict[int, dict[str, list[float]]]:
+    """Seconds of a call of a function that changes 100 sharded arrays: by number of devices and
+    library, of each round.
+    """
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -98,7 +100,7 @@ def dispatch() -> dict[str, dict[int, float]]:
     from benchmarks.libraries.raw import RAW, chain_values
 
     compared = (RAW, *(x for x in libraries() if hasattr(x, "nnx")))
-    found: dict[str, dict[int, float]] = {}
+    found: dict[int, dict[str, list[float]]] = {}
     times = 20
     for n in COUNTS:
         sharding = NamedSharding(Mesh(jax.devices()[:n], "x"), PartitionSpec("x"))
@@ -110,8 +112,8 @@ def dispatch() -> dict[str, dict[int, float]]:
                 step()
 
         fns = {name: (lambda s=step: many(s)) for name, step in steps.items() if step}
-        for name, seconds in in_rounds(fns, rounds=9).items():
-            found.setdefault(name, {})[n] = seconds / times
+        measured = in_rounds(fns, rounds=9)
+        found[n] = {name: [x / times for x in of] for name, of in measured.items()}
     return found
 
 

@@ -8,20 +8,28 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.harness import Beside, Curve, number
+
 Points = list[tuple[float, float]]
+Rounds = Mapping[str, list[float]]
+_SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6}
 
 
 def in_rounds(
     fns: Mapping[str, Callable[[], Any]],
     *,
     rounds: int,
+    warmup: bool = True,
     clock: Callable[[], float] = time.thread_time,
     collect: bool = True,
-) -> dict[str, float]:
-    """The median seconds of each function; all are run once in each round, after one before."""
+) -> dict[str, list[float]]:
+    """The seconds of each function by round; all are run once in each, and once before the first
+    with `warmup`.
+    """
     times: dict[str, list[float]] = {name: [] for name in fns}
-    for fn in fns.values():
-        fn()
+    if warmup:
+        for fn in fns.values():
+            fn()
     for _ in range(rounds):
         for name, fn in fns.items():
             if collect:
@@ -29,7 +37,46 @@ def in_rounds(
             start = clock()
             fn()
             times[name].append(clock() - start)
-    return {name: statistics.median(of) for name, of in times.items()}
+    return times
+
+
+class Growth:
+    """The times of several things as a number grows, and of each beside that of its base.
+
+    Args:
+        base: what all others stand beside; or by line, what it stands beside.
+    """
+
+    def __init__(self, base: str | Mapping[str, str]):
+        self._base = base
+        self.seconds: dict[str, Points] = {}
+        self.beside: dict[str, list[Beside]] = {}
+
+    def base(self, line: str) -> str:
+        """What a line stands beside; itself, if it is a base."""
+        return self._base if isinstance(self._base, str) else self._base.get(line, line)
+
+    def add(self, x: float, times: Rounds) -> None:
+        """Takes in what was measured at x: by line, its seconds in each round."""
+        for line, seconds in times.items():
+            self.seconds.setdefault(line, []).append((x, statistics.median(seconds)))
+            if (base := self.base(line)) != line:
+                ratios = [a / b for a, b in zip(seconds, times[base], strict=True)]
+                point = (x, min(ratios), statistics.median(ratios), max(ratios))
+                self.beside.setdefault(line, []).append(point)
+
+    def curve(self, name: str, title: str, *, x: str, per: str, clock: str, unit: str) -> Curve:
+        """The curve of the times; `per` names what x counts: "layer"."""
+        lines = {
+            line: [(at, seconds / _SECONDS[unit]) for at, seconds in points]
+            for line, points in self.seconds.items()
+        }
+        said = words(lines, f"{unit} per {per}")
+        for line, points in self.beside.items():
+            at, *_, ratio, _ = points[-1]
+            said[line] += f"; {number(ratio)} × {self.base(line)} at {at:,g}"
+        spoken = [f"{line}: {text}" for line, text in said.items()]
+        return Curve(name, title, x, f"{clock}, {unit}", lines, spoken, self.beside)
 
 
 def exponent(points: Points) -> float:
@@ -49,22 +96,22 @@ def slope(points: Points) -> float:
 
 
 def _grows(power: float) -> str:
-    for limit, word in ((0.15, "flat"), (0.8, "below linear"), (1.2, "linear")):
+    for limit, word in ((-0.15, "falls"), (0.15, "flat"), (0.8, "below linear"), (1.2, "linear")):
         if power < limit:
             return word
     return "above linear" if power < 1.7 else "quadratic"
 
 
-def words(lines: Mapping[str, Points], per: str) -> str:
-    """The slopes of lines in words; `per` names the unit of y by that of x: "µs per array"."""
-    said = []
+def words(lines: Mapping[str, Points], per: str) -> dict[str, str]:
+    """By line its slope in words; `per` names the unit of y by that of x: "µs per array"."""
+    said = {}
     for name, points in lines.items():
         if len(points) < 2:
             continue
         power, ends = exponent(points), (points[0], points[-1])
         if power < 0.15:
-            how = f"{ends[0][1]:.3g} at {ends[0][0]:g} and {ends[1][1]:.3g} at {ends[1][0]:g}"
+            how = " and ".join(f"{number(y)} at {x:,g}" for x, y in ends)
         else:
-            how = f"{slope(points):.3g} {per}"
-        said.append(f"{name}: {_grows(power)} (x^{power:.2f}), {how}")
-    return "; ".join(said)
+            how = f"{number(slope(points))} {per}"
+        said[name] = f"{_grows(power)} (x^{power:.2f}), {how}"
+    return said

@@ -5,6 +5,7 @@ scanned), to make it abstractly, and to trace a block in 0 to 6 transformations.
 does a deeper repeated stack take longer to trace and compile?
 """
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks._growth import Points, in_rounds, words
+from benchmarks._growth import Growth, in_rounds
 from benchmarks.harness import Curve, Row, ratios, row
 from benchmarks.libraries import libraries
 from benchmarks.libraries.library import Library, Program
@@ -22,7 +23,7 @@ from benchmarks.libraries.raw import RAW, X, decoder_values
 from weft.hierarchy.attention import RepeatedTransformerLayer
 from weft.hierarchy.module import functional
 
-DEPTHS, ROUNDS = (2, 6, 24, 48, 96), 2
+DEPTHS, ROUNDS = (2, 6, 24, 48, 96), {"unrolled": 3, "jitted": 5, "scanned": 5}
 NESTED = ("vmap", "scan", "remat", "vmap", "scan", "remat")
 _FORMS = {
     "unrolled": "a decoder, unrolled",
@@ -68,54 +69,50 @@ def _flat() -> list[Row]:
     return rows
 
 
+def _traced(program: Program, x: Any) -> None:
+    program.trace(x)
+
+
 def _traced_cold(program: Program, x: Any) -> None:
     jax.clear_caches()
     program.trace(x)
 
 
 def _by_depth(form: str) -> Curve:
-    lines: dict[str, Points] = {}
+    growth = Growth(RAW.name)
+    trace = _traced if form == "unrolled" else _traced_cold
     for n in DEPTHS:
         values = decoder_values(n)
         programs = {library.name: getattr(library, form)(values) for library in (RAW, *libraries())}
-        times = in_rounds(
-            {
-                name: (
-                    (lambda p=p: p.trace(X))
-                    if form == "unrolled"
-                    else (lambda p=p: _traced_cold(p, X))
-                )
-                for name, p in programs.items()
-                if p is not None
-            },
-            rounds=ROUNDS,
-        )
-        for name, seconds in times.items():
-            lines.setdefault(name, []).append((n, seconds * 1e3))
-    return Curve(
+        fns = {
+            name: functools.partial(trace, program, X)
+            for name, program in programs.items()
+            if program is not None
+        }
+        growth.add(n, in_rounds(fns, rounds=ROUNDS[form], warmup=n == DEPTHS[0]))
+    return growth.curve(
         f"trace_by_depth_{form}",
         f"Time to trace {_FORMS[form]}",
-        "layers",
-        "CPU time of Python, ms",
-        lines,
-        words(lines, "ms per layer"),
+        x="layers",
+        per="layer",
+        clock="CPU time of Python",
+        unit="ms",
     )
 
 
 def _init_by_depth() -> Curve:
-    lines: dict[str, Points] = {}
+    growth = Growth(RAW.name)
     for n in (2, 6, 24, 96):
         # Flax's objects take a time that grows as the square: minutes at 96 layers.
         made = {x.name: x.shapes(n) for x in (RAW, *libraries()) if n <= 24 or x.name != "Flax NNX"}
-        for name, seconds in in_rounds(made, rounds=1).items():
-            lines.setdefault(name, []).append((n, seconds * 1e3))
-    return Curve(
+        growth.add(n, in_rounds(made, rounds=3, warmup=n == 2))
+    return growth.curve(
         "init_by_depth",
         "Time to make a decoder abstractly",
-        "layers",
-        "CPU time of Python, ms",
-        lines,
-        words(lines, "ms per layer"),
+        x="layers",
+        per="layer",
+        clock="CPU time of Python",
+        unit="ms",
     )
 
 
@@ -125,7 +122,7 @@ def _nested(library: Library, values: Any, deep: int) -> Program | None:
 
 def _by_nesting() -> Curve:
     """Over raw JAX: in a loop or a map each level of which adds an axis of length 2."""
-    values, lines = decoder_values(1), {}
+    values, growth = decoder_values(1), Growth(RAW.name)
     for deep in range(len(NESTED) + 1):
         axes = sum(kind != "remat" for kind in NESTED[:deep])
         x = jnp.broadcast_to(X, (2,) * axes + X.shape)
@@ -140,21 +137,22 @@ def _by_nesting() -> Curve:
                         program(x), raw(x), rtol=1e-3, atol=1e-4, err_msg=library.name
                     )
         fns = {name: (lambda p=p, x=x: _traced_cold(p, x)) for name, p in programs.items()}
-        times = in_rounds(fns, rounds=3)
-        for name, seconds in times.items():
-            lines.setdefault(name, []).append((deep, seconds / times[RAW.name]))
+        growth.add(deep, in_rounds(fns, rounds=5))
     said = [
-        f"{name}: {points[0][1]:.2f} × raw without any, {points[-1][1]:.2f} × in {len(NESTED)}"
-        for name, points in lines.items()
-        if name != RAW.name
+        f"{line}: {first[2]:.2f} × raw JAX without any, {last[2]:.2f} × in {len(NESTED)}"
+        for line, (first, *_, last) in growth.beside.items()
     ]
+    lines = {
+        line: [(x, ratio) for x, _, ratio, _ in points] for line, points in growth.beside.items()
+    }
     return Curve(
         "trace_by_nesting",
-        "Time to trace a block in nested transformations, by that of raw JAX",
+        "Time to trace a block in nested transformations",
         "transformations (vmap, scan, remat, vmap, scan, remat)",
-        "CPU time of Python / that of raw JAX",
+        "CPU time of Python, times of raw JAX",
         lines,
-        "; ".join(said),
+        said,
+        growth.beside,
     )
 
 

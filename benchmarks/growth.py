@@ -3,7 +3,7 @@
 Each answer is a curve; `depth` has those of deeper models.
 """
 
-import statistics
+import functools
 import tempfile
 import time
 from pathlib import Path
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _devices
-from benchmarks._growth import Points, in_rounds, words
+from benchmarks._growth import Growth, in_rounds
 from benchmarks.checkpoints import Saves, load_plain, save_plain
 from benchmarks.harness import Curve
 from benchmarks.libraries import libraries
@@ -23,67 +23,72 @@ ARRAYS = (10, 100, 1_000, 10_000)
 # What XLA takes to compile 10,000 arrays, half a minute, is spent on Weft and the base alone.
 _TO_THE_END = (RAW.name, "Weft NNX")
 MEGABYTES = (1, 8, 64, 512)
-_ROUNDS = 3
+_ROUNDS = 5
 
 
 def _by_arrays() -> Curve:
     """A jitted function that changes each array and gives away what it is given."""
-    lines: dict[str, Points] = {}
+    growth = Growth(RAW.name)
     for n in ARRAYS:
         values, times = chain_values(n // 2, 2), max(2, 2_000 // n)
+
+        def many(step: Any, times: int = times) -> None:
+            for _ in range(times):
+                result = step()
+            jax.block_until_ready(result)
+
+        fns = {}
         for library in (RAW, *libraries()):
-            if n > 1_000 and library.name not in _TO_THE_END:
-                continue
-            if (step := library.shrinking(values, plain=True).get("")) is None:
-                continue
-
-            def many(step: Any = step, times: int = times) -> None:
-                for _ in range(times):
-                    result = step()
-                jax.block_until_ready(result)
-
-            seconds = in_rounds({"": many}, rounds=7)[""] / times
-            lines.setdefault(library.name, []).append((n, seconds * 1e6))
-    return Curve(
+            step = None
+            if n <= 1_000 or library.name in _TO_THE_END:
+                step = library.shrinking(values, plain=True).get("")
+            if step is not None:
+                fns[library.name] = functools.partial(many, step)
+        measured = in_rounds(fns, rounds=7)
+        growth.add(n, {name: [x / times for x in of] for name, of in measured.items()})
+    return growth.curve(
         "dispatch_by_arrays",
         "A call of a jitted function that changes every array",
-        "arrays",
-        "CPU time of Python, µs",
-        lines,
-        words(lines, "µs per array"),
+        x="arrays",
+        per="array",
+        clock="CPU time of Python",
+        unit="µs",
     )
 
 
 def _by_devices() -> list[Curve]:
-    dispatch = {
-        name: [(int(n), seconds * 1e6) for n, seconds in of.items()]
-        for name, of in _devices.asked("dispatch").items()
-    }
-    held = [(int(n), size / 1e3) for n, size in _devices.asked("shards")["bytes"].items()]
-    sizes = {"Weft, FSDP": held, "a part of n": [(n, held[0][1] / n) for n, _ in held]}
-    return [
-        Curve(
-            "dispatch_by_devices",
-            "A call of a jitted function that changes 100 sharded arrays",
-            "virtual devices",
-            "CPU time of Python, µs",
-            dispatch,
-            words(dispatch, "µs per device"),
-        ),
-        Curve(
-            "bytes_by_devices",
-            "Parameters and optimizer state of the device that holds most",
-            "virtual devices",
-            "kB",
-            sizes,
-            f"as 1/n: {held[0][1] / held[-1][1]:.2f} times less on {held[-1][0]} devices than on "
-            "one",
-        ),
-    ]
+    growth = Growth(RAW.name)
+    for n, times in _devices.asked("dispatch").items():
+        growth.add(int(n), times)
+    dispatch = growth.curve(
+        "dispatch_by_devices",
+        "A call of a jitted function that changes 100 sharded arrays",
+        x="virtual devices",
+        per="device",
+        clock="CPU time of Python",
+        unit="µs",
+    )
+    held = [(int(n), size) for n, size in _devices.asked("shards")["bytes"].items()]
+    parts = {n: held[0][1] / n for n, _ in held}
+    lines = {"a part of n": parts.items(), "Weft, FSDP": held}
+    shares = {n: size / parts[n] for n, size in held}
+    of_bytes = Curve(
+        "bytes_by_devices",
+        "Parameters and optimizer state of the device that holds most",
+        "virtual devices",
+        "kB",
+        {line: [(n, size / 1e3) for n, size in points] for line, points in lines.items()},
+        [
+            f"Weft, FSDP: as 1/n, {held[0][1] / held[-1][1]:.2f} times less on {held[-1][0]} "
+            "devices than on one"
+        ],
+        {"Weft, FSDP": [(n, share, share, share) for n, share in shares.items()]},
+    )
+    return [dispatch, of_bytes]
 
 
-def _checkpoint_times(base: Path, megabytes: int) -> dict[str, float]:
-    """Seconds of what can be done with a checkpoint of a size."""
+def _checkpoint_times(base: Path, megabytes: int) -> dict[str, list[float]]:
+    """Seconds, by round, of what can be done with a checkpoint of a size."""
     state = {f"w{i}": jnp.full(megabytes * 10**6 // 16, float(i)) for i in range(4)}
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -105,23 +110,28 @@ def _checkpoint_times(base: Path, megabytes: int) -> dict[str, float]:
         rounds=_ROUNDS,
         clock=time.perf_counter,
     )
-    return {**times, "Weft, asynchronous, blocking": statistics.median(blocked[1:])}
+    return {**times, "Weft, asynchronous, blocking": blocked[1:]}
 
 
 def _by_size() -> Curve:
     """Elapsed time, of Weft and of plain files that are flushed to the disk."""
-    lines: dict[str, Points] = {}
+    growth = Growth(
+        {
+            "Weft, save": "numpy.save with fsync",
+            "Weft, restore": "numpy.load",
+            "Weft, asynchronous, blocking": "Weft, save",
+        }
+    )
     for size in MEGABYTES:
         with tempfile.TemporaryDirectory() as name:
-            for what, seconds in _checkpoint_times(Path(name), size).items():
-                lines.setdefault(what, []).append((size, seconds * 1e3))
-    return Curve(
+            growth.add(size, _checkpoint_times(Path(name), size))
+    return growth.curve(
         "checkpoint_by_size",
         "Saving and restoring",
-        "MB",
-        "elapsed time, ms",
-        lines,
-        words(lines, "ms per MB"),
+        x="MB",
+        per="MB",
+        clock="elapsed time",
+        unit="ms",
     )
 
 

@@ -1,37 +1,58 @@
 """What moved between two runs, beyond the noise of each.
 
-A line moved when the middle halves of its ratios in the two runs do not overlap, and the median
-changed by more than 5 %. What is counted has no noise, so there any change by more than 5 % counts.
+A line of the table moved when the middle halves of its ratios in the two runs do not overlap, and
+the median changed by more than 5 %. What is counted has no noise, so there any change by more than
+5 % counts.
+
+A line of a curve stands beside that of its base, measured in the same rounds. It moved when in the
+upper half of its points, where the slope is read, all ratios to the base are on the same side of
+those before, at each point, and the medians there changed by more than 5 %.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.frame.results import Answer
-from benchmarks.harness import Row
+from benchmarks.harness import Beside, Row, number
 
 SMALLEST = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """A line that is faster or slower than it was: both its answers."""
+    """A line that is faster or slower than it was.
 
-    before: Row
-    after: Row
+    Attributes:
+        line: the question of the table, or the curve and its library.
+        before: the median, and its noise in words.
+        after: the same now.
+    """
+
+    line: str
+    before: tuple[float, str]
+    after: tuple[float, str]
 
     @property
     def is_better(self) -> bool:
-        return self.after.median < self.before.median
+        return self.after[0] < self.before[0]
 
     def __str__(self) -> str:
         word = "better" if self.is_better else "worse"
-        values = (f"{row.median:.3g} ({_range(row)})" for row in (self.before, self.after))
-        return f"{word}: {self.after.question}: {' -> '.join(values)}"
+        values = (f"{number(median)} ({noise})" for median, noise in (self.before, self.after))
+        return f"{word}: {self.line}: {' -> '.join(values)}"
 
 
-def _range(row: Row) -> str:
-    return "counted" if row.pairs == 1 else f"{row.quartiles[0]:.3g} … {row.quartiles[1]:.3g}"
+def _of_row(row: Row) -> tuple[float, str]:
+    return row.median, "counted" if row.pairs == 1 else _range(*row.quartiles)
+
+
+def _of_point(point: Beside) -> tuple[float, str]:
+    _, low, median, high = point
+    return median, "counted" if low == high else _range(low, high)
+
+
+def _range(low: float, high: float) -> str:
+    return f"{number(low)} … {number(high)}"
 
 
 def has_moved(before: Row, after: Row) -> bool:
@@ -40,6 +61,18 @@ def has_moved(before: Row, after: Row) -> bool:
         before.quartiles[0] <= after.quartiles[1] and after.quartiles[0] <= before.quartiles[1]
     )
     return not overlap and abs(after.median - before.median) > SMALLEST * before.median
+
+
+def has_grown_otherwise(before: list[Beside], after: list[Beside]) -> bool:
+    """Whether a line of a curve is another than it was beside its base, beyond the noise of both
+    runs.
+    """
+    old = {x: ratios for x, *ratios in before}
+    both = [(old[x], ratios) for x, *ratios in after if x in old]
+    upper = both[len(both) // 2 :]
+    worse = [a[0] > b[2] and a[1] > (1 + SMALLEST) * b[1] for b, a in upper]
+    better = [a[2] < b[0] and a[1] < (1 - SMALLEST) * b[1] for b, a in upper]
+    return bool(upper) and (all(worse) or all(better))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +105,21 @@ class Comparison:
         if self.elsewhere:
             yield f"There, another machine answered: {', '.join(self.elsewhere)}."
         yield from map(str, self.moves)
-        yield from (f"new: {question}" for question in self.new)
-        yield from (f"gone: {question}" for question in self.gone)
+        yield from (f"new: {line}" for line in self.new)
+        yield from (f"gone: {line}" for line in self.gone)
 
 
 def compare(before: dict[str, Answer], after: dict[str, Answer]) -> Comparison:
     """Compares the questions of `after` with what `before` says of them."""
-    old = {(name, row.question): row for name in after for row in _rows(before, name)}
-    new = {(name, row.question): row for name in after for row in _rows(after, name)}
-    both = [(old[key], new[key]) for key in new if key in old]
-    moves = [Move(*rows) for rows in both if has_moved(*rows)]
+    old = {key: line for name in after if name in before for key, line in _lines(name, before)}
+    new = {key: line for name in after for key, line in _lines(name, after)}
+    both = [(key[1], old[key], new[key]) for key in new if key in old]
+    moves = [move for pair in both if (move := _move(*pair))]
     return Comparison(
         moves=sorted(moves, key=lambda move: move.is_better),
         same=len(both) - len(moves),
-        new=[question for name, question in new if (name, question) not in old],
-        gone=[question for name, question in old if (name, question) not in new],
+        new=[line for name, line in new if (name, line) not in old],
+        gone=[line for name, line in old if (name, line) not in new],
         elsewhere=[
             name
             for name, answer in after.items()
@@ -95,8 +128,26 @@ def compare(before: dict[str, Answer], after: dict[str, Answer]) -> Comparison:
     )
 
 
-def _rows(answers: dict[str, Answer], name: str) -> list[Row]:
-    return answers[name].rows if name in answers else []
+_Line = Row | list[Beside]
+
+
+def _lines(name: str, answers: dict[str, Answer]) -> Iterable[tuple[tuple[str, str], _Line]]:
+    """The lines of the table and of the curves of a question, by its name and theirs."""
+    for row in answers[name].rows:
+        yield (name, row.question), row
+    for curve in answers[name].curves:
+        yield from (((name, f"{curve.title}, {of}"), line) for of, line in curve.beside.items())
+
+
+def _move(line: str, before: _Line, after: _Line) -> Move | None:
+    if isinstance(before, Row) and isinstance(after, Row):
+        return Move(line, _of_row(before), _of_row(after)) if has_moved(before, after) else None
+    assert isinstance(before, list) and isinstance(after, list)
+    if not has_grown_otherwise(before, after):
+        return None
+    last = max({x for x, *_ in before} & {x for x, *_ in after})
+    ends = (next(point for point in points if point[0] == last) for points in (before, after))
+    return Move(f"{line} at {last:,g}", *map(_of_point, ends))
 
 
 def _machine(answer: Answer) -> list[object]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.frame import plots, table
-from benchmarks.frame.results import ROOT, Answer
+from benchmarks.frame.results import RESULTS, ROOT, Answer
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = PAGE.with_suffix("")
@@ -21,11 +21,12 @@ def write(answers: dict[str, Answer], page: Path = PAGE) -> list[str]:
     """Writes the page and its plots; returns what there is to say about it, a line each."""
     text = page.read_text(encoding="utf-8")
     page.write_text(updated(text, answers), encoding="utf-8")
+    written = f"Written: {RESULTS.relative_to(ROOT)}, {page.relative_to(ROOT)}"
     try:
         drawn = plots.draw(answers, page.with_suffix(""))
     except ImportError as error:
-        return [f"The plots were not drawn: {error}. The extra bench has matplotlib."]
-    return [f"Written: {page.relative_to(ROOT)}, {len(drawn)} plots."]
+        return [f"{written}.", f"No plots were drawn: {error}. The extra bench has matplotlib."]
+    return [f"{written}, and {len(drawn)} plots in {page.with_suffix('').relative_to(ROOT)}/."]
 
 
 def updated(text: str, answers: dict[str, Answer]) -> str:
@@ -48,7 +49,9 @@ def _shown(answers: dict[str, Answer]) -> Iterator[str]:
         if answer.rows:
             yield from _table(answer, footnotes)
         for curve in answer.curves:
-            yield from (_image(curve.title, curve.name), "", f"{curve.title}: {curve.words}", "")
+            yield from (_image(curve.title, curve.name), "", f"{curve.title}:", "")
+            yield from (f"- {said}" for said in curve.words)
+            yield ""
     if footnotes.texts:
         yield from ("### Targets that are missed", "")
         yield from (f"- [{i}] {text}" for i, text in footnotes.numbered())

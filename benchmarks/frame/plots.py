@@ -13,11 +13,17 @@ _COLORS = {
     "Flax": "#d9822b",
     "Equinox": "#5a9367",
     "Haiku": "#8e5ea2",
-    "raw": "#666666",
+    "raw JAX": "#333333",
 }
 _MARKERS = {"Weft": "o", "Flax": "s", "Equinox": "^", "Haiku": "D"}
-_LIBRARY = re.compile(r", ((?:Weft|Flax|Equinox|Haiku)\b.*?) / raw")
+_OTHER = "#999999"
+_LIBRARY = re.compile(rf", ((?:{'|'.join(_COLORS)})\b.*?) / raw")
 OVERVIEW = "overview"
+
+
+def family(name: str) -> str:
+    """The library that a line is of: "Weft" of "Weft NNX, cached_partial"; or the name itself."""
+    return next((known for known in _COLORS if re.match(rf"{known}\b", name)), name)
 
 
 def library(question: str) -> tuple[str, str]:
@@ -67,52 +73,62 @@ def _save(figure: Any, path: Path) -> Path:
 
 
 def _style(name: str) -> dict[str, Any]:
-    family = name.split()[0].rstrip(",")
-    return {"color": _COLORS.get(family, "#999999"), "marker": _MARKERS.get(family, "x")}
+    of = family(name)
+    return {
+        "color": _COLORS.get(of, _OTHER),
+        "marker": _MARKERS.get(of, "x"),
+        "markersize": 4 if of in _MARKERS else 7,
+        "zorder": 3 if of == "Weft" else 2.5 if of in _MARKERS else 2,
+    }
 
 
 def _draw_curve(curve: Curve, path: Path) -> Path:
-    figure, axes = _figure(6.4, 4.0)
+    figure, axes = _figure(7.6, 4.0)
     families: dict[str, int] = {}
     for name, points in curve.lines.items():
         style = _style(name)
         nth = families[style["color"]] = families.get(style["color"], -1) + 1
         dashes = ("-", "--", ":", "-.")[nth % 4]
-        axes.plot(*zip(*points, strict=True), dashes, label=name, markersize=4, **style)
-    for axis, values in (
-        ("x", [x for points in curve.lines.values() for x, _ in points]),
-        ("y", [y for points in curve.lines.values() for _, y in points]),
-    ):
-        if min(values) > 0 and max(values) >= 10 * min(values):
-            axes.set(**{f"{axis}scale": "log"})
-        elif axis == "y":
-            axes.set_ylim(bottom=min(0, *values))
+        axes.plot(*zip(*points, strict=True), dashes, label=name, **style)
+    at = sorted({x for points in curve.lines.values() for x, _ in points})
+    _scale(axes.xaxis, at, ticks=at)
+    _scale(axes.yaxis, [y for points in curve.lines.values() for _, y in points])
     axes.set(title=curve.title, xlabel=curve.x, ylabel=curve.y)
-    axes.legend(frameon=False, fontsize="small")
+    figure.legend(loc="outside right upper", frameon=False, fontsize="small")
     return _save(figure, path)
 
 
-def _draw_overview(subjects: dict[str, list[tuple[str, Row]]], path: Path) -> Path:
-    from matplotlib.ticker import FuncFormatter
+def _scale(axis: Any, values: list[float], ticks: list[float] | None = None) -> None:
+    """A logarithmic scale for what grows to eight times itself, or more; numbers as they are."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
+    name = axis.axis_name
+    if min(values) > 0 and max(values) >= 8 * min(values):
+        axis.axes.set(**{f"{name}scale": "log"})
+        axis.set_major_locator(FixedLocator(ticks) if ticks else LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+    elif name == "y":
+        axis.axes.set_ylim(bottom=min(0, *values))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def _draw_overview(subjects: dict[str, list[tuple[str, Row]]], path: Path) -> Path:
     figure, axes = _figure(9.0, 1.2 + 0.26 * len(subjects))
-    shown = set()
+    handles: dict[str, Any] = {}
     for y, lines in enumerate(subjects.values()):
-        # Weft is drawn last, so that it lies above the others.
-        for name, row in sorted(lines, key=lambda line: line[0].startswith("Weft")):
-            family = name.split()[0].rstrip(",")
-            label = None if family in shown else family
-            shown.add(family)
-            axes.plot(row.median, y, linestyle="", label=label, markersize=6, **_style(name))
+        for name, row in lines:
+            made = axes.plot(row.median, y, linestyle="", **{**_style(name), "markersize": 6})
+            handles.setdefault(family(name), made[0])
             if row.at_most:
-                target = None if "target" in shown else "target"
-                shown.add("target")
-                axes.plot(row.at_most, y, "|", color="black", markersize=13, label=target)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.axvline(1, color="#666666", linewidth=0.8)
+                made = axes.plot(row.at_most, y, "|", color="black", markersize=13, zorder=4)
+                handles.setdefault("target", made[0])
+    _scale(axes.xaxis, [row.median for lines in subjects.values() for _, row in lines])
+    axes.axvline(1, color=_COLORS["raw JAX"], linewidth=0.8)
     axes.set_yticks(range(len(subjects)), list(subjects), fontsize="small")
     axes.set_ylim(len(subjects) - 0.5, -0.5)
     axes.set_xlabel("times of raw JAX (less is better)")
-    figure.legend(loc="outside upper center", ncols=6, frameon=False)
+    shown = [name for name in (*_COLORS, "target") if name in handles]
+    figure.legend(
+        [handles[name] for name in shown], shown, loc="outside upper center", ncols=6, frameon=False
+    )
     return _save(figure, path)

@@ -111,14 +111,17 @@ def parse(text: str) -> dict[str, Answer]:
             asks=answer["asks"],
             place=answer["place"],
             rows=[Row(**{**r, "quartiles": tuple(r["quartiles"])}) for r in answer["rows"]],
-            curves=[Curve(**{**c, "lines": _tuples(c["lines"])}) for c in answer["curves"]],
+            curves=[
+                Curve(**{**c, "lines": _tuples(c["lines"]), "beside": _tuples(c["beside"])})
+                for c in answer["curves"]
+            ],
         )
         for question, answer in json.loads(text).items()
     }
 
 
-def _tuples(lines: dict[str, list[list[float]]]) -> dict[str, list[tuple[float, float]]]:
-    return {library: [(x, y) for x, y in points] for library, points in lines.items()}
+def _tuples(lines: dict[str, list[list[float]]]) -> dict[str, list[Any]]:
+    return {library: [tuple(point) for point in points] for library, points in lines.items()}
 
 
 def dumps(answers: dict[str, Answer]) -> str:
@@ -128,5 +131,7 @@ def dumps(answers: dict[str, Answer]) -> str:
 
 
 def save(answers: dict[str, Answer], path: Path = RESULTS) -> None:
-    """Writes the answers, each question's whole."""
-    path.write_text(dumps(answers), encoding="utf-8")
+    """Writes the answers; who stops it in the middle finds those that there were."""
+    new = path.with_suffix(".new")
+    new.write_text(dumps(answers), encoding="utf-8")
+    new.replace(path)

@@ -1,15 +1,18 @@
 """The answers as one table, for a terminal and for a page."""
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from benchmarks.frame.results import PEERS, Answer
-from benchmarks.harness import Row
+from benchmarks.harness import Row, number
 
+_NARROW = 140  # columns of a terminal: below, only what is judged is shown
 COLUMNS = ("", "ratio", "min … max", "pairs", "target", "", "times")
+_VERDICT = 5  # the column of it
 _COLORS = {"met": "green", "explained": "yellow", "missed": "red"}
 
 
@@ -44,11 +47,6 @@ def cells(row: Row, footnotes: Footnotes) -> tuple[str, ...]:
     return row.question, number(row.median), spread, pairs, row.target, verdict, row.note
 
 
-def number(value: float) -> str:
-    """Three digits, or all before the point."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def header(answer: Answer) -> list[str]:
     """Where an answer was measured, a line each: versions, machine, and what was left out."""
     place = answer.place
@@ -74,20 +72,32 @@ def summary(answers: dict[str, Answer]) -> str:
     return f"{len(rows)} lines: {', '.join(parts)}{beside}."
 
 
-def rich_table(answers: dict[str, Answer]) -> Table:
-    """The table for a terminal, a section for each question."""
+def misses(answers: dict[str, Answer]) -> Iterator[str]:
+    """The lines that are missed and not explained."""
+    for answer in answers.values():
+        for row in answer.rows:
+            if verdict(row) == "missed":
+                yield f"missed: {row.question}: {number(row.median)}, target {row.target}"
+
+
+def rich_table(answers: dict[str, Answer], width: int) -> Table:
+    """The table for a terminal of a width, a section for each question."""
     footnotes = Footnotes(answers)
+    kept = [c for c in COLUMNS if width >= _NARROW or c not in ("pairs", "times")]
     made = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        right = column in ("ratio", "min … max", "pairs", "target")
-        made.add_column(column, justify="right" if right else "left", no_wrap=right)
+    for i, column in enumerate(COLUMNS):
+        if column in kept:
+            right = column in ("ratio", "min … max", "pairs", "target")
+            whole = right or i == _VERDICT
+            made.add_column(column, justify="right" if right else "left", no_wrap=whole)
     for name, answer in answers.items():
         made.add_row(f"[bold]{name}[/]")
         for row in answer.rows:
             texts = [escape(text) for text in cells(row, footnotes)]
             color = _COLORS.get(verdict(row))
-            texts[5] = f"[{color}]{texts[5]}[/]" if color else texts[5]
-            made.add_row(f"  {texts[0]}", *texts[1:])
+            texts[_VERDICT] = f"[{color}]{texts[_VERDICT]}[/]" if color else texts[_VERDICT]
+            shown = [Padding(texts[0], (0, 0, 0, 2)), *texts[1:]]
+            made.add_row(*(t for t, c in zip(shown, COLUMNS, strict=True) if c in kept))
         made.add_row()
     return made
 

@@ -1,8 +1,10 @@
 import re
 
+import pytest
+
 from benchmarks.frame.comparison import compare
 from benchmarks.frame.results import Answer
-from benchmarks.harness import counted, row
+from benchmarks.harness import Curve, counted, row
 
 HERE = {"machine": "x", "cpus": 2, "memory": "1 GiB", "devices": "1 × cpu"}
 
@@ -27,6 +29,48 @@ def test_what_is_faster_or_slower_beyond_its_noise_is_said_with_both_numbers():
         "worse: b: 2.1 (2.05 … 2.15) -> 3.1 (3.05 … 3.15)",
         "better: a: 1.1 (1.05 … 1.15) -> 0.6 (0.55 … 0.65)",
     ]
+
+
+def grown(*ratios, **more):
+    """A curve of one library, at 1, 10, 100 … by its ratios to raw JAX: low, median and high."""
+    beside = [(10**i, *of) for i, of in enumerate(ratios)]
+    points = [(x, median) for x, _, median, _ in beside]
+    curve = Curve("calls", "Calls", "arrays", "µs", {"Weft": points}, [], {"Weft": beside})
+    return {"growth": Answer("How?", {**HERE, **more}, [], [curve])}
+
+
+def test_a_curve_that_grows_faster_or_slower_is_said_at_its_end():
+    flat = [(0.9, 1.0, 1.1)] * 4
+    assert said(grown(*flat), grown(*flat)) == [
+        "Beside the last commit: 0 of 1 lines moved beyond noise."
+    ]
+    steep = grown(*flat[:2], (1.2, 1.4, 1.9), (2.9, 3.0, 3.4))
+    assert said(grown(*flat), steep) == [
+        "Beside the last commit: 1 of 1 lines moved beyond noise.",
+        "worse: Calls, Weft at 1,000: 1 (0.9 … 1.1) -> 3 (2.9 … 3.4)",
+    ]
+    assert said(steep, grown(*flat))[1].startswith("better: Calls, Weft at 1,000: 3 (2.9 … 3.4)")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        [(1.2, 1.3, 1.4), (1.2, 1.3, 1.4), (0.9, 1.0, 1.1), (0.9, 1.0, 1.1)],  # not where it grows
+        [(0.9, 1.0, 1.1)] * 3 + [(1.5, 1.6, 1.7)],  # one point
+        [(0.9, 1.0, 1.1)] * 2 + [(0.95, 1.3, 1.9)] * 2,  # ratios that overlap
+        [(0.9, 1.0, 1.1)] * 2 + [(1.2, 1.3, 1.4), (0.7, 0.8, 0.85)],  # up and down
+        [(0.9, 1.0, 1.1)] * 2 + [(1.001, 1.04, 1.05)] * 2,  # less than 5 %
+    ],
+    ids=["below", "one", "overlap", "both ways", "little"],
+)
+def test_a_curve_that_moves_within_noise_is_not_said(after):
+    before = [(0.9, 1.0, 1.0)] * 4
+    assert not compare(grown(*before), grown(*after)).moves
+
+
+def test_curves_of_other_points_are_compared_where_both_have_some():
+    before, after = grown(*[(0.9, 1.0, 1.1)] * 2), grown(*[(1.9, 2.0, 2.1)] * 4)
+    assert said(before, after)[1] == "worse: Calls, Weft at 10: 1 (0.9 … 1.1) -> 2 (1.9 … 2.1)"
 
 
 def test_less_than_five_percent_is_no_move_however_little_noise_there_is():

@@ -11,7 +11,15 @@ HERE = {
     "machine": "x86_64", "cpus": 2, "memory": "1 GiB", "devices": "1 × cpu",
 }  # fmt: skip
 SLOW = row("a | b, Weft / raw", ([2.0] * 15, [1.0], [1.0]), at_most=1.0, why="The floor is 2.")
-CURVE = Curve("by_depth", "Depth", "layers", "ms", {"Weft": [(1, 1.0), (2, 2.0)]}, "linear")
+CURVE = Curve(
+    "by_depth",
+    "Depth",
+    "layers",
+    "ms",
+    {"Weft": [(1, 1.0), (2, 2.0)]},
+    ["Weft: linear"],
+    {"Weft": [(1, 0.9, 1.0, 1.1), (2, 0.8, 1.0, 1.2)]},
+)
 
 
 def shown(**answers):
@@ -51,7 +59,7 @@ def test_a_line_is_a_row_of_its_question_and_a_miss_has_its_reason_below():
         r"| a \| b, Weft / raw | 2 | 2 … 2 | 15 | ≤ 1 | explained [1] | 1 s against 1 s |" in text
     )
     assert "- [1] The floor is 2.\n" in text
-    assert "![Depth](performance/by_depth.png)\n\nDepth: linear\n" in text
+    assert "![Depth](performance/by_depth.png)\n\nDepth:\n\n- Weft: linear\n" in text
 
 
 def test_the_place_is_said_once_and_apart_where_it_differs():

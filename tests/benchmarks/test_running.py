@@ -1,14 +1,19 @@
 """Questions as they are asked: in a process, in a repository, with a file per question."""
 
+import io
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+
+from benchmarks.frame import results, table
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
@@ -25,13 +30,21 @@ def run():
                why="The floor is {ratio}.")
     peer = row("a call, Flax NNX / raw", ([9.0] * 15, [9e-3] * 15, [1e-3] * 15), at_most=None)
     lines = {{"Weft": [(10, 1.0), (1000, 2.0)], "raw": [(10, 0.5), (1000, 0.7)]}}
-    curve = Curve("calls_by_leaves", "Calls", "leaves", "µs", lines, "linear")
+    curve = Curve("calls_by_leaves", "Calls", "leaves", "µs", lines, ["Weft: linear"])
     return [fast, peer, {more} curve]
 '''
 FAILING = '''
 """Does it run?"""
 def run():
     raise ValueError("the two sides differ")
+'''
+
+WAITING = '''
+"""Does it end?"""
+import time
+def run():
+    print("WAITING", flush=True)
+    time.sleep(600)
 '''
 
 
@@ -59,14 +72,20 @@ class Repository:
         who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
         subprocess.run(["git", *who, *words], cwd=self.root, check=True, capture_output=True)
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
             [sys.executable, "-m", "benchmarks", *words],
             cwd=self.root,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "COLUMNS": "160"},
         )
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def results(self) -> dict:
         return json.loads((self.folder / "results.json").read_text(encoding="utf-8"))
@@ -105,7 +124,7 @@ def test_the_table_says_where_it_was_measured_and_what_is_met(asked):
     assert "a call, Flax NNX / raw 9 9 … 9 15 9 ms against 1 ms" in lines
     assert "traces 1 counted ≤ 1 met" in lines
     assert "5 lines: 3 met, 0 missed, 2 beside them without a target." in lines
-    assert "Calls: linear" in lines
+    assert "Calls:" in lines and "Weft: linear" in lines
 
 
 def test_a_run_says_what_moved_since_the_last_commit(asked):
@@ -159,6 +178,53 @@ def test_the_page_is_written_again_without_measuring(asked):
 
 def test_a_name_that_is_no_question_is_answered_with_those_that_are(asked):
     repository, _, _ = asked
-    done = repository.run("quick", "slow")
+    done = repository.run("quick", "slow", "kpet")
     assert done.returncode == 2
-    assert done.stdout.strip() == "There is no question slow. There are: failing kept quick"
+    assert done.stdout.split("\n") == [
+        "There is no question slow.",
+        "There is no question kpet. Is it kept?",
+        "There are, and a part of a name is enough:",
+        *("failing", "kept", "quick", ""),
+    ]
+
+
+def test_a_run_ends_with_where_it_was_written_and_with_what_is_missed(asked):
+    repository, _, _ = asked
+    repository.question("quick", QUICK.replace("why=", "note="), ratio=1.5, more="")
+    lines = repository.run("quick").stdout.splitlines()
+    assert lines[-4] == (
+        "Written: benchmarks/results.json, docs/performance.md, and 3 plots in docs/performance/."
+    )
+    assert lines[-2].startswith("2 lines: 0 met, 1 missed,")
+    assert lines[-1] == "missed: a call, Weft / raw: 1.5, target ≤ 1"
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_the_table_fits_the_terminal(asked, columns):
+    repository, _, _ = asked
+    answers = {"quick": results.parse(json.dumps(repository.results()))["quick"]}
+    console = Console(width=columns, record=True, file=io.StringIO())
+    console.print(table.rich_table(answers, columns))
+    lines = console.export_text().splitlines()
+    row = next(line for line in lines if "Weft / raw" in line)
+    assert max(map(len, lines)) <= columns and "≤ 1" in row
+    assert ("1 ms against 1 ms" in row) == (columns == 200)
+
+
+def test_a_run_that_is_stopped_keeps_and_shows_what_it_has_answered(asked):
+    repository, _, _ = asked
+    before = repository.results()
+    repository.question("long", WAITING)
+    repository.question("a_first", QUICK.replace("calls_by_leaves", "first"), ratio=0.7, more="")
+    process = repository.start("a_first", "long")
+    shown = ""
+    for line in process.stdout:
+        shown += line
+        if "WAITING" in line:
+            break
+    process.send_signal(signal.SIGINT)
+    shown += process.communicate(timeout=60)[0]
+    assert process.returncode == 130, shown
+    assert "Stopped in long; what was answered before it is kept." in shown
+    assert "a call, Weft / raw" in shown and "1 met" in shown
+    assert repository.results().keys() == before.keys() | {"a_first"}
