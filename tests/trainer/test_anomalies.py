@@ -15,13 +15,14 @@ from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.base_model import BaseModel
 from weft.input.fake import EmptyInput
 from weft.trainer import anomalies
-from weft.trainer.anomalies import AnomalyPolicy, check_loss
+from weft.trainer.anomalies import AnomalyPolicy, LossTrack, check_loss
 from weft.trainer.checkpointer import every_n_steps_policy
 from weft.trainer.learner import Learner
 from weft.trainer.optimizer_clipping import clip_by_global_norm
 from weft.trainer.optimizer_skipping import skip_and_clip_by_global_norm
-from weft.trainer.optimizers import sgd_optimizer
+from weft.trainer.optimizers import chain, sgd_optimizer
 from weft.trainer.progress import RunListener
+from weft.trainer.train_step import TrainerState
 from weft.trainer.trainer import SpmdTrainer
 
 
@@ -98,7 +99,7 @@ class Faulty(EmptyInput):
         x = rng.uniform(0.5, 1.0, size=(size, 4)).astype(np.float32)
         fault = self.config.faults.get(str(k))
         below = np.full(size, -1e3 if fault == "negative" else 0.0, np.float32)
-        scale = {"large": 30.0, "zero": 0.0, "nan": np.nan}.get(fault, 1.0)
+        scale = {"large": 30.0, "steep": 1e10, "zero": 0.0, "nan": np.nan}.get(fault, 1.0)
         return {"x": (x * scale).astype(np.float32), "below": below}
 
 
@@ -229,11 +230,34 @@ def test_a_norm_that_the_learner_computes_is_computed_once():
         return clip.update(gradient, clip.init(gradient), gradient)[0]
 
     def judged(gradient):
-        return clipped(gradient), anomalies._is_undefined(gradient["w"])
+        return clipped(gradient), anomalies._undefined(gradient)
 
-    gradient = {"w": jnp.ones((64, 64))}
-    programs = [jax.jit(f).lower(gradient).compile().as_text() for f in (clipped, judged)]
-    assert [text.count(" reduce(") for text in programs] == [1, 1]
+    def passes(f):
+        text = jax.jit(f).lower({"w": jnp.ones((64, 64))}).compile().as_text()
+        return text[text.index("ENTRY ") :].count('/reduce_sum"')
+
+    # Branches for what does not fit into float32 stand beside the program's entry.
+    assert [passes(f) for f in (clipped, judged)] == [1, 1]
+
+
+def test_large_gradients_are_clipped_and_count_as_gradients(tmp_path):
+    clipped = config_for_function(chain).set(
+        args=[config_for_function(clip_by_global_norm).set(max_norm=1.0), plain_sgd()]
+    )
+    faults = {2: "steep"}
+    before = run(tmp_path, faults, max_step=2, optimizer=clipped, on_undefined="stop")
+    after = run(tmp_path, faults, max_step=3, optimizer=clipped, on_undefined="stop")
+    assert 1e19 < after.recorder.losses[3] < np.inf
+    change = jax.tree.map(np.subtract, weights(after), weights(before))
+    np.testing.assert_allclose(optax.tree.norm(change), 0.01, rtol=1e-4)
+
+
+def test_what_is_squared_of_a_large_loss_does_not_end_the_search_for_spikes():
+    policy = AnomalyPolicy.default_config().set(on_spike="skip", spike_stddevs=3.0).instantiate()
+    state = TrainerState(prng_key=jnp.zeros(()), model={"w": jnp.ones(2)}, learner={})
+    track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
+    _, track = policy.judged(state, track, state, jnp.array(1e25))
+    assert not track.undefined and np.isfinite(track.square)
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,31 @@ def test_clipping_agrees_with_optax(max_norm):
     np.testing.assert_allclose(reported["gradient_scale"], min(1, max_norm / norm), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("updates", "norm"),
+    [
+        ({"w": jnp.full((3, 4), -1e30), "b": jnp.full(4, 1e30)}, 4e30),
+        ({"w": jnp.array([6e25 + 8e25j]), "b": jnp.ones(2)}, 1e26),
+        ([jnp.full(9, 3e38)], np.finfo(np.float32).max),
+        ([jnp.array([1.0, jnp.inf])], np.inf),
+        ([jnp.array([1e30, jnp.nan, jnp.inf])], np.nan),
+    ],
+    ids=["large", "complex", "at most the largest", "infinite", "no number"],
+)
+def test_the_norm_is_a_number_wherever_the_updates_are(updates, norm):
+    for compute in (global_norm, jax.jit(global_norm)):
+        np.testing.assert_allclose(compute(updates), norm, rtol=1e-6)
+
+
+def test_large_updates_are_clipped_as_others_are():
+    clip = optimizers.clip_by_global_norm(0.5)
+    updates, reported = step(clip, jax.tree.map(lambda g: g * np.float32(1e30), GRADS))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, step(clip, GRADS)[0]
+    )
+    np.testing.assert_allclose(reported["gradient_norm"], 1e30 * optax.tree.norm(GRADS), rtol=1e-5)
+
+
 def test_large_updates_are_dropped():
     norm = float(optax.tree.norm(GRADS))
     kept, reported = step(optimizers.clip_by_global_norm(drop_norm=norm * 1.01), GRADS)

@@ -56,6 +56,17 @@ def test_a_step_that_is_skipped_leaves_no_trace():
         assert reported["nonvalid_count"] == int(state.nonvalid_count) == 1
 
 
+def test_a_large_first_gradient_leaves_statistics_that_are_numbers():
+    tx = skip_and_clip(
+        optax.scale(1.0),
+        drop_norm=optimizers.drop_norm_by_grad_norm_stddev(min_count=1),
+        grad_norm_ema_decay=0.9,
+    )
+    _, state, reported = run(tx, [1e25, 1.0])
+    assert reported["nonvalid_count"] == 0
+    assert np.isfinite(state.grad_norm_ema) and np.isfinite(state.grad_norm_square_ema)
+
+
 def test_also_without_a_limit_gradients_must_be_finite():
     first, state, _ = run(skip_and_clip(optax.scale(1.0)), [1e30, np.nan])
     assert first == [np.float32(1e30), 0.0]

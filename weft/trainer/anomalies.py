@@ -10,7 +10,7 @@ decide alike. The update of such a step is not applied. What follows is up to th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -25,7 +25,7 @@ from weft.hierarchy.transforms import CONTEXTS
 from weft.lifting.stages import Lowered
 from weft.trainer.diagnosis import UNKNOWN, Diagnosis
 from weft.trainer.optimizer_base import path_name, tree_paths
-from weft.trainer.optimizer_clipping import global_norm
+from weft.trainer.optimizer_clipping import norm_by_squares
 from weft.trainer.optimizer_skipping import tree_where
 from weft.trainer.train_step import loss_is_finite
 from weft.typing import Tensor
@@ -81,8 +81,8 @@ class AnomalyPolicy(Configurable):
         """Configures an AnomalyPolicy.
 
         Attributes:
-            on_undefined: what to do if the loss, the norm of a gradient, or anything that the step
-                has changed, is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
+            on_undefined: what to do if the loss, a gradient, or anything that the step has changed,
+                is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
                 where the learner itself skips such steps, as with a `loss_scale`.
             on_spike: what to do if the loss is a spike, likewise; None not to look for spikes.
             spike_factor: a loss above this many times the mean of those before is a spike.
@@ -150,7 +150,7 @@ class AnomalyPolicy(Configurable):
         pairs = zip(_float_leaves(new_state), _float_leaves(state), strict=True)
         # What was undefined before, such as an infinite threshold, is meant to be.
         bad_leaves = jnp.stack([~_finite(new) & _finite(old) for (_, new), (_, old) in pairs])
-        bad_gradients = _stacked(_is_undefined(x) for x in jax.tree.leaves(gradients))
+        bad_gradients = _undefined(gradients)
         undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
         spike = ~undefined & self._is_spike(loss, track)
         bad = undefined | spike
@@ -159,13 +159,16 @@ class AnomalyPolicy(Configurable):
         # Where nothing is skipped the step has not been, and its key is for finding the cause.
         key = jnp.where(bad & ~skipped, state.prng_key, new_state.prng_key)
 
+        # Infinite, it would stay in the average for good, and there would be no spikes.
+        square = jnp.minimum(jnp.square(loss), jnp.finfo(jnp.float32).max)
+
         def averaged(average: Tensor, x: Tensor) -> Tensor:
             return jnp.where(bad, average, cfg.spike_decay * average + (1 - cfg.spike_decay) * x)
 
         return kept._replace(prng_key=key), LossTrack(
             count=track.count + ~bad,
             mean=averaged(track.mean, loss),
-            square=averaged(track.square, jnp.square(loss)),
+            square=averaged(track.square, square),
             skipped=track.skipped + skipped,
             in_a_row=jnp.where(skipped, track.in_a_row + 1, 0),
             undefined=undefined,
@@ -358,15 +361,18 @@ def _finite(x: Tensor) -> Tensor:
     return jnp.all(jnp.isfinite(x))
 
 
-def _is_undefined(gradient: Tensor) -> Tensor:
-    if not jnp.issubdtype(gradient.dtype, jnp.floating):
-        return ~_finite(gradient)
-    # By its norm: where the learner computes that as well, the compiler does it once.
-    return ~jnp.isfinite(global_norm(gradient))
+def _undefined(gradients: Any) -> Tensor:
+    """For each gradient whether it is no number."""
 
+    def by_leaf(gradients: Any) -> Tensor:
+        bad = (~_finite(x) for x in jax.tree.leaves(gradients))
+        return jnp.stack([jnp.zeros((), bool), *bad])[1:]
 
-def _stacked(flags: Iterable[Tensor]) -> Tensor:
-    return jnp.stack([jnp.zeros((), bool), *flags])[1:]
+    def none(gradients: Any) -> Tensor:
+        return jnp.zeros(len(jax.tree.leaves(gradients)), bool)
+
+    # If their norm is a number, all are; the compiler computes it once for the learner and here.
+    return jax.lax.cond(jnp.isfinite(norm_by_squares(gradients)), none, by_leaf, gradients)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -18,8 +18,28 @@ from weft.vdict import VDict, map_blocks
 
 
 def global_norm(updates: NestedTensor) -> Tensor:
-    """The norm of all updates together, in float32."""
-    return optax.tree.norm(jax.tree.map(lambda u: u.astype(jnp.float32), updates))
+    """The norm of all updates together, at least in float32; a number wherever each of them is."""
+    norm = norm_by_squares(updates)
+    # A branch: what fits, and that is all but always, is not looked at again.
+    return jax.lax.cond(jnp.isfinite(norm), lambda _: norm, _norm_by_shares, updates)
+
+
+def norm_by_squares(updates: NestedTensor) -> Tensor:
+    """The norm in one pass over the updates; infinite where a sum of squares is."""
+    return optax.tree.norm(jax.tree.map(_at_least_float32, updates))
+
+
+def _norm_by_shares(updates: NestedTensor) -> Tensor:
+    """The norm by what each number is of the largest one, at most the largest there is."""
+    updates = jax.tree.map(_at_least_float32, updates)
+    largest = optax.tree.norm(updates, ord="inf")
+    norm = largest * optax.tree.norm(jax.tree.map(lambda u: u / largest, updates))
+    norm = jnp.minimum(norm, jnp.finfo(norm.dtype).max)
+    return jnp.where(jnp.isfinite(largest), norm, largest)
+
+
+def _at_least_float32(update: Tensor) -> Tensor:
+    return update.astype(jnp.promote_types(update.dtype, jnp.float32))
 
 
 def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:

@@ -135,7 +135,7 @@ def skip_and_clip_by_global_norm(
         updates: NestedTensor, state: SkipClipState, params: NestedOptParam
     ) -> tuple[NestedTensor, SkipClipState]:
         norm = global_norm(updates)
-        is_valid = all_finite(updates)
+        is_valid = jnp.isfinite(norm)
         accepted, drop_stats = state, state.drop_stats
         if norms is not None:
             is_small, drop_stats = norms.compare(norm, state)
@@ -201,6 +201,8 @@ class _NormStatistics(NamedTuple):
     def with_norm(self, norm: Tensor, state: SkipClipState) -> SkipClipState:
         """The state once the norm belongs to the statistics."""
         decay = decay_bias_correction(self.decay)(state.count)
+        # Infinite, it would stay in the average for good, and there would be no threshold.
+        square = jnp.minimum(jnp.square(norm), jnp.finfo(jnp.float32).max)
 
         def averaged(ema: Tensor, x: Tensor) -> Tensor:
             return decay * ema + (1 - decay) * x
@@ -208,7 +210,7 @@ class _NormStatistics(NamedTuple):
         return state._replace(
             count=optax.safe_increment(state.count),
             grad_norm_ema=averaged(state.grad_norm_ema, norm),
-            grad_norm_square_ema=averaged(state.grad_norm_square_ema, jnp.square(norm)),
+            grad_norm_square_ema=averaged(state.grad_norm_square_ema, square),
         )
 
 
