@@ -12,7 +12,7 @@ import jax
 
 from weft.errors import GraphStructureError
 from weft.nnx.graph import GraphDef, Leaf, NodeDef, Ref, VariableDef
-from weft.nnx.structure import Fixed
+from weft.nnx.structure import Fixed, Watch
 from weft.nnx.variables import Variable
 
 _NOTHING: Mapping[int, Any] = MappingProxyType({})
@@ -67,6 +67,7 @@ def plan_together(
     rest = iter(leaves)
     objects: dict[int, Any] = dict(known)
     changes: list[Change] = []
+    watch = Watch()  # of the first of those that are made here, which all are made at once
 
     def build(part: Any) -> Any:
         if isinstance(part, Ref):
@@ -94,7 +95,7 @@ def plan_together(
         if part.index is None:
             return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
         is_new = part.index not in existing
-        made = part.type.__new__(part.type) if is_new else existing[part.index]
+        made = part.type._blank(watch) if is_new else existing[part.index]
         objects[part.index] = made
         items = [(name, build(below)) for name, below in part.attributes]
         change = Change(made, part, items)

@@ -192,18 +192,19 @@ class _Walk:
 
     def describe(self, x: Any, path: Path, owner: Any = None, is_data: bool = False) -> Any:
         if isinstance(x, Variable):
-            if (known := self._met(x, path)) is not None:
-                return known
+            index = self._index(x, path)
+            if type(index) is Ref:
+                return index
             self._leaf(x, path, None)
             metadata = NO_METADATA
             if x._metadata:
                 self.is_sure &= all(map(_cannot_change, x._metadata.values()))
                 metadata = metadata_key(x) if self.with_metadata else NO_METADATA
-            return VariableDef(type(x), self.index[id(x)], metadata)
+            return VariableDef(type(x), index, metadata)
         if isinstance(x, Pytree):
-            if (known := self._met(x, path)) is not None:
-                return known
-            index, marks = self.index[id(x)], x._watch.marks
+            index, marks = self._index(x, path), x._watch.marks
+            if type(index) is Ref:
+                return index
             attributes = tuple(
                 [
                     (name, of_plain(value))
@@ -241,14 +242,16 @@ class _Walk:
             return fixed(value)
         return self.describe(value, path, (x, name), is_data=bool(mark))
 
-    def _met(self, x: Any, path: Path) -> Ref | None:
-        if id(x) in self.index:
-            self.again.append((self.index[id(x)], path))
-            return Ref(self.index[id(x)])
-        self.index[id(x)] = self.next
+    def _index(self, x: Any, path: Path) -> Any:
+        """The index that an object gets, or a reference to it if it has one."""
+        new = self.next
+        index = self.index.setdefault(id(x), new)
+        if index != new:
+            self.again.append((index, path))
+            return Ref(index)
         self.next += 1
         self.objects.append(x)
-        return None
+        return index
 
     def _leaf(self, x: Any, path: Path, owner: Any) -> None:
         self.leaves.append(x)

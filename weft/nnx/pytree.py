@@ -220,6 +220,15 @@ class Pytree:
         del attributes["_watch"]
         return sorted(attributes.items())
 
+    @classmethod
+    def _blank(cls, like: Watch) -> Any:
+        """An object without attributes, made at the same place as another one."""
+        if cls.__new__ is not Pytree.__new__:
+            return cls.__new__(cls)
+        made = super().__new__(cls)
+        object.__setattr__(made, "_watch", Watch(like))
+        return made
+
     def _look(self) -> list[Any]:
         """What it is made of; as long as it is not changed, each of these is the same object."""
         own, marks = vars(self), self._watch.marks

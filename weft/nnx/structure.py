@@ -54,9 +54,10 @@ class Watch:
 
     __slots__ = ("marks", "origin", "trace", "watched")
 
-    def __init__(self) -> None:
-        self.trace = current_trace()
-        self.origin = origin()
+    def __init__(self, like: "Watch | None" = None) -> None:
+        """A watch of an object made here and now, or with another one."""
+        self.trace = current_trace() if like is None else like.trace
+        self.origin = origin() if like is None else like.origin
         self.watched = False
         self.marks: dict[str, bool] = {}
 
@@ -110,18 +111,25 @@ PLAIN = frozenset((bool, int, str, bytes, type(None)))
 # These are static as well, and none of them can change.
 UNCHANGING = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
 of_plain = functools.lru_cache(maxsize=4096, typed=True)(Fixed)
-_of_library = functools.lru_cache(maxsize=1024)(Fixed)
+_of_library: dict[int, Fixed] = {}  # by the id of what is kept in it
 
 
 def fixed(value: Any) -> Fixed:
     """A static value for comparison; made once for values that many objects have."""
+    if (found := _of_library.get(id(value))) is not None:
+        return found
     kind = type(value)
     if kind in PLAIN or (kind is float and value != 0.0):  # 0.0 and -0.0 are not the same here
         return of_plain(value)
-    if kind is types.FunctionType:
+    made = Fixed(value)
+    if _is_top_of_library(value):
+        _of_library[id(value)] = made
+    return made
+
+
+def _is_top_of_library(value: Any) -> bool:
+    """Whether a value is a function or class of a library that is there all the time."""
+    if type(value) is types.FunctionType:
         is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
-        if is_top and is_of_library(value):
-            return _of_library(value)
-    elif isinstance(value, type) and value.__module__.startswith("jax."):
-        return _of_library(value)
-    return Fixed(value)
+        return is_top and is_of_library(value)
+    return isinstance(value, type) and value.__module__.startswith("jax.")

@@ -17,7 +17,7 @@ from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
-from weft.nnx.filters import Path, Predicate, to_predicate
+from weft.nnx.filters import Everything, Path, Predicate, to_predicate
 from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, Within, take_apart, with_item
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
@@ -308,10 +308,11 @@ class _Grouping:
         Raises:
             StateFilterError: if no filter matches.
         """
-        part, i, *below = path
-        predicates: list[Predicate] = self._predicates[part][i]
+        part, i = path[:2]
+        predicates: list[Predicate] = self._predicates[part][i]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        below = path[2:]
         for g, matches in enumerate(predicates):
-            if matches(tuple(below), leaf):
+            if type(matches) is Everything or matches(below, leaf):
                 return part, i, g  # pyright: ignore[reportReturnType]
         raise unmatched(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
 
