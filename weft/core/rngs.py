@@ -22,7 +22,6 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from weft import struct
@@ -89,10 +88,15 @@ def _known_digest(suffix: tuple[Token, ...]) -> np.uint32:
     return np.uint32(_digest(tuple(known)))
 
 
-_digest_p = Primitive("digest")
-_digest_p.def_impl(lambda *, suffix: jnp.asarray(_known_digest(suffix)))
-_digest_p.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
-mlir.register_lowering(_digest_p, lambda ctx, *, suffix: [mlir.ir_constant(_known_digest(suffix))])
+@functools.cache
+def _digest_p() -> Any:
+    from jax.extend.core import Primitive  # as in `weft.core.tracing`
+
+    made = Primitive("digest")
+    made.def_impl(lambda *, suffix: jnp.asarray(_known_digest(suffix)))
+    made.def_abstract_eval(lambda *, suffix: jax.core.ShapedArray((), np.dtype("uint32")))
+    mlir.register_lowering(made, lambda ctx, *, suffix: [mlir.ir_constant(_known_digest(suffix))])
+    return made
 
 
 class Stream(struct.PyTreeNode):
@@ -115,7 +119,7 @@ class Stream(struct.PyTreeNode):
         if not self.suffix:
             return self.key
         if any(isinstance(token, Later) for token in self.suffix):
-            return jax.random.fold_in(self.key, _digest_p.bind(suffix=self.suffix))
+            return jax.random.fold_in(self.key, _digest_p().bind(suffix=self.suffix))
         return jax.random.fold_in(self.key, jnp.uint32(_known_digest(self.suffix)))
 
 

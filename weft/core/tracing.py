@@ -1,31 +1,48 @@
-"""Which JAX trace is running."""
+"""Which JAX trace is running.
 
+`jax.extend` says it, which takes long to import, for it brings Pallas in. So it is imported when a
+trace is asked for first, by the function that stands in the place of `find_top_trace` until then;
+later calls cost no more than with an import at the top.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import find_top_trace, get_opaque_trace_state
 
 from weft.errors import JaxTransformError
 
 TraceState = Any
 
 
-with jax.ensure_compile_time_eval():
-    _EAGER = find_top_trace(())
-    _EAGER_STATE = get_opaque_trace_state(convention="flax")
+def _find_first(operands: tuple[()]) -> Any:
+    global _find_top_trace, _trace_state, _eager, _eager_state
+    # Perhaps a trace is running, of which nothing may stay in what is imported.
+    with jax.ensure_compile_time_eval():
+        from jax.extend.core import find_top_trace, get_opaque_trace_state
+
+        _eager, _eager_state = find_top_trace(()), get_opaque_trace_state(convention="flax")
+    _find_top_trace, _trace_state = find_top_trace, get_opaque_trace_state
+    return find_top_trace(operands)
+
+
+_find_top_trace: Callable[[tuple[()]], Any] = _find_first
+_trace_state: Any = None
+_eager: Any = None
+_eager_state: Any = None
 
 
 def current_trace() -> TraceState:
     """The running trace, as something that can be compared and does not keep it alive."""
     # Outside of any trace, where time matters, that is known at a third of the price.
-    if find_top_trace(()) is _EAGER:
-        return _EAGER_STATE
-    return get_opaque_trace_state(convention="flax")
+    if _find_top_trace(()) is _eager:
+        return _eager_state
+    return _trace_state(convention="flax")
 
 
 def is_tracing() -> bool:
     """Whether a trace is running in which operations are not carried out at once."""
-    return find_top_trace(()) is not _EAGER
+    return _find_top_trace(()) is not _eager
 
 
 def check_trace_level(base_level: TraceState) -> None:

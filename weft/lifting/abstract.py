@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import checkify as jax_checkify
 
 from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
 
@@ -29,7 +28,7 @@ def checkify(
     kind: Kind,
     fn: Callable[..., Any],
     *,
-    errors: Any = jax_checkify.user_checks,
+    errors: Any = None,
     in_axes: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.experimental.checkify.checkify` of a function that takes carriers.
@@ -37,12 +36,15 @@ def checkify(
     Args:
         kind: whose carriers cross.
         fn: the function.
-        errors: which checks are made.
+        errors: which checks are made; None for `checkify.user_checks`.
         in_axes: as for `eval_shape`.
 
     Returns:
         A function that returns the error, which may be none, and the result of `fn`.
     """
+    from jax.experimental import checkify as jax_checkify  # it is not imported without use
+
+    errors = jax_checkify.user_checks if errors is None else errors
     checked = jax_checkify.checkify(_pure(kind, fn), errors=errors)
 
     def call(*args: Any) -> tuple[Any, Any]:

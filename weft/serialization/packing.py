@@ -6,15 +6,17 @@ more than `MAX_CHUNK_SIZE` bytes is a dict of parts. Typed PRNG keys, which Flax
 of the name of their implementation and their data.
 """
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-import msgpack
 import numpy as np
 
 from weft.errors import DamagedBytesError, UnserializableValueError
 from weft.serialization.state_dicts import from_state_dict, is_prng_key, to_state_dict
+
+if TYPE_CHECKING:
+    import msgpack  # otherwise where it is used: few programs write or read bytes
 
 MAX_CHUNK_SIZE = 2**30  # bytes; MessagePack ends at 2**32
 
@@ -103,7 +105,9 @@ def _chunked(array: np.ndarray) -> Any:
     }
 
 
-def _ext_of(x: Any) -> msgpack.ExtType:
+def _ext_of(x: Any) -> "msgpack.ExtType":
+    import msgpack
+
     if isinstance(x, complex) and not isinstance(x, np.generic):
         return msgpack.ExtType(_COMPLEX, msgpack.packb((x.real, x.imag)))
     parts = (x.shape, x.dtype.name, x.tobytes())
@@ -123,6 +127,8 @@ def _dtype_named(name: str) -> np.dtype:
 
 
 def _value_of(code: int, data: bytes) -> Any:
+    import msgpack
+
     if code == _COMPLEX:
         return complex(*msgpack.unpackb(data))
     if code not in (_NDARRAY, _SCALAR):
@@ -164,6 +170,8 @@ def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
         >>> msgpack_restore(msgpack_serialize({"w": np.arange(3)}))
         {'w': array([0, 1, 2])}
     """
+    import msgpack
+
     tree = _writable(pytree, (), in_place)
     return cast(bytes, msgpack.packb(tree, default=_ext_of, strict_types=True))
 
@@ -177,6 +185,8 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
     Raises:
         DamagedBytesError: if they are not as `msgpack_serialize` writes them.
     """
+    import msgpack
+
     try:
         return _joined(msgpack.unpackb(encoded_pytree, ext_hook=_value_of, strict_map_key=False))
     except (ValueError, KeyError) as error:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import checkify as jax_checkify
 
 from weft import lifting
 from weft.core.filters import Filter
@@ -138,7 +137,7 @@ def checkify(
     fn: Fn,
     variables: Filter = True,
     rngs: Filter = True,
-    errors: Any = jax_checkify.user_checks,
+    errors: Any = None,
 ) -> Fn:
     """`jax.experimental.checkify.checkify` of `fn(scope, *args)`.
 
@@ -146,7 +145,7 @@ def checkify(
         fn: the function.
         variables: the collections that it sees.
         rngs: the PRNG streams that it sees.
-        errors: which checks are made.
+        errors: which checks are made; None for `checkify.user_checks`.
 
     Returns:
         A function that returns the error, which may be none, and the result of `fn`.
