@@ -115,6 +115,12 @@ def test_the_block_shows_the_step_the_loss_and_what_was_last():
     assert "held_out loss 1.500 (step 7)" in block and "saved step 7" in block
 
 
+def test_the_block_of_a_run_that_was_at_its_end_says_that_it_is_evaluated():
+    with LiveDisplay(console(terminal=True), "runs/x") as display:
+        display.on_start(trainer(), 100)
+        assert drawn(display) == "evaluating …\n"
+
+
 def drawn(display):
     page = Console(file=io.StringIO(), width=160, highlight=False)
     page.print(display._render())

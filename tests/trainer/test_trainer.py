@@ -2,6 +2,7 @@
 
 import glob
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -172,6 +173,26 @@ def test_the_step_is_traced_once_and_evaluation_is_returned(tmp_path, monkeypatc
     assert 0 < float(jax.tree.leaves(result["held_out"]["loss"])[0]) < 8
     events = glob.glob(str(tmp_path / "summaries/held_out/**/*tfevents*"), recursive=True)
     assert events
+
+
+def test_a_run_that_is_stopped_in_its_last_evaluation_ends_once(straight, tmp_path):
+    class Stopped(Recorder):
+        ends = ()
+
+        def on_eval(self, name, step, summaries):
+            super().on_eval(name, step, summaries)
+            signal.raise_signal(signal.SIGTERM)
+
+        def on_end(self, step, reason):
+            self.ends = (*self.ends, (step, reason))
+
+    shutil.copytree(straight[0].config.dir, tmp_path / "run")
+    evaler = lm_tiny().evalers["held_out"]
+    cfg = config(tmp_path / "run", evalers={"first": evaler, "second": evaler.clone()})
+    listener = Stopped()
+    assert trainer_of(cfg).run(listener=listener, return_evaler_summaries=True) is None
+    assert listener.evals == [("first", 4)]
+    assert listener.ends == ((4, "SIGTERM"),)
 
 
 def test_the_model_may_compute_in_another_dtype(straight, tmp_path):

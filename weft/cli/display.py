@@ -162,15 +162,13 @@ class LiveDisplay(Display):
 
     def on_start(self, trainer: Any, resumed_from: int | None) -> None:
         super().on_start(trainer, resumed_from)
+        if resumed_from is not None and resumed_from >= self._max_step:
+            self._doing = "evaluating"
         self._live.start()
 
     def on_checkpoint(self, step: int) -> None:
         super().on_checkpoint(step)
         self._saved = step
-
-    def on_end(self, step: int, reason: str) -> None:
-        super().on_end(step, reason)
-        self._doing = "evaluating"
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
         self._reading = reading
@@ -179,7 +177,7 @@ class LiveDisplay(Display):
 
     def _render(self) -> RenderableType:
         reading = self._reading
-        if reading is None or self.ended:
+        if reading is None:
             return Text(f"{self._doing} …", style="dim")
         total = None if math.isinf(self._max_step) else self._max_step
         bar = ProgressBar(total=total, completed=reading.step, width=30)

@@ -434,16 +434,14 @@ class SpmdTrainer(Module):
             if stopped is not None and stopped.error is not None:
                 raise stopped.error
             reason = MAX_STEP if stopped is None else stopped.wish.text
+            all_names = return_evaler_summaries is True
+            wanted = set(cfg.evalers if all_names else return_evaler_summaries or ())
             if has_ended(reason):
-                at_end = due_at_end(self._evalers()) - evaler_summaries.keys()
-                evaler_summaries |= self._run_evalers(None, listener, forced=at_end)
+                missing = (due_at_end(self._evalers()) | wanted) - evaler_summaries.keys()
+                evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             listener.on_end(self._step, reason)
             if not return_evaler_summaries or not has_ended(reason):
                 return None
-            all_names = return_evaler_summaries is True
-            wanted = set(cfg.evalers if all_names else return_evaler_summaries)  # pyright: ignore[reportArgumentType]
-            missing = wanted - evaler_summaries.keys()
-            evaler_summaries |= self._run_evalers(None, listener, forced=missing)
             return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
 
     def _reporters(self) -> list[Any]:
