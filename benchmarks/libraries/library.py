@@ -104,10 +104,10 @@ class Stateful:
     """A jitted function (state, x) -> (state, result), which keeps its state."""
 
     def __init__(self, jitted: Callable[..., Any], state: Any, x: Any):
-        self._jitted, self._state, self._x = jitted, jax.tree.map(jnp.array, state), x
+        self.jitted, self.state, self.x = jitted, jax.tree.map(jnp.array, state), x
 
     def __call__(self) -> Any:
-        self._state, result = self._jitted(self._state, self._x)
+        self.state, result = self.jitted(self.state, self.x)
         return result
 
 
