@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.flags import xla_flags
+from weft.trainer.checkpoint_dirs import step_dirs
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType, read_state_spec
 
 pytestmark = pytest.mark.long
@@ -60,12 +61,16 @@ def finish(process):
     return out
 
 
-def wait_for(path, process):
+def wait_for_a_save(run_dir, process, *, after=0):
     deadline = time.monotonic() + _PATIENCE_SECONDS
-    while not path.exists():
+    while newest(run_dir) <= after:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def newest(run_dir):
+    return max(step_dirs(str(run_dir / "checkpoints")), default=0)
 
 
 def saved_state(run_dir, step):
@@ -98,32 +103,34 @@ def _bytes(leaf):
     return np.asarray(leaf).tobytes()
 
 
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
-    overrides = ["max_step=300", "checkpointer.save_policy.n=60", "evalers={}"]
-    finish(start("whole", *overrides))
-    for kill_after in ("step_00000060", "step_00000120"):
-        process = start("cut", *overrides)
-        wait_for(tmp_path / "cut" / "checkpoints" / kill_after, process)
-        time.sleep(0.1)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert not (tmp_path / "cut" / "checkpoints" / "step_00000300").exists()
-    out = finish(start("cut", *overrides))
-    assert "resuming from step 120" in out or "resuming from step 180" in out
-    whole, cut = (saved_state(tmp_path / name, 300) for name in ("whole", "cut"))
-    assert len(whole) > 20 and whole == cut
+def test_a_run_that_was_cut_in_every_way_ends_with_the_bits_of_one_that_was_not(start, tmp_path):
+    run_dir = tmp_path / "cut"
+    endless = ["max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}"]
 
+    # Killed, at any moment.
+    process = start("cut", *endless)
+    wait_for_a_save(run_dir, process)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    step = newest(run_dir)
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_next_start_goes_on(start, tmp_path, number):
-    process = start("run", "max_step=1000000", "checkpointer.save_policy.n=40", "evalers={}")
-    wait_for(tmp_path / "run" / "checkpoints" / "step_00000040", process)
-    process.send_signal(number)
-    out = finish(process)
-    (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
-    step = int(line.split("after step ")[1].split()[0].replace(",", ""))
-    assert line == f"stopped by {number.name} after step {step:,}, which is saved in run"
-    assert (tmp_path / "run" / "checkpoints" / f"step_{step:08d}").is_dir()
-    assert (tmp_path / "run" / "report.html").is_file()
-    out = finish(start("run", f"max_step={step + 3}", "evalers={}"))
+    # Asked to stop: each time it is saved where it stopped, and the next start goes on from there.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = start("cut", *endless)
+        wait_for_a_save(run_dir, process, after=step)
+        process.send_signal(number)
+        out = finish(process)
+        assert f"resuming from step {step:,}" in out
+        (line,) = [line for line in out.splitlines() if line.startswith("stopped by")]
+        step = int(line.split("after step ")[1].split()[0].replace(",", ""))
+        assert line == f"stopped by {number.name} after step {step:,}, which is saved in cut"
+        assert newest(run_dir) == step
+        assert (run_dir / "report.html").is_file()
+
+    last = f"max_step={step + 3}"
+    out = finish(start("cut", last, "evalers={}"))
     assert f"resuming from step {step:,}" in out
+    finish(start("whole", last, "evalers={}"))
+    whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
+    assert len(whole) > 20 and whole == cut
