@@ -5,15 +5,19 @@ It is made from `results.json` alone, so a test can compare the two.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from benchmarks.frame import plots, table
+from benchmarks.frame import plots, short, table
 from benchmarks.frame.results import RESULTS, ROOT, Answer
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = PAGE.with_suffix("")
 BEGIN, END = "<!-- What stands from here is made by `make bench`. -->", "<!-- To here. -->"
+_IN_SHORT = (
+    "The middle ratios, or counts, of all that has a target, by the ways of writing. Raw JAX "
+    "has a number where it is written in the same way, or in one that none can be below."
+)
 NOTHING = "Nothing was measured yet: `make bench` writes the table here."
 
 
@@ -41,13 +45,17 @@ def _shown(answers: dict[str, Answer]) -> Iterator[str]:
         return
     yield from _places(answers)
     yield from (table.summary(answers), "")
+    footnotes = table.Footnotes(answers)
+    yield from ("### In short", "", _IN_SHORT, "")
+    yield from _table(short.COLUMNS, "|---|--:|--:|--:|--:|--:|--:|---|", short.lines(answers))
     if plots.beside_raw(answers):
         yield from (_image("Times of raw JAX, by question and library", plots.OVERVIEW), "")
-    footnotes = table.Footnotes(answers)
     for name, answer in answers.items():
         yield from (f"### {name}", "", answer.asks, "")
         if answer.rows:
-            yield from _table(answer, footnotes)
+            names = "what / beside what", *table.COLUMNS[1:]
+            lines = (table.cells(row, footnotes) for row in answer.rows)
+            yield from _table(names, "|---|--:|--:|--:|--:|---|---|", lines)
         for curve in answer.curves:
             yield from (_image(curve.title, curve.name), "", f"{curve.title}:", "")
             yield from (f"- {said}" for said in curve.words)
@@ -68,11 +76,10 @@ def _places(answers: dict[str, Answer]) -> Iterator[str]:
         yield from (f"{' · '.join(table.header(answers[names[0]]))}{of}", "")
 
 
-def _table(answer: Answer, footnotes: table.Footnotes) -> Iterator[str]:
-    yield _line("what / beside what", *table.COLUMNS[1:])
-    yield "|---|--:|--:|--:|--:|---|---|"
-    for row in answer.rows:
-        yield _line(*table.cells(row, footnotes))
+def _table(names: Iterable[str], aligned: str, lines: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield _line(*names)
+    yield aligned
+    yield from (_line(*cells) for cells in lines)
     yield ""
 
 

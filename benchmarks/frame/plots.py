@@ -1,36 +1,19 @@
 """The plots of the page, drawn from what is kept: nothing is measured for them."""
 
-import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frame.naming import FAMILIES, family, library
 from benchmarks.frame.results import Answer
 from benchmarks.harness import Curve, Row
 
 # One color for a library, in whichever way it is written.
-_COLORS = {
-    "Weft": "#1b6ca8",
-    "Flax": "#d9822b",
-    "Equinox": "#5a9367",
-    "Haiku": "#8e5ea2",
-    "raw JAX": "#333333",
-}
+_COLORS: dict[str, str] = dict(
+    zip(FAMILIES, ("#1b6ca8", "#d9822b", "#5a9367", "#8e5ea2", "#333333"), strict=True)
+)
 _MARKERS = {"Weft": "o", "Flax": "s", "Equinox": "^", "Haiku": "D"}
 _OTHER = "#999999"
-_LIBRARY = re.compile(rf", ((?:{'|'.join(_COLORS)})\b.*?) / raw")
 OVERVIEW = "overview"
-
-
-def family(name: str) -> str:
-    """The library that a line is of: "Weft" of "Weft NNX, cached_partial"; or the name itself."""
-    return next((known for known in _COLORS if re.match(rf"{known}\b", name)), name)
-
-
-def library(question: str) -> tuple[str, str]:
-    """A question without its library, and the library: Weft where none is named."""
-    if named := _LIBRARY.search(question):
-        return question[: named.start()] + question[named.end(1) :], named[1]
-    return question, "Weft"
 
 
 def beside_raw(answers: dict[str, Answer]) -> dict[str, list[tuple[str, Row]]]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.frame import page, results, table
+from benchmarks.frame import naming, page, results, short, table
 from benchmarks.frame.results import Answer
 from benchmarks.harness import Curve, counted, row
 
@@ -60,6 +60,38 @@ def test_a_line_is_a_row_of_its_question_and_a_miss_has_its_reason_below():
     )
     assert "- [1] The floor is 2.\n" in text
     assert "![Depth](performance/by_depth.png)\n\nDepth:\n\n- Weft: linear\n" in text
+
+
+@pytest.mark.parametrize(
+    "question, subject, name",
+    [
+        ("dispatch, 8 arrays, Weft NNX / raw", "dispatch, 8 arrays / raw", "Weft NNX"),
+        ("a call, Flax NNX, tree mode / raw", "a call / raw", "Flax NNX, tree mode"),
+        ("in a jit, raw JAX / raw", "in a jit / raw", "raw JAX"),
+        ("a scan of 48 / 12 layers, Haiku", "a scan of 48 / 12 layers", "Haiku"),
+        ("import weft.nnx / import jax", "import weft.nnx / import jax", "Weft"),
+        ("size of weft and its needs / of jax's", "size of weft and its needs / of jax's", "Weft"),
+    ],
+)
+def test_a_line_says_which_library_it_is_of(question, subject, name):
+    assert naming.library(question) == (subject, name)
+    assert naming.family(name) in naming.FAMILIES
+
+
+def test_each_question_with_a_target_is_one_line_with_all_libraries():
+    rows = [
+        row("a call, Weft Linen / raw", ([0.5] * 15, [1.0], [1.0]), at_most=1.0),
+        row("a call, Weft NNX / raw", ([2.0] * 15, [1.0], [1.0]), at_most=1.5, why="So it is."),
+        row("a call, Flax NNX / raw", ([9.0] * 15, [1.0], [1.0]), at_most=None),
+        row("a call, raw JAX on slots / raw", ([1.1] * 15, [1.0], [1.0]), at_most=None),
+        row("without a target, Weft NNX / raw", ([9.0] * 15, [1.0], [1.0]), at_most=None),
+        counted("traces", 0, at_most=0),
+    ]
+    assert list(short.lines({"dispatch": Answer("How fast?", HERE, rows)})) == [
+        ("a call / raw", "≤ 1 or ≤ 1.5", "Linen 0.5 · NNX 2", "NNX 9", "", "", "on slots 1.1",
+         "NNX explained [1]"),
+        ("traces", "≤ 0", "0", "", "", "", "", "met"),
+    ]  # fmt: skip
 
 
 def test_the_place_is_said_once_and_apart_where_it_differs():
