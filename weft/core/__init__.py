@@ -1,23 +1,28 @@
 """Functions of a `Scope`: a tree of variables, and how it crosses the transformations of JAX."""
 
-from weft.core import lift, nn
-from weft.core.filters import DenyList, in_filter
-from weft.core.frozen_dict import FrozenDict, copy, freeze, pop, pretty_repr, unfreeze
-from weft.core.lift import (
-    broadcast,
-    custom_vjp,
-    jit,
-    jvp,
-    remat,
-    remat_scan,
-    scan,
-    vjp,
-    vmap,
-    while_loop,
-)
-from weft.core.meta import AxisMetadata, map_axis_meta, unbox
-from weft.core.scope import Scope, apply, bind, init, lazy_init
-from weft.core.tracing import check_trace_level, current_trace
+from typing import TYPE_CHECKING
+
+from weft._on_demand import on_demand
+
+if TYPE_CHECKING:
+    from weft.core import lift, nn
+    from weft.core.filters import DenyList, in_filter
+    from weft.core.frozen_dict import FrozenDict, copy, freeze, pop, pretty_repr, unfreeze
+    from weft.core.lift import (
+        broadcast,
+        custom_vjp,
+        jit,
+        jvp,
+        remat,
+        remat_scan,
+        scan,
+        vjp,
+        vmap,
+        while_loop,
+    )
+    from weft.core.meta import AxisMetadata, map_axis_meta, unbox
+    from weft.core.scope import Scope, apply, bind, init, lazy_init
+    from weft.core.tracing import check_trace_level, current_trace
 
 __all__ = [
     # scopes
@@ -57,3 +62,20 @@ __all__ = [
     "check_trace_level",
     "current_trace",
 ]
+
+__getattr__, __dir__ = on_demand(
+    __name__,
+    {
+        "filters": ("DenyList", "in_filter"),
+        "frozen_dict": ("FrozenDict", "copy", "freeze", "pop", "pretty_repr", "unfreeze"),
+        "lift": (
+            *("broadcast", "custom_vjp", "jit", "jvp", "remat", "remat_scan", "scan", "vjp"),
+            *("vmap", "while_loop"),
+        ),
+        "meta": ("AxisMetadata", "map_axis_meta", "unbox"),
+        "nn": (),
+        "scope": ("Scope", "apply", "bind", "init", "lazy_init"),
+        "tracing": ("check_trace_level", "current_trace"),
+        "variable": (),
+    },
+)

@@ -41,6 +41,7 @@ from weft.errors import ArgumentValueError
 __all__ = [
     "DISTRIBUTIONS",
     "constant",
+    "default_embed_init",
     "delta_orthogonal",
     "draw",
     "fan_sizes",
@@ -67,6 +68,9 @@ __all__ = [
 
 Distribution = Literal["uniform", "normal", "truncated_normal"]
 DISTRIBUTIONS: tuple[Distribution, ...] = ("uniform", "normal", "truncated_normal")
+
+# That of tables of vectors: by the length of a vector.
+default_embed_init = variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 # The standard deviation of a standard normal variable that is cut off at -2 and 2.
 _TRUNCATED_STD = 0.87962566103423978

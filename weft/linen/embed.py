@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from weft import functional
-from weft.core.nn.embedding import default_embed_init
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.initializers import default_embed_init
 from weft.linen.dtypes import promote_dtype
 from weft.linen.linear import Initializer, PromoteDtype, path_of
 from weft.linen.module import Module

@@ -10,7 +10,6 @@ import linecache
 from types import CodeType
 from typing import Any
 
-from weft.config.origins import Origin as Place
 from weft.errors import TraceContextError
 
 Origin = tuple[CodeType, int]
@@ -28,6 +27,8 @@ def line_of(origin: Origin | None) -> str | None:
     """The file and line of an origin, the file as it is seen from the working directory."""
     if origin is None:
         return None
+    from weft.config.origins import Origin as Place  # all of `weft.config`, for errors only
+
     return str(Place(origin[0].co_filename, _line_number(origin)))
 
 

@@ -1,4 +1,4 @@
-"""Pooling of NNX: the functions of `weft.core.nn.pooling`, which are tested there."""
+"""Pooling of NNX: the functions of `weft.functional.window_pooling`, which are tested there."""
 
 import jax.numpy as jnp
 

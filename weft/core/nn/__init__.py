@@ -5,8 +5,8 @@ from weft.core.nn.conv import conv, conv_transpose
 from weft.core.nn.embedding import Embedding, embedding
 from weft.core.nn.linear import dense, dense_general
 from weft.core.nn.norm import batch_norm, group_norm, layer_norm
-from weft.core.nn.pooling import avg_pool, max_pool
 from weft.core.nn.stochastic import dropout
+from weft.functional.window_pooling import avg_pool, max_pool
 
 __all__ = [
     # linear maps

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -10,8 +9,7 @@ from weft import functional, struct
 from weft.core.nn.linear import Initializer
 from weft.core.scope import Scope
 from weft.errors import ArgumentValueError
-
-default_embed_init = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+from weft.functional.initializers import default_embed_init
 
 
 class Embedding(struct.PyTreeNode):
@@ -73,6 +71,7 @@ def embedding(
         init_fn: makes the table.
 
     Example:
+        >>> import jax
         >>> from weft.core import init
         >>> table, _ = init(embedding)(jax.random.key(0), 10, 4)
         >>> table.lookup(jnp.array([3, 5])).shape

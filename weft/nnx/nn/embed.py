@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from weft import functional
-from weft.core.nn.embedding import default_embed_init
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.initializers import default_embed_init
 from weft.nnx.module import Module
 from weft.nnx.nn.dtypes import PromoteDtype, promote_dtype
 from weft.nnx.nn.parameters import NO_METADATA, Initializer, Metadata, new_param

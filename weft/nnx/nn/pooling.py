@@ -1,5 +1,5 @@
-"""Pooling, which needs no module; the functions are those of `weft.core.nn.pooling`."""
+"""Pooling, which needs no module; the functions are those of `weft.functional.window_pooling`."""
 
-from weft.core.nn.pooling import avg_pool, max_pool, min_pool, pool
+from weft.functional.window_pooling import avg_pool, max_pool, min_pool, pool
 
 __all__ = ["avg_pool", "max_pool", "min_pool", "pool"]

@@ -1,4 +1,4 @@
-"""Pooling, which needs no scope."""
+"""Pooling of inputs with any number of batch axes, as all ways of writing a model offer it."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,15 +7,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from weft import functional
 from weft.errors import ArgumentShapeError
+from weft.functional import pooling
+from weft.functional.batch_axes import over_batch_axes
+from weft.functional.conv_shape import ConvPadding, conv_padding_of_length
 
 
 def max_pool(
     inputs: Num[Array, "*batch_spatial channels"],
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: functional.ConvPadding = "VALID",
+    padding: ConvPadding = "VALID",
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """The largest value of each window.
 
@@ -23,7 +25,7 @@ def max_pool(
         inputs: the input, with any number of batch axes.
         window_shape: the window's size along each spatial axis.
         strides: the step between two windows along each axis; 1 by default.
-        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
+        padding: a name of `conv_padding_of_length`, or `(left, right)` for each spatial
             axis.
 
     Raises:
@@ -34,14 +36,14 @@ def max_pool(
         >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
         [1.0, 3.0]
     """
-    return _pool(functional.max_pool, inputs, window_shape, strides, padding)
+    return _pool(pooling.max_pool, inputs, window_shape, strides, padding)
 
 
 def min_pool(
     inputs: Num[Array, "*batch_spatial channels"],
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: functional.ConvPadding = "VALID",
+    padding: ConvPadding = "VALID",
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """The smallest value of each window.
 
@@ -52,7 +54,7 @@ def min_pool(
         >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
         [0.0, 2.0]
     """
-    return _pool(functional.min_pool, inputs, window_shape, strides, padding)
+    return _pool(pooling.min_pool, inputs, window_shape, strides, padding)
 
 
 def pool(
@@ -61,7 +63,7 @@ def pool(
     reduce_fn: Callable[[Array, Array], Array],
     window_shape: Sequence[int],
     strides: Sequence[int] | None,
-    padding: functional.ConvPadding,
+    padding: ConvPadding,
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """What a function of two numbers makes of all the numbers of each window.
 
@@ -88,7 +90,7 @@ def avg_pool(
     inputs: Num[Array, "*batch_spatial channels"],
     window_shape: Sequence[int],
     strides: Sequence[int] | None = None,
-    padding: functional.ConvPadding = "VALID",
+    padding: ConvPadding = "VALID",
     count_include_pad: bool = True,
 ) -> Num[Array, "*batch_out_spatial channels"]:
     """The mean of each window.
@@ -97,7 +99,7 @@ def avg_pool(
         inputs: the input, with any number of batch axes.
         window_shape: the window's size along each spatial axis.
         strides: the step between two windows along each axis; 1 by default.
-        padding: a name of `functional.conv_padding_of_length`, or `(left, right)` for each spatial
+        padding: a name of `conv_padding_of_length`, or `(left, right)` for each spatial
             axis.
         count_include_pad: whether padding counts as zeros, or not at all. Without it, the result
             of an input in half precision is in float32.
@@ -114,7 +116,7 @@ def avg_pool(
     if not count_include_pad:
         inputs = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
     return _pool(
-        functional.avg_pool,
+        pooling.avg_pool,
         inputs,
         window_shape,
         strides,
@@ -126,7 +128,7 @@ def avg_pool(
 def _reduced(
     init: Any, reduce_fn: Callable[..., Any], x: Array, window: Any, **kwargs: Any
 ) -> Array:
-    return functional.pool(x, init, reduce_fn, window, **kwargs)
+    return pooling.pool(x, init, reduce_fn, window, **kwargs)
 
 
 def _pool(
@@ -134,7 +136,7 @@ def _pool(
     inputs: Array,
     window: Sequence[int],
     strides: Sequence[int] | None,
-    padding: functional.ConvPadding,
+    padding: ConvPadding,
     **kwargs: Any,
 ) -> Array:
     first = inputs.ndim - len(window) - 1
@@ -145,9 +147,7 @@ def _pool(
         )
     spatial = inputs.shape[first:-1]
     strides = (1,) * len(window) if strides is None else tuple(strides)
-    pads = functional.conv_padding_of_length(
-        spatial, window=window, strides=strides, padding=padding
-    )
-    return functional.over_batch_axes(
+    pads = conv_padding_of_length(spatial, window=window, strides=strides, padding=padding)
+    return over_batch_axes(
         lambda x: pool(x, window, strides=strides, padding=pads, **kwargs), inputs, len(window) + 1
     )

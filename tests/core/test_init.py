@@ -1,0 +1,31 @@
+"""What `weft.core` takes from its modules, and that it imports them only then."""
+
+import subprocess
+import sys
+
+import pytest
+
+import weft.core
+
+_ALONE = """
+import sys
+import weft.core.layout
+print(sorted(m for m in sys.modules if m.startswith("weft.core.")))
+from weft.core import Scope, nn
+print(Scope.__module__, nn.__name__)
+"""
+
+
+def test_a_module_of_it_is_imported_without_the_others():
+    done = subprocess.run(
+        [sys.executable, "-c", _ALONE], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["['weft.core.layout']", "weft.core.scope weft.core.nn"]
+
+
+def test_all_that_it_names_is_there():
+    for name in weft.core.__all__:
+        assert getattr(weft.core, name) is not None
+    assert set(weft.core.__all__) <= set(dir(weft.core))
+    with pytest.raises(AttributeError, match=r"module 'weft\.core' has no attribute 'scopes'"):
+        weft.core.scopes  # noqa: B018

@@ -1,0 +1,37 @@
+"""Names of a package whose modules are imported when one of their names is asked for.
+
+The modules of such a package are used apart: who needs axis metadata from `weft.core` need not wait
+for its scopes and their transformations.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def on_demand(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a package.
+
+    Args:
+        package: its name.
+        modules: by the name of a module in it, what the package takes from there. The module itself
+            is an attribute of the package as well.
+    """
+    places = {name: module for module, names in modules.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in places and name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = importlib.import_module(f"{package}.{places.get(name, name)}")
+        if name in places:
+            value = getattr(value, name)
+            setattr(sys.modules[package], name, value)  # so that it is asked for once
+        return value
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *places, *modules})
+
+    return get, names
