@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import ParameterSpecError
 from weft.hierarchy.param_init import FanAxes
 from weft.hierarchy.parameter_spec import (
@@ -10,6 +11,7 @@ from weft.hierarchy.parameter_spec import (
     ParameterSpec,
     TensorSpec,
     with_leading_axis,
+    with_leading_axis_name,
 )
 
 
@@ -45,3 +47,17 @@ def test_a_leading_axis_leaves_the_fans():
     assert stacked.factorization.axes == (None, "row", "col")
     assert stacked.fan_axes == FanAxes((-2,), (-1,), (0,))
     assert stacked.fans() == spec.fans()
+
+
+def test_a_leading_name_leaves_what_lies_by_rules_of_its_own():
+    spec = ParameterSpec(
+        shape=(3, 4, 6), mesh_axes=(None, "data", None), logical_axes=(None, "embed", "mlp")
+    )
+    named = with_leading_axis_name(spec, "pipeline")
+    assert named.partition_spec == PartitionSpec("pipeline", "data", None)
+    assert named.logical_axes == (("pipeline",), "embed", "mlp")
+    for axes, layout in [("stage", ("stage", "data", None)), ("data", (None, "data", None))]:
+        with logical_axis_rules([("pipeline", axes), ("mlp", "model")]):
+            named = with_leading_axis_name(spec, "pipeline")
+        assert named.partition_spec == PartitionSpec(*layout)
+        assert named.logical_axes == ("pipeline", "embed", "mlp")

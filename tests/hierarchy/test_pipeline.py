@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from weft.config import config_class, config_for_function
+from weft.core.axis_rules import logical_axis_rules
 from weft.errors import ArgumentShapeError, ConfigTypeError, LayerConfigError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.metrics import WeightedScalar
@@ -172,18 +173,35 @@ def test_stages_lie_over_the_mesh_axis_of_the_pipeline():
     np.testing.assert_array_equal(state["layer"]["weight"], STATE["layer"]["weight"])
 
 
+def test_rules_say_what_stages_lie_over():
+    def layout(*rules):
+        with logical_axis_rules(rules):
+            return piped().create_parameter_specs_recursively()["layer"]["weight"].partition_spec
+
+    assert layout(("pipeline", "stage")) == PartitionSpec("stage", None, "model")
+    assert layout(("pipeline", ("host", "stage"))) == PartitionSpec(
+        ("host", "stage"), None, "model"
+    )
+    assert layout(("pipeline", None)) == PartitionSpec(None, None, "model")
+    # One array uses a mesh axis once, and the first rule is the one that counts.
+    assert layout(("pipeline", "data"), ("model", "data")) == PartitionSpec("data", None, None)
+    assert layout(("model", "data"), ("pipeline", "data")) == PartitionSpec(None, None, "data")
+
+
 @pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "name"), [(2, "stage"), (4, "pipeline")])
 @pytest.mark.parametrize("schedule", [GPIPE, STREAM], ids=["gpipe", "stream"])
-def test_on_a_mesh_stages_pass_rows_on_and_keep_their_parameters(size, schedule, looped):
+def test_on_a_mesh_stages_pass_rows_on_and_keep_their_parameters(size, name, schedule, looped):
     module = piped(4, schedule)
     auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh((size, 4 // size, 2), ("pipeline", "data", "model"), axis_types=auto)
-    specs = module.create_parameter_specs_recursively()["layer"]
+    mesh = jax.make_mesh((size, 4 // size, 2), (name, "data", "model"), axis_types=auto)
+    rules = [] if name == "pipeline" else [("pipeline", name)]
+    with logical_axis_rules(rules):
+        specs = module.create_parameter_specs_recursively()["layer"]
     weight = jax.device_put(STATE["layer"]["weight"], specs["weight"].sharding(mesh))
     assert weight.addressable_shards[0].data.shape == (STAGES // size, DIM, DIM // 2)
     x = jax.device_put(X, jax.NamedSharding(mesh, PartitionSpec("data")))
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), logical_axis_rules(rules):
         compiled = values_and_gradients(module).lower(weight, x).compile()
         (_, (result, _)), grads = compiled(weight, x)
     (_, (expected, _)), expected_grads = looped

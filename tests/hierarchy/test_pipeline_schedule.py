@@ -1,6 +1,10 @@
+import jax
+import numpy as np
 import pytest
 
-from weft.hierarchy.pipeline_schedule import BaseSchedule, GPipeSchedule
+from weft.core.axis_rules import logical_axis_rules
+from weft.errors import MeshError
+from weft.hierarchy.pipeline_schedule import BaseSchedule, GPipeSchedule, shard_stages
 
 
 def made(cls):
@@ -15,3 +19,14 @@ def test_as_many_steps_as_microbatches_and_stages_behind_the_first():
 def test_a_base_class_has_no_order():
     with pytest.raises(NotImplementedError):
         made(BaseSchedule).scan(lambda work, x: (work, x), carry=None, state=None, xs=None)
+
+
+def test_a_rule_for_an_axis_that_the_mesh_lacks_is_said():
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(shard_stages(np.ones((3, 2))), np.ones((3, 2)))
+        with (
+            logical_axis_rules([("pipeline", "stage")]),
+            pytest.raises(MeshError, match="is to be split over 'stage', and the mesh has the axe"),
+        ):
+            shard_stages(np.ones((3, 2)))

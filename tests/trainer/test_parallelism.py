@@ -268,3 +268,13 @@ def test_a_pipeline_without_a_stack():
     cfg = lm_tiny().set(model=TransformerLayer.default_config())
     with pytest.raises(ConfigModifierError, match="and a RepeatedTransformerLayer or"):
         ParallelismModifier.default_config().set(pipeline=2).instantiate()(cfg)
+
+
+def test_rules_for_stages_may_differ_by_kind():
+    cfg = config(with_four_layers, pipeline=4, num_microbatches=4)
+    cfg.rules_by_kind.parameters = [("pipeline", None)]
+    layouts = trainer_of(cfg).trainer_state_partition_specs
+    layers = layouts.model["decoder"]["transformer"]["pipeline"]["layer"]
+    assert {spec[0] for spec in jax.tree.leaves(layers)} == {None}
+    moments = layouts.learner["optimizer"].inner_state[0].mu["decoder"]["transformer"]
+    assert {spec[0] for spec in jax.tree.leaves(moments["pipeline"]["layer"])} == {"pipeline"}

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from weft.core.axis_rules import get_logical_axis_rules
 from weft.core.layout import axes_of
+from weft.core.logical import names_to_mesh_axes, told_apart
 from weft.errors import ParameterSpecError
 from weft.hierarchy.param_init import FanAxes, Initializer, fans
 from weft.typing import DType, MeshAxes, Nested, Shape
@@ -120,15 +122,26 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
     )
 
 
-def with_leading_mesh_axis(spec: ParameterSpec, mesh_axis: Any) -> ParameterSpec:
-    """A spec whose first axis is laid over a mesh axis.
+def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
+    """A spec whose first axis has a name, which stands for what the rules of the context say.
 
     Args:
         spec: of stacked parameters.
-        mesh_axis: what the first axis is laid over.
+        name: of the first axis; without a rule for it, a mesh axis.
+
+    Raises:
+        LogicalAxisError: if another axis has this name.
     """
+    (first,) = told_apart((name,), get_logical_axis_rules())
+    others = tuple(spec.logical_axes or spec.partition_spec)[1:]
+    mesh_axes = names_to_mesh_axes((first, *others))
+    if names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
+        # These lie by rules of their own, before which those of the context come.
+        entry = names_to_mesh_axes((first,))[0]
+        taken = {axis for other in spec.partition_spec[1:] for axis in axes_of(other)}
+        entry = None if taken & set(axes_of(entry)) else entry
+        mesh_axes = PartitionSpec(entry, *spec.partition_spec[1:])
+    is_named = spec.logical_axes is not None or isinstance(first, str)
     return dataclasses.replace(
-        spec,
-        mesh_axes=PartitionSpec(mesh_axis, *tuple(spec.partition_spec)[1:]),
-        logical_axes=spec.logical_axes and (axes_of(mesh_axis) or None, *spec.logical_axes[1:]),
+        spec, mesh_axes=mesh_axes, logical_axes=(first, *others) if is_named else None
     )

@@ -1,10 +1,11 @@
 """Pipelines: one layer after the other on different devices, busy with different microbatches.
 
 The layers, or stages, are copies of one child "layer", whose parameters have a leading axis that is
-laid over the mesh axis "pipeline". A batch is divided into microbatches; a schedule says which
-stage works on which of them in which step (`weft.hierarchy.pipeline_schedule`). In each step all
-stages run at once, under a `vmap`, and pass their results on to the next. The result is that of the
-layers one after the other, whatever the mesh.
+laid over the mesh axis "pipeline", or what rules make of that name. A batch is divided into
+microbatches; a schedule says which stage works on which of them in which step
+(`weft.hierarchy.pipeline_schedule`). In each step all stages run at once, under a `vmap`, and pass
+their results on to the next. The result is that of the layers one after the other, whatever the
+mesh.
 """
 
 from collections.abc import Callable
@@ -14,16 +15,18 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import REQUIRED, Required, config_class
+from weft.core.layout import axes_of
 from weft.errors import ArgumentShapeError, LayerConfigError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import InvocationContext, OutputCollection
 from weft.hierarchy.module import Module, nowrap
-from weft.hierarchy.parameter_spec import with_leading_mesh_axis
+from weft.hierarchy.parameter_spec import with_leading_axis_name
 from weft.hierarchy.pipeline_schedule import (
     PIPELINE_AXIS,
     BaseSchedule,
     GPipeSchedule,
     StreamSchedule,
+    stage_layout,
 )
 from weft.hierarchy.repeat import Repeat
 from weft.hierarchy.sharding import maybe_shard
@@ -150,10 +153,10 @@ class Pipeline(Repeat):
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        """The specs, in which the axis of stages is laid over the mesh axis "pipeline"."""
+        """The specs, in which the axis of stages has the name "pipeline"."""
         specs = super().create_parameter_specs_recursively()
         specs["layer"] = jax.tree.map(
-            lambda spec: with_leading_mesh_axis(spec, PIPELINE_AXIS), specs["layer"]
+            lambda spec: with_leading_axis_name(spec, PIPELINE_AXIS), specs["layer"]
         )
         return specs
 
@@ -186,11 +189,8 @@ class Pipeline(Repeat):
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)
         inner = layer_context.twin()
-        mesh_axes = jax.sharding.get_abstract_mesh().axis_names
         run_stages = transforms.vmap(
-            fn,
-            axis_size=cfg.num_layers,
-            spmd_axis_name=PIPELINE_AXIS if PIPELINE_AXIS in mesh_axes else None,
+            fn, axis_size=cfg.num_layers, spmd_axis_name=axes_of(stage_layout()) or None
         )
         carry, ys = self._schedule.scan(
             lambda work, _: run_stages(work, xs),

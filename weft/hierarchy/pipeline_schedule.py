@@ -18,32 +18,43 @@ import jax
 import jax.numpy as jnp
 
 from weft.config import REQUIRED, Configurable, Required, config_class
+from weft.core.layout import constrain, get_global_mesh
+from weft.core.logical import names_to_mesh_axes
 from weft.errors import LayerConfigError
 from weft.hierarchy import transforms
 from weft.hierarchy.context import InvocationContext
 from weft.typing import PartitionSpec
 
 PIPELINE_AXIS = "pipeline"
-"""The mesh axis that stages are laid over."""
+"""The name of the axis of stages: a mesh axis, unless rules say what it stands for."""
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
 """Runs all stages for one step: takes what each works on, arrays `(num_stages, ...)`, and the
 step's entry of `xs`, and gives what each made of it and what to stack."""
 
 
+def stage_layout() -> Any:
+    """What stages are laid over, as an entry of a layout, by the mesh and rules of the context."""
+    mesh = get_global_mesh()
+    (entry,) = names_to_mesh_axes((PIPELINE_AXIS,))
+    is_absent = mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names)
+    return PartitionSpec.UNCONSTRAINED if is_absent else entry
+
+
 def shard_stages(x: Any) -> Any:
-    """Lays the first axis of arrays over the mesh axis "pipeline", if there is one.
+    """Lays the first axis of arrays over the mesh as that of stages.
 
     Args:
       x: a pytree.
+
+    Raises:
+      MeshError: if the mesh lacks an axis that rules give to stages.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or PIPELINE_AXIS not in mesh.axis_names:
-        return x
+    entry = stage_layout()
 
     def constrained(x: jax.Array) -> jax.Array:
-        spec = PartitionSpec(PIPELINE_AXIS, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1))
-        return jax.lax.with_sharding_constraint(x, spec)
+        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+        return constrain(x, PartitionSpec(entry, *others))
 
     return jax.tree.map(constrained, x)
 

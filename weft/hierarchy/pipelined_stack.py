@@ -99,8 +99,8 @@ def _joined(data: Tensor, rest: Any) -> Output:
 class PipelinedTransformerLayer(StackInOneChild):
     """Layers in stages, which work on different microbatches at the same time.
 
-    Parameters have a leading axis of stages, laid over the mesh axis "pipeline". In decoding,
-    stages run one after the other.
+    Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run one
+    after the other.
 
     Example:
       >>> from weft.hierarchy.transformer import TransformerLayer
