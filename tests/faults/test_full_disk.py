@@ -1,7 +1,5 @@
 """A training run on a small file system that fills up: real files, a real ENOSPC."""
 
-import subprocess
-
 import pytest
 
 from weft.cli.configs import load_config
@@ -10,23 +8,6 @@ from weft.trainer.checkpointer import Checkpointer
 from weft.trainer.progress import RunListener
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB, where this process may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("only the superuser may mount a small file system")
-    yield disk
-    # The summary writers of a run that failed hold their files until they are collected.
-    subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 class Filler(RunListener):

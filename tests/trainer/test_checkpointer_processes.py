@@ -110,22 +110,6 @@ def test_a_process_killed_while_it_saves_leaves_whole_checkpoints_only(tmp_path)
     assert left_over  # at least one was killed in the middle
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 6 MB, where this process may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(disk)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("only the superuser may mount a small file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
-
-
 @pytest.mark.parametrize("how", ["small disk", "file size limit"])
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     """The first fits, the larger second does not, the small third does again."""
