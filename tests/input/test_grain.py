@@ -96,6 +96,16 @@ class TestInput:
         self.make(source=source).dataset()
         assert asked == [DispatchConfig(2, 3), DispatchConfig(0, 1)]
 
+    def test_the_spec_of_an_element_takes_no_more_than_one_batch(self):
+        read = []
+
+        def source(dispatch_config):
+            return numbers(100).map(lambda i: read.append(i) or {"id": np.int32(i)}).batch(2)
+
+        spec = self.make(source=source).element_spec()
+        assert spec == {"id": jax.ShapeDtypeStruct((2,), np.int32)}
+        assert read == [0, 1]
+
     def test_source_is_required_and_readable(self):
         source = rows_source()
         assert self.make(source=source).source is source

@@ -167,7 +167,11 @@ class Input(Module):
         Raises:
             InputDatasetError: If there is none.
         """
-        it: Any = iter(self.dataset())
+        return self._spec_of(self.dataset())
+
+    @nowrap
+    def _spec_of(self, dataset: Iterable[Any]) -> Nested[jax.ShapeDtypeStruct]:
+        it: Any = iter(dataset)
         try:
             batch = next(it)
         except StopIteration:

@@ -44,6 +44,7 @@ from weft.input.grain_iterators import (
     mark_flags_as_parsed,
 )
 from weft.input.records import NamedSource, RecordDataset
+from weft.typing import Nested
 
 T = TypeVar("T")
 
@@ -138,11 +139,21 @@ class Input(input_base.Input):
     @nowrap
     def dataset(self) -> grain.IterDataset:
         """The batches of this process. Close its iterators, or they print at exit."""
+        return maybe_to_iter_dataset(self._batches())
+
+    @nowrap
+    def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
+        """As of any `Input`. Reads one batch: Grain's threads would read hundreds ahead of it."""
+        one = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=one))
+
+    @nowrap
+    def _batches(self) -> Dataset:
         if self.dispatcher:
             part = self.dispatcher.feed_read_config()
         else:
             part = {"num_shards": jax.process_count(), "shard_index": jax.process_index()}
-        return maybe_to_iter_dataset(self.source(DispatchConfig(**part)))
+        return self.source(DispatchConfig(**part))
 
 
 def array_record_dataset(
