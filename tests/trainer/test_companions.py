@@ -1,5 +1,6 @@
 """Lines between processes: what is agreed on, and how an end, a silence or a delay is told."""
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 
 import pytest
 
+from tests.sockets import all_from, connected, reading
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.trainer.companions import Companions, Wish, current_companions, in_company
 
@@ -23,7 +25,7 @@ def three():
     opened = []
 
     def open_lines(**kwargs):
-        pairs = {i: socket.socketpair() for i in (1, 2)}
+        pairs = {i: connected() for i in (1, 2)}
         kwargs = {"end_seconds": 1e6} | kwargs
         made = [Companions(0, {i: pair[0] for i, pair in pairs.items()}, NAMES, **kwargs)]
         made += [Companions(i, {0: pair[1]}, {0: NAMES[0]}, **kwargs) for i, pair in pairs.items()]
@@ -31,8 +33,24 @@ def three():
         return made
 
     yield open_lines
-    for companions in opened:
-        companions.leave()
+    at_once(*(companions.leave for companions in opened))
+
+
+@pytest.fixture
+def alone():
+    """One end of the lines, and the sockets at the other ends."""
+    with contextlib.ExitStack() as stack:
+
+        def open_lines(process, *others, **kwargs):
+            pairs = {i: connected() for i in others}
+            for _, there in pairs.values():
+                stack.enter_context(there)
+            here = {i: pair[0] for i, pair in pairs.items()}
+            made = Companions(process, here, NAMES, **{"end_seconds": 1e6} | kwargs)
+            stack.callback(made.leave, patience_seconds=0)
+            return made, *(there for _, there in pairs.values())
+
+        yield open_lines
 
 
 def at_once(*calls):
@@ -53,9 +71,12 @@ def at_once(*calls):
     return results
 
 
-def all_from(connection):
-    """What comes until the other end says that nothing more does."""
-    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+def messages(data):
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def say(connection, **message):
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def go_on():
@@ -89,32 +110,59 @@ def test_a_wish_that_comes_while_waiting_is_heard_by_who_has_not_come(three):
     waiting.join()
 
 
-def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point():
-    here, there = socket.socketpair()
-    with there:
-        companions = Companions(0, {1: here}, NAMES)
+def test_a_wish_that_comes_after_all_have_gone_on_is_for_the_next_point(alone):
+    companions, there = alone(0, 1)
 
-        def arrives(at, wish):
-            message = {"at": at, "wish": wish, "within": None}
-            there.sendall(json.dumps(message).encode() + b"\n")
+    def arrives(at, wish):
+        say(there, at=at, wish=wish, within=None, waits=False)
 
-        def the_other_comes_and_wishes_late():
-            arrives(1, None)
-            arrives(1, ["signal", "SIGTERM"])
-            deadline = time.monotonic() + 10
-            while companions.asked is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+    def the_other_comes_and_wishes_late():
+        arrives(1, None)
+        arrives(1, ["signal", "SIGTERM"])
+        deadline = time.monotonic() + 10
+        while companions.asked is None and time.monotonic() < deadline:
+            time.sleep(0.01)
 
-        # The other one has been told to go on, so this one has to go on as well.
-        assert companions.agree(go_on, alive=the_other_comes_and_wishes_late) is None
-        arrives(2, None)
-        assert companions.agree(go_on) == ("signal", "SIGTERM")
-        companions.leave()
-        sent = [json.loads(line) for line in all_from(there).splitlines()]
-        assert [message["stop"] for message in sent if "go" in message] == [
-            None,
-            ["signal", "SIGTERM"],
-        ]
+    # The other one has been told to go on, so this one has to go on as well.
+    assert companions.agree(go_on, alive=the_other_comes_and_wishes_late) is None
+    arrives(2, None)
+    assert companions.agree(go_on) == ("signal", "SIGTERM")
+    companions.leave(patience_seconds=0)
+    stops = [m["stop"] for m in messages(all_from(there)) if "go" in m]
+    assert stops == [None, ["signal", "SIGTERM"]]
+
+
+def test_a_wish_waits_where_all_only_wait_for_each_other(three):
+    lines, wish = three(), Wish("signal", "SIGTERM")
+
+    def one_that_wishes():
+        assert lines[1].agree(go_on) is None
+        lines[1]._tell_first({"at": 1, "wish": wish, "within": None})  # when all have gone on
+        assert lines[1].agree(None) is None
+        return lines[1].agree(go_on)
+
+    def one_that_is_asked(companions):
+        assert companions.agree(go_on) is None
+        while companions.asked is None:
+            time.sleep(0.01)
+        assert companions.agree(None) is None
+        assert companions.asked == wish
+        return companions.agree(go_on)
+
+    asked = [lambda c=c: one_that_is_asked(c) for c in (lines[0], lines[2])]
+    assert at_once(one_that_wishes, *asked) == [wish] * 3
+
+
+def test_a_point_takes_no_longer_than_the_lines_do(three):
+    lines = three()
+
+    def fifty_points(companions):
+        for _ in range(50):
+            companions.agree(go_on)
+
+    started = time.monotonic()
+    at_once(*(lambda c=c: fifty_points(c) for c in lines))
+    assert time.monotonic() - started < 1.0  # not the 40 ms each after which a kernel acknowledges
 
 
 def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
@@ -165,36 +213,129 @@ def test_the_end_of_process_0_is_named_as_well(three):
     three()[1].explain(RuntimeError("mine"), patience_seconds=0.1)
 
 
-def test_silence_counts_as_an_end():
-    here, there = socket.socketpair()
-    with there:
-        companions = Companions(0, {1: here}, NAMES, heartbeat_timeout_seconds=0.5, end_seconds=1e6)
-        with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has not been heard of for"):
-            companions.agree(go_on)
-        companions.leave()
+def test_silence_counts_as_an_end(alone):
+    companions, _ = alone(0, 1, heartbeat_timeout_seconds=0.5)
+    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has not been heard of for"):
+        companions.agree(go_on)
 
 
-def test_what_is_no_message_is_passed_over():
-    here, there = socket.socketpair()
-    with there:
-        companions = Companions(1, {0: here}, NAMES)
-        there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"go": 1, "stop": null}\n')
-        assert companions.agree(go_on) is None
-        companions.leave()
-        sent = all_from(there).splitlines()
-        assert {"at": 1, "wish": None, "within": None} in [json.loads(line) for line in sent]
+def test_who_comes_once_the_first_or_all_others_have_left_is_told(three, alone):
+    lines = three()
+    left = threading.Thread(target=lines[0].leave)
+    left.start()
+    left.join()
+    with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended before the others"):
+        lines[1].agree(go_on)
+    companions, there = alone(0, 1)
+    say(there, bye=None)
+    there.close()
+    time.sleep(0.2)
+    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has ended before the others"):
+        companions.agree(go_on)
 
 
-def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye():
+def talking(connection):
+    """Says that it is alive again and again, so that the other end never has read everything."""
+    with contextlib.suppress(OSError):
+        while True:
+            say(connection, alive="x" * 100)
+
+
+def test_what_is_said_last_arrives_though_not_all_was_read(alone):
+    for _ in range(3):
+        _, frozen, other = alone(0, 1, 2, heartbeat_timeout_seconds=0.2)
+        heard = reading(other)
+        threading.Thread(target=talking, args=(other,)).start()
+        time.sleep(0.6)
+        other.shutdown(socket.SHUT_WR)
+        frozen.shutdown(socket.SHUT_RDWR)
+        (over,) = [m["over"] for m in messages(heard()) if "over" in m]
+        assert over.startswith("process 1 of 3 (host h, pid 1) has not been heard of for")
+    failing, first = alone(1, 0)
+    heard = reading(first)
+    threading.Thread(target=talking, args=(first,)).start()
+    time.sleep(0.1)
+    failing.leave("InputReadError: a.txt")
+    assert messages(heard())[-1] == {"bye": "InputReadError: a.txt"}
+
+
+def test_the_first_ends_after_the_others_but_waits_for_none_without_end(alone):
+    first, killed, slow = alone(0, 1, 2)
+    killed.close()
+    with pytest.raises(ProcessLostError, match="process 1 of 3"):
+        first.agree(go_on)
+    started = time.monotonic()
+    threading.Timer(0.5, slow.shutdown, (socket.SHUT_WR,)).start()
+    first.leave("ProcessLostError: process 1 of 3")
+    assert 0.4 < time.monotonic() - started < 4
+
+    first, _ = alone(0, 1)
+    started = time.monotonic()
+    first.leave(patience_seconds=0.2)
+    assert 0.15 < time.monotonic() - started < 4
+
+
+def test_what_is_no_message_is_passed_over(alone):
+    companions, there = alone(1, 0)
+    there.sendall(b'GET / HTTP/1.1\r\n\r\n[1]\n{"other": 1}\n')
+    there.sendall(b"x" * (1 << 18) + b'\n{"go": 1, "stop": null}\n')
+    assert companions.agree(go_on) is None
+    companions.leave(patience_seconds=0)
+    at = {"at": 1, "within": None, "waits": False, "wish": None}
+    assert at in messages(all_from(there))
+
+
+def test_a_process_that_says_what_it_cannot_mean_ends_the_run(alone):
+    companions, there = alone(1, 0)
+    say(there, asked=5)
+    with pytest.raises(ProcessLostError, match="are no longer understood: TypeError: "):
+        companions.agree(go_on)
+
+
+def test_long_errors_fit_into_a_line(three):
+    lines = three()
+    error = "XlaRuntimeError: " + "\N{SNOWMAN}" * (1 << 20) + " out of memory"
+    threading.Timer(0.1, lines[1].leave, (error,)).start()
+    for lost in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
+        assert "process 1 of 3 (host h, pid 1) has failed: XlaRuntimeError: " in str(lost)
+        assert "out of memory. This process cannot" in str(lost) and len(str(lost)) < 5000
+    lines, wish = three(), Wish("error", error)
+    agreed = at_once(*(lambda c=c: c.agree(lambda: wish) for c in lines))
+    assert len(set(agreed)) == 1 and agreed[0].text.endswith("out of memory")
+
+
+def test_of_many_that_are_late_some_are_named(monkeypatch, alone):
+    monkeypatch.setattr(
+        "tests.trainer.test_companions.NAMES", {i: f"process {i}" for i in range(20)}
+    )
+    companions, *_ = alone(0, *range(1, 20))
+    with pytest.raises(ProcessesNotReadyError) as late:
+        companions.agree(go_on, within_seconds=0.1)
+    shown = "; ".join(f"process {i}, which is starting" for i in range(1, 9))
+    assert f"within 0.1 s: {shown}; and 11 more. All others" in str(late.value)
+
+
+def test_the_first_is_named_with_what_it_does_now(alone, capfd):
+    companions, there = alone(0, 1)
+    companions.doing = "restoring the checkpoint"
+    say(there, at=1, wish=None, within=0.1, waits=True)
+    with there.makefile() as lines:
+        over = next(m["over"] for m in map(json.loads, lines) if "over" in m)
+    assert "process 0 of 3 (host h, pid 0), which is restoring the checkpoint." in over
+    with pytest.raises(ProcessesNotReadyError):
+        companions.explain(RuntimeError("a collective that was cut"))
+    assert "in test_the_first_is_named" in capfd.readouterr().err
+
+
+def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye(alone):
     assert current_companions() is None
-    here, there = socket.socketpair()
-    with there:
-        companions = Companions(1, {0: here}, NAMES)
-        with pytest.raises(KeyError), in_company(companions):
-            assert current_companions() is companions
-            raise KeyError("x")
-        assert current_companions() is None
-        assert b'{"bye": "KeyError: \'x\'"}' in all_from(there)
+    companions, there = alone(1, 0)
+    heard = reading(there)
+    with pytest.raises(KeyError), in_company(companions):
+        assert current_companions() is companions
+        raise KeyError("x")
+    assert current_companions() is None
+    assert messages(heard())[-1] == {"bye": "KeyError: 'x'"}
 
 
 STUCK = """
@@ -226,3 +367,44 @@ def test_a_process_whose_main_thread_is_stuck_is_ended_with_the_name():
                 os.kill(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 1
     assert "weft: process 0 of 2 (host h, pid 7) has ended without a word" in told
+
+
+STOPPED = """
+import socket, sys
+from weft.trainer.companions import Companions
+connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+names = {1: "process 1 of 2 (host h, pid 7)"}
+first = Companions(0, {1: connection}, names, heartbeat_timeout_seconds=1)
+print("ready", flush=True)
+first.agree(lambda: None)
+print("went on", flush=True)
+first.leave()
+"""
+
+
+@pytest.mark.long
+def test_a_time_for_which_all_were_stopped_counts_for_nobody():
+    """As when Slurm suspends a job: all stop, and one is awake a moment before the others."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", STOPPED, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        connection, _ = server.accept()
+        with connection:
+            try:
+                assert process.stdout.readline() == "ready\n"
+                say(connection, alive="waiting")
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(2.5)
+                process.send_signal(signal.SIGCONT)
+                time.sleep(0.3)
+                say(connection, at=1, wish=None, within=None, waits=False)
+                assert process.stdout.readline() == "went on\n"
+                connection.shutdown(socket.SHUT_WR)
+                assert process.wait(timeout=20) == 0
+            finally:
+                process.kill()

@@ -1,10 +1,10 @@
 import json
 import signal
-import socket
 import urllib.request
 
 import pytest
 
+from tests.sockets import connected, reading
 from weft.errors import ProcessesNotReadyError
 from weft.recipes.lm import lm_tiny
 from weft.trainer.companions import Companions, Wish, in_company
@@ -28,10 +28,10 @@ def test_what_a_run_does_is_on_its_page_until_it_is_asked_to_stop(tmp_path, capl
 
 def test_one_that_does_not_come_to_the_run_is_named_before_anything_waits_for_it(tmp_path):
     cfg = lm_tiny().set(dir=str(tmp_path), readiness_timeout_seconds=0.3)
-    here, there = socket.socketpair()
+    here, there = connected()
+    reading(there)
     names = {1: "process 1 of 2 (host h, pid 7)"}
     with (
-        there,
         pytest.raises(ProcessesNotReadyError, match=r"within 0\.3 s: process 1 of 2 .*starting"),
         in_company(Companions(0, {1: here}, names, end_seconds=1e6)),
         run_life(cfg, None),

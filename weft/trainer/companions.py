@@ -13,6 +13,9 @@ So beside them each process keeps one TCP connection to process 0, for lines of 
 A process that dies closes its connection, whatever killed it. One that is stopped or cut off is
 silent for too long. In both cases the others are told its name, and end. One that is late, but
 hears of it, prints where its threads are.
+
+What was said last has to arrive. The kernel drops what it has not delivered when a socket is closed
+of which not all is read. So whoever ends reads on until the others have closed their side, too.
 """
 
 import contextlib
@@ -39,8 +42,14 @@ _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 _LATE_SECONDS = 30.0
 _LONGEST_LINE = 1 << 16
+_LONGEST_TEXT = 4096  # at most 12 bytes in a line for each character
+_SHOWN_LATE = 8
 # From the word that another process is gone to the end of this one, if its main thread is stuck.
 _END_SECONDS = 10.0
+# JAX aborts the others when process 0 is gone, so they end a little before it.
+_SOONER = 0.9
+# How long one that ends waits until the others have heard of it.
+_HEARD_SECONDS = 5.0
 
 
 class Wish(NamedTuple):
@@ -92,19 +101,22 @@ class Companions:
         self._over: str | None = None
         self._late: str | None = None
         self._left = False
+        self._open = set(self._connections)  # those whose side is not closed
         self.doing = "starting"
         heard = time.monotonic()
         self._heard = dict.fromkeys(self._connections, heard)
         # Of process 0 only: where each is.
         self._at = dict.fromkeys((0, *self._connections), 0)
         self._wishes: dict[int, Wish] = {}
-        self._activities = dict.fromkeys((0, *self._connections), "starting")
+        self._activities = dict.fromkeys(self._connections, "starting")
         self._gone: set[int] = set()
         self._first_came: float | None = None
         self._within: float | None = None
         self._said_late = 0.0
         for connection in self._connections.values():
             connection.settimeout(heartbeat_timeout_seconds)
+            # A line that follows another one is not to wait until that has been acknowledged.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._listen, name="weft-companions", daemon=True).start()
 
     # What the run calls.
@@ -116,7 +128,7 @@ class Companions:
 
     def agree(
         self,
-        wish: Callable[[], Wish | None],
+        wish: Callable[[], Wish | None] | None,
         *,
         within_seconds: float | None = None,
         alive: Callable[[], None] = lambda: None,
@@ -124,7 +136,8 @@ class Companions:
         """Waits until all processes have come to this point, which each must come to.
 
         Args:
-            wish: gives what this process wishes, None to go on; looked at while it waits.
+            wish: gives what this process wishes, None to go on; looked at while it waits. None at a
+                point where all only wait for each other; wishes are then for the next one.
             within_seconds: how long the first to come waits for the last; None for no limit.
             alive: called again and again while waiting.
 
@@ -136,19 +149,23 @@ class Companions:
             ProcessLostError: if one is gone.
         """
         self._point += 1
-        told = wish()
-        self._tell_first({"at": self._point, "wish": told, "within": within_seconds})
+        told = None if wish is None else _shortened(wish())
+        at = {"at": self._point, "within": within_seconds, "waits": wish is None}
+        self._tell_first(at | {"wish": told})
         while True:
+            # Looked at first: process 0 may have let all go on before it left.
+            first_left = self._id != 0 and 0 in self._gone
             with self._changed:
                 if self._went < self._point and self._over is None:
                     self._changed.wait(_POLL_SECONDS)
                 self.check()
                 if self._went >= self._point:
-                    self._asked = None
-                    return self._stop
+                    return None if wish is None else self._stop
+            if first_left:
+                self._on_gone(0, "has ended before the others")
             alive()
-            if told is None and (told := wish()) is not None:
-                self._tell_first({"at": self._point, "wish": told, "within": within_seconds})
+            if wish is not None and told is None and (told := _shortened(wish())) is not None:
+                self._tell_first(at | {"wish": told})
 
     @property
     def _agreed_on_error(self) -> bool:
@@ -183,48 +200,71 @@ class Companions:
         except (ProcessLostError, ProcessesNotReadyError) as reason:
             raise reason from error
 
-    def leave(self, why: str | None = None) -> None:
-        """Says that this process ends, and closes its lines.
+    def leave(self, why: str | None = None, *, patience_seconds: float = _HEARD_SECONDS) -> None:
+        """Says that this process ends, and waits until the others have heard it.
 
         Args:
             why: what went wrong; None if it ends as it should.
+            patience_seconds: how long that may take.
         """
         if self._left:
             return
         self._left = True
-        for connection in self._connections.values():
-            self._send(connection, {"bye": why})
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
+        for index, connection in self._connections.items():
+            self._send(connection, {"bye": None if why is None else _clipped(why)})
+            self._say_no_more(index)
+        deadline = time.monotonic() + patience_seconds
+        with self._changed:
+            while self._open - self._gone and time.monotonic() < deadline:
+                self._changed.wait(_POLL_SECONDS)
+            if not self._open:
+                self._close()
 
     # The thread.
 
+    @property
+    def _ends(self) -> bool:
+        return self._left or self._over is not None
+
     def _listen(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                for index, connection in self._connections.items():
+                    selector.register(connection, selectors.EVENT_READ, index)
+                self._converse(selector)
+        except Exception as error:  # else nobody would hear of an end any more
+            text = f"the other processes are no longer understood: {type(error).__name__}: {error}"
+            self._end(text, late=False)
+        if self._left:
+            self._close()
+
+    def _converse(self, selector: selectors.BaseSelector) -> None:
+        """Reads until this process ends and the others have closed their side."""
         buffers = dict.fromkeys(self._connections, b"")
         pulse, beat, told = self._heartbeat_timeout / 4, 0.0, None
-        with selectors.DefaultSelector() as selector:
-            for index, connection in self._connections.items():
-                selector.register(connection, selectors.EVENT_READ, index)
-            while selector.get_map() and self._over is None and not self._left:
-                for key, _ in selector.select(min(pulse, 1.0)):
-                    index = key.data
-                    lines = self._read(index, buffers)
-                    if lines is None:
-                        selector.unregister(key.fileobj)
-                        if index not in self._gone:  # it did not say goodbye
-                            self._on_gone(index, "has ended without a word, killed or crashed")
-                    for line in lines or ():
-                        self._on_line(index, line)
-                now = time.monotonic()
-                # Soon where it has something new to say: it may be frozen in the middle of that.
-                due = _TELL_SECONDS if self.doing != told else pulse
-                if now - beat >= min(due, pulse) and not self._left:
-                    beat, told = now, self.doing
-                    for connection in self._connections.values():
-                        self._send(connection, {"alive": told})
-                self._look_at_clocks(now)
-        for connection in self._connections.values():
-            connection.close()
+        pause, looked = min(pulse, 1.0), time.monotonic()
+        while self._open or not self._ends:
+            for key, _ in selector.select(pause):
+                lines = self._read(key.data, buffers)
+                for line in lines or ():
+                    if not self._ends:
+                        self._on_line(key.data, line)
+                if lines is None:
+                    selector.unregister(key.fileobj)
+                    self._on_closed(key.data)
+            now = time.monotonic()
+            away, looked = now - looked - pause, now
+            if self._ends:
+                continue
+            if away > pulse:
+                self._pass_over(away, now)
+            # Soon where it has something new to say: it may be frozen in the middle of that.
+            due = _TELL_SECONDS if self.doing != told else pulse
+            if now - beat >= min(due, pulse):
+                beat, told = now, self.doing
+                for connection in self._connections.values():
+                    self._send(connection, {"alive": _clipped(told)})
+            self._look_at_clocks(now)
 
     def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
         """The lines that have come from a process; None at the end."""
@@ -235,13 +275,33 @@ class Companions:
         if not data:
             return None
         self._heard[index] = time.monotonic()
-        *lines, buffers[index] = (buffers[index] + data).split(b"\n")
-        return lines if len(buffers[index]) <= _LONGEST_LINE else None
+        *lines, rest = (buffers[index] + data).split(b"\n")
+        buffers[index] = rest if len(rest) <= _LONGEST_LINE else b""  # no process of ours sends it
+        return lines
+
+    def _on_closed(self, index: int) -> None:
+        if self._id == 0 or self._left:
+            self._say_no_more(index)
+        if index not in self._gone:  # it did not say goodbye
+            self._on_gone(index, "has ended without a word, killed or crashed")
+        with self._changed:
+            self._open.discard(index)
+            self._changed.notify_all()
+
+    def _pass_over(self, away: float, now: float) -> None:
+        """Does not count, of the silence of others, the time for which this one was stopped."""
+        with self._changed:
+            self._heard = {i: min(heard + away, now) for i, heard in self._heard.items()}
+            if self._first_came is not None:
+                self._first_came = min(self._first_came + away, now)
 
     def _on_line(self, index: int, line: bytes) -> None:
         message = parse(line)
         if "bye" in message:
             self._gone.add(index)
+            # Process 0 that has failed waits a little until the others have ended.
+            if self._id == 0 or message["bye"] is None:
+                self._say_no_more(index)
             if message["bye"] is not None and not self._agreed_on_error:
                 self._on_gone(index, f"has failed: {message['bye']}")
         elif self._id == 0:
@@ -250,7 +310,8 @@ class Companions:
                 self._came(index, message)
         elif "go" in message:
             with self._changed:
-                self._stop = _wish(message["stop"])
+                if "stop" in message:
+                    self._stop, self._asked = _wish(message["stop"]), None
                 self._went = message["go"]
                 self._changed.notify_all()
         elif "asked" in message:
@@ -282,17 +343,18 @@ class Companions:
             logger.warning("waiting since %.0f s for %s", waited, self._described(missing))
 
     def _described(self, missing: list[int]) -> str:
-        return "; ".join(f"{self._names[i]}, which is {self._activities[i]}" for i in missing)
+        doing = self._activities | {0: self.doing}
+        shown = [f"{self._names[i]}, which is {doing[i]}" for i in missing[:_SHOWN_LATE]]
+        more = len(missing) - len(shown)
+        return "; ".join([*shown, f"and {more} more"] if more else shown)
 
     # Process 0, at which all come together.
 
     def _tell_first(self, message: dict[str, Any]) -> None:
         if self._id == 0:
-            self._activities[0] = self.doing
             self._came(0, message)
         else:
-            self._send(self._connections[0], {"alive": self.doing})
-            self._send(self._connections[0], message)
+            self._send(self._connections[0], {"alive": _clipped(self.doing)}, message)
 
     def _came(self, index: int, message: dict[str, Any]) -> None:
         with self._changed:
@@ -309,11 +371,15 @@ class Companions:
                 self._asked = wish
                 self._broadcast({"asked": wish})
             if is_new and min(self._at.values()) == message["at"]:
-                stop = min(self._wishes.values(), key=lambda w: _KINDS.index(w.kind), default=None)
-                self._wishes.clear()
+                go: dict[str, Any] = {"go": message["at"]}
+                if not message["waits"]:
+                    wishes = self._wishes.values()
+                    self._stop = min(wishes, key=lambda w: _KINDS.index(w.kind), default=None)
+                    self._wishes, self._asked = {}, None
+                    go["stop"] = self._stop
                 self._first_came = None
-                self._broadcast({"go": message["at"], "stop": stop})
-                self._stop, self._went = stop, message["at"]
+                self._broadcast(go)
+                self._went = message["at"]
                 self._changed.notify_all()
 
     def _broadcast(self, message: dict[str, Any]) -> None:
@@ -321,16 +387,24 @@ class Companions:
             if index not in self._gone:
                 self._send(connection, message)
 
-    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
+    def _send(self, connection: socket.socket, *messages: dict[str, Any]) -> None:
         # Whoever is not there any more is noticed by the thread that reads.
         with self._sending, contextlib.suppress(OSError):
-            connection.sendall(line_of(message))
+            connection.sendall(b"".join(map(line_of, messages)))
+
+    def _say_no_more(self, index: int) -> None:
+        with contextlib.suppress(OSError):
+            self._connections[index].shutdown(socket.SHUT_WR)
+
+    def _close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
 
     # Ends.
 
     def _on_gone(self, index: int, how: str) -> None:
         self._gone.add(index)
-        if self._left:
+        if self._ends:
             return
         text = f"{self._names[index]} {how.rstrip('.')}. This process cannot go on without it."
         if self._id == 0:
@@ -345,7 +419,8 @@ class Companions:
         with self._changed:
             if self._over is not None or self._left:
                 return
-            timer = threading.Timer(self._end_seconds, self._end_by_force, args=(text,))
+            seconds = self._end_seconds * (_SOONER if self._id else 1)
+            timer = threading.Timer(seconds, self._end_by_force, args=(text,))
             timer.daemon = True
             timer.start()
             if self._id in missing and sys.__stderr__ is not None:  # before the main thread goes on
@@ -378,6 +453,16 @@ def parse(line: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return message if isinstance(message, dict) else {}
+
+
+def _clipped(text: str) -> str:
+    """A text as it fits into a line: of a long one the ends, of which one says what was wrong."""
+    half = _LONGEST_TEXT // 2
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
+
+
+def _shortened(wish: Wish | None) -> Wish | None:
+    return wish and Wish(wish.kind, _clipped(wish.text))
 
 
 def _wish(value: Any) -> Wish | None:
