@@ -1,10 +1,12 @@
+import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 
-from weft.errors import ProcessesNotReadyError
+from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.trainer.meeting import meet, open_companions
 
 
@@ -90,6 +92,87 @@ def test_two_with_one_number_and_strangers_are_refused(address):
     assert str(found[0]) == texts[1] and texts[1].startswith("process 2 of 3 did not come")
     found = together(address, [(0, 2), (1, 5)], timeout=0.5)
     assert "process 1 of 5 came to a run of 2 processes. Give each" in str(found[1])
+
+
+@contextlib.contextmanager
+def first_of(address, count, timeout=20.0):
+    """Process 0 in a thread; gives where to connect, and what it found at the end."""
+    found = []
+
+    def run():
+        try:
+            found.append(meet(address, process_id=0, num_processes=count, timeout_seconds=timeout))
+        except ProcessesNotReadyError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield found
+    thread.join(timeout=30)
+    for companions in found:
+        if not isinstance(companions, Exception):
+            companions.leave(patience_seconds=0)
+
+
+def connected(address):
+    host, _, port = address.rpartition(":")
+    while True:
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection((host, int(port)), timeout=20)
+        time.sleep(0.01)
+
+
+def come(address, index, of, pid, **more):
+    connection = connected(address)
+    hello = {"process": index, "of": of, "token": "", "host": "h", "pid": pid}
+    connection.sendall(json.dumps(hello | more).encode() + b"\n")
+    return connection
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_waiting(address):
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack, first_of(address, 2):
+        scanner = stack.enter_context(connected(address))
+        dribbling = stack.enter_context(connected(address))
+        dribbling.sendall(b'{"proc')
+        stranger = stack.enter_context(connected(address))
+        stranger.sendall(b'{"process": 1, "token": ""}\n')  # without the rest
+        assert stranger.recv(10) == b""
+        flood = stack.enter_context(connected(address))
+        with contextlib.suppress(ConnectionError):
+            flood.sendall(b"x" * (1 << 20))
+        with come(address, 1, 2, 7) as ours:
+            assert b"welcome" in ours.recv(1000)
+        assert time.monotonic() - started < 4
+        assert scanner.recv(10) == dribbling.recv(10) == b""
+
+
+def test_one_that_is_started_again_before_all_have_come_takes_its_own_place(address, caplog):
+    with first_of(address, 3) as found:
+        come(address, 1, 3, 7).close()  # killed
+        deadline = time.monotonic() + 10
+        while "pid 7) has ended before all" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with come(address, 1, 3, 8) as again, come(address, 2, 3, 9) as last:
+            assert b"welcome" in again.recv(1000) and b"welcome" in last.recv(1000)
+            deadline = time.monotonic() + 10
+            while not found and time.monotonic() < deadline:
+                time.sleep(0.01)
+            again.close()
+            with pytest.raises(
+                ProcessLostError, match=r"process 1 of 3 \(host h, pid 8\) has ended"
+            ):
+                found[0].agree(lambda: None)
+
+
+def test_all_of_many_are_told_who_is_missing(address):
+    with first_of(address, 300, timeout=2.0):
+        here = [come(address, i, 300, i) for i in range(1, 40)]
+        for connection in here:
+            with connection, connection.makefile() as lines:
+                told = json.loads(lines.readline())["refused"]
+            assert told.startswith("processes 40, 41, ") and "55 and 244 more of 300" in told
+            assert "process 15 of 300 (host h, pid 15) and 24 more" in told
 
 
 def test_a_process_that_is_alone_meets_nobody():

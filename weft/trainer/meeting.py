@@ -7,8 +7,10 @@ has initialized `jax.distributed` by itself is met later, at a port that process
 
 import contextlib
 import json
+import logging
 import os
 import secrets
+import selectors
 import socket
 import time
 from collections.abc import Sequence
@@ -28,6 +30,10 @@ from weft.trainer.companions import (
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
+_LINE_BYTES = 1 << 16
+_SHOWN = 16
+
+logger = logging.getLogger(__name__)
 
 
 def meet(
@@ -120,36 +126,117 @@ def _receive(
     address: str,
 ) -> Companions:
     """Process 0: takes in one process after the other."""
-    names = {0: _name(0, count, socket.gethostname(), os.getpid())}
-    connections: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + timeout_seconds
-    while len(names) < count:
-        server.settimeout(max(deadline - time.monotonic(), 0.001))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            text = _missing(names, count, address, timeout_seconds)
-            for connection in connections.values():
-                connection.sendall(line_of({"refused": text}))
-                connection.close()
-            raise ProcessesNotReadyError(text) from None
-        hello = _read_line(connection, _HELLO_SECONDS)
-        index = hello.get("process")
-        if hello.get("token") != token or not isinstance(index, int):
-            connection.close()  # none of ours
-            continue
-        if hello["of"] != count or not 0 < index < count or index in names:
-            text = f"process {index} of {hello['of']} came to a run of {count} processes"
-            if index in names:
-                text += f", in which {names[index]} is there already"
-            connection.sendall(line_of({"refused": f"{text}. Give each process a number."}))
-            connection.close()
-            continue
-        names[index] = _name(index, count, str(hello["host"]), hello["pid"])
-        connections[index] = connection
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        reception = stack.enter_context(_Reception(server, count, token, selector))
+        deadline = time.monotonic() + timeout_seconds
+        while len(reception.names) < count:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                text = _missing(reception.names, count, address, timeout_seconds)
+                for connection in reception.connections.values():
+                    _tell(connection, {"refused": text})
+                raise ProcessesNotReadyError(text)
+            for key, _ in selector.select(min(left, _HELLO_SECONDS)):
+                reception.take(key.fileobj)
+            reception.drop_the_silent()
+        connections, names = reception.connections, reception.names
+        reception.connections = {}
     for connection in connections.values():
-        connection.sendall(line_of({"welcome": names[0]}))
+        _tell(connection, {"welcome": names[0]})
     return Companions(0, connections, names, heartbeat_timeout_seconds=heartbeat_timeout_seconds)
+
+
+class _Reception:
+    """Who has come to process 0 so far, and who has connected and not yet said who it is.
+
+    Whoever connects and says nothing, as what looks for open ports does, keeps nobody waiting.
+    """
+
+    def __init__(
+        self, server: socket.socket, count: int, token: str, selector: selectors.BaseSelector
+    ):
+        self._server, self._count, self._token, self._selector = server, count, token, selector
+        self.names = {0: _name(0, count, socket.gethostname(), os.getpid())}
+        self.connections: dict[int, socket.socket] = {}
+        self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
+        server.setblocking(False)
+        selector.register(server, selectors.EVENT_READ)
+
+    def __enter__(self) -> "_Reception":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for connection in (*self._strangers, *self.connections.values()):
+            connection.close()
+
+    def take(self, source: Any) -> None:
+        """Takes what has come from where something has come."""
+        if source is not self._server:
+            self._read(source)
+            return
+        with contextlib.suppress(OSError):  # gone again
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            self._strangers[connection] = (time.monotonic(), b"")
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def drop_the_silent(self) -> None:
+        """Closes what has not said who it is for too long."""
+        now = time.monotonic()
+        for connection, (since, _) in list(self._strangers.items()):
+            if now - since > _HELLO_SECONDS:
+                self._drop(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            data = connection.recv(_LINE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if connection not in self._strangers:
+            if not data:  # killed before all had come; another one may come in its place
+                (index,) = (i for i, c in self.connections.items() if c is connection)
+                logger.warning("%s has ended before all others came", self.names.pop(index))
+                self._drop(self.connections.pop(index))
+            return
+        since, before = self._strangers[connection]
+        line = before + data
+        if not data or len(line) > _LINE_BYTES:
+            self._drop(connection)
+        elif line.endswith(b"\n"):
+            self._meet(connection, parse(line))
+        else:
+            self._strangers[connection] = (since, line)
+
+    def _meet(self, connection: socket.socket, hello: dict[str, Any]) -> None:
+        index, of = hello.get("process"), hello.get("of")
+        if hello.get("token") != self._token or type(index) is not int or type(of) is not int:
+            self._drop(connection)  # none of ours
+            return
+        if of != self._count or not 0 < index < self._count or index in self.names:
+            text = f"process {index} of {of} came to a run of {self._count} processes"
+            if index in self.names:
+                text += f", in which {self.names[index]} is there already"
+            _tell(connection, {"refused": f"{text}. Give each process a number."})
+            self._drop(connection)
+            return
+        del self._strangers[connection]
+        self.names[index] = _name(index, self._count, str(hello.get("host")), hello.get("pid"))
+        self.connections[index] = connection
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        self._strangers.pop(connection, None)
+        connection.close()
+
+
+def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
+    # Whoever is not there any more is missed later.
+    with contextlib.suppress(OSError):
+        connection.settimeout(_HELLO_SECONDS)
+        connection.sendall(line_of(message))
 
 
 def _join(
@@ -198,10 +285,11 @@ def _join(
 
 def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, Any]:
     """The first line that comes; nothing of what follows it is taken."""
-    connection.settimeout(max(timeout_seconds, 0.001))
+    deadline = time.monotonic() + timeout_seconds
     line = b""
     try:
-        while not line.endswith(b"\n") and len(line) < _ADDRESS_BYTES:
+        while not line.endswith(b"\n") and len(line) < _LINE_BYTES:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
             data = connection.recv(1)
             if not data:
                 break
@@ -216,10 +304,16 @@ def _name(index: int, count: int, host: str, pid: Any) -> str:
 
 
 def _missing(names: dict[int, str], count: int, address: str, seconds: float) -> str:
-    missing = ", ".join(str(i) for i in range(count) if i not in names)
-    there = "; ".join(names[i] for i in sorted(names))
+    missing = _listed([str(i) for i in range(count) if i not in names], ", ")
+    there = _listed([names[i] for i in sorted(names)], "; ")
     plural = "processes" if count - len(names) > 1 else "process"
     return (
         f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Those that "
         f"are there: {there}. See in the logs of the others whether they were started."
     )
+
+
+def _listed(texts: Sequence[str], separator: str) -> str:
+    more = len(texts) - _SHOWN
+    shown = separator.join(texts[:_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown
