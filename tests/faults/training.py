@@ -113,7 +113,13 @@ class DisturbedIterator(FakeIterator):
 
 
 class SlowStorage(OrbaxStateStorage):
-    """Takes a while to commit when a fault is to come."""
+    """Takes a while to commit when a fault is to come, or hangs in one process when it reads."""
+
+    def restore_from_dir(self, *args, **kwargs):
+        if fault == "restoring" and jax.process_index() == jax.process_count() - 1:
+            here("restoring")
+            time.sleep(120)
+        return super().restore_from_dir(*args, **kwargs)
 
     def save_to_dir(self, *, on_commit_callback, **kwargs):
         def slow(**committed):
@@ -205,7 +211,7 @@ def main():
                 if kind == "unrolled":
                     cfg.model.unrolled = 1000
                     threading.Thread(target=tell_of_compilation, daemon=True).start()
-                if fault == "absent":
+                if fault == "absent" or "restoring" in faults:
                     cfg.readiness_timeout_seconds = 8.0
                 if fault == "hanging":
                     cfg.crash_on_hang_timeout_seconds = 10.0

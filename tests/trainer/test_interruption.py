@@ -6,17 +6,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from weft.errors import ProcessLostError
+from tests.sockets import connected
+from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.input import PrefetchingIterator
+from weft.trainer.agreement import number_of_first
+from weft.trainer.companions import Companions
 from weft.trainer.interruption import (
     GracefulStop,
     Interruptible,
     StopRun,
     batches_until_stopped,
     compiled_unless_stopped,
+    getting_ready,
     graceful_stop,
     still_compiling,
     stop_point,
+    wait_for_all,
 )
 
 
@@ -241,6 +246,63 @@ class Lost:
 
     def explain(self, error):
         raise ProcessLostError("process 1 of 2 has ended") from error
+
+
+@pytest.fixture
+def two():
+    """The lines between two processes, both ends here."""
+    here, there = connected()
+    names = {i: f"process {i} of 2" for i in range(2)}
+    ends = [Companions(0, {1: here}, names, end_seconds=1e6)]
+    ends.append(Companions(1, {0: there}, names, end_seconds=1e6))
+    yield ends
+    leaving = [threading.Thread(target=companions.leave) for companions in ends]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join()
+
+
+def test_one_that_is_late_with_what_all_do_first_is_named_with_it(two, monkeypatch):
+    told, restored = [], threading.Event()
+
+    def the_other():
+        with GracefulStop(two[1], patience_seconds=1.5), pytest.raises(ProcessesNotReadyError):
+            with getting_ready("restoring"):
+                pass
+            with getting_ready("restoring"):
+                restored.wait()
+
+    thread = threading.Thread(target=the_other)
+    thread.start()
+    with GracefulStop(two[0], told.append, patience_seconds=1.5) as stop:
+        stop.doing("preparing the state")
+        with getting_ready("restoring"):
+            assert two[0].doing == "restoring"
+        assert two[0].doing == told[-1] == "preparing the state"
+        monkeypatch.setattr(jax, "process_count", lambda: 2)  # where JAX would wait without end
+        with (
+            pytest.raises(ProcessesNotReadyError, match=r"1\.5 s: process 1 of 2, which is restor"),
+            getting_ready("restoring"),
+        ):
+            number_of_first(3)
+    assert "waiting for the other processes while restoring" in told
+    restored.set()
+    thread.join()
+
+
+def test_without_a_limit_one_that_is_late_is_waited_for(two):
+    def the_other():
+        with GracefulStop(two[1], patience_seconds=0.1):
+            time.sleep(1.0)
+            wait_for_all()
+
+    thread = threading.Thread(target=the_other)
+    thread.start()
+    with GracefulStop(two[0], patience_seconds=0.1):
+        wait_for_all()
+    thread.join()
+    wait_for_all()  # outside of a run, nobody
 
 
 def test_an_error_that_another_process_caused_names_it(monkeypatch):

@@ -2,7 +2,8 @@
 
 A process that goes another way than the others leaves them waiting in the next collective. So what
 only one can see (a full disk, a damaged file, its clock) is exchanged before anyone acts on it. All
-processes have to call these functions at the same points; with one process they cost nothing.
+processes have to call these functions at the same points; with one process they cost nothing. In a
+run they wait where one that is late is named, and only then in a collective.
 """
 
 from typing import Any
@@ -12,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from weft.trainer.interruption import wait_for_all
 
 
 def number_of_first(number: int) -> int:
@@ -25,6 +28,7 @@ def number_of_first(number: int) -> int:
     """
     if jax.process_count() == 1:
         return number
+    wait_for_all()
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
@@ -39,6 +43,7 @@ def largest_number(number: int) -> int:
     """
     if jax.process_count() == 1:
         return number
+    wait_for_all()
     return int(np.max(multihost_utils.process_allgather(np.int32(number))))
 
 

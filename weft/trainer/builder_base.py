@@ -26,7 +26,7 @@ from weft.trainer.checkpoint_index import (
     check_state_structure,
     flatten_state,
 )
-from weft.trainer.interruption import Interruptible
+from weft.trainer.interruption import Interruptible, getting_ready
 from weft.trainer.train_step import TrainerState
 from weft.typing import Tensor
 
@@ -263,7 +263,8 @@ def initial_state(
     )
     drawn_first = builder.input_state_type() is Builder.StateType.TENSORS
     state = draw(prng_key) if drawn_first else specs
-    built = builder(Builder.State(step=0, trainer_state=state))
+    with getting_ready("building the first state"):
+        built = builder(Builder.State(step=0, trainer_state=state))
     values, wanted = dict(flatten_state(built.trainer_state)), dict(flatten_state(specs))
     missing = set() if drawn_first else wanted.keys() - built.built_keys
     _check_built(builder, values, wanted, missing)

@@ -61,7 +61,8 @@ class GracefulStop:
     Args:
         companions: the lines to the other processes; None for a process that is alone.
         report: told what the run does, and while it waits for others that it is alive.
-        patience_seconds: how much longer than another process one may take to compile.
+        patience_seconds: how much longer than another process one may take to restore, or to
+            compile.
 
     Example:
         >>> with GracefulStop() as stop:
@@ -80,6 +81,8 @@ class GracefulStop:
         self._companions = companions
         self._report = report
         self._patience_seconds = patience_seconds
+        self._within: float | None = None
+        self._now = "starting"
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "GracefulStop":
@@ -103,6 +106,7 @@ class GracefulStop:
 
     def doing(self, what: str) -> None:
         """Says what the run does now, for the watchdog and the other processes."""
+        self._now = what
         if self._companions is not None:
             self._companions.doing = what
         self._report(what)
@@ -155,6 +159,40 @@ class GracefulStop:
         stop = self.agreed(doing)
         if stop is not None:
             raise StopRun(stop)
+
+    @contextlib.contextmanager
+    def getting_ready(self, doing: str) -> Iterator[None]:
+        """Work that all processes have to be done with before one of them goes on.
+
+        Args:
+            doing: what it is.
+
+        Raises:
+            ProcessesNotReadyError: if some take longer than another one by more than the patience.
+            ProcessLostError: if one is gone.
+        """
+        before = self._now, self._within
+        self.doing(doing)
+        self._within = self._patience_seconds
+        try:
+            yield
+            self.wait_for_all()
+        finally:
+            self._within = before[1]
+        self.doing(before[0])
+
+    def wait_for_all(self) -> None:
+        """Waits until all processes have come here; in `getting_ready` not for longer than it says.
+
+        Raises:
+            ProcessesNotReadyError: if some do not come in time.
+            ProcessLostError: if one is gone.
+        """
+        if self._companions is None:
+            return
+        what = f"waiting for the other processes while {self._now}"
+        self._companions.agree(None, within_seconds=self._within, alive=lambda: self._report(what))
+        self._report(self._now)
 
     # Waiting.
 
@@ -323,6 +361,31 @@ def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
     if stop is not None and stop.error is not None:
         raise stop.error
     return stop is None
+
+
+@contextlib.contextmanager
+def getting_ready(doing: str) -> Iterator[None]:
+    """As `GracefulStop.getting_ready` of the run that is open; outside of a run it does nothing.
+
+    Args:
+        doing: what is done while it is open, such as "restoring the checkpoint".
+
+    Raises:
+        ProcessesNotReadyError: if a process is late with it, by name.
+    """
+    with _OPEN.stack[-1].getting_ready(doing) if _OPEN.stack else contextlib.nullcontext():
+        yield
+
+
+def wait_for_all() -> None:
+    """Before what waits for all processes without end or name; outside of a run it does nothing.
+
+    Raises:
+        ProcessesNotReadyError: if the run is `getting_ready`, and a process is late.
+        ProcessLostError: if one is gone.
+    """
+    if _OPEN.stack:
+        _OPEN.stack[-1].wait_for_all()
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ from weft.trainer.compilation_cache import compilation_cache
 from weft.trainer.early_stopping import EarlyStopping
 from weft.trainer.evaler import SpmdEvaler
 from weft.trainer.evaluations import due_at_end, run_evalers
-from weft.trainer.interruption import GracefulStop, StopRun
+from weft.trainer.interruption import GracefulStop, StopRun, getting_ready
 from weft.trainer.learner import BaseLearner
 from weft.trainer.mesh import (
     HybridMeshShape,
@@ -127,7 +127,7 @@ class SpmdTrainer(Module):
               printed.
             crash_on_hang_timeout_seconds: after how long without progress the process is ended.
             readiness_timeout_seconds: how long the first of several processes that is ready for its
-              first step waits for the last one.
+              first step, or has restored a checkpoint, waits for the last one.
             status_port: of a page with the run's status, for this machine; 0 for any free one.
             anomaly_policy: what to do about steps whose loss is undefined or jumps.
             start_trace_steps: steps at which a profiler trace is started.
@@ -306,6 +306,7 @@ class SpmdTrainer(Module):
             The step that was restored, or None if there is no checkpoint.
         """
         with self.mesh(), contextlib.ExitStack() as stack:
+            stack.enter_context(getting_ready("restoring the checkpoint"))
             batches = self._batches or stack.enter_context(self._open_batches())
             shapes = jax.eval_shape(self._init_state, jax.random.key(0))
             target = shapes_with(shapes, self._shardings)
@@ -399,7 +400,8 @@ class SpmdTrainer(Module):
             LossSpikeError: if the loss jumps, and the policy is to stop then.
             CheckpointSaveError: if the last step, or on a disk with room any step that was due,
               could not be saved.
-            ProcessesNotReadyError: if another process does not come to the first step.
+            ProcessesNotReadyError: if another process does not come to the first step, or from a
+              checkpoint that is restored.
             ProcessLostError: if another process ends or fails.
         """
         cfg = self.config
