@@ -14,7 +14,7 @@ and `merge_adapters` adds what they have learned to the weights of the layers.
 
 import copy
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -66,7 +66,32 @@ def _check_is_a(layer: Any, cls: type, path: str, instead: str) -> None:
         )
 
 
-class LoraLinear(BaseLayer):
+class _BesideAdapter(BaseLayer):
+    """Children "layer" and "adapter", whose outputs are added. A subclass adds them."""
+
+    _delta_subscripts: ClassVar[str]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies the layer and the adapter.
+
+        Args:
+          x: the input of the layer.
+        """
+        return self.layer(x) + self.adapter(x)
+
+    @nowrap
+    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the layer alone, with the adapter in its weight.
+
+        Args:
+          state: of this layer.
+        """
+        entries: Any = state
+        delta = self.adapter.delta(entries["adapter"], self._delta_subscripts)
+        return _plus(entries["layer"], delta)
+
+
+class LoraLinear(_BesideAdapter):
     """A `Linear` with an adapter.
 
     Example:
@@ -93,6 +118,8 @@ class LoraLinear(BaseLayer):
         layer: Linear.Config = Linear.default_config()
         adapter: LoraLinearAdapter.Config = LoraLinearAdapter.default_config()
 
+    _delta_subscripts = "...ir,...ro->...io"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         dims = {"input_dim": cfg.input_dim, "output_dim": cfg.output_dim}
@@ -105,28 +132,8 @@ class LoraLinear(BaseLayer):
         self._add_child("layer", cfg.layer.set(**dims))
         self._add_child("adapter", cfg.adapter.set(**dims))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer and the adapter.
 
-        Args:
-          x: `Float[Array, "*batch input_dim"]`.
-
-        Returns:
-          `Float[Array, "*batch output_dim"]`.
-        """
-        return self.layer(x) + self.adapter(x)
-
-    @nowrap
-    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the layer alone, with the adapter in its weight.
-
-        Args:
-          state: of this layer.
-        """
-        return _add_to_weight(state, self.adapter.delta(state["adapter"], "...ir,...ro->...io"))
-
-
-class LoraMultiheadOutputLinear(BaseLayer):
+class LoraMultiheadOutputLinear(_BesideAdapter):
     """A `MultiheadOutputLinear` with an adapter, for `output_linear` of an attention layer."""
 
     @config_class
@@ -147,6 +154,8 @@ class LoraMultiheadOutputLinear(BaseLayer):
         layer: MultiheadOutputLinear.Config = MultiheadOutputLinear.default_config()
         adapter: LoraMultiheadOutputAdapter.Config = LoraMultiheadOutputAdapter.default_config()
 
+    _delta_subscripts = "...rnh,...rm->...mnh"
+
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         _check_is_a(
@@ -165,26 +174,6 @@ class LoraMultiheadOutputLinear(BaseLayer):
             num_heads=cfg.num_heads,
         )
         self._add_child("adapter", adapter)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer and the adapter.
-
-        Args:
-          x: `Float[Array, "batch time num_heads per_head_dim"]`.
-
-        Returns:
-          `Float[Array, "batch time model_dim"]`.
-        """
-        return self.layer(x) + self.adapter(x)
-
-    @nowrap
-    def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the layer alone, with the adapter in its weight.
-
-        Args:
-          state: of this layer.
-        """
-        return _add_to_weight(state, self.adapter.delta(state["adapter"], "...rnh,...rm->...mnh"))
 
 
 class LoraFusedQKVLinear(BaseQKVLinear):
@@ -333,10 +322,6 @@ def _with_weight(state: dict[str, Any], weight: Tensor) -> dict[str, Any]:
 def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
     """A layer's state with something added to its weight."""
     return _with_weight(state, state["weight"] + delta)
-
-
-def _add_to_weight(state: Any, delta: Tensor) -> dict[str, Any]:
-    return _plus(state["layer"], delta)
 
 
 def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """The small maps of low-rank adapters; see `weft.hierarchy.lora`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
+from weft.functional import project
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.dropout import Dropout
 from weft.hierarchy.linear import Linear
@@ -20,7 +21,7 @@ from weft.hierarchy.param_init import (
     WeightInitializer,
 )
 from weft.hierarchy.qkv_linear import BaseMultiheadLinear
-from weft.typing import NestedTensor, Tensor
+from weft.typing import NestedTensor, Shape, Tensor
 
 PROJECTIONS = ("query", "key", "value")
 
@@ -40,8 +41,32 @@ def _zeros() -> Any:
     return _weights(ConstantInitializer.default_config().set(value=0.0))
 
 
-class LoraDownFusedLinear(BaseLayer):
+class _WeightAlone(BaseLayer):
+    """A map by one weight, without a bias. A subclass says of which shape, and which map."""
+
+    _fan_axes: ClassVar[FanAxes]
+    _subscripts: ClassVar[str]
+
+    def _weight_shape(self) -> Shape:
+        raise NotImplementedError(type(self))
+
+    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+        weight = ParameterSpec(
+            self._weight_shape(),
+            mesh_axes=self.config.param_partition_spec,
+            fan_axes=self._fan_axes,
+        )
+        return {"weight": weight}
+
+    def forward(self, inputs: Tensor) -> Any:
+        return project(self._subscripts, inputs, self.parameters["weight"])
+
+
+class LoraDownFusedLinear(_WeightAlone):
     """Several maps of one input to few dimensions.
+
+    Of `Float[Array, "batch time input_dim"]` they make
+    `Float[Array, "num_enabled batch time output_dim"]`.
 
     Parameters: `weight` of shape (num_enabled, input_dim, output_dim).
     """
@@ -60,34 +85,24 @@ class LoraDownFusedLinear(BaseLayer):
         output_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
+    _fan_axes = FanAxes(in_axis=1, out_axis=2, batch_axis=0)
+    _subscripts = "btd,ndr->nbtr"
+
     @classmethod
     def default_config(cls) -> Any:
         """A config whose weight lies on each device."""
         return super().default_config().set(param_partition_spec=(None, None, None))
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _weight_shape(self) -> Shape:
         cfg = self.config
-        weight = ParameterSpec(
-            (cfg.num_enabled, cfg.input_dim, cfg.output_dim),
-            mesh_axes=cfg.param_partition_spec,
-            fan_axes=FanAxes(in_axis=1, out_axis=2, batch_axis=0),
-        )
-        return {"weight": weight}
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Applies every map.
-
-        Args:
-          inputs: `Float[Array, "batch time input_dim"]`.
-
-        Returns:
-          `Float[Array, "num_enabled batch time output_dim"]`.
-        """
-        return jnp.einsum("btd,ndr->nbtr", inputs, self.parameters["weight"])
+        return (cfg.num_enabled, cfg.input_dim, cfg.output_dim)
 
 
-class LoraUpFusedLinear(BaseLayer):
+class LoraUpFusedLinear(_WeightAlone):
     """Several maps from few dimensions to heads, each of its own input.
+
+    Of `Float[Array, "num_enabled batch time input_dim"]` they make
+    `Float[Array, "num_enabled batch time num_heads per_head_dim"]`.
 
     Parameters: `weight` of shape (num_enabled, input_dim, num_heads, per_head_dim).
     """
@@ -108,33 +123,20 @@ class LoraUpFusedLinear(BaseLayer):
         per_head_dim: Required[int] = REQUIRED
         num_enabled: Required[int] = REQUIRED
 
+    _fan_axes = FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0)
+    _subscripts = "nbtr,nrkh->nbtkh"
+
     @classmethod
     def default_config(cls) -> Any:
         """A config whose weight is laid over the mesh axis "model" by heads."""
         return super().default_config().set(param_partition_spec=(None, None, "model", None))
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _weight_shape(self) -> Shape:
         cfg = self.config
-        weight = ParameterSpec(
-            (cfg.num_enabled, cfg.input_dim, cfg.num_heads, cfg.per_head_dim),
-            mesh_axes=cfg.param_partition_spec,
-            fan_axes=FanAxes(in_axis=1, out_axis=(2, 3), batch_axis=0),
-        )
-        return {"weight": weight}
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Applies every map to its input.
-
-        Args:
-          inputs: `Float[Array, "num_enabled batch time input_dim"]`.
-
-        Returns:
-          `Float[Array, "num_enabled batch time num_heads per_head_dim"]`.
-        """
-        return jnp.einsum("nbtr,nrkh->nbtkh", inputs, self.parameters["weight"])
+        return (cfg.num_enabled, cfg.input_dim, cfg.num_heads, cfg.per_head_dim)
 
 
-class LoraUpGroupedLinear(BaseLayer):
+class LoraUpGroupedLinear(_WeightAlone):
     """Several maps from few dimensions to heads, of which each has its own number.
 
     Parameters: `weight` of shape (input_dim, all heads, per_head_dim). The heads of the maps lie
@@ -155,19 +157,17 @@ class LoraUpGroupedLinear(BaseLayer):
         num_heads: Required[Sequence[int]] = REQUIRED
         per_head_dim: Required[int] = REQUIRED
 
+    _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
+    _subscripts = "...r,rkh->...kh"
+
     @classmethod
     def default_config(cls) -> Any:
         """A config whose weight lies on each device."""
         return super().default_config().set(param_partition_spec=(None, None, None))
 
-    def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
+    def _weight_shape(self) -> Shape:
         cfg = self.config
-        weight = ParameterSpec(
-            (cfg.input_dim, sum(cfg.num_heads), cfg.per_head_dim),
-            mesh_axes=cfg.param_partition_spec,
-            fan_axes=FanAxes(in_axis=0, out_axis=(1, 2)),
-        )
-        return {"weight": weight}
+        return (cfg.input_dim, sum(cfg.num_heads), cfg.per_head_dim)
 
     @nowrap
     def split(self, weight: Tensor) -> list[Tensor]:
@@ -188,7 +188,7 @@ class LoraUpGroupedLinear(BaseLayer):
           For each map `Float[Array, "batch time heads per_head_dim"]`.
         """
         weights = self.split(self.parameters["weight"])
-        return [jnp.einsum("btr,rkh->btkh", x, w) for x, w in zip(inputs, weights, strict=True)]
+        return [project(self._subscripts, x, w) for x, w in zip(inputs, weights, strict=True)]
 
 
 class LoraDownMultiheadLinear(BaseMultiheadLinear):
@@ -274,7 +274,7 @@ class BaseLoraAdapter(BaseLayer):
     @nowrap
     def _product(self, down: Tensor, up: Tensor, subscripts: str) -> Tensor:
         down, up = down.astype(jnp.float32), up.astype(jnp.float32)
-        return self.scale() * jnp.einsum(subscripts, down, up)
+        return self.scale() * project(subscripts, down, up)
 
 
 class LoraLinearAdapter(BaseLoraAdapter):
