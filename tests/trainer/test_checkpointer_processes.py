@@ -192,7 +192,7 @@ def test_two_processes_save_fail_together_and_take_over_from_one(tmp_path):
     print("steps", Checkpointer.checkpoint_steps(directory))
 
     # What one tells, all know one call later.
-    from weft.trainer.agreement import LargestNumberLater
+    from weft.trainer.exchanged_numbers import LargestNumberLater
     later = LargestNumberLater()
     assert [later(int(index) * n) for n in (1, 2, 3)] == [0, 1, 2]
 

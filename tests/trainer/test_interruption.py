@@ -9,8 +9,8 @@ import pytest
 from tests.sockets import connected
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.input import PrefetchingIterator
-from weft.trainer.agreement import number_of_first
 from weft.trainer.companions import Companions
+from weft.trainer.exchanged_numbers import number_of_first
 from weft.trainer.interruption import (
     GracefulStop,
     Interruptible,

@@ -14,7 +14,7 @@ from weft.config import (
 )
 from weft.config.names import did_you_mean
 from weft.errors import CheckpointPolicyError
-from weft.trainer.agreement import LargestNumberLater
+from weft.trainer.exchanged_numbers import LargestNumberLater
 from weft.trainer.python_savables import PythonSavable
 from weft.trainer.summary_values import due_summaries
 

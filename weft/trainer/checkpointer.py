@@ -37,7 +37,6 @@ from weft.errors import (
     DamagedCheckpointError,
 )
 from weft.hierarchy.module import Module
-from weft.trainer.agreement import largest_number, number_of_first
 from weft.trainer.base_checkpointer import BaseCheckpointer
 from weft.trainer.checkpoint_dirs import (
     STEP_NUM_DIGITS,
@@ -79,6 +78,7 @@ from weft.trainer.checkpoint_policy import (
 )
 from weft.trainer.checkpoint_retention import KeepBest, kept_steps
 from weft.trainer.disk_room import lacks_room
+from weft.trainer.exchanged_numbers import largest_number, number_of_first
 from weft.trainer.python_savables import (
     PythonSavable,
     maybe_restore_python_savables,

@@ -24,7 +24,6 @@ from jax.sharding import SingleDeviceSharding
 from weft.config import Configurable, config_class
 from weft.errors import CheckpointStateError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
-from weft.trainer.agreement import largest_number
 from weft.trainer.array_files import ArrayFiles
 from weft.trainer.checkpoint_index import (
     CheckpointValidationType,
@@ -38,6 +37,7 @@ from weft.trainer.checkpoint_index import (
     read_index_file,
 )
 from weft.trainer.checkpoint_manifest import has_manifest, read_manifest
+from weft.trainer.exchanged_numbers import largest_number
 from weft.trainer.python_savables import (
     maybe_restore_python_savables,
     maybe_save_python_savables,

@@ -2,8 +2,8 @@ import jax
 import numpy as np
 import pytest
 
-from weft.trainer import agreement
-from weft.trainer.agreement import LargestNumberLater, largest_number, number_of_first
+from weft.trainer import exchanged_numbers
+from weft.trainer.exchanged_numbers import LargestNumberLater, largest_number, number_of_first
 
 
 def test_one_process_agrees_with_itself():
@@ -15,7 +15,7 @@ def test_one_process_agrees_with_itself():
 def two_processes(monkeypatch):
     """As the second of two sees it, of which the first always gives 7."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    utils = agreement.multihost_utils
+    utils = exchanged_numbers.multihost_utils
     monkeypatch.setattr(utils, "broadcast_one_to_all", lambda x: np.int32(7))
     monkeypatch.setattr(utils, "process_allgather", lambda x: np.array([7, x]))
 
