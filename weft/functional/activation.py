@@ -5,6 +5,8 @@ A name is the path by which one would write the function: `nn.gelu` is `jax.nn.g
 that a text can never name more than a function of one array.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from difflib import get_close_matches
 

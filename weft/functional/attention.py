@@ -6,6 +6,8 @@ there are fewer heads of keys than of queries, `heads / kv_heads` consecutive qu
 computed in float32. A step of decoding is the same with one query, and with the cache as keys.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax

@@ -1,5 +1,7 @@
 """A cache of keys and values with one position for each step of decoding."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int

@@ -6,6 +6,8 @@ all keys) as for a whole sequence, and never needs a table of all pairs before t
 known. A bias is added to the logits: 0 where the mask is True, `NEG_INF` elsewhere.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

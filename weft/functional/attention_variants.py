@@ -1,5 +1,7 @@
 """Variants of attention's parts: sigmoid probabilities, learned scales, relative positions."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float

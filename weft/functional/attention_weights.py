@@ -5,6 +5,8 @@ doubles the memory of what is usually the largest array of a model; here everyth
 dtype that comes in, or only the softmax is in float32.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 
@@ -24,8 +26,8 @@ def attention_weights(
     query: Float[Array, "*batch target heads dim"],
     key: Float[Array, "*batch source heads dim"],
     *,
-    bias: Float[Array, "..."] | None = None,
-    mask: Bool[Array, "..."] | None = None,
+    bias: Float[Array, "*_"] | None = None,
+    mask: Bool[Array, "*_"] | None = None,
     float32_softmax: bool = False,
     precision: lax.PrecisionLike = None,
     dot_general: Callable[..., Array] | None = None,

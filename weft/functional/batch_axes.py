@@ -1,5 +1,7 @@
 """Any number of batch axes, for a function that takes one."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any

@@ -4,6 +4,8 @@ Arrays are channels-last, `(batch, *spatial, channels)`, and weights `(*window, 
 output)`. What the names of paddings mean, and the shapes that come out, is in `conv_shape.py`.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

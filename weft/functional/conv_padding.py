@@ -13,6 +13,8 @@ there are VALID, SAME and CIRCULAR, and SAME_LOWER is SAME where the strides are
 Padding that is not zeros is put around the array itself; the rest is for the convolution to do.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp

@@ -16,6 +16,8 @@ pieces gives the outputs of the whole:
 The SAME of `jax.lax` does depend on the length: `conv_padding_of_length` gives it as pairs.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp

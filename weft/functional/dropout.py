@@ -4,6 +4,8 @@ Elements (`dropout`), whole residual branches (`stochastic_depth`), or tokens (`
 draw from the key they are given; nothing is dropped where the caller does not call them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Literal
 

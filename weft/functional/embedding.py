@@ -1,5 +1,7 @@
 """Embeddings of tokens and of positions."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, Literal
 

@@ -5,6 +5,8 @@ What `jax.nn.initializers` has already is re-exported; it makes functions `init(
 another way than by their places at its end.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Literal

@@ -5,6 +5,8 @@ weights), `project` whatever an einsum can say. Each gives the operands' promote
 `preferred_element_type` asks for another.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

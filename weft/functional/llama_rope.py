@@ -3,6 +3,8 @@
 Like YaRN, but pairs are told apart by the length of a whole turn, and logits are not raised.
 """
 
+from __future__ import annotations
+
 import math
 
 import jax.numpy as jnp

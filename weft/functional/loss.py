@@ -5,6 +5,8 @@ mean. `cross_entropy` and `binary_cross_entropy` do both, and return `(loss, aux
 dict with the loss of each target. Everything is computed in float32.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num

@@ -1,5 +1,7 @@
 """Losses of detectors: of classes that are rare, and of boxes."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 

@@ -1,5 +1,7 @@
 """Losses of embeddings: where vectors should lie."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 

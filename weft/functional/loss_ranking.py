@@ -1,5 +1,7 @@
 """Losses of rankings: of two items, the better one should have the larger logit."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int

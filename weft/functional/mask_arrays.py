@@ -5,6 +5,8 @@ users of Flax make them. A mask has the shape `(*batch, 1, queries, keys)`, wher
 all heads, and is not 0 where a query may attend to a key.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

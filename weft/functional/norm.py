@@ -4,6 +4,8 @@ Statistics are computed in float32 (`dtype`) as `statistics.py` says, and so are
 applied; the result has the dtype of the input.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 

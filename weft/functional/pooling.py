@@ -4,6 +4,8 @@ Arrays are channels-last, `(batch, *spatial, channels)`; the names of paddings m
 for a convolution (see `conv_shape.py`).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp

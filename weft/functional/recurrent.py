@@ -5,6 +5,8 @@ state before any activation, and returns the state after. Where the maps come fr
 affair: several matrices, one that is cut into pieces, or convolutions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

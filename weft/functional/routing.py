@@ -8,6 +8,8 @@ nothing to the token's output (GShard: Lepikhin et al., 2021; Switch: Fedus et a
 With `live`, tokens can be left out: padding takes no room and counts in no statistic.
 """
 
+from __future__ import annotations
+
 import math
 from typing import NamedTuple
 

@@ -4,6 +4,8 @@ A modifier is a function of logits `(*batch, vocab)` that returns logits of the 
 rules out gets `NEG_INF`. `chain` makes one of several.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Literal
 

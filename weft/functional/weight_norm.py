@@ -1,5 +1,7 @@
 """Weights that are functions of other weights: of a given norm, or of norm one."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp

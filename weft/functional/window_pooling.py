@@ -1,5 +1,7 @@
 """Pooling of inputs with any number of batch axes, as all ways of writing a model offer it."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,6 +5,8 @@ turn less than once have it divided, so that no angle is new to the model; those
 interpolated. Because attention spreads over more keys, its logits are raised a little.
 """
 
+from __future__ import annotations
+
 import math
 
 import jax.numpy as jnp
