@@ -1,5 +1,7 @@
-"""Ends of TCP connections within one process, as the lines between processes have them."""
+"""Ends of TCP connections within one process, and a pipe that nobody reads."""
 
+import contextlib
+import os
 import socket
 import threading
 
@@ -33,3 +35,19 @@ def reading(connection):
         return came[0]
 
     return wait
+
+
+@contextlib.contextmanager
+def full_pipe():
+    """An end to write to, at which whoever writes is held up: as of a reader that is frozen."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 4096)
+    os.set_blocking(write, True)
+    try:
+        yield write
+    finally:
+        os.close(read)
+        os.close(write)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.sockets import all_from, connected, reading
+from tests.sockets import all_from, connected, full_pipe, reading
 from weft.errors import ProcessesNotReadyError, ProcessLostError
 from weft.trainer.companions import Companions, Wish, current_companions, in_company
 
@@ -346,6 +346,27 @@ Companions(1, {0: connection}, {0: "process 0 of 2 (host h, pid 7)"}, end_second
 print("ready", flush=True)
 ctypes.CDLL(None).sleep(60)  # as in a collective: no error can be raised in this thread
 """
+
+
+@pytest.mark.long
+def test_one_whose_errors_nobody_reads_is_ended_as_well():
+    with (
+        full_pipe() as pipe,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        subprocess.Popen(
+            [sys.executable, "-c", STUCK, str(server.getsockname()[1])],
+            stdout=subprocess.PIPE,
+            stderr=pipe,
+        ) as process,
+    ):
+        connection, _ = server.accept()
+        with connection:
+            assert process.stdout.readline() == b"ready\n"
+            say(connection, over="process 2 of 3 is gone", late=True, missing=[1])
+            try:
+                assert process.wait(timeout=20) == 1
+            finally:
+                process.kill()
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from tests.sockets import full_pipe
 from weft.trainer.watchdog import Watchdog
 
 HANG = """
@@ -41,6 +42,19 @@ def test_a_long_hang_ends_the_process():
     done = hang(None, 0.4, 30)
     assert done.returncode == -signal.SIGABRT
     assert "in stuck_in_here" in done.stderr
+
+
+@pytest.mark.long
+def test_it_ends_also_where_nobody_reads_its_errors():
+    script = HANG.format(timeout=0.2, crash=0.4)
+    with (
+        full_pipe() as pipe,
+        subprocess.Popen([sys.executable, "-c", script, "30"], stderr=pipe) as process,
+    ):
+        try:
+            assert process.wait(timeout=25) == -signal.SIGABRT
+        finally:
+            process.kill()
 
 
 @pytest.mark.long

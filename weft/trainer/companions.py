@@ -19,19 +19,18 @@ of which not all is read. So whoever ends reads on until the others have closed 
 """
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
 import selectors
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.trainer.stacks import print_error, stacks_of_all_threads
 
 logger = logging.getLogger(__name__)
 
@@ -423,14 +422,14 @@ class Companions:
             timer = threading.Timer(seconds, self._end_by_force, args=(text,))
             timer.daemon = True
             timer.start()
-            if self._id in missing and sys.__stderr__ is not None:  # before the main thread goes on
-                faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+            if self._id in missing:  # before the main thread goes on
+                print_error(stacks_of_all_threads())
             self._over, self._late = text, text if late else None
             self._changed.notify_all()
         logger.error("%s", text)
 
     def _end_by_force(self, text: str) -> None:
-        print(f"weft: {text}", file=sys.__stderr__, flush=True)
+        print_error(f"weft: {text}")
         os._exit(1)
 
 

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any
 
+from weft.trainer.stacks import beside, print_error, stacks_of_all_threads
+
 logger = logging.getLogger(__name__)
 
 
@@ -81,10 +83,9 @@ class Watchdog:
                 return
 
     def _print_stacks(self, silent: float) -> None:
-        logger.error(
-            "No progress for %.0f s while %s. The stacks of all threads:", silent, self.doing
-        )
-        faulthandler.dump_traceback(file=_stderr(), all_threads=True)
+        said = "No progress for %.0f s while %s. The stacks of all threads:"
+        beside(logger.error, said, silent, self.doing)
+        print_error(stacks_of_all_threads())
 
 
 def _stderr() -> Any:
