@@ -109,7 +109,7 @@ def words(lines: Mapping[str, Points], per: str) -> dict[str, str]:
         if len(points) < 2:
             continue
         power, ends = exponent(points), (points[0], points[-1])
-        if power < 0.15:
+        if power < 0.15 or slope(points) <= 0:
             how = " and ".join(f"{number(y)} at {x:,g}" for x, y in ends)
         else:
             how = f"{number(slope(points))} {per}"

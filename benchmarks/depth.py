@@ -145,6 +145,7 @@ def _by_nesting() -> Curve:
     lines = {
         line: [(x, ratio) for x, _, ratio, _ in points] for line, points in growth.beside.items()
     }
+    lines = {RAW.name: [(x, 1.0) for x, _ in growth.seconds[RAW.name]], **lines}
     return Curve(
         "trace_by_nesting",
         "Time to trace a block in nested transformations",
