@@ -124,6 +124,24 @@ def traced(n):
     return run
 
 
+def traced_in_jits(n):
+    """Each layer under its own jit, which is traced once for all of them."""
+    model = Stack(n)
+    call = nnx.jit(lambda layer, x: layer(x))
+
+    def apply(model, x):
+        for layer in model.layers:
+            x = call(layer, x)
+        return x
+
+    def run():
+        new = next(NUMBERS)
+        nnx.jit(lambda model, x: (apply(model, x), new)).trace(model, X)
+
+    run()
+    return run
+
+
 def eager(n):
     model = Stack(n)
     return lambda: model(X)
@@ -135,8 +153,13 @@ def made(n):
 
 @pytest.mark.parametrize(
     ("run_of", "of_calls", "of_instructions"),
-    [(traced, 195, 5800), (eager, 31, 570), (made, 197, 6100)],
-    ids=["traced", "called eagerly", "made abstractly"],
+    [
+        (traced, 122, 3600),
+        (traced_in_jits, 249, 7100),
+        (eager, 31, 570),
+        (made, 174, 5300),
+    ],
+    ids=["traced", "traced in jits of their own", "called eagerly", "made abstractly"],
 )
 def test_each_layer(run_of, of_calls, of_instructions):
     assert per_layer(run_of, calls_of_weft) <= of_calls

@@ -54,6 +54,34 @@ def test_only_what_has_changed_is_written():
     assert m.w[...] is kept and float(m.n) == 5
 
 
+PAST = {
+    "an attribute": lambda m: vars(m).update(k=2),
+    "another attribute": lambda m: vars(m).update(scale=3),
+    "a variable": lambda m: vars(m).update(w=nnx.Param(m.w * 2)),
+    "its class": lambda m: object.__setattr__(m, "__class__", Other),
+    "an item": lambda m: list.append(m.items, nnx.Param(1.0)),
+    "another item": lambda m: list.__setitem__(m.items, 0, nnx.Param(1.0)),
+    "a key": lambda m: dict.__setitem__(m.heads, "b", nnx.Param(1.0)),
+    "a mark": lambda m: setattr(m, "scale", nnx.data(1)),
+    "nothing": lambda m: None,
+}
+
+
+class Other(Pair):
+    pass
+
+
+@pytest.mark.parametrize("change", PAST.values(), ids=PAST)
+def test_what_is_written_past_an_object_inside_comes_back(change):
+    m = Pair()
+    m.scale, m.items, m.heads = 1, [nnx.Param(0.0)], {"a": nnx.Param(0.0)}
+    expected = nnx.clone(m)
+    change(expected)
+    through(change, m)
+    assert nnx.graphdef(m) == nnx.graphdef(expected)
+    assert jax.tree.leaves(m) == jax.tree.leaves(expected)
+
+
 def test_arguments_come_back_as_themselves_wherever_they_are():
     m = Pair()
     out = through(lambda m: {"m": [m, m.w], "new": nnx.Dict(of=m.n, w=nnx.Param(1.0))}, m)
