@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 
 from weft.errors import LayerConfigError
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
-from weft.hierarchy.layers import set_dropout_rate_recursively
+from weft.hierarchy.layers import Dropout, set_dropout_rate_recursively
 from weft.hierarchy.module import functional as F
 
 DIM = 4
@@ -49,6 +49,14 @@ def test_hidden_dim(hidden_dim):
 def test_where_things_are_dropped(structure, dropouts):
     names = [name for name in layer(structure=structure).children if name.startswith("dropout")]
     assert names == (["dropout"] if dropouts == 1 else ["dropout1", "dropout2"])
+
+
+@pytest.mark.parametrize("structure", ["nonorm", "postnorm"])
+def test_what_is_hidden_may_be_dropped_by_another_rate(structure):
+    cfg = config(structure=structure, hidden_dropout=Dropout.default_config().set(rate=0.5))
+    cfg.dropout.rate = 0.25
+    ffn = cfg.instantiate(parent=None)
+    assert (ffn.dropout1.config.rate, ffn.dropout2.config.rate) == (0.5, 0.25)
 
 
 def test_dropout_in_training(filled, wave):

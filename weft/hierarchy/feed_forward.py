@@ -56,6 +56,8 @@ class TransformerFeedForwardLayer(ResidualLayer):
           activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
             such as ("nn.silu", "linear").
           linear2: from the hidden dimension.
+          hidden_dropout: between activation and `linear2`; None for that of the branch, or for
+            none with structure="postnorm".
           residual_weight: a factor of the branch.
           add_dead_neuron_summary: whether to report for each activation how many hidden
             dimensions are 0 for all inputs.
@@ -72,6 +74,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         linear2: InstantiableConfig = Linear.default_config().set(
             param_partition_spec=("model", None)
         )
+        hidden_dropout: InstantiableConfig | None = None
         residual_weight: float = 1.0
         add_dead_neuron_summary: bool | None = None
         add_value_rms_norm_summary: Sequence[str] = []
@@ -97,9 +100,13 @@ class TransformerFeedForwardLayer(ResidualLayer):
             self._add_child(name, linear1)
         self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
         # Where the norm stands after the sum, only the branch's output is dropped.
-        self._dropouts = ["dropout"] if cfg.structure == "postnorm" else ["dropout1", "dropout2"]
-        for name in self._dropouts:
-            self._add_child(name, cfg.dropout)
+        if cfg.structure == "postnorm" and cfg.hidden_dropout is None:
+            self._dropouts = ["dropout"]
+        else:
+            hidden = cfg.dropout if cfg.hidden_dropout is None else cfg.hidden_dropout
+            self._dropouts = ["dropout1", "dropout2"]
+            self._add_child("dropout1", hidden)
+        self._add_child(self._dropouts[-1], cfg.dropout)
         self._add_child("stochastic_depth", cfg.stochastic_depth)
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -2,7 +2,13 @@ import pytest
 
 from weft.errors import HuggingFaceConfigError
 from weft.hierarchy.attention import TransformerFeedForwardLayer, scaled_hidden_dim
-from weft.interop.huggingface.family import activation_name, hidden_dim, norm_entries
+from weft.hierarchy.decoder import Decoder
+from weft.interop.huggingface.family import (
+    activation_name,
+    dropout_rate,
+    hidden_dim,
+    norm_entries,
+)
 from weft.interop.huggingface.settings import ACTIVATIONS
 
 
@@ -17,6 +23,12 @@ def test_hidden_dimensions():
     cfg = TransformerFeedForwardLayer.default_config().set(hidden_dim=7)
     assert hidden_dim(cfg, 4) == 7
     assert hidden_dim(cfg.set(hidden_dim=scaled_hidden_dim(2)), 4) == 8
+
+
+def test_the_decoder_s_rate_is_for_dropouts_without_one():
+    decoder = Decoder.default_config().set(dropout_rate=0.1)
+    assert dropout_rate(decoder, decoder.emb.dropout) == 0.1
+    assert dropout_rate(decoder, decoder.emb.dropout.set(rate=0.0)) == 0.0
 
 
 def test_a_norm_with_and_without_a_bias():

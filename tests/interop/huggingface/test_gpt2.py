@@ -20,6 +20,18 @@ def test_the_config_of_the_published_model():
     assert again == cfg
 
 
+def test_what_is_dropped_in_training():
+    rates = {"attn_pdrop": 0.3, "embd_pdrop": 0, "resid_pdrop": 0.2}
+    decoder = GPT2.read(Settings({**VALUES, **rates})).decoder
+    layer = decoder.transformer.layer
+    assert layer.self_attention.attention.dropout.rate == 0.3 and decoder.emb.dropout.rate == 0.0
+    assert layer.self_attention.dropout.rate == layer.feed_forward.dropout.rate == 0.2
+    assert layer.feed_forward.hidden_dropout.rate == decoder.dropout_rate == 0.0
+    written = GPT2.write(GPT2.read(Settings({**VALUES, **rates})))
+    assert {name: written[name] for name in rates} == rates
+    assert GPT2.write(GPT2.read(Settings(VALUES)))["embd_pdrop"] == 0.1  # that of transformers
+
+
 @pytest.mark.parametrize(
     "setting",
     [

@@ -45,6 +45,12 @@ def test_configs_both_ways(family, values):
     assert cfg.decoder.lm_head is None
 
 
+def test_what_attention_drops_in_training():
+    cfg = LLAMA.read(Settings({**LLAMA_VALUES, "attention_dropout": 0.3}))
+    assert attention_of(cfg).dropout.rate == LLAMA.write(cfg)["attention_dropout"] == 0.3
+    assert LLAMA.write(LLAMA.read(Settings(LLAMA_VALUES)))["attention_dropout"] == 0.0
+
+
 def test_defaults_of_the_families():
     fewer = {k: v for k, v in VALUES.items() if k != "num_key_value_heads"}
     cfg = LLAMA.read(Settings({**fewer, "model_type": "llama"}))

@@ -71,6 +71,16 @@ def special_tokens(decoder: Any) -> dict[str, Any]:
     return {name: None if i == NO_PADDING else i for name, i in tokens.items()}
 
 
+def dropout_rate(decoder: Any, dropout: Any) -> float:
+    """The rate that a dropout has in training.
+
+    Args:
+        decoder: The config of a decoder, whose rate is for those that have none.
+        dropout: The config of a part of it.
+    """
+    return decoder.dropout_rate if dropout.rate is None else dropout.rate
+
+
 def activation_name(activation: str) -> str:
     """The name that `config.json` has for an activation.
 

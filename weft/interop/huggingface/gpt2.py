@@ -4,6 +4,7 @@ from typing import Any
 
 from weft.hierarchy.attention_bias import CausalAttentionBias
 from weft.hierarchy.causal_lm import Model
+from weft.hierarchy.dropout import Dropout
 from weft.hierarchy.multihead_attention import MultiheadAttention
 from weft.hierarchy.normalization import LayerNorm
 from weft.hierarchy.positional import LearnedPositionalEmbedding
@@ -15,6 +16,7 @@ from weft.interop.huggingface.family import (
     Family,
     activation_name,
     decoder_config,
+    dropout_rate,
     hidden_dim,
     norm_entries,
     special_tokens,
@@ -32,21 +34,26 @@ def _read(s: Settings) -> Model.Config:
     layer = TransformerLayer.default_config()
     layer.self_attention.set(
         norm=norm,
+        dropout=s.dropout("resid_pdrop", 0.1),
         attention=MultiheadAttention.default_config().set(
             num_heads=s.get("n_head"),
             mask=CausalAttentionBias.default_config(),
             input_linear=FusedQKVLinear.default_config(),
+            dropout=s.dropout("attn_pdrop", 0.1),
         ),
     )
     layer.feed_forward.set(
         norm=norm,
         hidden_dim=s.get("n_inner", 4 * dim),
         activation=s.activation("activation_function", "gelu_new"),
+        dropout=s.dropout("resid_pdrop", 0.1),
+        hidden_dropout=Dropout.default_config().set(rate=0.0),
     )
     decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
     decoder.emb.pos_emb = LearnedPositionalEmbedding.default_config().set(
         shape=(s.get("n_positions", 1024),)
     )
+    decoder.emb.dropout = s.dropout("embd_pdrop", 0.1)
     return Model.default_config().set(decoder=decoder)
 
 
@@ -65,8 +72,9 @@ def _write(cfg: Any) -> dict[str, Any]:
         "layer_norm_epsilon": decoder.output_norm.eps,
         "tie_word_embeddings": True,
         **special_tokens(decoder),
-        # The dropout of a config is that of fine-tuning; here it is said where one fine-tunes.
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), decoder.dropout_rate),
+        "attn_pdrop": dropout_rate(decoder, layer.self_attention.attention.dropout),
+        "embd_pdrop": dropout_rate(decoder, decoder.emb.dropout),
+        "resid_pdrop": dropout_rate(decoder, layer.self_attention.dropout),
     }
 
 

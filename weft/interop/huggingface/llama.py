@@ -23,6 +23,7 @@ from weft.interop.huggingface.family import (
     Family,
     activation_name,
     decoder_config,
+    dropout_rate,
     hidden_dim,
     norm_entries,
     special_tokens,
@@ -90,6 +91,7 @@ def _read(s: Settings) -> Model.Config:
             hidden_dim=heads * v.head_dim,
             mask=CausalAttentionBias.default_config(),
             input_linear=qkv,
+            dropout=s.dropout("attention_dropout", 0.0),
         ),
     )
     layer.self_attention.attention.output_linear.bias = v.output_bias
@@ -127,6 +129,7 @@ def _write(cfg: Any) -> dict[str, Any]:
         "hidden_act": activation_name(ff.activation[0]),
         "rms_norm_eps": decoder.output_norm.eps,
         "rope_parameters": rotary_settings(qkv.rope_pos_emb_layer),
+        "attention_dropout": dropout_rate(decoder, attention.dropout),
         "tie_word_embeddings": decoder.lm_head is None,
         "vocab_size": decoder.vocab_size,
         **biases,

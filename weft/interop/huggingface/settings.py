@@ -6,6 +6,7 @@ from typing import Any
 
 from weft.errors import HuggingFaceConfigError
 from weft.functional import yarn_magnitude
+from weft.hierarchy.dropout import Dropout
 from weft.hierarchy.rope import (
     Llama3SinusoidalPositionalEmbedding,
     RoFormerSinusoidalPositionalEmbedding,
@@ -91,6 +92,15 @@ class Settings:
         if value not in ACTIVATIONS:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, ACTIVATIONS))}")
         return ACTIVATIONS[value]
+
+    def dropout(self, name: str, default: float) -> Dropout.Config:
+        """What is dropped in training.
+
+        Args:
+            name: Of the setting, a rate.
+            default: What it is if it is missing.
+        """
+        return Dropout.default_config().set(rate=float(self.get(name, default)))
 
     def special_tokens(self) -> dict[str, int]:
         """The ids that pad and end; of several that end, the first."""
