@@ -22,8 +22,10 @@ PAIRS = 15
 _PROGRAM = "import time; t = time.process_time(); {}; print(time.process_time() - t)"
 
 
-def _seconds(statement: str) -> float:
-    program = _PROGRAM.format(statement)
+_OF_JAX = "import sys, {}; print(sum(name.partition('.')[0] == 'jax' for name in sys.modules))"
+
+
+def _printed(program: str) -> float:
     # Compiled files are kept, as they are wherever a package is installed.
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
@@ -32,12 +34,18 @@ def _seconds(statement: str) -> float:
     return float(done.stdout)
 
 
+def _seconds(statement: str) -> float:
+    return _printed(_PROGRAM.format(statement))
+
+
 def _times() -> Iterator[Row]:
     for name in ("weft.config", *MODULES):
         _seconds(f"import {name}")  # the first one compiles what is not compiled yet
     config = [_seconds("import weft.config") for _ in range(PAIRS)]
     fixed = ([t / 0.1 for t in config], config, [0.1] * PAIRS)
     yield row("import weft.config / 0.1 s", fixed, at_most=1.0)
+    of_jax = _printed(_OF_JAX.format("weft.config"))
+    yield counted("modules of JAX that import weft.config brings", of_jax, at_most=0)
     for name in MODULES:
         times = [(_seconds(f"import {name}"), _seconds("import jax")) for _ in range(PAIRS)]
         against_jax = ([a / b for a, b in times], *map(list, zip(*times, strict=True)))
