@@ -55,6 +55,10 @@ ExampleToExampleFn = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 PadExampleFn = Callable[[Any], Any]
 
 GRAIN_READ_OPTIONS = config_for_class(grain.ReadOptions)
+# Grain's 500 are elements; so many batches would be much memory and a slow first one. Here each
+# thread has one at work and one that is ready.
+_BATCHES_AHEAD = grain.ReadOptions(num_threads=16, prefetch_buffer_size=32)
+_ONE_BATCH = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 class RaggedTensor(list):
@@ -138,14 +142,17 @@ class Input(input_base.Input):
 
     @nowrap
     def dataset(self) -> grain.IterDataset:
-        """The batches of this process. Close its iterators, or they print at exit."""
-        return maybe_to_iter_dataset(self._batches())
+        """The batches of this process. Close its iterators, or they print at exit.
+
+        Threads read up to 32 batches ahead of a `MapDataset`; a source that wants other
+        `grain.ReadOptions` gives `maybe_to_iter_dataset(ds, read_options=…)`.
+        """
+        return maybe_to_iter_dataset(self._batches(), read_options=_BATCHES_AHEAD)
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
-        """As of any `Input`. Reads one batch: Grain's threads would read hundreds ahead of it."""
-        one = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=one))
+        """As of any `Input`. Reads one batch, and none ahead of it."""
+        return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=_ONE_BATCH))
 
     @nowrap
     def _batches(self) -> Dataset:
