@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import jax
 from jax.tree_util import DictKey
 
-from weft import serialization
 from weft.errors import FrozenDictMutationError, NestedDictError
+from weft.serialization import state_dicts
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -254,11 +254,11 @@ def pretty_repr(x: Any, num_spaces: int = 4) -> str:
 
 
 def _to_state_dict(frozen: FrozenDict[Any, Any]) -> dict[str, Any]:
-    return serialization.to_state_dict(frozen.unfreeze())
+    return state_dicts.to_state_dict(frozen.unfreeze())
 
 
 def _from_state_dict(frozen: FrozenDict[Any, Any], state: Any) -> FrozenDict[Any, Any]:
-    return FrozenDict(serialization.from_state_dict(frozen.unfreeze(), state, name=""))
+    return FrozenDict(state_dicts.from_state_dict(frozen.unfreeze(), state, name=""))
 
 
-serialization.register_serialization_state(FrozenDict, _to_state_dict, _from_state_dict)
+state_dicts.register_serialization_state(FrozenDict, _to_state_dict, _from_state_dict)

@@ -15,6 +15,8 @@ The operations of `deviations` are those of `lax`, whose tracing costs half of w
 norms are much of what is traced of a model.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

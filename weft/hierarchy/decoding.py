@@ -4,6 +4,8 @@ Both are pure functions of a callable `tokens_to_scores(token_ids, cache)`, and 
 modules: `decoding_loop` says how hypotheses lie in arrays, `decoding_stop` when one is complete.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

@@ -6,6 +6,8 @@ scores with the brevity penalty; of all others the best `num_decodes` live on. A
 no live hypothesis can overtake its worst finished one.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Any, Literal, NamedTuple, Protocol
 

@@ -10,6 +10,8 @@ by side:
                               ^        its scores tell the token at `index + 1`
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,5 +1,7 @@
 """When a hypothesis of sampling is complete."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Protocol
 

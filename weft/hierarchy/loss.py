@@ -3,6 +3,8 @@
 The mathematics is `weft.functional`'s.
 """
 
+from __future__ import annotations
+
 import enum
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Activation functions: those of `jax.nn`, and PReLU, which learns its slope."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jax.nn import (
     celu,

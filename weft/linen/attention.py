@@ -6,6 +6,8 @@ the collection `cache`: a first call with inputs of the full length makes an emp
 later one has a single position, which is added to it and attends to all that are there.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -4,6 +4,8 @@ A cell is one step of a loop. `RNN` runs it over sequences; its own users make t
 `initialize_carry` and hand each state on. The steps themselves are `weft.functional.recurrent`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Convolutions: with the same weights at each position, or with weights of each position's own."""
 
+from __future__ import annotations
+
 import abc
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Linear maps: a matrix over the last axis, over any axes, or whatever an einsum can say."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol

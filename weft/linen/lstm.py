@@ -1,5 +1,7 @@
 """Cells with a memory beside their output: the long short-term memory, dense and of images."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -6,6 +6,8 @@ in float32 unless `force_float32_reductions=False`; the result has the dtype `dt
 that to which the input, scale and bias are promoted.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

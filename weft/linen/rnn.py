@@ -5,6 +5,8 @@ carried or be stacked along a new axis. With `seq_lengths`, the state that is re
 a sequence's last position that counts; outputs behind it mean nothing.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

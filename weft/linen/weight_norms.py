@@ -5,6 +5,8 @@ a name that holds the parameter's path, such as `Dense_0/kernel/u`, and is a var
 wrapper. `init` leaves the parameters normalised as well.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from typing import Any
 

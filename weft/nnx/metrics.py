@@ -4,6 +4,8 @@ A metric is updated with keyword arguments and takes those that it knows by name
 can be updated with the same ones (`MultiMetric`).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

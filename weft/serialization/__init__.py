@@ -4,24 +4,29 @@
 arrays that programs of all kinds exchange.
 """
 
-from weft.serialization.packing import (
-    from_bytes,
-    msgpack_restore,
-    msgpack_serialize,
-    to_bytes,
-)
-from weft.serialization.safetensors_files import (
-    TensorFiles,
-    load_safetensors,
-    save_safetensors,
-)
-from weft.serialization.state_dicts import (
-    current_path,
-    from_state_dict,
-    is_serializable,
-    register_serialization_state,
-    to_state_dict,
-)
+from typing import TYPE_CHECKING
+
+from weft._on_demand import on_demand
+
+if TYPE_CHECKING:
+    from weft.serialization.packing import (
+        from_bytes,
+        msgpack_restore,
+        msgpack_serialize,
+        to_bytes,
+    )
+    from weft.serialization.safetensors_files import (
+        TensorFiles,
+        load_safetensors,
+        save_safetensors,
+    )
+    from weft.serialization.state_dicts import (
+        current_path,
+        from_state_dict,
+        is_serializable,
+        register_serialization_state,
+        to_state_dict,
+    )
 
 __all__ = [
     # Whole trees to bytes and back.
@@ -41,3 +46,15 @@ __all__ = [
     "load_safetensors",
     "TensorFiles",
 ]
+
+__getattr__, __dir__ = on_demand(
+    __name__,
+    {
+        "packing": ("from_bytes", "msgpack_restore", "msgpack_serialize", "to_bytes"),
+        "safetensors_files": ("TensorFiles", "load_safetensors", "save_safetensors"),
+        "state_dicts": (
+            *("current_path", "from_state_dict", "is_serializable"),
+            *("register_serialization_state", "to_state_dict"),
+        ),
+    },
+)

@@ -1,5 +1,7 @@
 """Small things that loops over replicated devices need."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

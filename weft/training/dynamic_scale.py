@@ -5,6 +5,8 @@ were finite for `growth_interval` steps, and is halved as soon as they are not; 
 left out (Micikevicius et al., 2018).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ class DynamicScaleResult(NamedTuple):
         grad: the gradients, not scaled, in float32 or wider.
     """
 
-    dynamic_scale: "DynamicScale"
+    dynamic_scale: DynamicScale
     finite: Bool[Array, ""]
     aux: Any
     grad: Any
@@ -103,7 +105,7 @@ class DynamicScale(struct.PyTreeNode):
     def _unscaled(self, grad: Array) -> Array:
         return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
 
-    def after(self, finite: Array) -> "DynamicScale":
+    def after(self, finite: Array) -> DynamicScale:
         """The scale for the next step.
 
         Args:

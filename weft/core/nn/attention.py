@@ -1,5 +1,7 @@
 """Attention of a scope, over one or several axes."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

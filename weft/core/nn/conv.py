@@ -1,5 +1,7 @@
 """Convolutions of a scope."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

@@ -6,6 +6,8 @@ cache. Each later call has one position. It is written at the entry's index, in 
 flattened axes, and sees what was written so far. Past the end, it is written over the oldest.
 """
 
+from __future__ import annotations
+
 import math
 from typing import Any
 
@@ -41,7 +43,7 @@ class CacheEntry(struct.PyTreeNode):
     value: Any
     i: Any
 
-    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> "CacheEntry":
+    def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> CacheEntry:
         """An empty entry.
 
         Args:

@@ -1,5 +1,7 @@
 """Embeddings of a scope."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Linear maps of a scope."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

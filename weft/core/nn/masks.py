@@ -5,6 +5,8 @@ that broadcasts to it; the 1 is for the heads. Positions along several attended 
 order of their flattened axes.
 """
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Norms of a scope."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

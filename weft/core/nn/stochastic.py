@@ -1,5 +1,7 @@
 """What a scope drops at random."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Activation functions and functions of arrays: those of `jax.nn`, and PReLU, which is learned."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 from jax.nn import (
     celu,

@@ -6,6 +6,8 @@ and each call with `decode=True` has a single one, which is added to the cache a
 that are there.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -4,6 +4,8 @@ A function with the parameters of `dot_product_attention`, or some of them, can 
 the `attention_fn` of a layer.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

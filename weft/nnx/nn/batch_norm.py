@@ -1,5 +1,7 @@
 """The norm that keeps a running average of the statistics of batches."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,6 +5,8 @@ the first state with `initialize_carry` and hand each state on. The steps themse
 `weft.functional.recurrent`.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Convolutions, with the same weights at each position."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

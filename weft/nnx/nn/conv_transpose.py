@@ -1,5 +1,7 @@
 """Transposed convolutions, which make more positions of fewer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax.numpy as jnp

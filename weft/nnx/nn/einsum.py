@@ -1,5 +1,7 @@
 """Whatever an einsum of an input and a kernel can say."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

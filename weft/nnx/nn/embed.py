@@ -1,5 +1,7 @@
 """Embeddings: a vector for each id."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Linear maps: a matrix over the last axis, or over any axes."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

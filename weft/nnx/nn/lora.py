@@ -1,5 +1,7 @@
 """Low-rank adaptation: what is learned beside a map that stays as it is (Hu et al., 2021)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

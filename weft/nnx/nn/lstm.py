@@ -1,5 +1,7 @@
 """The long short-term memory, with a linear map for each gate or with one for all."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

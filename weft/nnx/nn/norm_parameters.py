@@ -1,5 +1,7 @@
 """What norms have in common: scale and bias, and the dtype of the result."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any

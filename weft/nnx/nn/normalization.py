@@ -6,6 +6,8 @@ in float32; the result has the dtype `dtype`, by default that to which the input
 are promoted.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax.numpy as jnp

@@ -6,6 +6,8 @@ The loop is a scan. What of a cell's state is shared by all steps, carried, or s
 outputs behind it mean nothing.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,7 @@
 """What is dropped at random."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,6 +4,8 @@ They wrap a layer, and before it is called put the normalised weights in the pla
 parameters. What they keep for a parameter is found under the parameter's path in the layer.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 
