@@ -1,7 +1,10 @@
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from weft.core import tracing
 from weft.core.tracing import check_trace_level, current_trace
 from weft.errors import JaxTransformError
 
@@ -37,3 +40,13 @@ def test_a_trace_is_not_kept_alive():
     kept = []
     jax.jit(lambda x: kept.append(current_trace()) or x)(1.0)
     assert kept[0] != current_trace()
+
+
+def test_asked_for_the_first_time_inside_of_a_trace():
+    spec = importlib.util.find_spec(tracing.__name__)
+    unasked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unasked)
+    inside = []
+    jax.jit(lambda x: inside.append((unasked.current_trace(), unasked.is_tracing())) or x)(1.0)
+    assert inside[0][1] and not unasked.is_tracing()
+    assert inside[0][0] != unasked.current_trace() == current_trace()

@@ -17,8 +17,9 @@ TraceState = Any
 
 def _find_first(operands: tuple[()]) -> Any:
     global _find_top_trace, _trace_state, _eager, _eager_state
-    # Perhaps a trace is running, of which nothing may stay in what is imported.
-    with jax.ensure_compile_time_eval():
+    # Perhaps a trace is running, which is not the one that is asked for, and of which nothing may
+    # stay in what is imported.
+    with jax.core.eval_context():
         from jax.extend.core import find_top_trace, get_opaque_trace_state
 
         _eager, _eager_state = find_top_trace(()), get_opaque_trace_state(convention="flax")
