@@ -14,6 +14,7 @@ from weft.hierarchy.positional import LearnedPositionalEmbedding
 from weft.trainer.checkpointer import Checkpointer, CheckpointValidationType
 from weft.trainer.optimizer_ema import ParamEmaState
 from weft.trainer.state_builder import (
+    BaseConverterFromPretrainedModel,
     Builder,
     ChainBuilder,
     ChainConverter,
@@ -237,6 +238,23 @@ def test_positions_are_fitted(saved, strategy, length, expected):
     state = run_initial(converted(saved, converter), like)
     np.testing.assert_allclose(state.model["pos_emb"]["weight"][0, :, 0], expected, rtol=1e-6)
     assert filled(state.model["decoder"]["a"]["weight"]) == 20
+
+
+class OnePosition(BaseConverterFromPretrainedModel):
+    """Adds up a table of positions, as one would the channels of a kernel."""
+
+    def source_to_target(self, source, aux):
+        table = source.trainer_state.model["pos_emb"]["weight"].sum(axis=1, keepdims=True)
+        model = {**aux.trainer_state.model, "pos_emb": {"weight": table}}
+        state = aux.trainer_state._replace(model=model)
+        return Builder.State(source.step, state, aux.built_keys | {"model/pos_emb/weight"})
+
+
+def test_a_converter_of_one_s_own_may_change_shapes(saved):
+    like = state_of(0.0, ema=False, pos_emb={"weight": jnp.zeros((1, 1, 2))})
+    state = run_initial(converted(saved, from_source(OnePosition)), like)
+    np.testing.assert_array_equal(state.model["pos_emb"]["weight"], [[[12.0, 16.0]]])
+    assert filled(state.model["decoder"]["a"]["weight"]) == -1
 
 
 def test_averages_of_what_the_model_lacks_are_left_out():
