@@ -71,6 +71,16 @@ def test_one_that_never_comes_to_its_first_step_is_named_with_where_it_is(start)
     assert "in _disturb" in absent.told  # where it is
 
 
+def test_one_that_never_begins_its_run_is_not_waited_for_without_end_by_jax_alone(start):
+    first, absent = start("unstarted", JOINED_BY_JAX="1")
+    absent.wait_for("here unstarted")
+    assert ends(first, time.monotonic()) == 1
+    assert (
+        "weft: process 0 of 2 has come to its run, and not all others did within 8 s. See in"
+    ) in first.told
+    assert ends(absent, time.monotonic()) != 0
+
+
 def test_one_that_hangs_while_it_restores_is_named_with_that(start):
     first, hanging = start("ending", "restoring")
     hanging.wait_for("here restoring")

@@ -211,12 +211,15 @@ def main():
                 if kind == "unrolled":
                     cfg.model.unrolled = 1000
                     threading.Thread(target=tell_of_compilation, daemon=True).start()
-                if fault == "absent" or "restoring" in faults:
+                if fault in ("absent", "unstarted") or "restoring" in faults:
                     cfg.readiness_timeout_seconds = 8.0
                 if fault == "hanging":
                     cfg.crash_on_hang_timeout_seconds = 10.0
                 trainers[kind] = cfg.instantiate(parent=None)
             trainer, listener = trainers[kind], Listener()
+            if fault == "unstarted" and jax.process_index() == jax.process_count() - 1:
+                here("unstarted")
+                time.sleep(120)
             try:
                 trainer.run(listener=listener)
             finally:

@@ -12,6 +12,7 @@ import os
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from weft.trainer.companions import (
     line_of,
     parse,
 )
+from weft.trainer.stacks import print_error
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
@@ -79,6 +81,9 @@ def meet(
 def open_companions(timeout_seconds: float) -> Companions | None:
     """Lines to the other processes of `jax.distributed`, if there are any; all have to call this.
 
+    The first exchange is one of JAX, which would wait without end: where some do not come to it in
+    time, this process says so and ends.
+
     Args:
         timeout_seconds: how long to wait for the others.
 
@@ -89,12 +94,12 @@ def open_companions(timeout_seconds: float) -> Companions | None:
         return None
     count, index = jax.process_count(), jax.process_index()
     if index:
-        hosts, port, token = _broadcast(None)
+        hosts, port, token = _broadcast(None, timeout_seconds)
         addresses = [(host, port) for host in hosts]
         return _join(addresses, index, count, token, timeout_seconds, HEARTBEAT_TIMEOUT_SECONDS)
     with socket.create_server(("", 0)) as server:
         name, port, token = socket.gethostname(), server.getsockname()[1], secrets.token_hex(16)
-        _broadcast([[_own_address(name), name], port, token])
+        _broadcast([[_own_address(name), name], port, token], timeout_seconds)
         return _receive(
             server, count, token, timeout_seconds, HEARTBEAT_TIMEOUT_SECONDS, f"{name}:{port}"
         )
@@ -107,14 +112,30 @@ def _own_address(name: str) -> str:
         return name
 
 
-def _broadcast(value: Any) -> Any:
+def _broadcast(value: Any, timeout_seconds: float) -> Any:
     """A JSON value of process 0, in all processes."""
+    timer = threading.Timer(timeout_seconds, _end_alone, args=(timeout_seconds,))
+    timer.daemon = True
+    timer.start()
     padded = np.zeros(_ADDRESS_BYTES, np.uint8)
     if value is not None:
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         padded[: data.size] = data
-    told = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)
+    try:
+        told = np.asarray(multihost_utils.broadcast_one_to_all(padded), np.uint8)
+    finally:
+        timer.cancel()
     return json.loads(told.tobytes().rstrip(b"\0"))
+
+
+def _end_alone(timeout_seconds: float) -> None:
+    print_error(
+        f"weft: process {jax.process_index()} of {jax.process_count()} has come to its run, and "
+        f"not all others did within {timeout_seconds:g} s. See in their logs where they are. JAX "
+        "cannot say which; a program that joins the others by "
+        "`weft.launch.distributed.joined_processes` is told."
+    )
+    os._exit(1)
 
 
 def _receive(
