@@ -4,7 +4,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -95,23 +95,33 @@ def test_a_full_disk_is_said():
 
 def test_a_second_process_waits_for_the_first(cache):
     program = """
-        import time
         from weft.input.file_cache import made_once
         def make(out):
             print("making", flush=True)
-            time.sleep(0.5)
+            input()
             out.write(b"by the other process")
         made_once("kind", "key", make, num_bytes=None)
     """
     with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "making\n"
-        start = time.monotonic()
-        made = made_once("kind", "key", lambda out: out.write(b"mine"), num_bytes=None)
-    assert made.tobytes() == b"by the other process"
-    assert time.monotonic() - start > 0.2
+        made = []
+        waiting = threading.Thread(
+            target=lambda: made.append(
+                made_once("kind", "key", lambda out: out.write(b"mine"), num_bytes=None)
+            )
+        )
+        waiting.start()
+        waiting.join(timeout=0.3)
+        assert waiting.is_alive() and not made
+        other.communicate("\n", timeout=60)
+        waiting.join(timeout=60)
+    assert made[0].tobytes() == b"by the other process"
     assert other.returncode == 0
 
 

@@ -61,18 +61,36 @@ def test_alone_a_process_agrees_at_once():
         assert stop.agreed("step 2") == ("signal", "SIGTERM")
 
 
-class Source:
-    """Numbers; the third comes late, the fourth never."""
+class Busy:
+    """Work that takes until it is released, or too long."""
 
-    def __init__(self, late=0.0, error=None):
-        self.n, self.late, self.error = 0, late, error
+    def __init__(self):
+        self.done, self._released = False, threading.Event()
+
+    def work(self):
+        self._released.wait(timeout=30)
+        self.done = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._released.set()
+
+
+class Source:
+    """Two numbers; then it is busy, and ends or fails."""
+
+    def __init__(self, busy=None, error=None):
+        self.n, self.busy, self.error = 0, busy, error
 
     def __iter__(self):
         return self
 
     def __next__(self):
         if self.n == 2:
-            time.sleep(self.late)
+            if self.busy:
+                self.busy.work()
             raise self.error or StopIteration
         self.n += 1
         return self.n
@@ -85,14 +103,15 @@ class Source:
 
 
 def test_waiting_for_input_delays_no_stop_and_takes_no_batch():
-    with PrefetchingIterator(Source(late=1.0)) as batches, GracefulStop() as stop:
+    busy = Busy()
+    # Released first: an iterator waits for its source when it is closed.
+    with PrefetchingIterator(Source(busy)) as batches, busy, GracefulStop() as stop:
         assert [stop.next_batch(batches, "a step") for _ in range(2)] == [1, 2]
         timer = threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,))
         timer.start()
-        start = time.monotonic()
         with pytest.raises(StopRun) as stopped:
             stop.next_batch(batches, "a step")
-        assert time.monotonic() - start < 0.8
+        assert not busy.done
         assert stopped.value.wish == ("signal", "SIGTERM") and stopped.value.error is None
         assert batches.get_state() == 2
 
@@ -138,24 +157,33 @@ def test_batches_inside_of_a_step_end_fail_and_stop():
 
     assert all_of(iter([1, 2])) == all_of(Source()) == [1, 2]
     told = []
-    with GracefulStop(report=told.append):
+    with GracefulStop(report=told.append) as stop:
         assert all_of(Source()) == [1, 2]
         assert told[:2] == ["waiting for batch 1 of held_out", "running batch 1 of held_out"]
         with pytest.raises(OSError, match=r"a\.txt"):
             all_of(Source(error=OSError("a.txt")))
-        threading.Timer(0.2, signal.raise_signal, (signal.SIGTERM,)).start()
+        busy = Busy()
+
+        def ask_to_stop():
+            signal.raise_signal(signal.SIGTERM)
+            while not stop.wanted:
+                time.sleep(0.01)
+            threading.Timer(1.0, busy.__exit__).start()  # a source that is closed is waited for
+
+        threading.Timer(0.2, ask_to_stop).start()
         with pytest.raises(StopRun, match="SIGTERM"):
-            all_of(Source(late=1.0))
+            all_of(Source(busy))
 
 
 class Lowered:
-    """A compilation that takes a while, or fails."""
+    """A compilation that is busy for a while, or fails."""
 
-    def __init__(self, seconds=0.0, error=None):
-        self.seconds, self.error = seconds, error
+    def __init__(self, busy=None, error=None):
+        self.busy, self.error = busy, error
 
     def compile(self):
-        time.sleep(self.seconds)
+        if self.busy:
+            self.busy.work()
         if self.error:
             raise self.error
 
@@ -165,10 +193,9 @@ def test_a_compilation_is_left_when_the_run_is_to_stop():
         with pytest.raises(ValueError, match="XLA"):
             stop.compile(Lowered(error=ValueError("XLA")))
         threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
-        start = time.monotonic()
-        stop.compile(Lowered(seconds=1.0))
-        assert time.monotonic() - start < 0.8
-        assert still_compiling()
+        with Busy() as busy:
+            stop.compile(Lowered(busy))
+            assert not busy.done and still_compiling()
     while still_compiling():
         time.sleep(0.05)
 
@@ -176,29 +203,30 @@ def test_a_compilation_is_left_when_the_run_is_to_stop():
 class Slow:
     """A jitted function that takes a while to compile."""
 
-    def __init__(self):
-        self.lowered = 0
+    def __init__(self, busy):
+        self.lowered, self.busy = 0, busy
 
     def __call__(self, x):
         return 2 * x
 
     def lower(self, x):
         self.lowered += 1
-        return Lowered(seconds=1.0 if x.ndim else 0.0)
+        return Lowered(self.busy if x.ndim else None)
 
 
 def test_work_inside_of_a_run_is_left_while_it_is_compiled():
-    slow, told = Slow(), []
+    busy, told = Busy(), []
+    slow = Slow(busy)
     double = Interruptible(slow, "the loss of held_out")
     assert list(double(jnp.arange(2))) == [0, 2] and slow.lowered == 0  # outside of a run
     with GracefulStop(report=told.append):
         assert double(jnp.array(3)) == 6 and double(jnp.array(4)) == 8 and slow.lowered == 1
         assert told == ["compiling the loss of held_out", "computing the loss of held_out"]
         threading.Timer(0.1, signal.raise_signal, (signal.SIGTERM,)).start()
-        start = time.monotonic()
-        with pytest.raises(StopRun, match="SIGTERM"):
-            double(jnp.arange(2))  # of another shape
-        assert time.monotonic() - start < 0.8
+        with busy:
+            with pytest.raises(StopRun, match="SIGTERM"):
+                double(jnp.arange(2))  # of another shape
+            assert not busy.done
     while still_compiling():
         time.sleep(0.05)
 

@@ -30,7 +30,7 @@ def hang(timeout, crash, seconds):
 
 @pytest.mark.long
 def test_a_hang_prints_every_threads_stack():
-    done = hang(0.4, None, 1.5)
+    done = hang(0.4, None, 2.5)
     assert done.returncode == 0
     assert "while running step 7. The stacks of all threads:" in done.stderr
     assert "in stuck_in_here" in done.stderr
@@ -60,24 +60,25 @@ def test_it_ends_also_where_nobody_reads_its_errors():
 @pytest.mark.long
 def test_whoever_asks_is_shown_the_stacks():
     script = HANG.format(timeout=None, crash=None).replace(
-        "time.sleep(float(sys.argv[1]))\nprint", "print(1, flush=True); time.sleep(2)\nprint"
+        "time.sleep(float(sys.argv[1]))\nprint", "print(1, flush=True); input()\nprint"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, "30"],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         assert process.stdout.readline() == "1\n"
         process.send_signal(signal.SIGQUIT)
-        out, told = process.communicate(timeout=60)
+        out, told = process.communicate("\n", timeout=60)
     assert (process.returncode, out) == (0, "ended\n")
     assert "in stuck_in_here" in told
 
 
 def test_progress_keeps_it_quiet(capfd):
-    with Watchdog(timeout_seconds=0.4) as watchdog:
-        for step in range(8):
+    with Watchdog(timeout_seconds=1.5) as watchdog:
+        for step in range(10):
             watchdog.report(f"step {step}")
-            time.sleep(0.1)
+            time.sleep(0.2)
     assert "stacks" not in capfd.readouterr().err
