@@ -55,9 +55,9 @@ def test_all_meet_and_the_address_is_free_again(address):
 
 
 def test_who_did_not_come_is_named_to_all(address):
-    for error in together(address, [(0, 4), (2, 4)], timeout=0.8):
+    for error in together(address, [(0, 4), (2, 4)], timeout=2.5):
         assert isinstance(error, ProcessesNotReadyError)
-        assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 0.8 s.")
+        assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 2.5 s.")
         assert "there: process 0 of 4 (host " in str(error) and "process 2 of 4" in str(error)
 
 
@@ -84,13 +84,13 @@ def test_two_with_one_number_and_strangers_are_refused(address):
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    found = together(address, [(0, 3), (1, 3), (1, 3)], timeout=1.5)
+    found = together(address, [(0, 3), (1, 3), (1, 3)], timeout=3.0)
     thread.join()
     texts = sorted(map(str, found[1:]))
     assert texts[0].startswith("process 1 of 3 came to a run of 3 processes, in which process 1 of")
     assert texts[0].endswith("is there already. Give each process a number.")
     assert str(found[0]) == texts[1] and texts[1].startswith("process 2 of 3 did not come")
-    found = together(address, [(0, 2), (1, 5)], timeout=0.5)
+    found = together(address, [(0, 2), (1, 5)], timeout=1.5)
     assert "process 1 of 5 came to a run of 2 processes. Give each" in str(found[1])
 
 
@@ -143,7 +143,7 @@ def test_who_connects_and_says_nothing_keeps_nobody_waiting(address):
             flood.sendall(b"x" * (1 << 20))
         with come(address, 1, 2, 7) as ours:
             assert b"welcome" in ours.recv(1000)
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 12
         assert scanner.recv(10) == dribbling.recv(10) == b""
 
 
@@ -166,7 +166,7 @@ def test_one_that_is_started_again_before_all_have_come_takes_its_own_place(addr
 
 
 def test_all_of_many_are_told_who_is_missing(address):
-    with first_of(address, 300, timeout=2.0):
+    with first_of(address, 300, timeout=4.0):
         here = [come(address, i, 300, i) for i in range(1, 40)]
         for connection in here:
             with connection, connection.makefile() as lines:
