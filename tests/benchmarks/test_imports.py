@@ -1,5 +1,8 @@
-"""Which distributions an extra brings, on distributions that are made here."""
+"""Which distributions an extra brings, on some that are made here; what imports leave out."""
 
+import json
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
 import pytest
@@ -43,3 +46,29 @@ def test_what_is_not_installed_is_named(install):
     install("product", 1, requires=["absent>=2"])
     with pytest.raises(PackageNotFoundError, match="absent"):
         imports.closure(distribution("product"))
+
+
+# Each takes long to import, and only some programs use it.
+_RARE = {"jax.extend", "jax.experimental.checkify", "jax.experimental.pallas", "msgpack", "optax"}
+_LEFT_OUT = {
+    "weft.nnx": _RARE | {"weft.config", "weft.core.scope", "weft.serialization.packing"},
+    "weft.hierarchy.layers": _RARE | {"weft.core.scope", "weft.serialization.packing"},
+    "weft.linen": _RARE | {"weft.core.nn", "weft.serialization.packing"},
+}
+_IMPORTED = """
+import json, sys
+for name in sys.argv[1:]:
+    __import__(name)
+    print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_what_takes_long_to_import_waits_until_it_is_used():
+    # All in one process: what the first of them leaves out, the next ones may bring.
+    command = [sys.executable, "-c", _IMPORTED, *_LEFT_OUT]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seen = [set(json.loads(line)) for line in done.stdout.splitlines()]
+    early = {
+        name: left & found for (name, left), found in zip(_LEFT_OUT.items(), seen, strict=True)
+    }
+    assert early == {name: set() for name in _LEFT_OUT}
