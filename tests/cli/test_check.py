@@ -88,7 +88,7 @@ def test_more_devices_than_jax_has_made(capsys):
 
 @pytest.mark.long
 def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
-    arguments = ["--mesh", "data=-1,model=2", "--devices", "32", "--slices", "2"]
+    arguments = ["--mesh", "data=-1,model=2", "--devices", "8", "--slices", "2"]
     words = ["check", "lm-tiny", *TINY, "input.source.global_batch_size=32", *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "weft", *words],
@@ -98,5 +98,5 @@ def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=True,
     )
-    assert done.stdout.startswith("lm-tiny on data=32 × model=2: 64 virtual devices of the CPU")
+    assert done.stdout.startswith("lm-tiny on data=8 × model=2: 16 virtual devices of the CPU")
     assert os.listdir(tmp_path) == []
