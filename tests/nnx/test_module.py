@@ -76,6 +76,17 @@ def test_views():
     )  # fmt: skip
 
 
+def test_annotations_are_shown_whichever_way_they_were_written():
+    class Quoted(nnx.Module):
+        def set_view(self, causal: "bool | None" = None): ...
+
+    class Unknown(nnx.Module):
+        def set_view(self, mask: "Mask" = None): ...  # noqa: F821
+
+    assert "set_view(causal: bool | None = None)" in nnx.view_info(Quoted())
+    assert "set_view(mask: 'Mask' = None)" in nnx.view_info(Unknown())
+
+
 def test_sow_keeps_what_it_is_given():
     layer = Layer()
     layer.sow(nnx.Intermediate, "h", 1)

@@ -288,9 +288,16 @@ def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) ->
     """
     methods = {type(m): m.set_view for _, m in _with_views(node, only)}
     return "\n".join(
-        f"{cls.__qualname__}:\n  set_view{inspect.signature(method)}"
+        f"{cls.__qualname__}:\n  set_view{_shown_signature(method)}"
         for cls, method in methods.items()
     )
+
+
+def _shown_signature(method: Any) -> inspect.Signature:
+    try:
+        return inspect.signature(method, eval_str=True)
+    except NameError:  # of an annotation that is there for the type checker alone
+        return inspect.signature(method)
 
 
 def _with_views(node: Any, only: Filter) -> list[tuple[Path, Any]]:

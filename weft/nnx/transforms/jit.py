@@ -203,7 +203,7 @@ class JitWrapped:
         plan = self._plans.get(key)
         if plan is None or not plan.fits(args, kwargs):
             if is_tracing() and key not in self._plans:
-                # Objects of a trace are mostly called once, for which a plan is not worth its price.
+                # Most objects of a trace are called once, which is not worth the price of a plan.
                 self._keep(key, None)
                 return None
             while True:
