@@ -7,7 +7,14 @@ import time
 import pytest
 
 from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.trainer.companions import Companions
 from weft.trainer.meeting import meet, open_companions
+
+
+@pytest.fixture(autouse=True)
+def nothing_ends_the_process_of_the_tests(monkeypatch):
+    """Here one process is several: where one of them is lost, the others are ended by force."""
+    monkeypatch.setattr(Companions, "_end_by_force", lambda companions, text: None)
 
 
 @pytest.fixture
