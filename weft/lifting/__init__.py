@@ -5,6 +5,8 @@ transformation is a function of a `Kind`: of how one sort of carrier (a context,
 makes that trip.
 """
 
+from __future__ import annotations
+
 from weft.lifting.abstract import checkify, eval_shape
 from weft.lifting.autodiff import grad, jvp, value_and_grad, vjp
 from weft.lifting.branches import cond, switch

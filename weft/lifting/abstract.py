@@ -1,5 +1,7 @@
 """eval_shape and checkify: what a call would return, and whether something went wrong in it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Derivatives with respect to arguments and to groups of state."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

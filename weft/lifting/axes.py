@@ -1,5 +1,7 @@
 """What vmap and scan share: an axis that state gains and loses."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

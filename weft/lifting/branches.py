@@ -4,6 +4,8 @@ What only some of the branches make is made for all of them before, and passes u
 others. Every branch begins with the same state and the same counters.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

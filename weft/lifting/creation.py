@@ -5,6 +5,8 @@ is traced once as it would run first, and of that trace only the initial values 
 computed. What the body then finds is as if it had been there before.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

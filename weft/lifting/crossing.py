@@ -17,6 +17,8 @@ the structure of a pytree without leaves, which makes it a part of JAX's own cac
 `commit` touches what the caller holds: a trip that fails leaves no trace.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol

@@ -1,5 +1,7 @@
 """custom_vjp and custom_jvp: functions that come with a derivative of their own."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

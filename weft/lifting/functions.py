@@ -7,6 +7,8 @@ closure, its defaults and its globals is the same by value. What cannot be compa
 itself alone: better compiled once too often than run once with another function's values.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import dis
 import enum

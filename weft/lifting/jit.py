@@ -5,6 +5,8 @@ Functions that were made anew but are the same code and hold equal values share 
 function, see `weft.lifting.functions`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -7,6 +7,8 @@
 `FORK` keys are folded with the number of the iteration.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

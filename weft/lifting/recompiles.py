@@ -1,5 +1,7 @@
 """Why a jitted function was traced once more."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

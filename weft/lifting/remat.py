@@ -1,5 +1,7 @@
 """remat: what the body computes is computed again in the backward pass instead of being kept."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

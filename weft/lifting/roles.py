@@ -10,6 +10,8 @@ filters are asked in order, the first that matches takes the entry, and what no 
 behind.
 """
 
+from __future__ import annotations
+
 import enum
 from collections.abc import Callable
 from typing import Any

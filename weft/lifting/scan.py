@@ -10,6 +10,8 @@ along that axis), `FORK` keys are split into one per iteration, and what has the
 same in every iteration.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

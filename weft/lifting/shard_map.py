@@ -1,5 +1,7 @@
 """shard_map and pmap: one program per device, on the parts of arrays that lie there."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from typing import Any
 

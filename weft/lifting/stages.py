@@ -4,6 +4,8 @@ JAX knows the pure function that stands for the user's one. A stage here has the
 stage of JAX, and when it is called, carriers cross as in any call.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

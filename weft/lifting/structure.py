@@ -5,6 +5,8 @@ That is a new one at each call here, so the call itself is put under a `jax.jit`
 all that is not an array as structure. Inside of another trace it leaves no mark.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """transform: a function sees the state of its carriers through two maps."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

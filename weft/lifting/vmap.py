@@ -1,5 +1,7 @@
 """vmap: the state of a carrier is mapped, shared or forked, group by group."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable
 from typing import Any

@@ -5,6 +5,8 @@ to the transformations here, which have the signatures of JAX's, it is a referen
 does to it is seen outside.
 """
 
+from __future__ import annotations
+
 from weft.nnx import metrics, traversals
 from weft.nnx.capturing import capture
 from weft.nnx.checks import check_pytree

@@ -4,6 +4,8 @@ Objects that are there already become what the description says. What is to beco
 first, and looked at before any of them changes, so that nothing is done by halves.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple

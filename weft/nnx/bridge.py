@@ -6,6 +6,8 @@ a `Module` of the bridge is an NNX module that is written as one of Linen. All o
 imports it.
 """
 
+from __future__ import annotations
+
 from weft.interop.bridge.functional import Functional, functional
 from weft.interop.bridge.guests import linen_in_bridge_mdl, nnx_in_bridge_mdl
 from weft.interop.bridge.modules import Module, compact

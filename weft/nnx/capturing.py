@@ -1,5 +1,7 @@
 """Calls whose sown values are results."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

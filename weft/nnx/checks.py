@@ -1,5 +1,7 @@
 """Whether the attributes of objects are what was said of them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 from weft.errors import AttributeMarkError, ObjectArgumentError

@@ -5,6 +5,8 @@ to them are kept, and modes reach what is in them. A list or dict that becomes a
 into one.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -16,6 +16,8 @@ instead of making new ones:
         with merge_context("f", inner=False) as ctx: ctx.merge(*f(parts[1]))
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import threading

@@ -1,5 +1,7 @@
 """How objects and states are shown."""
 
+from __future__ import annotations
+
 import contextlib
 import importlib
 import sys

@@ -6,6 +6,8 @@ names for it); `sharding_rules` and those of `logical_axis_rules` say what the n
 their devices then, and never all of them on one.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec

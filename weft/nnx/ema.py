@@ -1,5 +1,7 @@
 """Moving averages of a model's variables."""
 
+from __future__ import annotations
+
 from typing import Any, TypeVar
 
 import jax

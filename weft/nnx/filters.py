@@ -5,6 +5,8 @@ a function of path and value, `...` or True (everything), None or False (nothing
 filters, of which one must match. `Not`, `All` and `Any` combine them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import EllipsisType

@@ -1,5 +1,7 @@
 """Gradients as they are given, brought into the form of the parameters that they are of."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,6 +6,8 @@ before, so that sharing and cycles are kept. It is compared by value. The values
 and arrays in the order in which they were met.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

@@ -1,5 +1,7 @@
 """A state that knows which graph of objects it is of."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

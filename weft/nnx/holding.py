@@ -1,5 +1,7 @@
 """Copies of objects whose variables are held in another way."""
 
+from __future__ import annotations
+
 from typing import Any, TypeVar
 
 from weft.errors import GraphStructureError

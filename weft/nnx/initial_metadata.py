@@ -4,6 +4,8 @@ An initializer gives an array; one of `with_metadata` gives the array together w
 that its variable shall have. The variable that is made of it takes both.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -4,6 +4,8 @@ Collections of Linen have names where NNX has classes, so each kind can be known
 name that no kind has can become one.
 """
 
+from __future__ import annotations
+
 from typing import Any, TypeVar
 
 from weft.errors import VariableTypeError

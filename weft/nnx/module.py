@@ -1,5 +1,7 @@
 """Modules: objects with layers in them, and modes and values that go through all of them."""
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar

@@ -4,6 +4,8 @@ An object does not know its owner. When an error is to name it, the owner is loo
 objects that there are; that is slow, and no call pays for it.
 """
 
+from __future__ import annotations
+
 import gc
 import inspect
 import linecache

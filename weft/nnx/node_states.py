@@ -5,6 +5,8 @@ that functions of JAX take it; `from_tree` makes the objects again. What several
 share is in the first of them.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Hashable
 from typing import Any, Self

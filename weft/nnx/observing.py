@@ -5,6 +5,8 @@ methods go through an observer. The class is a part of the object's structure, s
 a transformation makes are observed as well.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from collections.abc import Callable, Iterator

@@ -6,6 +6,8 @@ all values, calls the transformation on plain arrays once, and writes all values
 if anything does not fit.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 

@@ -1,5 +1,7 @@
 """What is said of each value of an object, by filter, as a prefix of its tree."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any
 

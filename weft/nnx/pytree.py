@@ -7,6 +7,8 @@ does not, and a number that takes the place of data is data. Lists and dicts bec
 an object is a pytree of its data.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import re

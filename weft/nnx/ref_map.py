@@ -1,5 +1,7 @@
 """A mapping whose keys are objects themselves, and not what they are equal to."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 

@@ -5,6 +5,8 @@ was not given to it as an argument. It costs that JAX must know of each alias: t
 share a reference, and a function may not return one.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any

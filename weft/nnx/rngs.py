@@ -4,6 +4,8 @@ The n-th key of a stream is its key with n folded in. Streams are variables, so 
 transformations like any other state; `split_rngs` gives each index of an axis its own.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

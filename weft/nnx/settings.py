@@ -4,6 +4,8 @@ A setting is a stack of values for each thread, of which the last one holds. It 
 key of `jax.jit`, so a function that was compiled under another value is compiled again.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Self

@@ -4,6 +4,8 @@ While `nnx.capture` runs, each module has an attribute that takes what is sown. 
 module's state like any other, so it goes through transformations inside of the call.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

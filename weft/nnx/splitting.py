@@ -5,6 +5,8 @@ the new object, so no value is copied on the way; `clone` is the copy. Inside of
 both are new, since JAX makes them anew.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 

@@ -6,6 +6,8 @@ that takes an axis away, or adds one, tells the metadata by `remove_axis` and `a
 both inside and outside it has as many entries as the value has axes.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

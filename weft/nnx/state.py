@@ -5,6 +5,8 @@ A `State` is a nested mapping from attribute names to variables and arrays, and 
 and turned into dicts of plain values.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 

@@ -5,6 +5,8 @@ an object looks would have to look again each time. What optimizers and averages
 parameter is a `StateDict`: the same paths and values in dicts that notice.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

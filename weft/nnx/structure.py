@@ -6,6 +6,8 @@ other than the value of a variable makes a new *epoch*. A call compares the epoc
 it remembers; where they differ, it looks again, once.
 """
 
+from __future__ import annotations
+
 import functools
 import types
 import weakref

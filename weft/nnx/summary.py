@@ -4,6 +4,8 @@ The model is run abstractly, on a copy whose methods are observed, so that nothi
 nothing of the model changes.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping

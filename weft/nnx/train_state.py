@@ -4,6 +4,8 @@ For training loops that are functions of pytrees: the model is split, and what a
 a new train state. `Optimizer` is for loops that change objects.
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING, Any, Self
 
 import jax

@@ -1,5 +1,7 @@
 """Nested mappings by the paths of their leaves; the functions are those of `weft.traverse_util`."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

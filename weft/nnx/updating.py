@@ -1,5 +1,7 @@
 """Changes of objects where they are: values and attributes from a state, variables taken out."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,6 +5,8 @@ pytree; its class says what it is for (`Param`, `BatchStat`, `Cache` ...), and m
 such as how its axes are laid out. It computes like the value in it.
 """
 
+from __future__ import annotations
+
 import builtins
 import copy
 import functools

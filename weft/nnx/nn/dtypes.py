@@ -4,6 +4,8 @@ A layer gives its arrays to `promote_dtype` as one tuple, and users can give lay
 function in its place.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -3,6 +3,8 @@
 They are those of `weft.functional.initializers`.
 """
 
+from __future__ import annotations
+
 from jax.nn.initializers import Initializer
 
 from weft.functional.initializers import (

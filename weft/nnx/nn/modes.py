@@ -4,6 +4,8 @@ A mode is an attribute of the layer, so that `model.train()` and `model.eval()` 
 argument of the call, which goes before the attribute. None says nothing.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

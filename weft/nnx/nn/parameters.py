@@ -1,5 +1,7 @@
 """How a layer makes its parameters: an initializer, a key of the stream `params`, metadata."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any

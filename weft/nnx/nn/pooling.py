@@ -1,5 +1,7 @@
 """Pooling, which needs no module; the functions are those of `weft.functional.window_pooling`."""
 
+from __future__ import annotations
+
 from weft.functional.window_pooling import avg_pool, max_pool, min_pool, pool
 
 __all__ = ["avg_pool", "max_pool", "min_pool", "pool"]

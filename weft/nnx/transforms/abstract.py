@@ -1,5 +1,7 @@
 """eval_shape, make_jaxpr and checkify: what a call would return, do, or go wrong with."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

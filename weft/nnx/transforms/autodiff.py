@@ -1,5 +1,7 @@
 """Derivatives with respect to arguments, and to parts of the state of objects."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

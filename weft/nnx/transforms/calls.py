@@ -1,5 +1,7 @@
 """Which transformations are open in this thread, so that errors can name what the user wrote."""
 
+from __future__ import annotations
+
 import contextlib
 import functools
 import inspect

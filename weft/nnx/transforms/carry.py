@@ -5,6 +5,8 @@ objects in it have nothing to add, and must be the ones that it was given: a loo
 by reference.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

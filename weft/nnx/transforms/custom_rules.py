@@ -1,5 +1,7 @@
 """custom_vjp and custom_jvp: functions of objects that come with a derivative of their own."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """Where two graphs of objects differ, for errors about branches that must leave them alike."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

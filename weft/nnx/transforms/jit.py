@@ -9,6 +9,8 @@ The *program* of a plan, the function that JAX compiles, is shared by all calls 
 look alike, and by all functions that are the same by value.
 """
 
+from __future__ import annotations
+
 import functools
 import inspect
 import sys
@@ -17,7 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-from weft.core.tracing import current_trace, is_tracing
+from weft.core.tracing import TraceState, current_trace, is_tracing
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.lifting.stages import Lowered, Traced
 from weft.nnx.graph import Flat
@@ -118,7 +120,8 @@ class JitWrapped:
         # Functions that are equal by value share their programs.
         self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
         self._seen: Hashable = None
-        self._plans: dict[Any, _Plan | None] = {}
+        # Plans; and in which trace objects of a trace were met that have none.
+        self._plans: dict[Any, _Plan | TraceState] = {}
         self._last: _Plan | None = None
         self._has_hidden = False
 
@@ -201,10 +204,11 @@ class JitWrapped:
         """The plan of a call, made if there is none that holds; None if there cannot be one."""
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
         plan = self._plans.get(key)
-        if plan is None or not plan.fits(args, kwargs):
-            if is_tracing() and key not in self._plans:
+        if not isinstance(plan, _Plan) or not plan.fits(args, kwargs):
+            here = current_trace()
+            if is_tracing() and plan != here:
                 # Most objects of a trace are called once, which is not worth the price of a plan.
-                self._keep(key, None)
+                self._keep(key, here)
                 return None
             while True:
                 epoch = EPOCH.now
@@ -220,7 +224,7 @@ class JitWrapped:
         self._last = None if self._has_hidden else plan
         return plan
 
-    def _keep(self, key: Hashable, plan: _Plan | None) -> None:
+    def _keep(self, key: Hashable, plan: _Plan | TraceState) -> None:
         self._plans[key] = plan
         for old in list(self._plans)[:-_MAX_PLANS]:
             self._plans.pop(old, None)

@@ -3,6 +3,8 @@
 It takes what the function takes. As for JAX, arguments that are static are left out there.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -6,6 +6,8 @@ given away. Back come the values that have changed, with a note which those are,
 values has changed all that the engine brings back.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 

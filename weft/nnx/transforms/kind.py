@@ -6,6 +6,8 @@ back has only what the function has changed. The static half is the graph withou
 comes back only where references or static attributes have changed, or objects are returned.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence

@@ -1,5 +1,7 @@
 """while_loop and fori_loop: what they carry may hold objects, which are changed where they are."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, TypeVar
 

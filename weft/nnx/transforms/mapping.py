@@ -1,5 +1,7 @@
 """vmap, shard_map and pmap: one function for each index of an axis, or each device."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType

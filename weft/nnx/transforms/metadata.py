@@ -1,5 +1,7 @@
 """transform_metadata: axes come and go in the metadata of variables, and not in their values."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

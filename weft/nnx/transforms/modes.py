@@ -6,6 +6,8 @@ shared, and only the values of variables come back. `graph_updates=False` keeps 
 goes in, and brings back values alone. What holds is settled when a function is transformed.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from weft.nnx.settings import Setting

@@ -1,5 +1,7 @@
 """remat: what a function of objects computes is computed again in the backward pass."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

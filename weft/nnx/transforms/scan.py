@@ -1,5 +1,7 @@
 """scan: a function of objects in a loop over an axis."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -4,6 +4,8 @@
 part by a filter. The first filter that matches takes a value.
 """
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
