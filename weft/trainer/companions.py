@@ -202,6 +202,8 @@ class Companions:
     def leave(self, why: str | None = None, *, patience_seconds: float = _HEARD_SECONDS) -> None:
         """Says that this process ends, and waits until the others have heard it.
 
+        Where another one is lost, this process is ended within seconds, also after it has left.
+
         Args:
             why: what went wrong; None if it ends as it should.
             patience_seconds: how long that may take.
