@@ -36,7 +36,8 @@ _NOT_CALLABLE = (
     *("weft.trainer.checkpoint_manifest", "weft.trainer.event_file"),
     *("weft.trainer.python_savables", "weft.trainer.run_record", "weft.trainer.state_storage"),
     *("weft.training.checkpoints", "weft.nnx.display", "weft.input.file_cache"),
-    *("weft.trainer.companions", "weft.trainer.meeting", "weft.trainer.status_page"),
+    *("weft.trainer.companions", "weft.trainer.meeting", "weft.trainer.stacks"),
+    *("weft.trainer.status_page", "weft._on_demand"),
 )
 # Of these, what makes models and data.
 _CALLABLE_THERE = ("weft.recipes.digits", "weft.recipes.lm_nnx")
