@@ -8,7 +8,7 @@ later calls cost no more than with an import at the top.
 from collections.abc import Callable
 from typing import Any
 
-import jax
+import jax.core
 
 from weft.errors import JaxTransformError
 
