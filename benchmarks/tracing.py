@@ -17,6 +17,7 @@ from benchmarks.libraries.library import Library, Program
 from benchmarks.libraries.raw import BATCHES, RAW, X, decoder_values
 
 LAYERS = 12
+_OF_ONE = 45  # pairs where one block is traced, which takes so little that noise would tell more
 _IN_JIT = {12: 0.35, 24: 0.20, 48: 0.13}
 _OBJECTS = (
     "; beyond it, the objects of a block are taken apart and written back at each call inside of a "
@@ -34,6 +35,7 @@ def traced(
     x: Any = X,
     cold: bool = False,
     why: str = "",
+    pairs: int = 15,
 ) -> list[Row]:
     """The row of a program traced against that by hand; with `cold` from empty caches."""
     if program is None:
@@ -49,7 +51,11 @@ def traced(
         program.trace(x)
 
     measured = ratios(
-        lambda: trace(program), lambda: trace(raw), clock=time.thread_time, collect=True
+        lambda: trace(program),
+        lambda: trace(raw),
+        pairs=pairs,
+        clock=time.thread_time,
+        collect=True,
     )
     return [row(question, measured, at_most=at_most if library.is_weft else None, why=why)]
 
@@ -88,10 +94,18 @@ def run() -> list[Row]:
     values = decoder_values(LAYERS)
     for library in libraries():
         question, scanned = f"trace a scan of {LAYERS} layers", library.scanned(values)
-        rows += traced(question, library, scanned, RAW.scanned(values), at_most=1.15, cold=True)
+        raw = RAW.scanned(values)
+        rows += traced(question, library, scanned, raw, at_most=1.15, cold=True, pairs=_OF_ONE)
     for library in libraries():
         question, nested = "trace vmap(scan(remat(block)))", library.nested(values)
         rows += traced(
-            question, library, nested, RAW.nested(values), at_most=2.0, x=BATCHES, cold=True
+            question,
+            library,
+            nested,
+            RAW.nested(values),
+            at_most=2.0,
+            x=BATCHES,
+            cold=True,
+            pairs=_OF_ONE,
         )
     return rows

@@ -27,13 +27,6 @@ def shown(**answers):
     return page.updated(text, answers)
 
 
-# TODO(issue 7): targets that can be met, and are not.
-NOT_YET = {
-    *(f"import weft.{name} / import jax" for name in ("linen", "nnx", "hierarchy.layers")),
-    "trace a scan of 12 layers, Weft NNX / raw",
-}
-
-
 def test_the_page_is_what_the_results_say():
     text = page.PAGE.read_text(encoding="utf-8")
     assert page.updated(text, results.load()) == text, "python -m benchmarks --page"
@@ -42,7 +35,7 @@ def test_the_page_is_what_the_results_say():
 def test_every_target_is_met_or_explained():
     rows = [row for answer in results.load().values() for row in answer.rows]
     missed = {row.question for row in rows if table.verdict(row) == "missed"}
-    assert missed - NOT_YET == set()
+    assert missed == set()
     assert [row.question for row in rows if row.at_most is not None and 1 < row.pairs < 15] == []
 
 
