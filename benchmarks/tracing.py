@@ -20,8 +20,8 @@ LAYERS = 12
 _OF_ONE = 45  # pairs where one block is traced, which takes so little that noise would tell more
 _IN_JIT = {12: 0.35, 24: 0.20, 48: 0.13}
 _OBJECTS = (
-    "; beyond it, the objects of a block are taken apart and written back at each call inside of a "
-    "trace, where there is no epoch to go by"
+    "; beyond it, the model is taken apart and made anew inside, and at each call the objects of a "
+    "block are compared with those of the call before, where there is no epoch to go by"
 )
 
 

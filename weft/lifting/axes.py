@@ -27,27 +27,34 @@ def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transfor
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
-    found: dict[str, int] = {} if size is None else {"the size given": size}
-    for i, (value, role) in enumerate(zip(units.values, units.roles, strict=True)):
+
+    def name(i: int, path: Any) -> str:
+        return units.place(kind, cargo.static.value[0], i, path)
+
+    # Names take long where there are many values, so only errors have them made.
+    found = []
+    for i, (value, role) in enumerate(units.pairs()):
         if not isinstance(role, int):
             continue
         for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            name = units.place(kind, cargo.static.value[0], i, path)
             shape = jax.numpy.shape(leaf)
             if not -len(shape) <= role < len(shape):
                 raise AxisSizeError(
-                    f"{transformation}: {name} of shape {shape} has no axis {role}; "
+                    f"{transformation}: {name(i, path)} of shape {shape} has no axis {role}; "
                     "give it an axis that it has, or None to share it."
                 )
-            found[name] = shape[role]
-    if not found:
+            found.append((i, path, shape[role]))
+    sizes = {n for *_, n in found} | ({size} if size is not None else set())
+    if not sizes:
         raise AxisSizeError(
             f"{transformation}: no input is mapped, so nothing tells the size; give the size."
         )
-    if len(set(found.values())) > 1:
-        sizes = ", ".join(f"{name}: {n}" for name, n in found.items())
-        raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({sizes}).")
-    return next(iter(found.values()))
+    if len(sizes) > 1:
+        named = {} if size is None else {"the size given": size}
+        named |= {name(i, path): n for i, path, n in found}
+        shown = ", ".join(f"{at}: {n}" for at, n in named.items())
+        raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({shown}).")
+    return sizes.pop()
 
 
 def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:

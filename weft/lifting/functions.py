@@ -144,14 +144,15 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     if fn in above:
         return "recursion", above.index(fn)
     above = (*above, fn)
-    if not is_of_library(fn) and _written_outside(fn.__code__):
+    # The globals of a library do not change.
+    is_library = is_of_library(fn)
+    if not is_library and _written_outside(fn.__code__):
         raise _Incomparable  # it is another one after each run
     try:
         closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
-    # The globals of a library do not change.
-    names = [] if is_of_library(fn) else _names(fn.__code__)
+    names = () if is_library else _names(fn.__code__)
     seen = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
     defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
     # What it wraps is in its closure, too.
@@ -179,10 +180,11 @@ def _written_outside(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
-def _names(code: types.CodeType) -> list[str]:
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> tuple[str, ...]:
     """The global names in a function's code and in that of functions inside of it."""
     inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return sorted({*code.co_names, *(name for c in inside for name in _names(c))})
+    return tuple(sorted({*code.co_names, *(name for c in inside for name in _names(c))}))
 
 
 # Each of a module's fields goes through these whenever it crosses: a union that is made anew at

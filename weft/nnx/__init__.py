@@ -7,7 +7,9 @@ does to it is seen outside.
 
 from __future__ import annotations
 
-from weft.nnx import metrics, traversals
+from typing import TYPE_CHECKING
+
+from weft.nnx import metrics
 from weft.nnx.capturing import capture
 from weft.nnx.checks import check_pytree
 from weft.nnx.containers import Dict, List, Sequential
@@ -414,10 +416,18 @@ __all__ = [
 ]
 
 
+if TYPE_CHECKING:
+    import weft.nnx.traversals as traversals
+
+
 def __getattr__(name: str) -> object:
-    # The bridge stands on all ways of writing, so it is imported when it is asked for.
+    # The bridge stands on all ways of writing, and few ask for traversals.
     if name == "bridge":
         import weft.nnx.bridge as bridge
 
         return bridge
+    if name == "traversals":
+        import weft.nnx.traversals as traversals
+
+        return traversals
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,34 +72,38 @@ def plan_together(
     watch = Watch()  # of the first of those that are made here, which all are made at once
 
     def build(part: Any) -> Any:
-        if isinstance(part, Ref):
+        kind = type(part)
+        if kind is VariableDef:
+            value = next(rest)
+            if part.index in existing:
+                made = existing[part.index]
+            elif isinstance(value, Variable):
+                made = value if share else value.copy(_copy_ref=False)
+            else:
+                made = part.type.from_metadata(value, dict(part.metadata.value))
+            objects[part.index] = made
+            return made
+        if kind is Fixed:
+            return part.value
+        if kind is Leaf:
+            return next(rest)
+        if kind is Ref:
             if part.index not in objects:
                 raise GraphStructureError(
                     f"the description refers to object {part.index} of another one, with which it "
                     "was split; merge both inside of one nnx.merge_context(), that one first."
                 )
             return objects[part.index]
-        if isinstance(part, Fixed):
-            return part.value
-        if isinstance(part, Leaf):
-            return next(rest)
-        if isinstance(part, VariableDef):
-            value = next(rest)
-            metadata = part.metadata.value
-            if part.index in existing:
-                made = existing[part.index]
-            elif isinstance(value, Variable):
-                made = value if share else value.copy(_copy_ref=False)
-            else:
-                made = part.type.from_metadata(value, dict(metadata))
-            objects[part.index] = made
-            return made
         if part.index is None:
             return jax.tree.unflatten(part.marks, [build(below) for _, below in part.attributes])
         is_new = part.index not in existing
         made = part.type._blank(watch) if is_new else existing[part.index]
         objects[part.index] = made
-        items = [(name, build(below)) for name, below in part.attributes]
+        # Most attributes are static, which is seen here without a call.
+        items = [
+            (name, below.value if type(below) is Fixed else build(below))
+            for name, below in part.attributes
+        ]
         change = Change(made, part, items)
         if is_new:
             make_changes([change])

@@ -209,11 +209,13 @@ class _Walk:
                 return index
             attributes = tuple(
                 [
-                    (name, of_plain(value))
-                    if (kind := type(value)) in PLAIN and name not in marks
+                    (name, self._marked(x, name, value, (*path, name)))
+                    if name in marks
+                    else (name, of_plain(value))
+                    if (kind := type(value)) in PLAIN
                     else (name, fixed(value))
-                    if kind in UNCHANGING and name not in marks
-                    else (name, self._attribute(x, name, value, (*path, name)))
+                    if kind in UNCHANGING
+                    else (name, self.describe(value, (*path, name), (x, name)))
                     for name, value in x._items()
                 ]
             )
@@ -237,12 +239,11 @@ class _Walk:
         )
         return NodeDef(type(x), None, attributes, tree)
 
-    def _attribute(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
-        mark = x._watch.marks.get(name)
-        if mark is False:
+    def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
+        if not x._watch.marks[name]:
             self.is_sure &= _cannot_change(value)
             return fixed(value)
-        return self.describe(value, path, (x, name), is_data=bool(mark))
+        return self.describe(value, path, (x, name), is_data=True)
 
     def _index(self, x: Any, path: Path) -> Any:
         """The index that an object gets, or a reference to it if it has one."""
@@ -367,6 +368,55 @@ def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _N
     root = walk.describe(x, ())
     graphdef = GraphDef(root, walk.paths)
     return Flat(graphdef, walk.leaves, walk.owners, walk.objects, walk.again, walk.is_sure)
+
+
+def flat_of_variables(graphdef: GraphDef, objects: list[Any]) -> Flat:
+    """A graph whose values all are variables, and in which nothing can change unnoticed."""
+    leaves = [x for x in objects if isinstance(x, Variable)]
+    return Flat(graphdef, leaves, [None] * len(leaves), objects, [], True)
+
+
+def objects_alike(
+    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]]
+) -> list[Any] | None:
+    """The objects and variables of a graph that looks as described, which is soon seen.
+
+    Args:
+        items: names or indices, and what may be as described.
+        known: likewise, and descriptions of objects that meet none again, whose values all are
+            variables, and in which nothing can change unnoticed.
+
+    Returns:
+        None if something is not as described, or may change unnoticed.
+    """
+    found: list[Any] = []
+    is_alike = _are_alike(items, known, found) and len({*map(id, found)}) == len(found)
+    return found if is_alike else None
+
+
+def _are_alike(
+    items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]], found: list[Any]
+) -> bool:
+    if len(items) != len(known):
+        return False
+    for (name, x), (known_name, part) in zip(items, known, strict=True):
+        kind = type(part)
+        if kind is Fixed:
+            is_alike = x is part.value or fixed(x) == part
+        elif type(x) is not part.type:
+            is_alike = False
+        elif kind is VariableDef:
+            found.append(x)
+            is_alike = not x._metadata or all(map(_cannot_change, x._metadata.values()))
+        elif part.index is None:
+            is_alike = type(x) is tuple and _are_alike([*enumerate(x)], part.attributes, found)
+        else:
+            found.append(x)
+            is_alike = x._marks() == part.marks and x._order() == part.order
+            is_alike = is_alike and _are_alike(x._items(), part.attributes, found)
+        if name != known_name or not is_alike:
+            return False
+    return True
 
 
 def leaf_parts(graphdef: GraphDef) -> list[Any]:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.nnx.transforms.changes import ARRAYS, CHANGES, Model, WithArrays
 from weft import nnx
 from weft.errors import (
     CapturedObjectError,
@@ -235,6 +236,49 @@ def test_a_new_attribute_needs_a_filter_too():
 def test_kinds_are_values():
     assert ObjectKind("vmap") == ObjectKind("vmap") != ObjectKind("vmap", structure=False)
     assert hash(ObjectKind("scan", is_loop=True)) == hash(ObjectKind("scan", is_loop=True))
+
+
+def seen(kind, *objects, of=...):
+    """All that a kind finds of objects."""
+    flat, static, groups = kind.split(objects, [((of, 0), (..., None))] * len(objects))
+    groups = [[{n: id(x) for n, x in group.items()} for group in of_one] for of_one in groups]
+    owners = [owner and (id(owner[0]), owner[1]) for owner in flat.owners]
+    objects = [*map(id, flat.objects)]
+    return static, groups, [*map(id, flat.leaves)], owners, objects, flat.again, flat.is_sure
+
+
+def test_objects_that_look_alike_are_described_once():
+    kind, models = ObjectKind("scan"), [Model(), Model()]
+    found = [seen(kind, model) for model in models]
+    assert found[0][0] is found[1][0]
+    assert found == [seen(ObjectKind("scan"), model) for model in models]
+
+
+@pytest.mark.parametrize("change", {**CHANGES, **ARRAYS}.values(), ids={**CHANGES, **ARRAYS})
+@pytest.mark.parametrize("at", [0, 1], ids=["first", "second"])
+def test_what_was_seen_before_hides_no_change(change, at):
+    cls = WithArrays if change in ARRAYS.values() else Model
+    kind, models = ObjectKind("scan"), [cls(), cls()]
+    for of in (..., nnx.Param):
+        seen(kind, *models, of=of)
+    change(models[at])
+    for of in (nnx.Param, ...):
+        assert seen(kind, *models, of=of) == seen(ObjectKind("scan"), *models, of=of)
+
+
+def test_what_was_seen_before_hides_no_alias_among_arguments():
+    kind, models = ObjectKind("scan"), [Model(), Model()]
+    seen(kind, *models)
+    models[1].a.w = models[0].a.w
+    for given in (models, models[:1] * 2):
+        assert seen(kind, *given) == seen(ObjectKind("scan"), *given)
+
+
+def test_a_filter_that_looks_at_variables_is_asked_each_time():
+    kind, models = ObjectKind("vmap"), [Model(), Model()]
+    models[1].w.set_metadata(tag="b")
+    for of in ("a", lambda path, x: x is models[0].w):
+        assert [len(seen(kind, model, of=of)[1][0][0]) for model in models] == [1, 0]
 
 
 def test_a_call_keeps_nothing_alive():

@@ -22,7 +22,7 @@ from typing import Any
 from weft.core.tracing import TraceState, current_trace, is_tracing
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.lifting.stages import Lowered, Traced
-from weft.nnx.graph import Flat
+from weft.nnx.graph import Flat, flat_of_variables
 from weft.nnx.naming import origin
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
@@ -102,9 +102,8 @@ class _Plan:
 
     def flat(self) -> Flat:
         """The graph of the objects, as it was found."""
-        graphdef, objects = self.program.layout.static.graphdef, [ref() for ref in self.objects]
-        leaves = [x for x in objects if isinstance(x, Variable)]
-        return Flat(graphdef, leaves, [None] * len(leaves), objects, [], True)
+        graphdef = self.program.layout.static.graphdef
+        return flat_of_variables(graphdef, [ref() for ref in self.objects])
 
 
 class JitWrapped:

@@ -31,7 +31,7 @@ from weft.nnx.transforms.calls import (
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.transforms.symbols import StateSharding, as_roles
-from weft.nnx.variables import Variable, metadata_key
+from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 
 class Options(NamedTuple):
@@ -165,7 +165,7 @@ class Program:
         groups: list[tuple[dict[int, Any], ...]]
         groups = [tuple({} for _ in roles) for roles in layout.roles]
         for n, (i, g) in enumerate(layout.static.places):
-            groups[i][g][n] = self.as_leaf(n, values[n])
+            groups[i][g][n] = self._going_in(n, values[n])
         args, kwargs = list(rest), dict(named)
         holes = map(Hole, range(len(groups)))
         for i in layout.at:
@@ -195,6 +195,12 @@ class Program:
     def _in_order(self, donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         values = dict(zip((*self.donated, *self.kept), (*donated, *kept), strict=True))
         return [values[n] for n in range(len(values))]
+
+    def _going_in(self, n: int, value: Any) -> Any:
+        """A value as the engine takes it, which makes variables without metadata itself."""
+        made = self.layout.made[n]
+        is_enough = made is not None and made[1] is NO_METADATA and not isinstance(value, Variable)
+        return value if is_enough else self.as_leaf(n, value)
 
     def as_leaf(self, n: int, value: Any) -> Any:
         """A value in a variable as it was, or itself."""

@@ -9,6 +9,7 @@ comes back only where references or static attributes have changed, or objects a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,19 @@ from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
-from weft.nnx.filters import Everything, Path, Predicate, to_predicate
-from weft.nnx.graph import Flat, GraphDef, NodeDef, Ref, VariableDef, Within, take_apart, with_item
+from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
+from weft.nnx.graph import (
+    Flat,
+    GraphDef,
+    NodeDef,
+    Ref,
+    VariableDef,
+    Within,
+    flat_of_variables,
+    objects_alike,
+    take_apart,
+    with_item,
+)
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.spmd import add_axis, remove_axis
@@ -41,6 +53,8 @@ from weft.nnx.variables import Variable, metadata_key
 Group = dict[int, Any]
 Groups = tuple[Group, ...]
 Wanted = tuple[tuple[Any, Any], ...]
+
+_MAX_BEFORE = 64
 
 
 class _Static(NamedTuple):
@@ -121,19 +135,43 @@ class ObjectKind(Kind):
         return is_object(x)
 
     def split(self, carriers: Sequence[Any], filters: Sequence[Wanted]):
+        flat, static = self._as_before(carriers, filters) or self._seen(carriers, filters)
+        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
+        for n, (leaf, (i, g)) in enumerate(zip(flat.leaves, static.places, strict=True)):
+            groups[i][g][n] = leaf
+        return flat, static, groups
+
+    def _seen(self, carriers: Sequence[Any], filters: Sequence[Wanted]) -> tuple[Flat, _Static]:
         flat = take_apart((tuple(carriers), ()), with_metadata=False)
         grouping = _Grouping(filters, ())
         self._check_aliases(flat, grouping)
-        groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
-        places = []
-        for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
-            _, i, g = grouping.place(path, leaf)
-            groups[i][g][n] = leaf
-            places.append((i, g))
+        at = zip(flat.graphdef.paths, flat.leaves, strict=True)
+        places = tuple(grouping.place(path, leaf)[1:] for path, leaf in at)
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_sure = flat.is_sure and not any(owners)
-        return flat, _Static(flat.graphdef, tuple(places), owners, is_sure), groups
+        static = _Static(flat.graphdef, places, owners, is_sure)
+        if carriers and is_sure and not flat.again and grouping.is_of_structure:
+            if len(self._before) >= _MAX_BEFORE:
+                self._before.clear()
+            self._before[tuple(map(type, carriers))] = static, filters
+        return flat, static
+
+    @functools.cached_property
+    def _before(self) -> dict[tuple[type, ...], tuple[_Static, Sequence[Wanted]]]:
+        """What was seen of objects of the same classes: the layers of a model look alike."""
+        return {}
+
+    def _as_before(
+        self, carriers: Sequence[Any], filters: Sequence[Wanted]
+    ) -> tuple[Flat, _Static] | None:
+        """What there is to see, if it is what was seen before."""
+        static, wanted = self._before.get(tuple(map(type, carriers)), (None, None))
+        if static is None or wanted != filters:
+            return None
+        _, known = static.graphdef.root.attributes[0]
+        objects = objects_alike([*enumerate(carriers)], known.attributes)
+        return None if objects is None else (flat_of_variables(static.graphdef, objects), static)
 
     def merge(self, static: _Static, groups: Sequence[Groups]):
         leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
@@ -317,6 +355,12 @@ class _Grouping:
             if type(matches) is Everything or matches(below, leaf):
                 return part, i, g  # pyright: ignore[reportReturnType]
         raise unmatched(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+    @property
+    def is_of_structure(self) -> bool:
+        """Whether it is the same for all graphs with the same description."""
+        every = (matches for part in self._predicates for of in part for matches in of)
+        return all(isinstance(matches, Everything | OfType) for matches in every)
 
     def role(self, path: Path, leaf: Any) -> Any:
         """What was said of a value."""
