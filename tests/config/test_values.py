@@ -201,6 +201,8 @@ def double(x, y=0):
         ({"a": 1}, collections.OrderedDict(a=1), False),
         (float("nan"), float("nan"), True),
         ([float("nan")], [float("nan")], True),
+        (complex(0, float("nan")), complex(0, float("nan")), True),
+        (complex(1, float("nan")), complex(0, float("nan")), False),
         (np.arange(3), np.arange(3), True),
         (np.arange(3), np.arange(3) + 1, False),
         (np.arange(3), np.zeros((3, 1)), False),

@@ -209,6 +209,8 @@ def values_equal(a: Any, b: Any) -> bool:
             return _all_equal(vars(a), vars(b))
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True
+    if isinstance(a, complex) and isinstance(b, complex):
+        return values_equal((a.real, a.imag), (b.real, b.imag))
     return _leaves_equal(a, b)
 
 
