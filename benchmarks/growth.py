@@ -21,7 +21,7 @@ from benchmarks.libraries.raw import RAW, chain_values
 
 ARRAYS = (10, 100, 1_000, 10_000)
 # What XLA takes to compile 10,000 arrays, half a minute, is spent on Weft and the base alone.
-_TO_THE_END = (RAW.name, "Weft NNX")
+_TO_THE_END = (RAW.name, "Weft Linen", "Weft NNX", "Weft hierarchy")
 MEGABYTES = (1, 8, 64, 512)
 _ROUNDS = 5
 
