@@ -94,15 +94,21 @@ def test_a_signal_is_passed_on_to_all_and_who_saves_may_take_its_time(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_terminal_that_is_closed_asks_to_stop_unless_that_is_ignored():
+@pytest.fixture
+def hang_up():
+    """Sets what SIGHUP does, which is nothing where the tests themselves run under nohup."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_asks_to_stop_unless_that_is_ignored(hang_up):
+    hang_up(signal.SIG_DFL)
     script = 'trap "exit 0" TERM; echo ready; while :; do sleep 0.05; done'
     outcome, _ = signalled(signal.SIGHUP, script)
     assert outcome.stopped_by == "SIGTERM" and outcome.code == 0
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        outcome, _ = signalled(signal.SIGHUP, "echo ready; sleep 0.3")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    hang_up(signal.SIG_IGN)
+    outcome, _ = signalled(signal.SIGHUP, "echo ready; sleep 0.3")
     assert outcome.stopped_by is None and outcome.code == 0
 
 
