@@ -6,9 +6,11 @@ import socket
 import threading
 
 
-def connected():
-    """Two ends of a TCP connection."""
+def connected(buffer=None):
+    """Two ends of a TCP connection; the second one takes about as many bytes before it reads."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+        if buffer is not None:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         here = socket.create_connection(server.getsockname())
         there, _ = server.accept()
     return here, there

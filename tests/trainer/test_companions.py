@@ -41,8 +41,8 @@ def alone():
     """One end of the lines, and the sockets at the other ends."""
     with contextlib.ExitStack() as stack:
 
-        def open_lines(process, *others, **kwargs):
-            pairs = {i: connected() for i in others}
+        def open_lines(process, *others, buffer=None, **kwargs):
+            pairs = {i: connected(buffer) for i in others}
             for _, there in pairs.values():
                 stack.enter_context(there)
             here = {i: pair[0] for i, pair in pairs.items()}
@@ -246,12 +246,18 @@ def test_what_is_said_last_arrives_though_not_all_was_read(alone):
         frozen.shutdown(socket.SHUT_RDWR)
         (over,) = [m["over"] for m in messages(heard()) if "over" in m]
         assert over.startswith("process 1 of 3 (host h, pid 1) has not been heard of for")
-    failing, first = alone(1, 0)
-    heard = reading(first)
+
+
+def test_what_is_said_last_arrives_at_who_reads_it_later(alone):
+    failing, first = alone(1, 0, buffer=1 << 16)
     threading.Thread(target=talking, args=(first,)).start()
-    time.sleep(0.1)
-    failing.leave("InputReadError: a.txt")
-    assert messages(heard())[-1] == {"bye": "InputReadError: a.txt"}
+    for _ in range(100):  # more than there is room for
+        failing._send(failing._connections[0], {"alive": "x" * 4000})
+    leaving = threading.Thread(target=failing.leave, args=("InputReadError: a.txt",))
+    leaving.start()
+    time.sleep(0.3)
+    assert messages(reading(first)())[-1] == {"bye": "InputReadError: a.txt"}
+    leaving.join()
 
 
 def test_the_first_ends_after_the_others_but_waits_for_none_without_end(alone):
