@@ -6,7 +6,6 @@ python -m benchmarks --page          # docs/performance.md again, from results.j
 """
 
 import difflib
-import importlib
 import sys
 import time
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.frame import page, results, table
+from benchmarks.frame.asking import ask
 from benchmarks.frame.comparison import compare
 from benchmarks.frame.results import Answer
 
@@ -36,13 +36,6 @@ def chosen(only: list[str]) -> tuple[list[str], list[str]]:
 
 def _containing(word: str) -> list[str]:
     return [question for question in QUESTIONS if word in question]
-
-
-def ask(name: str) -> Answer:
-    """Runs one question."""
-    module = importlib.import_module(f"benchmarks.{name}")
-    words = " ".join((module.__doc__ or "").split("\n\n")[0].split())
-    return Answer.of(words, results.here(), module.run())
 
 
 def main(arguments: list[str]) -> int:

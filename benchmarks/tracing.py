@@ -45,6 +45,9 @@ def traced(
         program(x), raw(x), rtol=1e-3, atol=1e-4, err_msg=f"results differ: {question}"
     )
 
+    gc.collect()
+    gc.freeze()  # what is there already, as of rows before, is not looked at in each collection
+
     def trace(program: Program) -> None:
         if cold:
             jax.clear_caches()
@@ -84,7 +87,6 @@ def _by_jit(n: int) -> list[Row]:
 def run() -> list[Row]:
     """Each library in the four forms."""
     rows = []
-    gc.freeze()  # what is there already is not looked at again in each collection
     for n in (12, 24, 48):
         values = decoder_values(n)
         for library in libraries():

@@ -39,6 +39,16 @@ def run():
     raise ValueError("the two sides differ")
 '''
 
+LEAVING = '''
+"""Is anything there?"""
+import sys
+from benchmarks.harness import counted
+def run():
+    there = sys.modules.setdefault("left", [])
+    there.append(1)
+    return [counted(f"{__name__}, left", len(there) - 1, at_most=0)]
+'''
+
 WAITING = '''
 """Does it end?"""
 import time
@@ -209,6 +219,13 @@ def test_the_table_fits_the_terminal(asked, columns):
     row = next(line for line in lines if "Weft / raw" in line)
     assert max(map(len, lines)) <= columns and "≤ 1" in row
     assert ("1 ms against 1 ms" in row) == (columns == 200)
+
+
+def test_a_question_finds_nothing_of_what_was_asked_before_it(asked):
+    repository, _, _ = asked
+    for name in ("left_1", "left_2"):
+        repository.question(name, LEAVING)
+    assert "2 lines: 2 met" in repository.run("left").stdout
 
 
 def test_a_run_that_is_stopped_keeps_and_shows_what_it_has_answered(asked):

@@ -1,0 +1,32 @@
+"""Asks a question in a process of its own, so that no answer depends on what was asked before."""
+
+import importlib
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks.frame import results
+from benchmarks.frame.results import Answer
+
+
+def ask(name: str) -> Answer:
+    """Runs one question.
+
+    Args:
+        name: of a file in `benchmarks`.
+
+    Raises:
+        Exception: what the question raises; its process ends with it.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_answer, name).result()
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                process.kill()  # it would be waited for
+            raise
+
+
+def _answer(name: str) -> Answer:
+    module = importlib.import_module(f"benchmarks.{name}")
+    words = " ".join((module.__doc__ or "").split("\n\n")[0].split())
+    return Answer.of(words, results.here(), module.run())
