@@ -402,7 +402,8 @@ def _are_alike(
     for (name, x), (known_name, part) in zip(items, known, strict=True):
         kind = type(part)
         if kind is Fixed:
-            is_alike = x is part.value or fixed(x) == part
+            # One and the same function may see other values by now, so it is compared by value.
+            is_alike = (type(x) in PLAIN and x is part.value) or fixed(x) == part
         elif type(x) is not part.type:
             is_alike = False
         elif kind is VariableDef:

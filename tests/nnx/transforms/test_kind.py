@@ -274,6 +274,17 @@ def test_what_was_seen_before_hides_no_alias_among_arguments():
         assert seen(kind, *given) == seen(ObjectKind("scan"), *given)
 
 
+def test_a_function_that_sees_another_value_by_now_is_another_one():
+    factor = 2.0
+    m = nnx.Dict(w=nnx.Param(jnp.float32(1.0)), act=lambda x: x * factor)
+    looped = nnx.scan(
+        lambda x, m: m.act(x) * m.w, length=2, in_axes=(nnx.Carry, None), out_axes=nnx.Carry
+    )
+    assert float(looped(jnp.float32(1.0), m)) == 4
+    factor = 3.0
+    assert float(looped(jnp.float32(1.0), m)) == 9
+
+
 def test_a_filter_that_looks_at_variables_is_asked_each_time():
     kind, models = ObjectKind("vmap"), [Model(), Model()]
     models[1].w.set_metadata(tag="b")
