@@ -31,7 +31,7 @@ from weft.core.filters import (
 from weft.core.frozen_dict import FrozenDict
 from weft.core.known import known_part
 from weft.core.rngs import Counts, Path, Stream, check_keys
-from weft.core.tracing import current_trace
+from weft.core.tracing import current_trace, with_room_in_trace
 from weft.core.trunk import Trunk, VariableDict, copied
 from weft.core.variable import MISSING, Variable, check_shape
 from weft.errors import (
@@ -528,7 +528,7 @@ def apply(
         if isinstance(params, Mapping) and "params" in params:
             raise ApplyScopeInvalidVariablesStructureError(variables)
         with bind(variables, rngs=rngs, mutable=mutable, flags=flags).temporary() as root:
-            result = fn(root, *args, **kwargs)
+            result = with_room_in_trace(fn, root, *args, **kwargs)
             return (result, root.mutable_variables()) if mutable is not False else result
 
     return applied

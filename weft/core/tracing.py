@@ -7,11 +7,14 @@ later calls cost no more than with an import at the top.
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.core
 
 from weft.errors import JaxTransformError
+from weft.lifting.stack import with_room
+
+T = TypeVar("T")
 
 TraceState = Any
 
@@ -52,6 +55,11 @@ def current_trace() -> TraceState:
 def is_tracing() -> bool:
     """Whether a trace is running in which operations are not carried out at once."""
     return _find_top_trace(()) is not _eager
+
+
+def with_room_in_trace(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls a function, where a trace is running as `with_room` does."""
+    return with_room(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
 
 
 def check_trace_level(base_level: TraceState) -> None:

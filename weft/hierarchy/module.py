@@ -19,6 +19,7 @@ import jax
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
 from weft.config.functions import CallConfig
 from weft.config.names import did_you_mean
+from weft.core.tracing import with_room_in_trace
 from weft.errors import (
     ChildConfigError,
     ChildNameConflictError,
@@ -533,7 +534,7 @@ def functional(
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with set_current_context(context, require_parent=False):
         try:
-            result = bound(*args, **kwargs)
+            result = with_room_in_trace(bound, *args, **kwargs)
         except Exception as error:
             _note_path(error, module, method)
             raise

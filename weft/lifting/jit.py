@@ -16,6 +16,7 @@ from weft.lifting.crossing import Cargo, Kind, Results, Static, commit, depart, 
 from weft.lifting.functions import AtFirstCall
 from weft.lifting.recompiles import Trace, differences
 from weft.lifting.roles import Roles
+from weft.lifting.stack import with_room
 from weft.lifting.stages import Lowered
 
 
@@ -56,7 +57,7 @@ class _Shared:
                 named = {name: _unwrapped(x) for name, x in args[1].items()}
                 return fn(*map(_unwrapped, args[0]), **named)
 
-            return run(kind, call, Cargo(static, (packed, packed_kwargs)))
+            return with_room(run, kind, call, Cargo(static, (packed, packed_kwargs)))
 
         self._traces: list[Trace] = []
         self._kind = kind

@@ -19,6 +19,7 @@ from weft.lifting import Roles
 from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
 from weft.lifting.functions import by_value
 from weft.lifting.roles import broadcast_roles
+from weft.lifting.stack import with_room
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
 from weft.nnx.transforms.calls import (
@@ -179,7 +180,8 @@ class Program:
         )
         roles = tuple(layout.roles[x.index] if isinstance(x, Hole) else None for x in leaves)
         with opened(Call("jit", self._user_fn, (args, kwargs), ("in_shardings", "out_shardings"))):
-            results = run(
+            results = with_room(
+                run,
                 self._options.kind,
                 self._call,
                 Cargo(Static((layout.static, roles)), packed),
