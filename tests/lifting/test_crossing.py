@@ -86,8 +86,8 @@ def test_units_are_the_groups_and_the_other_leaves():
     units = Units.of_cargo(cargo)
     assert units.roles == [CARRY, 0, None]
     assert units.is_group == [True, True, False]
-    assert jax.tree.structure(units.rebuild(units.values)) == jax.tree.structure(cargo.packed)
-    replaced = units.merged(CARRY, [{"a": jnp.full(1, 7)}])
+    assert jax.tree.structure(units.packed()) == jax.tree.structure(cargo.packed)
+    replaced = units.merged(CARRY, [{"a": jnp.full(1, 7)}]).packed()
     assert replaced[0].groups[0]["a"] == 7
 
 

@@ -21,7 +21,7 @@ class _Differentiable:
 
     def pure(self, diff: list[Any]) -> tuple[Any, Results]:
         """The result, and all else that comes back."""
-        cargo = Cargo(self._static, self.units.merged(DIFF, diff))
+        cargo = Cargo(self._static, self.units.merged(DIFF, diff).packed())
         results = run(self._kind, lambda args: self._fn(*args), cargo)
         value, aux = results.packed if self._has_aux else (results.packed, None)
         return value, results._replace(packed=aux)
@@ -36,7 +36,7 @@ class _Differentiable:
 
 def as_args(units: Units, values: list[Any]) -> Any:
     """Values of what is DIFF in the tree of the arguments, None where there is nothing."""
-    by_unit = units.emptied().merged(DIFF, values)
+    by_unit = units.emptied().merged(DIFF, values).packed()
     return jax.tree.map(lambda x: x.groups if is_parcel(x) else x, by_unit, is_leaf=is_parcel)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from weft.errors import AxisSizeError, RoleError
 from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, in_results
@@ -28,22 +29,22 @@ def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transfor
         AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
 
-    def name(i: int, path: Any) -> str:
-        return units.place(kind, cargo.static.value[0], i, path)
+    def name(i: int, number: int) -> str:
+        return units.place(kind, cargo.static.value[0], i, number)
 
     # Names take long where there are many values, so only errors have them made.
     found = []
     for i, (value, role) in enumerate(units.pairs()):
         if not isinstance(role, int):
             continue
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            shape = jax.numpy.shape(leaf)
+        for number, leaf in enumerate(jax.tree.leaves(value)):
+            shape = np.shape(leaf)
             if not -len(shape) <= role < len(shape):
                 raise AxisSizeError(
-                    f"{transformation}: {name(i, path)} of shape {shape} has no axis {role}; "
+                    f"{transformation}: {name(i, number)} of shape {shape} has no axis {role}; "
                     "give it an axis that it has, or None to share it."
                 )
-            found.append((i, path, shape[role]))
+            found.append((i, number, shape[role]))
     sizes = {n for *_, n in found} | ({size} if size is not None else set())
     if not sizes:
         raise AxisSizeError(
@@ -51,7 +52,7 @@ def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transfor
         )
     if len(sizes) > 1:
         named = {} if size is None else {"the size given": size}
-        named |= {name(i, path): n for i, path, n in found}
+        named |= {name(i, number): n for i, number, n in found}
         shown = ", ".join(f"{at}: {n}" for at, n in named.items())
         raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({shown}).")
     return sizes.pop()
@@ -68,8 +69,8 @@ def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]
             )
 
 
-def enter_axis(kind: Kind, units: Units, n: int, metadata: Metadata) -> list[Any]:
-    """The values as they go in: keys forked, metadata told that the axis goes."""
+def enter_axis(kind: Kind, units: Units, n: int, metadata: Metadata) -> Units:
+    """The units as they go in: keys forked, metadata told that the axis goes."""
 
     def enter(value: Any, role: Role, is_group: bool) -> Any:
         if is_group and role is FORK:
@@ -78,7 +79,9 @@ def enter_axis(kind: Kind, units: Units, n: int, metadata: Metadata) -> list[Any
             return kind.axis(-1, value, role, metadata)
         return value
 
-    return [enter(*unit) for unit in zip(units.values, units.roles, units.is_group, strict=True)]
+    return units.having(
+        [enter(*unit) for unit in zip(units.values, units.roles, units.is_group, strict=True)]
+    )
 
 
 def leave_axis(
@@ -86,13 +89,11 @@ def leave_axis(
 ) -> Results:
     """The results as they come back: metadata told that the axis came."""
     units = in_results(cargo, results, out_axes)
-    parcels, packed = units.rebuild(
-        [
-            kind.axis(1, value, role, metadata) if is_group and isinstance(role, int) else value
-            for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
-        ]
-    )
-    return Results(results.static, parcels, packed)
+    units.values = [
+        kind.axis(1, value, role, metadata) if is_group and isinstance(role, int) else value
+        for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
+    ]
+    return Results(results.static, *units.packed())
 
 
 def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,6 @@ import jax
 from weft.errors import BranchStructureError
 from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
 from weft.lifting.crossing import (
-    Cargo,
     Kind,
     Parcel,
     Results,
@@ -26,7 +25,7 @@ from weft.lifting.crossing import (
     is_parcel,
     run,
 )
-from weft.lifting.structure import shown, traced_by_structure
+from weft.lifting.structure import traced_by_structure
 
 
 def switch(
@@ -67,7 +66,7 @@ def switch(
             return after, values
 
         def choose(static: Any, values: list[Any]) -> Results:
-            results = chosen((static, units.flat_roles), units.having(values), index)
+            results = chosen(static, units.having(values), index)
             joined, kept = results.static.value
             # What no branch has changed is what there was, so that a loop around may share it.
             found = _by_path(
@@ -94,23 +93,23 @@ def _chosen(
     kind: Kind,
     branches: Sequence[Callable[..., Any]],
     names: Sequence[str] | None,
-    static: Static,
-    packed: Any,
+    static: Any,
+    units: Units,
     index: Any,
 ) -> Results:
     """The switch on pure values; the static half also says what no branch has changed."""
-    units = Units(shown(packed), static.value[1])
     traced: list[Results] = []
     unchanged: list[frozenset[Any]] = []
 
     def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         def of_values(values: list[Any]) -> Any:
-            cargo = Cargo(static, units.rebuild(values))
+            inside = units.having(values)
+            cargo = inside.cargo(static)
             results = run(kind, lambda args: branch(*args), cargo)
-            if has_created(kind, Units.of_cargo(cargo), results, (None,)):
+            if has_created(kind, inside, results, (None,)):
                 raise StateCreated
             # All that there was comes back, since another branch may change it.
-            of_groups = groups(Units.of_cargo(cargo), results)
+            of_groups = groups(inside, results)
             wholes = [kind.union(before, after) for before, after, _ in of_groups]
             found = _by_path([before for before, _, _ in of_groups])
             after = _by_path(wholes)
@@ -130,10 +129,10 @@ def _chosen(
         if len(traced) < len(branches):
             raise  # it is the index that does not fit
         _check_results(traced, names)
-        kind.join(static.value[0], [r.static.value for r in traced])
-        _check_alike(kind, static.value[0], traced, names)
+        kind.join(static, [r.static.value for r in traced])
+        _check_alike(kind, static, traced, names)
         raise
-    joined = kind.join(static.value[0], [r.static.value for r in traced])
+    joined = kind.join(static, [r.static.value for r in traced])
     return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
 
 

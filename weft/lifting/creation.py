@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Static, Units, run
-from weft.lifting.structure import shown, traced_by_structure
+from weft.lifting.crossing import Kind, Parcel, Results, Units, run
+from weft.lifting.structure import traced_by_structure
 
 
 class StateCreated(Exception):
@@ -121,18 +121,18 @@ def with_created(
         The static half for the next run, and `values` with the new state.
     """
 
-    def once(static: Static, packed: Any) -> Any:
-        cargo = Cargo(static, shown(packed))
+    def once(static: Any, units: Units) -> Any:
+        cargo = units.cargo(static)
         results = run(kind, lambda args: (fn(*args), None)[1], cargo)
         created = [
             kind.created(before, after) if role in roles else None
-            for before, after, role in groups(Units.of_cargo(cargo), results)
+            for before, after, role in groups(units, results)
         ]
         return created, results.static
 
     # Under jit, so that what the body computes beside is not computed.
     traced = traced_by_structure(fn, (kind, tuple(roles)), once)
-    created, collected = traced((static, units.flat_roles), units.having(first))
+    created, collected = traced(static, units.having(first))
     new = iter(created)
     added = [
         kind.union(value, made) if is_group and (made := next(new)) is not None else value

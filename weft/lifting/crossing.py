@@ -19,14 +19,16 @@ the structure of a pytree without leaves, which makes it a part of JAX's own cac
 
 from __future__ import annotations
 
-import copy
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 
 from weft.errors import ForkError, RoleError
-from weft.lifting.roles import CARRY, FORK, Roles, broadcast_roles, is_role, roles_of_carrier
+from weft.lifting.roles import FORK, Roles, broadcast_roles, is_role, roles_of_carrier
 
 
 class Kind(Protocol):
@@ -345,63 +347,97 @@ def commit(kind: Kind, outer: Any, results: Results) -> Any:
     return tree.unflatten(leaves)
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where in a packed tree each unit is, and what is to happen to it.
+
+    Attributes:
+        tree: the structure of the packed tree, with parcels as leaves.
+        sizes: for each of its leaves how many groups the parcel has; None for what is no parcel.
+        flat_roles: one role for each of its leaves.
+    """
+
+    tree: Any
+    sizes: tuple[int | None, ...]
+    flat_roles: tuple[Any, ...]
+
+    @functools.cached_property
+    def of_units(self) -> tuple[list[Any], list[Any], list[bool]]:
+        """The role of each unit, its filter, and whether it is a group of a parcel."""
+        roles, filters, is_group = [], [], []
+        for size, role in zip(self.sizes, self.flat_roles, strict=True):
+            if size is None:
+                roles.append(role)
+                filters.append(None)
+                is_group.append(False)
+            else:
+                of_carrier = roles_of_carrier(role)
+                roles.extend(of_carrier.roles)
+                filters.extend(of_carrier.filters)
+                is_group.extend([True] * size)
+        return roles, filters, is_group
+
+
 class Units:
     """A packed tree as a list of what has a role of its own: groups of parcels, and other leaves.
 
     Attributes:
+        layout: where they are in the packed tree.
         values: the groups and leaves, in order.
         roles: the role of each.
+        filters: the filter of each group; None for another leaf.
+        is_group: whether each is a group of a parcel.
     """
 
-    def __init__(self, packed: Any, flat_roles: Sequence[Any]):
-        leaves, self._tree = jax.tree.flatten(packed, is_leaf=is_parcel)
-        self.flat_roles = tuple(flat_roles)
-        self._sizes = [len(leaf.groups) if is_parcel(leaf) else None for leaf in leaves]
-        self.values: list[Any] = []
-        self.roles: list[Any] = []
-        self.is_group: list[bool] = []
-        self.filters: list[Any] = []
-        for leaf, role in zip(leaves, flat_roles, strict=True):
-            is_carriers = is_parcel(leaf)
-            self.values.extend(leaf.groups if is_carriers else [leaf])
-            self.roles.extend(roles_of_carrier(role).roles if is_carriers else [role])
-            self.filters.extend(roles_of_carrier(role).filters if is_carriers else [None])
-            self.is_group.extend([is_carriers] * (len(leaf.groups) if is_carriers else 1))
+    def __init__(self, layout: Layout, values: Sequence[Any]):
+        self.layout, self.values = layout, list(values)
+        self.roles, self.filters, self.is_group = layout.of_units
+
+    @classmethod
+    def of_packed(cls, packed: Any, flat_roles: Sequence[Any]) -> "Units":
+        leaves, tree = jax.tree.flatten(packed, is_leaf=is_parcel)
+        sizes, values = [], []
+        for leaf in leaves:
+            is_carrier = is_parcel(leaf)
+            sizes.append(len(leaf.groups) if is_carrier else None)
+            values.extend(leaf.groups if is_carrier else (leaf,))
+        return cls(Layout(tree, tuple(sizes), tuple(flat_roles)), values)
 
     @classmethod
     def of_cargo(cls, cargo: Cargo) -> "Units":
-        return cls(cargo.packed, cargo.static.value[1])
+        return cls.of_packed(cargo.packed, cargo.static.value[1])
 
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """The packed tree with other values in place of its own."""
-        rest = iter(values)
-        return self._tree.unflatten(
-            next(rest) if size is None else Parcel(tuple(next(rest) for _ in range(size)))
-            for size in self._sizes
+    def packed(self) -> Any:
+        """The packed tree."""
+        rest = iter(self.values)
+        return self.layout.tree.unflatten(
+            [
+                next(rest) if size is None else Parcel(tuple(itertools.islice(rest, size)))
+                for size in self.layout.sizes
+            ]
         )
+
+    def cargo(self, static: Any) -> Cargo:
+        """What crosses, with the kind's static half."""
+        return Cargo(Static((static, self.layout.flat_roles)), self.packed())
 
     def having(self, values: Sequence[Any]) -> "Units":
         """The same units with other values."""
-        other = copy.copy(self)
-        other.values = list(values)
-        return other
+        return Units(self.layout, values)
 
     def emptied(self) -> "Units":
         """The same units without their values, for a function that lives longer than the call."""
         return self.having([None] * len(self.values))
 
-    def place(self, kind: Kind, static: Any, i: int, path: Any = ()) -> str:
-        """Where the i-th value is, or what is in it at a path of JAX, for errors."""
+    def place(self, kind: Kind, static: Any, i: int, leaf: int | None = None) -> str:
+        """Where the i-th value is, or the leaf of it with that number, for errors."""
+        path = () if leaf is None else jax.tree_util.tree_leaves_with_path(self.values[i])[leaf][0]
         if self.is_group[i]:
             return kind.place(static, path)
-        sizes = [1 if size is None else size for size in self._sizes]
-        leaf = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
-        at = jax.tree_util.tree_leaves_with_path(self._tree.unflatten(range(len(sizes))))
-        return kind.argument((*at[leaf][0], *path))
-
-    def carried(self) -> list[int]:
-        """Which of the values are the carry, in the order in which it goes around."""
-        return self._places(CARRY)
+        sizes = [1 if size is None else size for size in self.layout.sizes]
+        n = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
+        at = jax.tree_util.tree_leaves_with_path(self.layout.tree.unflatten(range(len(sizes))))
+        return kind.argument((*at[n][0], *path))
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each value with its role."""
@@ -409,18 +445,19 @@ class Units:
 
     def with_roles(self, role: Any) -> list[Any]:
         """The values whose role is `role`: first those of carriers, which come back first."""
-        return [self.values[i] for i in self._places(role)]
+        return [self.values[i] for i in self.places(role)]
 
-    def _places(self, role: Any) -> list[int]:
+    def places(self, role: Any) -> list[int]:
+        """Which of the values those are."""
         places = [i for i, r in enumerate(self.roles) if r is role]
         return sorted(places, key=lambda i: not self.is_group[i])
 
-    def merged(self, role: Any, replacements: Sequence[Any]) -> Any:
-        """The packed tree with the values of that role replaced, in the order of `with_roles`."""
+    def merged(self, role: Any, replacements: Sequence[Any]) -> "Units":
+        """The units with the values of that role replaced, in the order of `with_roles`."""
         values = list(self.values)
-        for i, value in zip(self._places(role), replacements, strict=True):
+        for i, value in zip(self.places(role), replacements, strict=True):
             values[i] = value
-        return self.rebuild(values)
+        return self.having(values)
 
 
 def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:
@@ -428,4 +465,4 @@ def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:
     _, flat = cargo.static.value
     carried = [role for role in flat if isinstance(role, Roles)]
     out = broadcast_roles(out_roles, results.packed, is_parcel, "out_axes")
-    return Units((results.parcels, results.packed), [*carried, *out])
+    return Units.of_packed((results.parcels, results.packed), [*carried, *out])

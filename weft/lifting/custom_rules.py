@@ -106,7 +106,7 @@ def _of_call(kind: Kind, args: Any, wrt: Any) -> tuple[Any, list[Any], list[Any]
     empty, static = units.emptied(), cargo.static
 
     def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> Results:
-        packed = empty.having(rest).merged(DIFF, diff)
+        packed = empty.having(rest).merged(DIFF, diff).packed()
         return run(kind, lambda args: fn(*args), Cargo(static, packed))
 
     return outer, diff, rest, run_with

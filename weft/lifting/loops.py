@@ -17,21 +17,19 @@ import jax.numpy as jnp
 
 from weft.errors import RoleError
 from weft.lifting import axes
-from weft.lifting.creation import StateCreated, has_created, traced_with_state, with_created
+from weft.lifting.creation import traced_with_state, with_created
 from weft.lifting.crossing import (
-    Cargo,
     Kind,
     Results,
     Static,
     Units,
     commit,
     depart,
-    in_results,
     run,
 )
 from weft.lifting.roles import CARRY, FORK
-from weft.lifting.scan import check_carry, check_shared, scan, take_over_carry
-from weft.lifting.structure import shown, traced_by_structure
+from weft.lifting.scan import iteration, scan
+from weft.lifting.structure import traced_by_structure
 
 
 def while_loop(
@@ -58,35 +56,28 @@ def while_loop(
         RoleError: for a role that such a loop does not have.
     """
 
-    def pure(static: Static, packed: Any) -> Results:
-        of_kind, flat_roles = static.value
-        units = Units(shown(packed), flat_roles)
+    def pure(static: Any, units: Units) -> Results:
         traced: list[tuple[Units, Static]] = []
 
-        def cargo_at(i: Any, carry: list[Any]) -> Cargo:
-            return Cargo(static, _folded(kind, i, units).merged(CARRY, carry))
+        def at(i: Any, carry: list[Any]) -> Units:
+            return _folded(kind, i, units).merged(CARRY, carry)
 
         def cond(state: tuple[Any, list[Any]]) -> Any:
-            return run(kind, lambda args: cond_fn(*args), cargo_at(*state)).packed
+            cargo = at(*state).cargo(static)
+            return run(kind, lambda args: cond_fn(*args), cargo).packed
 
         def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             i, carry = state
-            cargo = cargo_at(i, carry)
-            results = run(kind, lambda args: body_fn(*args), cargo, CARRY)
-            if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
-                raise StateCreated
-            returned = in_results(cargo, results, CARRY)
-            take_over_carry(kind, Units.of_cargo(cargo), results, returned)
-            check_shared("while_loop", kind, of_kind, units, returned)
+            inside = at(i, carry)
+            returned, collected = iteration("while_loop", kind, body_fn, CARRY, static, inside)
             new_carry = returned.with_roles(CARRY)
-            check_carry("while_loop", kind, of_kind, units, carry, new_carry)
             returned.values = [v if role is None else None for v, role in returned.pairs()]
-            traced[:] = [(returned, results.static)]
+            traced[:] = [(returned, collected)]
             return i + 1, new_carry
 
         _, carry = jax.lax.while_loop(cond, body, (jnp.int32(0), units.with_roles(CARRY)))
         returned, collected = traced[0]
-        return Results(collected, *returned.merged(CARRY, carry))
+        return Results(collected, *returned.merged(CARRY, carry).packed())
 
     looped = traced_by_structure((cond_fn, body_fn), kind, pure)
 
@@ -103,7 +94,7 @@ def while_loop(
             return with_created(kind, body_fn, static, units, first, values, roles, again=True)
 
         def loop(static: Any, values: list[Any]) -> Results:
-            return looped((static, units.flat_roles), units.having(values))
+            return looped(static, units.having(values))
 
         static, _ = cargo.static.value
         results = traced_with_state(kind, loop, create, static, units.values, units, in_loop=False)

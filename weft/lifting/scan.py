@@ -12,7 +12,6 @@ same in every iteration.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
 from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
 from weft.lifting.crossing import (
-    Cargo,
     Kind,
     Results,
     Static,
@@ -35,7 +33,7 @@ from weft.lifting.crossing import (
     run,
 )
 from weft.lifting.roles import CARRY, FORK, Role
-from weft.lifting.structure import shown, traced_by_structure
+from weft.lifting.structure import traced_by_structure
 
 
 def scan(
@@ -70,25 +68,9 @@ def scan(
         RoleError: for a role that a loop does not have.
     """
     metadata = metadata or {}
-
-    def pure(static: Static, packed: Any) -> Results:
-        of_kind, flat_roles, n = static.value
-        units = Units(shown(packed), flat_roles)
-        # The body's results are known only once it was traced; their structure is all that is kept
-        # of them.
-        traced: list[tuple[Units, Static]] = []
-        carry, ys = jax.lax.scan(
-            functools.partial(_body, kind, fn, out_axes, of_kind, units, traced),
-            units.with_roles(CARRY),
-            [_front(v, r) for v, r in units.pairs() if _is_sliced(r)],
-            length=n,
-            reverse=reverse,
-            unroll=unroll,
-            _split_transpose=split_transpose,
-        )
-        returned, collected = traced[0]
-        return Results(collected, *_filled(returned, ys, stacked=True).merged(CARRY, carry))
-
+    pure = _on_values(
+        kind, fn, out_axes, reverse=reverse, unroll=unroll, _split_transpose=split_transpose
+    )
     options = (kind, out_axes, reverse, unroll, split_transpose)
     looped = traced_by_structure(fn, options, pure)
 
@@ -97,7 +79,7 @@ def scan(
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(kind, cargo, units, length, "scan")
-        values = axes.enter_axis(kind, units, n, metadata)
+        values = axes.enter_axis(kind, units, n, metadata).values
 
         def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
             index = n - 1 if reverse or n == 0 else 0
@@ -108,7 +90,7 @@ def scan(
             return with_created(kind, fn, static, units, first, values, (CARRY, None))
 
         def loop(static: Any, values: list[Any]) -> Results:
-            return looped((static, units.flat_roles, n), units.having(values))
+            return looped((static, n), units.having(values))
 
         static, _ = cargo.static.value
         results = traced_with_state(kind, loop, create, static, values, units)
@@ -117,29 +99,73 @@ def scan(
     return call
 
 
-def _body(
+def _on_values(
+    kind: Kind, fn: Callable[..., Any], out_axes: Any, **of_loop: Any
+) -> Callable[[Any, Units], Results]:
+    """The loop as a function of what crosses; `of_loop` is for `jax.lax.scan`."""
+
+    def pure(static: Any, units: Units) -> Results:
+        of_kind, n = static
+        # Of leaves and not of trees, since JAX takes what it is given apart again and again.
+        carry, carry_tree = jax.tree.flatten(units.with_roles(CARRY))
+        xs, xs_tree = jax.tree.flatten([_front(v, r) for v, r in units.pairs() if _is_sliced(r)])
+        # The body's results are known only once it was traced; their structure is all that is kept
+        # of them.
+        traced: list[tuple[Units, Static, Any]] = []
+
+        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            sliced, carried = xs_tree.unflatten(xs), carry_tree.unflatten(carry)
+            inside = _filled(units, sliced).merged(CARRY, carried)
+            returned, collected = iteration("scan", kind, fn, out_axes, of_kind, inside)
+            new_carry = jax.tree.leaves(returned.with_roles(CARRY))
+            ys, ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
+            returned.values = [v if role is None else None for v, role in returned.pairs()]
+            traced[:] = [(returned, collected, ys_tree)]
+            return new_carry, ys
+
+        carry, ys = jax.lax.scan(body, carry, xs, length=n, **of_loop)
+        returned, collected, ys_tree = traced[0]
+        stacked = _filled(returned, ys_tree.unflatten(ys), stacked=True)
+        return Results(collected, *stacked.merged(CARRY, carry_tree.unflatten(carry)).packed())
+
+    return pure
+
+
+def iteration(
+    transformation: str,
     kind: Kind,
     fn: Callable[..., Any],
     out_axes: Any,
     static: Any,
     units: Units,
-    traced: list[tuple[Units, Static]],
-    carry: list[Any],
-    xs: list[Any],
-) -> tuple[list[Any], list[Any]]:
-    """One iteration on pure values; `traced` receives the structure of what came back."""
-    cargo = Cargo(Static((static, units.flat_roles)), _filled(units, xs).merged(CARRY, carry))
+) -> tuple[Units, Static]:
+    """Runs a loop's body once.
+
+    Args:
+        transformation: the loop's name, for errors.
+        kind: whose carriers cross.
+        fn: the body.
+        out_axes: the roles of its results.
+        static: the static half.
+        units: what crosses, as the body finds it.
+
+    Returns:
+        What comes back, and the static half of it.
+
+    Raises:
+        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
+        RoleError: if it returns or changes something with the role None.
+        StateCreated: if it makes state which must have been made before.
+    """
+    cargo = units.cargo(static)
     results = run(kind, lambda args: fn(*args), cargo, out_axes)
-    if has_created(kind, Units.of_cargo(cargo), results, (CARRY, None)):
+    if has_created(kind, units, results, (CARRY, None)):
         raise StateCreated
     returned = in_results(cargo, results, out_axes)
-    take_over_carry(kind, Units.of_cargo(cargo), results, returned)
-    check_shared("scan", kind, static, units, returned)
-    new_carry, new_ys = returned.with_roles(CARRY), _stacked(returned)
-    check_carry("scan", kind, static, units, carry, new_carry)
-    returned.values = [v if role is None else None for v, role in returned.pairs()]
-    traced[:] = [(returned, results.static)]
-    return new_carry, new_ys
+    _take_over_carry(kind, units, results, returned)
+    _check_shared(transformation, kind, static, units, returned)
+    _check_carry(transformation, kind, static, units, returned)
+    return returned, results.static
 
 
 def _first(outside: Any, inside: Any, role: Role, index: int) -> Any:
@@ -185,36 +211,24 @@ def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units
     return units.having([pick(value, role) for value, role in units.pairs()])
 
 
-def _stacked(returned: Units) -> list[Any]:
-    """What the body adds to the stacked results."""
-    return [v for v, role in zip(returned.values, returned.roles, strict=True) if _is_sliced(role)]
-
-
-def take_over_carry(kind: Kind, units: Units, results: Results, returned: Units) -> None:
+def _take_over_carry(kind: Kind, units: Units, results: Results, returned: Units) -> None:
     """Completes carried groups, with which `returned` begins, by what the body left unchanged."""
     for i, (before, after, role) in enumerate(groups(units, results)):
         if role is CARRY:
             returned.values[i] = kind.union(before, after)
 
 
-def check_shared(
+def _check_shared(
     transformation: str, kind: Kind, static: Any, units: Units, returned: Units
 ) -> None:
-    """Raises RoleError if a body returns or changes something with the role None.
-
-    Args:
-        transformation: its name, for the error.
-        kind: whose carriers cross.
-        static: the static half.
-        units: what crosses, as the body finds it.
-        returned: what the body returns.
-    """
+    """Raises RoleError if a body returns or changes something with the role None."""
     shared = {
         id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
     for i, (value, role) in enumerate(returned.pairs()):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value) if role is None else ():
+        for number, leaf in enumerate(jax.tree.leaves(value)) if role is None else ():
             if not _is_same(leaf, shared):
+                path, _ = jax.tree_util.tree_leaves_with_path(value)[number]
                 is_state = returned.is_group[i]
                 at = kind.place(static, path) if is_state else f"the result{_text(path)}"
                 raise RoleError(
@@ -232,39 +246,32 @@ def _is_same(leaf: Any, shared: set[int]) -> bool:
     return id(leaf) in shared or not isinstance(leaf, jax.core.Tracer)
 
 
-def check_carry(
+def _check_carry(
     transformation: str,
     kind: Kind,
     static: Any,
     units: Units,
-    before: list[Any],
-    after: list[Any],
+    returned: Units,
 ) -> None:
-    """Raises CarryStructureError if the body's carry differs from the one it was given.
-
-    Args:
-        transformation: its name, for the error.
-        kind: whose carriers cross.
-        static: the static half.
-        units: what crosses.
-        before: the carry that the body was given.
-        after: the one that it returns.
-    """
-    if jax.tree.structure(before) != jax.tree.structure(after):
+    """Raises CarryStructureError if the body's carry differs from the one it was given."""
+    trees = [jax.tree.structure(of.with_roles(CARRY)) for of in (units, returned)]
+    if trees[0] != trees[1]:
         raise CarryStructureError(
             f"{transformation}: the body returns a carry of another structure than it was given: "
-            f"given {jax.tree.structure(before)}, returned {jax.tree.structure(after)}."
+            f"given {trees[0]}, returned {trees[1]}."
         )
-    for (path, old), new in zip(
-        jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True
+    carried = units.places(CARRY)
+    for i, before, after in zip(
+        carried, units.with_roles(CARRY), returned.with_roles(CARRY), strict=True
     ):
-        old_type, new_type = jax.typeof(old), jax.typeof(new)
-        # Python numbers take the dtype of what they meet, which `jax.lax.scan` sorts out itself.
-        same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
-        if old_type.shape != new_type.shape or not same_dtype:
-            at = units.place(kind, static, units.carried()[path[0].idx], path[1:])
-            raise CarryStructureError(
-                f"{transformation}: the carry at {at} is given as "
-                f"{old_type.str_short()} and returned as {new_type.str_short()}; a carry keeps its "
-                "shape and dtype in every iteration."
-            )
+        pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+        for number, (old, new) in enumerate(pairs):
+            old_type, new_type = jax.typeof(old), jax.typeof(new)
+            # Python numbers take the dtype of what they meet, which `jax.lax.scan` sorts out.
+            same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
+            if old_type.shape != new_type.shape or not same_dtype:
+                raise CarryStructureError(
+                    f"{transformation}: the carry at {units.place(kind, static, i, number)} is "
+                    f"given as {old_type.str_short()} and returned as {new_type.str_short()}; a "
+                    "carry keeps its shape and dtype in every iteration."
+                )

@@ -47,26 +47,28 @@ def shard_map(
         units = Units.of_cargo(cargo)
 
         def of_device(packed: Any) -> Results:
-            parts = Units(packed, units.flat_roles)
+            parts = Units.of_packed(packed, units.layout.flat_roles)
             values = [
                 jax.tree.map(lambda x: x[0], value) if role is FORK else value
                 for value, role in parts.pairs()
             ]
-            cargo_here = Cargo(cargo.static, parts.rebuild(values))
+            cargo_here = Cargo(cargo.static, parts.having(values).packed())
             return run(kind, lambda args: fn(*args), cargo_here, out_specs)
 
         mapped = jax.shard_map(
             of_device,
             mesh=mesh,
             in_specs=(
-                units.rebuild([PartitionSpec(names) if r is FORK else r for r in units.roles]),
+                units.having(
+                    [PartitionSpec(names) if r is FORK else r for r in units.roles]
+                ).packed(),
             ),
             out_specs=axes.results_prefix(cargo, out_specs, _spec_or_shared),
             axis_names=frozenset(names),
             check_vma=check_vma,
         )
         values = [kind.fork(v, n) if role is FORK else v for v, role in units.pairs()]
-        return commit(kind, outer, mapped(units.rebuild(values)))
+        return commit(kind, outer, mapped(units.having(values).packed()))
 
     return call
 
@@ -112,11 +114,11 @@ def pmap(
 
         def of_device(values: list[Any]) -> Results:
             inside = [_squeezed(*pair) for pair in zip(values, units.roles, strict=True)]
-            args = Cargo(cargo.static, units.rebuild(inside))
+            args = Cargo(cargo.static, units.having(inside).packed())
             results = run(kind, lambda args: fn(*args), args, out_axes)
             returned = in_results(cargo, results, out_axes)
             outside = [_expanded(*pair) for pair in returned.pairs()]
-            return Results(results.static, *returned.rebuild(outside))
+            return Results(results.static, *returned.having(outside).packed())
 
         mapped = jax.shard_map(
             of_device,
@@ -125,7 +127,7 @@ def pmap(
             out_specs=axes.results_prefix(cargo, out_axes, lambda r: _spec(r, axis_name)),
             check_vma=False,
         )
-        results = jax.jit(mapped)(axes.enter_axis(kind, units, n, metadata))
+        results = jax.jit(mapped)(axes.enter_axis(kind, units, n, metadata).values)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call

@@ -7,6 +7,7 @@ all that is not an array as structure. Inside of another trace it leaves no mark
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from weft.lifting.crossing import Static, Units
 from weft.lifting.functions import AtFirstCall, Same
+from weft.lifting.stack import with_room
 
 
 def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,28 +25,35 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
     Args:
         fns: the user's functions that `pure` calls.
         options: all else that `pure` depends on.
-        pure: `pure(static, packed, *arrays)`, with a `Static` and the packed arguments. It calls
-            `shown` on these.
+        pure: `pure(static, units, *arrays)`, with what it is called with.
 
     Returns:
-        `call(static, units, *arrays)`.
+        `call(static, units, *arrays)`, where `static` is hashable.
     """
-    jitted = AtFirstCall((fns, options), lambda: jax.jit(pure, inline=True))
+
+    # Of leaves and not of trees, since JAX takes what it is given apart again and again.
+    def of_leaves(structure: Static, leaves: list[Any], *arrays: Any) -> Any:
+        static, layout, trees = structure.value
+        rest = map(_shown, leaves)
+        values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
+        return with_room(pure, static, Units(layout, values), *arrays)
+
+    jitted = AtFirstCall((fns, options), lambda: jax.jit(of_leaves, inline=True))
 
     def call(static: Any, units: Units, *arrays: Any) -> Any:
-        values = [
-            jax.tree.map(_hidden, value) if role is None else value for value, role in units.pairs()
-        ]
-        return jitted.value(Static(static), units.rebuild(values), *arrays)
+        leaves, trees = [], []
+        for value, role in units.pairs():
+            of_value, tree = jax.tree.flatten(value)
+            leaves.extend(map(_hidden, of_value) if role is None else of_value)
+            trees.append(tree)
+        return jitted.value(Static((static, units.layout, tuple(trees))), leaves, *arrays)
 
     return call
 
 
+@jax.tree_util.register_static
 class _Hidden(Static):
     """What is no array and is the same for all."""
-
-
-jax.tree_util.register_static(_Hidden)
 
 
 def _hidden(x: Any) -> Any:
@@ -53,11 +62,6 @@ def _hidden(x: Any) -> Any:
     return _Hidden(x if isinstance(x, Hashable) else Same(x))
 
 
-def shown(packed: Any) -> Any:
-    """The packed arguments as they were, inside of `pure`."""
-
-    def show(x: Any) -> Any:
-        value = x.value if isinstance(x, _Hidden) else x
-        return value.value if isinstance(value, Same) else value
-
-    return jax.tree.map(show, packed, is_leaf=lambda x: isinstance(x, _Hidden))
+def _shown(x: Any) -> Any:
+    value = x.value if isinstance(x, _Hidden) else x
+    return value.value if isinstance(value, Same) else value

@@ -55,14 +55,14 @@ def vmap(
 
         batched = jax.vmap(
             mapped,
-            in_axes=(units.rebuild([0 if role is FORK else role for role in units.roles]),),
+            in_axes=(units.having([0 if r is FORK else r for r in units.roles]).packed(),),
             out_axes=axes.results_prefix(cargo, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,
             axis_name=axis_name,
             spmd_axis_name=spmd_axis_name,
         )
         try:
-            results = batched(units.rebuild(axes.enter_axis(kind, units, n, metadata)))
+            results = batched(axes.enter_axis(kind, units, n, metadata).packed())
         except ValueError as error:
             # JAX finds it, and says where it is, after the function ran.
             if found := re.search(r"out_axes\.(\S+), got axis spec None but output", str(error)):
