@@ -134,8 +134,8 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     """A hashable value that is equal for equal functions; `above` are those that lead here."""
     if isinstance(fn, functools.partial):
         above = (*above, fn)
-        held = (fn.args, tuple(sorted(fn.keywords.items())))
-        return "partial", _of_function(fn.func, above), _of_value(held, above)
+        held = _of_value(fn.args, above), _of_named(fn.keywords, above)
+        return "partial", _of_function(fn.func, above), held
     if isinstance(fn, types.MethodType):
         above = (*above, fn)
         return "method", _of_function(fn.__func__, above), _of_value(fn.__self__, above)
@@ -149,22 +149,26 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     if not is_library and _written_outside(fn.__code__):
         raise _Incomparable  # it is another one after each run
     try:
-        closure = tuple(cell.cell_contents for cell in fn.__closure__ or ())
+        closure = [cell.cell_contents for cell in fn.__closure__ or ()]
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
-    names = () if is_library else _names(fn.__code__)
-    seen = {name: fn.__globals__[name] for name in names if name in fn.__globals__}
-    defaults = (fn.__defaults__, tuple(sorted((fn.__kwdefaults__ or {}).items())))
+    seen = fn.__globals__
+    names = () if is_library else [name for name in _names(fn.__code__) if name in seen]
     # What it wraps is in its closure, too.
-    own = tuple(sorted(item for item in fn.__dict__.items() if item[0] != "__wrapped__"))
+    own = {k: v for k, v in fn.__dict__.items() if k != "__wrapped__"} if fn.__dict__ else {}
     return (
         fn.__code__,
-        Same(fn.__globals__),
-        _of_value(closure, above),
-        _of_value(defaults, above),
-        _of_value(own, above),
-        tuple((name, _of_value(value, above)) for name, value in seen.items()),
+        Same(seen),
+        tuple([_of_value(value, above) for value in closure]),
+        _of_value(fn.__defaults__, above),
+        _of_named(fn.__kwdefaults__, above) if fn.__kwdefaults__ else (),
+        _of_named(own, above) if own else (),
+        tuple([(name, _of_value(seen[name], above)) for name in names]),
     )
+
+
+def _of_named(values: Mapping[str, Any], above: tuple[Any, ...]) -> Hashable:
+    return tuple([(name, _of_value(value, above)) for name, value in sorted(values.items())])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -187,17 +191,26 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted({*code.co_names, *(name for c in inside for name in _names(c))}))
 
 
-# Each of a module's fields goes through these whenever it crosses: a union that is made anew at
-# each look takes longer than the look.
+# Each of a module's fields goes through these whenever it crosses, and all that a function sees: a
+# union that is made anew at each look takes longer than the look.
 _PLAIN = (bool, int, str, bytes, type(None))
+_PLAIN_TYPES = frozenset(_PLAIN)
 _FRACTIONS = (float, complex)
 _UNCHANGING = (type, types.ModuleType, types.BuiltinFunctionType)
+_BOUND = (types.MethodType, functools.partial)
 _BY_EQUALITY = (enum.Enum, np.dtype, jax.sharding.Sharding, jax.sharding.PartitionSpec)
 
 
 def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return kind, value
+    if kind is types.FunctionType:
+        # One that stands in another function is made anew by each call of that.
+        fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
+        return Same(value) if fixed and is_of_library(value) else _of_function(value, above)
     if isinstance(value, _PLAIN):
-        return type(value), value
+        return kind, value
     if isinstance(value, tuple):
         return type(value), tuple([_of_value(v, above) for v in value])
     if isinstance(value, _UNCHANGING):
@@ -214,11 +227,7 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     if not above and isinstance(value, dict):
         items = tuple((_of_value(k, above), _of_value(v, above)) for k, v in value.items())
         return type(value), items
-    if isinstance(value, types.FunctionType):
-        # One that stands in another function is made anew by each call of that.
-        fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
-        return Same(value) if fixed and is_of_library(value) else _of_function(value, above)
-    if isinstance(value, types.MethodType | functools.partial):
+    if isinstance(value, _BOUND):
         return _of_function(value, above)
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         return Same(value)
@@ -236,4 +245,9 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
 def is_of_library(fn: types.FunctionType) -> bool:
     """Whether a function is JAX's, Weft's or the like, whose globals do not change."""
     # Functions that wrap others have the module of what they wrap, so the globals tell.
-    return fn.__globals__.get("__name__", "").split(".")[0] in ("jax", "numpy", "optax", "weft")
+    return _is_library(fn.__globals__.get("__name__", ""))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_library(module: str) -> bool:
+    return module.split(".")[0] in ("jax", "numpy", "optax", "weft")
