@@ -371,7 +371,7 @@ def _both_ways(
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
-        # Most often nothing is said, and reading a signature takes a tenth of a trace's preparation.
+        # Most often nothing is said, and then the signature, which takes long to read, is not.
         parameters = inspect.signature(fun).parameters.values() if numbers or names else ()
     except (TypeError, ValueError):
         return frozenset(numbers), frozenset(names)
