@@ -2,10 +2,16 @@
 
 Its layers unrolled; unrolled with each block under its own jit; scanned; and in three
 transformations at once. CPU time of the Python thread, garbage collected before each measurement.
+Last, scanned at the worst depth of Python's stack beside the best: Python keeps frames in pieces,
+and for a call at the end of a piece it asks the system for the next (see `weft.lifting.stack`).
 """
 
+import functools
 import gc
+import statistics
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,8 +90,51 @@ def _by_jit(n: int) -> list[Row]:
     return rows
 
 
+def _at_depths(library: Library, program: Program | None) -> list[Row]:
+    """The row of a program traced at the depth of the stack where that takes longest."""
+    if program is None:
+        return []
+    rows: list[Row] = []
+
+    def trace() -> None:
+        jax.clear_caches()
+        program.trace(X)
+
+    def seconds(depth: int) -> float:
+        gc.collect()
+        start = time.thread_time()
+        _below(depth, trace)
+        return time.thread_time() - start
+
+    def measure() -> None:
+        gc.collect()
+        gc.freeze()
+        found = {depth: [] for depth in range(0, 100, 10)}
+        for _ in range(5):
+            for depth, times in found.items():
+                times.append(seconds(depth))
+        worst, best = (
+            functools.partial(_below, of(found, key=lambda d: statistics.median(found[d])), trace)
+            for of in (max, min)
+        )
+        measured = ratios(worst, best, clock=time.thread_time, collect=True)
+        question = f"trace a scan of {LAYERS} layers at the worst depth, {library.name} / its best"
+        rows.append(row(question, measured, at_most=1.15 if library.is_weft else None))
+
+    # A thread has a stack of its own, which begins with a piece of the usual size.
+    thread = threading.Thread(target=measure)
+    thread.start()
+    thread.join()
+    return rows
+
+
+def _below(depth: int, fn: Callable[[], Any]) -> Any:
+    """Calls a function under that many further calls."""
+    return fn() if depth == 0 else _below(depth - 1, fn)
+
+
 def run() -> list[Row]:
-    """Each library in the four forms."""
+    """Each library in the four forms, and scanned at several depths."""
     rows = []
     for n in (12, 24, 48):
         values = decoder_values(n)
@@ -110,4 +159,6 @@ def run() -> list[Row]:
             cold=True,
             pairs=_OF_ONE,
         )
+    for library in (*libraries(), RAW):
+        rows += _at_depths(library, library.scanned(values))
     return rows

@@ -169,7 +169,7 @@ def made(n):
     [
         (traced, 105, 3230),
         (traced_in_jits, 159, 5220),
-        (scanned, 236, 6720),
+        (scanned, 203, 6280),
         (eager, 31, 570),
         (made, 161, 5190),
     ],
@@ -178,6 +178,16 @@ def made(n):
 def test_each_layer(run_of, of_calls, of_instructions):
     assert per_layer(run_of, calls_of_weft) <= of_calls
     assert per_layer(run_of, instructions_of_weft) <= of_instructions
+
+
+@pytest.mark.parametrize(
+    ("run_of", "of_calls", "of_instructions"),
+    [(traced, 870, 25100), (traced_in_jits, 1064, 33000), (scanned, 2054, 59400)],
+    ids=["traced", "traced in jits of their own", "scanned"],
+)
+def test_a_whole_trace(run_of, of_calls, of_instructions):
+    assert calls_of_weft(run_of(4)) <= of_calls
+    assert instructions_of_weft(run_of(4)) <= of_instructions
 
 
 @pytest.mark.parametrize("run_of", [made, traced, scanned])
