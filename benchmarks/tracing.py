@@ -9,9 +9,9 @@ and for a call at the end of a piece it asks the system for the next (see `weft.
 import functools
 import gc
 import statistics
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -94,7 +94,6 @@ def _at_depths(library: Library, program: Program | None) -> list[Row]:
     """The row of a program traced at the depth of the stack where that takes longest."""
     if program is None:
         return []
-    rows: list[Row] = []
 
     def trace() -> None:
         jax.clear_caches()
@@ -106,7 +105,7 @@ def _at_depths(library: Library, program: Program | None) -> list[Row]:
         _below(depth, trace)
         return time.thread_time() - start
 
-    def measure() -> None:
+    def measure() -> Row:
         gc.collect()
         gc.freeze()
         found = {depth: [] for depth in range(0, 100, 10)}
@@ -119,13 +118,11 @@ def _at_depths(library: Library, program: Program | None) -> list[Row]:
         )
         measured = ratios(worst, best, clock=time.thread_time, collect=True)
         question = f"trace a scan of {LAYERS} layers at the worst depth, {library.name} / its best"
-        rows.append(row(question, measured, at_most=1.15 if library.is_weft else None))
+        return row(question, measured, at_most=1.15 if library.is_weft else None)
 
     # A thread has a stack of its own, which begins with a piece of the usual size.
-    thread = threading.Thread(target=measure)
-    thread.start()
-    thread.join()
-    return rows
+    with ThreadPoolExecutor(1) as pool:
+        return [pool.submit(measure).result()]
 
 
 def _below(depth: int, fn: Callable[[], Any]) -> Any:

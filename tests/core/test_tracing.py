@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import tracing
-from weft.core.tracing import check_trace_level, current_trace
+from weft.core.tracing import check_trace_level, current_trace, with_room_in_trace
 from weft.errors import JaxTransformError
 
 
@@ -33,6 +33,15 @@ def test_afterwards_it_is_the_one_from_before():
         jax.jit(lambda x: 1 // 0)(1.0)
     assert current_trace() == before
     check_trace_level(before)
+
+
+def test_what_is_called_with_room_in_a_trace_gets_all_that_it_is_given():
+    def given(*args, **kwargs):
+        return args, kwargs
+
+    inside = []
+    jax.jit(lambda x: inside.append(with_room_in_trace(given, 1, fn=2)) or x)(1.0)
+    assert inside == [((1,), {"fn": 2})] == [with_room_in_trace(given, 1, fn=2)]
 
 
 def test_a_trace_is_not_kept_alive():

@@ -33,7 +33,7 @@ def test_no_depth_is_slow_with_room():
 
 
 def test_arguments_results_and_errors_pass():
-    assert with_room(lambda *args, **kwargs: (args, kwargs), 1, b=2) == ((1,), {"b": 2})
+    assert with_room(lambda *args, **kwargs: (args, kwargs), 1, fn=2) == ((1,), {"fn": 2})
     with pytest.raises(ZeroDivisionError):
         with_room(lambda: 1 / 0)
 

@@ -57,7 +57,7 @@ def is_tracing() -> bool:
     return _find_top_trace(()) is not _eager
 
 
-def with_room_in_trace(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def with_room_in_trace(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Calls a function, where a trace is running as `with_room` does."""
     return with_room(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def with_room(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def with_room(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Calls a function, with room for all calls below it; for what takes longer than 13 µs.
 
     Args:

@@ -371,7 +371,7 @@ def _both_ways(
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
-        # Most often nothing is said, and then the signature, which takes long to read, is not.
+        # To read a signature takes long, and most often there is nothing to look up in it.
         parameters = inspect.signature(fun).parameters.values() if numbers or names else ()
     except (TypeError, ValueError):
         return frozenset(numbers), frozenset(names)
