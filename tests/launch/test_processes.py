@@ -128,7 +128,8 @@ script = 'trap "echo saved >> $OUT; exit 0" TERM; echo ready; while :; do sleep 
 ProcessGroup(
     ["sh", "-c", script],
     [dict(os.environ)] * 2,
-    say=lambda index, line: print(line, flush=True),
+    # In one piece, for there is a thread for each process.
+    say=lambda index, line: os.write(1, f"{line}\\n".encode()),
     grace_seconds=20,
     failure_grace_seconds=20,
 ).run()
@@ -145,8 +146,10 @@ def test_if_this_process_is_killed_the_others_are_asked_to_stop(tmp_path):
         text=True,
     )
     with group:
-        assert [group.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        group.kill()
+        try:
+            assert [group.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        finally:
+            group.kill()
     deadline = time.monotonic() + 20
     while not out.exists() or out.read_text().count("saved") < 2:
         assert time.monotonic() < deadline
