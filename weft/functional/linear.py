@@ -132,7 +132,8 @@ def _contract(
     )
     if bias is None:
         return y
-    return y + spread(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
+    bias = spread(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
+    return lax.add(y, bias) if y.dtype == bias.dtype else y + bias
 
 
 # One call of a compiled function takes a tenth of the time of three operations by themselves, and
@@ -237,7 +238,7 @@ def spread(bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int) -> Num[Ar
     shape = [1] * ndim
     for axis, size in zip(axes, bias.shape, strict=True):
         shape[axis] = size
-    return bias.reshape(shape)
+    return lax.reshape(bias, shape)
 
 
 def _canonical_axes(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:

@@ -162,8 +162,7 @@ def deviations(
         if where is not None:
             square = jnp.where(where, square, 0)
         return deviation, (first, mean), _sum(square, axes) / count
-    pair = jnp.stack([shifted, abs_square(shifted)])
-    sums = jnp.sum(pair, tuple(a + 1 for a in axes))
+    sums = _sum(_stacked(shifted, abs_square(shifted)), tuple(a + 1 for a in axes), keepdims=False)
     if where is None:
         both = lax.div(sums, constant(count, sums))
     else:
@@ -235,8 +234,16 @@ def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array | floa
     return count.astype(real(jnp.zeros((), x.dtype)).dtype)
 
 
-def _sum(x: Array, axes: tuple[int, ...]) -> Array:
-    return jnp.sum(x, axes, keepdims=True)
+def _stacked(x: Array, y: Array) -> Array:
+    if x.dtype != y.dtype:  # x is complex
+        return jnp.stack([x, y])
+    return lax.concatenate([lax.reshape(part, (1, *part.shape)) for part in (x, y)], 0)
+
+
+def _sum(x: Array, axes: tuple[int, ...], keepdims: bool = True) -> Array:
+    if keepdims or x.dtype.itemsize < 4:  # which is summed in float32
+        return jnp.sum(x, axes, keepdims=keepdims)
+    return lax.reduce_sum(x, axes)
 
 
 def _at_least_one(count: Array | float) -> Array | float:
