@@ -146,3 +146,11 @@ def test_another_einsum_multiplies():
 
     y = project("bi,io->bo", jnp.ones((2, 3)), jnp.ones((3, 4)), einsum=twice)
     assert y.tolist() == [[6.0] * 4] * 2
+
+
+@pytest.mark.parametrize("of_bias", ["bool", "int32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16"])
+def test_a_bias_of_any_dtype_is_added_as_numpy_adds_it(dtype, of_bias):
+    x, weight, bias = jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype), jnp.ones(2, of_bias)
+    y, expected = dense(x, weight, bias), dense(x, weight) + bias
+    assert y.dtype == expected.dtype and (y == expected).all()

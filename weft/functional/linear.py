@@ -133,7 +133,8 @@ def _contract(
     if bias is None:
         return y
     bias = spread(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
-    return lax.add(y, bias) if y.dtype == bias.dtype else y + bias
+    is_plain = y.dtype == bias.dtype != bool  # for `lax.add` knows no other dtypes
+    return lax.add(y, bias) if is_plain else y + bias
 
 
 # One call of a compiled function takes a tenth of the time of three operations by themselves, and
