@@ -1,4 +1,4 @@
-"""The rules that no linter knows: sizes, a test file per module, whose names may be used."""
+"""The rules that no linter knows: sizes, and whose names may be used."""
 
 import ast
 from functools import cache
@@ -6,7 +6,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "weft").rglob("*.py"))
-PUBLIC = [path for path in MODULES if not path.name.startswith("_")]
 
 
 @cache
@@ -30,12 +29,12 @@ def imported(path: Path) -> list[str]:
 
 
 def test_there_are_modules_to_look_at():
-    assert PUBLIC
+    assert MODULES
 
 
-def test_no_file_is_longer_than_600_lines():
+def test_no_file_is_longer_than_800_lines():
     lengths = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
-    assert {name: length for name, length in lengths.items() if length > 600} == {}
+    assert {name: length for name, length in lengths.items() if length > 800} == {}
 
 
 def test_no_function_is_longer_than_80_lines():
@@ -47,16 +46,6 @@ def test_no_function_is_longer_than_80_lines():
         and (node.end_lineno or 0) - node.lineno >= 80
     ]
     assert long == []
-
-
-def test_every_public_module_has_a_test_file_of_the_same_name():
-    missing = []
-    for path in PUBLIC:
-        inside = path.relative_to(ROOT / "weft")
-        test = ROOT / "tests" / inside.with_name(f"test_{inside.name}")
-        if not test.exists():
-            missing.append(f"{shown(path)} wants {shown(test)}")
-    assert missing == []
 
 
 def test_only_public_names_of_jax_are_used():
