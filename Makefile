@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test soak lint bench docs
+.PHONY: help train test fuzz soak lint bench docs
 .NOTPARALLEL:
 
 help: ## this list
@@ -15,6 +15,9 @@ train: .venv/.has-train ## train a recipe: the default one, or RECIPE=name; ARGS
 
 test: .venv/.has-dev ## run every test and every example; ARGS="tests/config -x" for some of them
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+fuzz: .venv/.has-dev ## search for defects with random cases; MINUTES=30 for each fuzzer, SEED=0, ONLY="name ..."
+	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
 
 soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults

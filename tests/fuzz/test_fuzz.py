@@ -1,0 +1,60 @@
+"""Each fuzzer for a few seconds, always with the same cases; and what runs the fuzzers."""
+
+import time
+import types
+
+import hypothesis.strategies as st
+import pytest
+
+from tests.fuzz import harness
+
+
+@pytest.mark.parametrize("name", harness.names())
+def test_a_short_run_finds_nothing(name):
+    fuzzer = harness.fuzzer(name)
+    checked, finding = harness.search(fuzzer, fuzzer.SHORT)
+    assert finding is None, finding.text(fuzzer)
+    assert checked
+
+
+def planted(check):
+    return types.SimpleNamespace(
+        CASES=st.lists(st.integers(0, 100)), check=check, source=lambda case: f"check({case})"
+    )
+
+
+def test_a_finding_is_made_small_and_printed_as_source():
+    def check(case):
+        assert sum(case) < 50, "too much"
+
+    _, finding = harness.search(planted(check), 200, seed=3)
+    assert finding.case == [50]
+    assert finding.text(planted(check)).endswith("\n\ncheck([50])\n")
+    assert "# AssertionError: too much" in finding.text(planted(check))
+
+
+def test_a_case_that_hangs_is_a_finding():
+    def check(case):
+        time.sleep(10 if 7 in case else 0)
+
+    _, finding = harness.search(planted(check), 500, seed=0, seconds_per_case=0.1)
+    assert finding.case == [7]
+    assert isinstance(finding.error, harness.Hang)
+
+
+def test_one_seed_gives_the_same_cases_and_another_others():
+    def cases(seed):
+        seen = []
+        harness.search(planted(lambda case: seen.append(tuple(case))), 20, seed)
+        return seen
+
+    assert cases(1) == cases(1) != cases(2)
+
+
+def test_a_run_says_what_it_did(monkeypatch):
+    monkeypatch.setattr(harness, "fuzzer", lambda name: planted(lambda case: None))
+    said = []
+    assert harness.fuzz("mine", minutes=0.002, seed=5, say=said.append) is None
+    assert len(said) == 1
+    assert said[0].startswith("mine: seeds 5 to ")
+    assert said[0].endswith("no finding")
