@@ -135,6 +135,48 @@ def test_an_argument_is_missing_or_no_array(metric):
         metric.update(loss="a")
 
 
+def test_a_mask_for_each_metric_by_name():
+    metrics = MultiMetric(
+        kept=Average(), all=Average(), inner=MultiMetric(kept=Average(), spread=Welford())
+    )
+    values, mask = jnp.array([1.0, 3.0, 8.0]), np.array([True, True, False])
+    metrics.update(values=values, mask={"kept": mask, "inner": {"spread": mask}})
+    assert float(metrics.kept.compute()) == 2 and float(metrics.all.compute()) == 4
+    assert float(metrics.inner.kept.compute()) == 4
+    spread = metrics.inner.spread.compute()
+    assert float(spread.mean) == 2 and float(spread.standard_deviation) == 1
+    metrics.reset()
+    metrics.update(values=values, mask=mask)
+    assert float(metrics.all.compute()) == 2 and float(metrics.inner.spread.compute().mean) == 2
+
+
+def test_masks_by_names_that_are_not_there():
+    metrics = MultiMetric(all=Average())
+    with pytest.raises(MetricArgumentError, match="mask for 'none'; there are the metrics 'all'"):
+        metrics.update(values=jnp.ones(3), mask={"none": np.ones(3, bool)})
+    with pytest.raises(MetricArgumentError, match=r"Average.update was given mask=\{'x': .* array"):
+        metrics.update(values=jnp.ones(3), mask={"all": {"x": np.ones(3, bool)}})
+    assert int(metrics.all.count[...]) == 0
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.data())
+def test_masked_values_do_not_count(data):
+    average, welford, kept = Average(), Welford(), []
+    for _ in range(data.draw(st.integers(1, 3))):
+        values = data.draw(st.lists(st.floats(-10, 10, width=32), min_size=3, max_size=3))
+        mask = np.array(data.draw(st.lists(st.booleans(), min_size=3, max_size=3)))
+        average.update(values=jnp.array(values), mask=mask)
+        welford.update(values=jnp.array(values), mask=mask)
+        kept += [v for v, m in zip(values, mask, strict=True) if m]
+    assert int(welford.count[...]) == len(kept)
+    assert float(welford.mean[...]) == pytest.approx(np.mean(kept) if kept else 0, abs=1e-4)
+    if kept:
+        np.testing.assert_allclose(average.compute(), np.mean(kept), atol=1e-4)
+        deviation = welford.compute().standard_deviation
+        np.testing.assert_allclose(deviation, np.std(kept), atol=1e-2)
+
+
 def test_masks_logits_and_labels_that_do_not_fit():
     message = r"Average.update was given a mask of shape \(2,\) for values of shape \(2, 3\)"
     with pytest.raises(MetricValueError, match=message):

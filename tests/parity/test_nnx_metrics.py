@@ -67,6 +67,11 @@ VALUES = {
         ),
         {"logits": LOGITS, "labels": LABELS, "loss": 1.0, "values": jnp.arange(3.0), "z": 0},
     ),
+    "masks by name": updated(
+        lambda nnx: nnx.MultiMetric(a=nnx.metrics.Average(), b=nnx.metrics.Average()),
+        {"values": jnp.array([1.0, 3.0]), "mask": {"a": jnp.array([True, False])}},
+        {"values": jnp.array([1.0, 3.0]), "mask": jnp.array([True, False])},
+    ),
     "none": updated(lambda nnx: nnx.MultiMetric(), {"x": 1}),
 }
 

@@ -18,6 +18,7 @@ from weft.traverse_util import (
 )
 
 Pair = collections.namedtuple("Pair", "x y")
+Pair4 = collections.namedtuple("Pair4", "a b c d")
 
 
 @struct.dataclass
@@ -82,6 +83,34 @@ def test_parts_are_read_and_replaced_and_the_value_stays(traversal, value, parts
 def test_entries_of_arrays_are_replaced():
     made = t_identity[0].update(plus_one, np.arange(2))
     np.testing.assert_array_equal(made, [1, 1])
+
+
+SLICES = [slice(1, 3), slice(-3, None), slice(None, None, -2), slice(5, 9), slice(None)]
+
+
+@pytest.mark.parametrize("key", SLICES, ids=str)
+@pytest.mark.parametrize("make", [list, tuple, lambda xs: Pair4(*xs), np.array])
+def test_a_slice_names_each_of_its_items(key, make):
+    value, traversal = make([1, 2, 3, 4]), t_identity[key]
+    positions = range(4)[key]
+    assert list(traversal.iterate(value)) == [value[i] for i in positions]
+    expected = [10 * (i + 1) if i in positions else i + 1 for i in range(4)]
+    made = traversal.update(lambda x: 10 * x, value)
+    assert list(made) == expected and type(made) is type(value)
+    given = [7 + i for i in range(len(positions))]
+    written = dict(zip(positions, given, strict=True))
+    assert list(traversal.set(given, value)) == [written.get(i, i + 1) for i in range(4)]
+    assert list(value) == [1, 2, 3, 4]
+
+
+def test_slices_compose_with_what_is_in_their_items():
+    value = {"a": [{"w": 1}, {"w": 2}, {"w": 3}], "b": 4}
+    traversal = t_identity["a"][1:]["w"]
+    assert list(traversal.iterate(value)) == [2, 3]
+    expected = {"a": [{"w": 1}, {"w": 3}, {"w": 4}], "b": 4}
+    assert traversal.update(plus_one, value) == expected
+    with pytest.raises(TraversalError, match="given 3 values, 1 more than"):
+        t_identity[1:3].set([1, 2, 3], (1, 2, 3, 4))
 
 
 @pytest.mark.parametrize(

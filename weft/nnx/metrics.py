@@ -6,6 +6,7 @@ can be updated with the same ones (`MultiMetric`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -139,9 +140,7 @@ class Average(Metric):
             self.total[...] += values.sum()
             self.count[...] += values.size
             return
-        mask = jnp.asarray(mask, bool)
-        _check_mask(self, mask, values)
-        mask = jnp.broadcast_to(mask, values.shape)
+        mask = _mask(self, mask, values)
         self.total[...] += jnp.where(mask, values, 0).sum()
         self.count[...] += mask.sum()
 
@@ -150,7 +149,9 @@ class Average(Metric):
         return self.total[...] / self.count[...]
 
 
-def _check_mask(metric: Metric, mask: Array, values: Array) -> None:
+def _mask(metric: Metric, given: Any, values: Array) -> Bool[Array, "..."]:
+    """The mask that was given, of the shape of the values."""
+    mask = _argument(metric, "mask", {"mask": given}).astype(bool)
     fits = mask.ndim <= values.ndim and all(
         m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
     )
@@ -159,6 +160,7 @@ def _check_mask(metric: Metric, mask: Array, values: Array) -> None:
             f"{type(metric).__name__}.update was given a mask of shape {mask.shape} for values of "
             f"shape {values.shape}; give one that can be broadcast to them."
         )
+    return jnp.broadcast_to(mask, values.shape)
 
 
 @struct.dataclass
@@ -206,22 +208,33 @@ class Welford(Metric):
         self.mean[...] = 0
         self.m2[...] = 0
 
-    def update(self, **kwargs: Any) -> None:
+    def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
         """Takes in values.
 
         Args:
+            mask: which of them count; all by default. It is broadcast to them.
             **kwargs: the values, an array or a number; other arguments are ignored.
 
         Raises:
             MetricArgumentError: if the values are missing, or are no array.
+            MetricValueError: if the mask cannot be broadcast to them.
         """
         values = _argument(self, self.argname, kwargs)
         if not values.size:
             return
-        before, count = self.count[...], self.count[...] + values.size
-        mean, distance = values.mean(), values.mean() - self.mean[...]
-        self.m2[...] += jnp.square(values - mean).sum() + distance**2 * before * values.size / count
-        self.mean[...] += distance * values.size / count
+        if mask is None:
+            size, mean = values.size, values.mean()
+            squares = jnp.square(values - mean).sum()
+        else:
+            mask = _mask(self, mask, values)
+            size = mask.sum()
+            mean = jnp.where(mask, values, 0).sum() / jnp.maximum(size, 1)
+            squares = jnp.where(mask, jnp.square(values - mean), 0).sum()
+        before, count = self.count[...], self.count[...] + size
+        distance = mean - self.mean[...]
+        seen = jnp.maximum(count, 1)  # a mask may leave out the first values altogether
+        self.m2[...] += squares + distance**2 * before * size / seen
+        self.mean[...] += distance * size / seen
         self.count[...] = count
 
     def compute(self) -> Statistics:
@@ -341,10 +354,23 @@ class MultiMetric(Metric):
         """Updates all of them.
 
         Args:
-            **updates: the arguments that they need; each takes those that it knows.
+            **updates: the arguments that they need; each takes those that it knows. `mask` can be a
+                mapping from the names of metrics to their masks; the others then have none.
+
+        Raises:
+            MetricArgumentError: if such a mapping names a metric that is not there.
         """
-        for metric in self._metrics().values():
-            metric.update(**updates)
+        metrics, masks = self._metrics(), updates.get("mask")
+        if not isinstance(masks, Mapping):
+            masks = dict.fromkeys(metrics, masks) if "mask" in updates else {}
+        elif unknown := [name for name in masks if name not in metrics]:
+            raise MetricArgumentError(
+                f"MultiMetric.update was given a mask for {', '.join(map(repr, unknown))}; there "
+                f"are the metrics {', '.join(map(repr, metrics)) or '(none)'}."
+            )
+        rest = {name: value for name, value in updates.items() if name != "mask"}
+        for name, metric in metrics.items():
+            metric.update(**rest, **({"mask": masks[name]} if name in masks else {}))
 
     def compute(self) -> dict[str, Any]:
         """Their values, by name."""

@@ -171,21 +171,25 @@ def _like(inputs: Any, entries: Mapping[Any, Any]) -> Any:
 
 
 class TraverseItem(Traversal):
-    """Names `value[key]`."""
+    """Names `value[key]`; with a slice as key, each of the items in it."""
 
     def __init__(self, key: Any):
         self._key = key
 
     def iterate(self, inputs: Any) -> Iterator[Any]:
-        yield inputs[self._key]
+        part = inputs[self._key]
+        yield from part if self._is_slice() else (part,)
 
     def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
-        part = fn(inputs[self._key])
         if isinstance(inputs, Mapping):
-            return _like(inputs, {**inputs, self._key: part})
+            return _like(inputs, {**inputs, self._key: fn(inputs[self._key])})
         made = list(inputs) if isinstance(inputs, tuple) else copy.copy(inputs)
-        made[self._key] = part
+        for key in range(*self._key.indices(len(made))) if self._is_slice() else (self._key,):
+            made[key] = fn(made[key])
         return _like(inputs, dict(enumerate(made))) if isinstance(inputs, tuple) else made
+
+    def _is_slice(self) -> bool:
+        return isinstance(self._key, slice)
 
 
 class TraverseAttr(Traversal):
