@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft import nnx
-from weft.errors import GraphStructureError, ObjectArgumentError
+from weft.errors import GraphStructureError, LoopStructureError, ObjectArgumentError
 from weft.nnx.capturing import capture
 from weft.nnx.transforms.jit import jit
 
@@ -160,3 +160,116 @@ def test_what_cannot_be_captured():
     with pytest.raises(GraphStructureError, match="two modules among the arguments sow at 'x'"):
         capture(lambda a, b: a(b(x)), nnx.Intermediate)(layer, Layer())
     assert names(layer) == ["calls", "w"]
+
+
+SOWN = nnx.StateAxes({(nnx.Param, nnx.Intermediate): 0, ...: None})
+MAPPED = nnx.StateAxes({nnx.Intermediate: 0, ...: None})
+MODES = [{"graph": False}, {"graph_updates": False}, {}]
+
+
+class Sower(nnx.Module):
+    """Sows what it returns, and has something that is not mapped."""
+
+    def __init__(self, *shape):
+        self.w, self.calls = nnx.Param(jnp.full(shape, 2.0)), nnx.BatchStat(jnp.array(3.0))
+
+    def __call__(self, x):
+        y = x * self.w * self.calls
+        self.sow(nnx.Intermediate, "y", y)
+        return y
+
+
+def called(model, x):
+    return model(x)
+
+
+def differentiated(**modes):
+    return lambda model, x: nnx.grad(lambda m: m(x).sum(), **modes)(model)
+
+
+def branched(**modes):
+    return lambda model, x: nnx.cond(True, called, called, model, x, **modes)
+
+
+TRANSFORMED = {
+    "jit": lambda **modes: nnx.jit(called, **modes),
+    "remat": lambda **modes: nnx.remat(called, **modes),
+    "grad": differentiated,
+    "cond": branched,
+    "vmap": lambda **modes: nnx.vmap(called, in_axes=(MAPPED, 0), **modes),
+    "remat in jit": lambda **modes: nnx.jit(nnx.remat(called, **modes), **modes),
+    "vmap in grad": lambda **modes: (
+        lambda model, x: nnx.grad(
+            lambda m: nnx.vmap(called, in_axes=(MAPPED, 0), **modes)(m, x).sum(), **modes
+        )(model)
+    ),
+}
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("transformation", TRANSFORMED)
+def test_what_is_sown_comes_through_transformations(transformation, modes):
+    model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    run = TRANSFORMED[transformation](**modes)
+    _, seen = capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
+    assert seen.to_pure_dict()["a"]["y"][0].tolist() == (x * 6).tolist()
+    assert names(model.a) == ["calls", "w"]
+
+
+@pytest.mark.parametrize("modes", MODES, ids=str)
+@pytest.mark.parametrize("transformed", [lambda f: f, nnx.jit], ids=["scan", "scan in jit"])
+def test_what_is_sown_in_a_loop_is_stacked(transformed, modes):
+    model, x = Sower(3, 2), jnp.ones(2)
+    run = transformed(
+        nnx.scan(
+            lambda x, m: m(x), in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry, length=3, **modes
+        )
+    )
+    _, seen = capture(run, nnx.Intermediate)(x, model)
+    assert seen.y[0].tolist() == [[6, 6], [36, 36], [216, 216]]
+    if not modes:
+        run(x, model)
+        assert model.y[0].tolist() == seen.y[0].tolist()
+
+
+def test_what_is_shared_by_all_iterations_keeps_its_attributes():
+    def body(x, m):
+        m.new = nnx.Cache(x)
+        return x
+
+    with pytest.raises(LoopStructureError, match=r"the body makes an attribute at m\.new"):
+        nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
+
+
+def test_modules_that_are_split_and_merged_under_vmap_sow():
+    model, x = Sower(2), jnp.arange(6.0).reshape(3, 2)
+
+    @capture(nnx.Intermediate)
+    def run(model, x):
+        graphdef, sown, rest = nnx.split(model, nnx.Intermediate, ...)
+
+        def each(sown, x):
+            model = nnx.merge(graphdef, sown, rest)
+            return model(x), nnx.state(model, nnx.Intermediate)
+
+        y, sown = jax.vmap(each)(sown, x)
+        nnx.update(model, sown)
+        return y
+
+    y, seen = run(model, x)
+    assert seen.y[0].tolist() == y.tolist() == (x * 6).tolist()
+
+
+def test_gradients_of_what_is_between_come_through_trees():
+    model, x = nnx.Dict(a=Sower(2)), jnp.ones(2)
+
+    def run(model, x):
+        return model.a.perturb("between", model.a(x))
+
+    compiled = nnx.jit(run, graph=False)
+    _, zeros = capture(compiled, nnx.Perturbation)(model, x)
+
+    def loss(between):
+        return capture(compiled, init=between)(nnx.clone(model), x).sum() * 2
+
+    assert jax.grad(loss)(zeros)["a"].between[...].tolist() == [2, 2]

@@ -103,9 +103,8 @@ class _Open:
                     self._modules.append((i, path, x))
         first = _by_module(init, {path for _, path, _ in self._modules})
         for _, path, x in self._modules:
-            left = {name: v.copy() for name, v in first.get(path, {}).items()}
             self._before.append(vars(x).get(PLACE))
-            _set(x, Captured(kinds, outputs, left))
+            _set(x, Captured(kinds, outputs, first.get(path, {})))
             if outputs is not None:
                 observe(x, _leave_output)
 
@@ -113,7 +112,7 @@ class _Open:
         """What was left, by kind."""
         found: dict[Path, tuple[int, Variable[Any]]] = {}
         for i, path, x in self._modules:
-            for name, variable in vars(x)[PLACE].left._items():
+            for name, variable in vars(x)[PLACE].values():
                 where = (*path, name)
                 if where in found and found[where][0] != i:
                     raise GraphStructureError(

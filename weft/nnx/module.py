@@ -91,9 +91,8 @@ class Module(Pytree):
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
         captured = vars(self).get(PLACE)
         if captured is not None:
-            there = captured.perturbation(kind, name, value)
-            if there is None:
-                return value
+            added = captured.perturbation(kind, name, value)
+            return value if added is None else jax.tree.map(jnp.add, value, added)
         if there is _MISSING:
             there = kind(jax.tree.map(jnp.zeros_like, value))
             setattr(self, name, there)

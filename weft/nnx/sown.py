@@ -6,7 +6,7 @@ module's state like any other, so it goes through transformations inside of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,12 +20,11 @@ PLACE = "_captured"
 """The attribute."""
 
 
-class Left(Pytree):
-    """Variables by the name under which they were left."""
-
-
 class Captured(Pytree):
     """What one module leaves behind.
+
+    For each kind there is one variable from the beginning, whose value is a dict by name. So a
+    transformation that brings back nothing but values of variables brings back what was sown.
 
     Args:
         kinds: the kinds of variables that are wanted; those derived from them are not.
@@ -33,7 +32,7 @@ class Captured(Pytree):
         left: what is there from the beginning.
 
     Attributes:
-        left: the variables.
+        left: the variables, one for each kind that is wanted or there from the beginning.
     """
 
     def __init__(
@@ -42,9 +41,11 @@ class Captured(Pytree):
         outputs: type[Variable[Any]] | None,
         left: dict[str, Variable[Any]],
     ):
-        self.kinds, self.outputs, self.left = kinds, outputs, Left()
+        self.kinds, self.outputs = kinds, outputs
+        values: dict[type[Variable[Any]], dict[str, Any]] = {kind: {} for kind in kinds}
         for name, variable in left.items():
-            setattr(self.left, name, variable)
+            values.setdefault(type(variable), {})[name] = variable.get_raw_value()
+        self.left = [kind.from_metadata(value, {}) for kind, value in values.items()]
 
     def sow(
         self,
@@ -58,21 +59,37 @@ class Captured(Pytree):
         if kind not in self.kinds:
             return False
         there = self._there(kind, name)
-        before = init_fn() if there is None else there.get_value()
-        after = reduce_fn(before, value)
-        setattr(self.left, name, kind(after)) if there is None else there.set_value(after)
+        before = init_fn() if there is None else there.get_raw_value()[name]
+        self._leave(kind, there, name, reduce_fn(before, value))
         return True
 
     def perturbation(self, kind: type[Variable[Any]], name: str, value: Any) -> Any:
         """What `Module.perturb` adds, or None if nothing is to be added."""
         there = self._there(kind, name)
-        if there is None and kind in self.kinds:
-            there = kind(jax.tree.map(jnp.zeros_like, value))
-            setattr(self.left, name, there)
-        return there
+        if there is not None:
+            return there.get_raw_value()[name]
+        if kind not in self.kinds:
+            return None
+        zeros = jax.tree.map(jnp.zeros_like, value)
+        self._leave(kind, there, name, zeros)
+        return zeros
+
+    def values(self) -> Iterator[tuple[str, Variable[Any]]]:
+        """Each value that was left, as a variable, sorted by name."""
+        holder = {name: v for v in self.left for name in v.get_raw_value()}
+        for name in sorted(holder):
+            yield name, type(holder[name])(holder[name].get_raw_value()[name])
+
+    def _leave(
+        self, kind: type[Variable[Any]], there: Variable[Any] | None, name: str, value: Any
+    ) -> None:
+        if there is None:
+            there = next(variable for variable in self.left if type(variable) is kind)
+        there.set_raw_value({**there.get_raw_value(), name: value})
 
     def _there(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
-        there = dict(self.left._items()).get(name)
+        """The variable that has a value of that name."""
+        there = next((v for v in self.left if name in v.get_raw_value()), None)
         if there is not None and not isinstance(there, kind):
             raise GraphStructureError(
                 f"{name!r} is left as a {type(there).__name__}, and now as a {kind.__name__}, in "

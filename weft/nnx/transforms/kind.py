@@ -230,7 +230,7 @@ class ObjectKind(Kind):
         origin = {id(x): i for i, x in enumerate(inner.objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
         if self.is_loop and self.structure:
-            _check_loop(static, filters, flat.graphdef, origins)
+            _check_loop(static, flat, origins, grouping)
         return _Changed(flat.graphdef, origins, tuple(keys)), groups, new_groups
 
     def _check_captured(self, flat: Flat, inner: _Inner, static: _Static) -> None:
@@ -367,6 +367,11 @@ class _Grouping:
         part, i, g = self.place(path, leaf)
         return self._wanted[part][i][g][1]
 
+    def roles(self, path: Path) -> list[Any]:
+        """All that was said of the object there."""
+        part, i = path[:2]
+        return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
     def is_same(self, path: Path, other: Path) -> bool:
         """Whether the same one thing is said of all that is below either path."""
         of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -471,13 +476,16 @@ def _write(leaf: Any, owner: Any, value: Any) -> None:
 
 
 def _check_loop(
-    static: _Static, filters: Sequence[Wanted], after: GraphDef, origins: Sequence[int | None]
+    static: _Static, after: Flat, origins: Sequence[int | None], grouping: _Grouping
 ) -> None:
     """Refuses changes of the graph, but of what each iteration has for itself."""
 
     def is_own(path: Path) -> bool:
-        roles = [role for _, role in filters[path[1]]]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return all(isinstance(role, int) for role in roles)
+        """Whether each iteration has its own of all values there, or of the whole object."""
+        at = zip(after.graphdef.paths, after.leaves, strict=True)
+        roles = [grouping.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
+        every = roles or grouping.roles(path)
+        return all(isinstance(role, int) for role in every)
 
     def compare(a: Any, b: Any, path: Path) -> None:
         if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
@@ -497,5 +505,5 @@ def _check_loop(
         if not same and not is_own(path):
             raise changed_in_loop(path, "changes a reference or static value")
 
-    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.root))
+    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
     compare(old, new, (0,))
