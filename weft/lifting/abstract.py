@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
+from weft.lifting.names import named_after
 
 
 def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: Any = None) -> Callable[..., Any]:
@@ -58,4 +59,4 @@ def checkify(
 
 
 def _pure(kind: Kind, fn: Callable[..., Any]) -> Callable[[Cargo], Results]:
-    return lambda cargo: run(kind, lambda args: fn(*args), cargo)
+    return named_after(fn, lambda cargo: run(kind, lambda args: fn(*args), cargo))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, is_parcel, run
+from weft.lifting.names import named_after
 from weft.lifting.roles import DIFF
 
 
@@ -16,15 +17,16 @@ class _Differentiable:
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], args: Any, wrt: Any, has_aux: bool):
         self.outer, cargo = depart(kind, args, wrt, "wrt")
-        self.units = Units.of_cargo(cargo)
-        self._kind, self._fn, self._static, self._has_aux = kind, fn, cargo.static, has_aux
+        units = Units.of_cargo(cargo)
 
-    def pure(self, diff: list[Any]) -> tuple[Any, Results]:
-        """The result, and all else that comes back."""
-        cargo = Cargo(self._static, self.units.merged(DIFF, diff).packed())
-        results = run(self._kind, lambda args: self._fn(*args), cargo)
-        value, aux = results.packed if self._has_aux else (results.packed, None)
-        return value, results._replace(packed=aux)
+        def pure(diff: list[Any]) -> tuple[Any, Results]:
+            """The result, and all else that comes back."""
+            inside = Cargo(cargo.static, units.merged(DIFF, diff).packed())
+            results = run(kind, lambda args: fn(*args), inside)
+            value, aux = results.packed if has_aux else (results.packed, None)
+            return value, results._replace(packed=aux)
+
+        self.units, self.pure, self._kind = units, named_after(fn, pure), kind
 
     @property
     def inputs(self) -> list[Any]:

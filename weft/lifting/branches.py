@@ -25,6 +25,7 @@ from weft.lifting.crossing import (
     is_parcel,
     run,
 )
+from weft.lifting.names import named_after
 from weft.lifting.structure import traced_by_structure
 
 
@@ -120,7 +121,7 @@ def _chosen(
             traced.append(jax.tree.map(jax.typeof, results))
             return results.parcels, results.packed
 
-        return of_values
+        return named_after(branch, of_values)
 
     try:
         chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)

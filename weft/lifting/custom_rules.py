@@ -9,6 +9,7 @@ import jax
 from jax.custom_derivatives import zero_from_primal
 
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
+from weft.lifting.names import named_after
 from weft.lifting.roles import DIFF
 
 
@@ -41,7 +42,6 @@ def custom_vjp(
     def call(*args: Any) -> Any:
         outer, diff, rest, run_with = _of_call(kind, args, wrt)
 
-        @jax.custom_vjp
         def pure(diff: list[Any], rest: list[Any]) -> Results:
             return run_with(fn, diff, rest)
 
@@ -54,8 +54,9 @@ def custom_vjp(
             of_parcels = ([parcel.groups for parcel in cotangents.parcels],) if of_state else ()
             return list(backward_fn(residuals, cotangents.packed, *of_parcels)), None
 
-        pure.defvjp(forward, backward)
-        return commit(kind, outer, pure(diff, rest))
+        with_rule = jax.custom_vjp(named_after(fn, pure))
+        with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))
+        return commit(kind, outer, with_rule(diff, rest))
 
     return call
 
@@ -79,11 +80,9 @@ def custom_jvp(
     def call(*args: Any) -> Any:
         outer, diff, rest, run_with = _of_call(kind, args, wrt)
 
-        @jax.custom_jvp
         def pure(diff: list[Any], rest: list[Any]) -> Results:
             return run_with(fn, diff, rest)
 
-        @pure.defjvp
         def rule(primals: Any, tangents: Any) -> tuple[Results, Results]:
             results = run_with(lambda *args: jvp_fn(tangents[0], *args), *primals)
             value, tangent = results.packed
@@ -91,7 +90,9 @@ def custom_jvp(
             zeros = jax.tree.map(zero_from_primal, results)
             return results, zeros._replace(packed=tangent)
 
-        return commit(kind, outer, pure(diff, rest))
+        with_rule = jax.custom_jvp(named_after(fn, pure))
+        with_rule.defjvp(named_after(jvp_fn, rule))
+        return commit(kind, outer, with_rule(diff, rest))
 
     return call
 

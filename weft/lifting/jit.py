@@ -14,6 +14,7 @@ import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, Static, commit, depart, run
 from weft.lifting.functions import AtFirstCall
+from weft.lifting.names import named_after
 from weft.lifting.recompiles import Trace, differences
 from weft.lifting.roles import Roles
 from weft.lifting.stack import with_room
@@ -63,7 +64,7 @@ class _Shared:
         self._kind = kind
         self._of_carriers = of_carriers
         self._static_argnums, self._static_argnames = static_argnums, static_argnames
-        self._jitted = jax.jit(pure, **kwargs)
+        self._jitted = jax.jit(named_after(fn, pure, leading=("static",)), **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._jitted, args, kwargs)

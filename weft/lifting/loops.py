@@ -27,6 +27,7 @@ from weft.lifting.crossing import (
     depart,
     run,
 )
+from weft.lifting.names import named_after
 from weft.lifting.roles import CARRY, FORK
 from weft.lifting.scan import iteration, scan
 from weft.lifting.structure import traced_by_structure
@@ -75,6 +76,8 @@ def while_loop(
             traced[:] = [(returned, collected)]
             return i + 1, new_carry
 
+        named_after(cond_fn, cond)
+        named_after(body_fn, body)
         _, carry = jax.lax.while_loop(cond, body, (jnp.int32(0), units.with_roles(CARRY)))
         returned, collected = traced[0]
         return Results(collected, *returned.merged(CARRY, carry).packed())
@@ -137,12 +140,14 @@ def fori_loop(
     def body(i: Any, *args: Any) -> tuple[Any, Any]:
         return i + 1, body_fn(i, *args)
 
+    named_after(body_fn, body)
+
     def call(*args: Any) -> Any:
         roles = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         if isinstance(lower, int) and isinstance(upper, int):
             loop = scan(
                 kind,
-                lambda *args: (body(*args), None),
+                named_after(body_fn, lambda *args: (body(*args), None)),
                 in_axes=(CARRY, *roles),
                 out_axes=(CARRY, None),
                 length=max(upper - lower, 0),

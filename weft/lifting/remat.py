@@ -9,6 +9,7 @@ import jax
 
 from weft.lifting.crossing import Cargo, Kind, Results, commit, depart, run
 from weft.lifting.functions import shared_by_equal_functions
+from weft.lifting.names import named_after
 
 
 def remat(
@@ -34,7 +35,7 @@ def remat(
 
     traced = shared_by_equal_functions(
         (fn, kind, prevent_cse, policy),
-        lambda: jax.checkpoint(pure, prevent_cse=prevent_cse, policy=policy),  # pyright: ignore[reportArgumentType]
+        lambda: jax.checkpoint(named_after(fn, pure), prevent_cse=prevent_cse, policy=policy),  # pyright: ignore[reportArgumentType]
     )
 
     def call(*args: Any) -> Any:

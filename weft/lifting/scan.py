@@ -32,6 +32,7 @@ from weft.lifting.crossing import (
     in_results,
     run,
 )
+from weft.lifting.names import named_after
 from weft.lifting.roles import CARRY, FORK, Role
 from weft.lifting.structure import traced_by_structure
 
@@ -123,7 +124,7 @@ def _on_values(
             traced[:] = [(returned, collected, ys_tree)]
             return new_carry, ys
 
-        carry, ys = jax.lax.scan(body, carry, xs, length=n, **of_loop)
+        carry, ys = jax.lax.scan(named_after(fn, body), carry, xs, length=n, **of_loop)
         returned, collected, ys_tree = traced[0]
         stacked = _filled(returned, ys_tree.unflatten(ys), stacked=True)
         return Results(collected, *stacked.merged(CARRY, carry_tree.unflatten(carry)).packed())

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from weft.errors import AxisSizeError
 from weft.lifting import axes
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, in_results, run
+from weft.lifting.names import named_after
 from weft.lifting.roles import FORK
 
 
@@ -56,7 +57,7 @@ def shard_map(
             return run(kind, lambda args: fn(*args), cargo_here, out_specs)
 
         mapped = jax.shard_map(
-            of_device,
+            named_after(fn, of_device),
             mesh=mesh,
             in_specs=(
                 units.having(
@@ -121,13 +122,13 @@ def pmap(
             return Results(results.static, *returned.having(outside).packed())
 
         mapped = jax.shard_map(
-            of_device,
+            named_after(fn, of_device),
             mesh=mesh,
             in_specs=([_spec(role, axis_name) for role in units.roles],),
             out_specs=axes.results_prefix(cargo, out_axes, lambda r: _spec(r, axis_name)),
             check_vma=False,
         )
-        results = jax.jit(mapped)(axes.enter_axis(kind, units, n, metadata).values)
+        results = jax.jit(named_after(fn, mapped))(axes.enter_axis(kind, units, n, metadata).values)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call

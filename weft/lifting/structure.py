@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.lifting.crossing import Static, Units
 from weft.lifting.functions import AtFirstCall, Same
+from weft.lifting.names import named_after
 from weft.lifting.stack import with_room
 
 
@@ -38,7 +39,11 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
         values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
         return with_room(pure, static, Units(layout, values), *arrays)
 
-    jitted = AtFirstCall((fns, options), lambda: jax.jit(of_leaves, inline=True))
+    def make() -> Callable[..., Any]:
+        named = fns[-1] if isinstance(fns, tuple) else fns
+        return jax.jit(named_after(named, of_leaves), inline=True)
+
+    jitted = AtFirstCall((fns, options), make)
 
     def call(static: Any, units: Units, *arrays: Any) -> Any:
         leaves, trees = [], []

@@ -11,6 +11,7 @@ import jax
 from weft.errors import VariableAxisError
 from weft.lifting import axes
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
+from weft.lifting.names import named_after
 from weft.lifting.roles import FORK
 
 
@@ -54,7 +55,7 @@ def vmap(
             return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
 
         batched = jax.vmap(
-            mapped,
+            named_after(fn, mapped),
             in_axes=(units.having([0 if r is FORK else r for r in units.roles]).packed(),),
             out_axes=axes.results_prefix(cargo, out_axes, lambda r: None if r is FORK else r),
             axis_size=n,

@@ -1,0 +1,79 @@
+"""The user's names on the functions that JAX sees.
+
+JAX traces a pure function that stands for the user's one. Its name is the name of the compiled
+module in logs, profiles and dumps; its arguments and its source line are in error messages. So it
+takes all three from the user's function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNNAMED = inspect.Signature(
+    [
+        inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+        inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+    ]
+)
+
+
+def named_after(
+    fn: Callable[..., Any],
+    pure: F,
+    *,
+    leading: Sequence[str] | None = None,
+    left_out: Collection[int | str] = (),
+) -> F:
+    """Gives a function the name, the source line and the argument names of the user's function.
+
+    Args:
+        fn: the user's function; also a partial, a method or a callable object.
+        pure: what JAX is given in its place; changed and returned.
+        leading: the names of the arguments of `pure` that come before those of `fn`. With None the
+            two take different arguments, and only the name and the source line are taken over.
+        left_out: which arguments of `fn` are not among those of `pure`, by position or name.
+
+    Example:
+        >>> def train_step(state, batch): ...
+        >>> pure = named_after(train_step, lambda static, *args: None, leading=("static",))
+        >>> pure.__name__, str(inspect.signature(pure))
+        ('train_step', '(static, /, state, batch)')
+    """
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    named = inner if hasattr(inner, "__name__") else type(inner)
+    source = inspect.unwrap(inner)
+    pure.__name__ = named.__name__
+    pure.__qualname__ = getattr(named, "__qualname__", named.__name__)
+    pure.__wrapped__ = (  # pyright: ignore[reportFunctionMemberAccess]
+        source if hasattr(source, "__code__") else type(source).__call__
+    )
+    # JAX would otherwise follow `__wrapped__` to a signature that `pure` does not have.
+    pure.__signature__ = (  # pyright: ignore[reportFunctionMemberAccess]
+        _UNNAMED if leading is None else _signature(fn, leading, left_out)
+    )
+    return pure
+
+
+def _signature(
+    fn: Callable[..., Any], leading: Sequence[str], left_out: Collection[int | str]
+) -> inspect.Signature:
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # some functions that are written in C have none
+        return _UNNAMED
+    kept = [p for i, p in enumerate(parameters) if i not in left_out and p.name not in left_out]
+    taken = {p.name for p in kept}
+    first = []
+    for name in leading:
+        while name in taken:
+            name = f"_{name}"
+        taken.add(name)
+        first.append(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY))
+    return inspect.Signature([*first, *kept])
