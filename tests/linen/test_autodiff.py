@@ -136,7 +136,7 @@ def test_gradients_of_arguments():
 
 def test_gradients_with_the_rest():
     loss = lambda m, x: (m(x).sum(), {"x": x})  # noqa: E731
-    (value, rest, grads), _ = run(
+    ((value, rest), grads), _ = run(
         lambda self, x: nn.value_and_grad(loss, Linear(1), x, has_aux=True), X
     )
     (only_grads, again), _ = run(lambda self, x: nn.grad(loss, Linear(1), x, has_aux=True), X)

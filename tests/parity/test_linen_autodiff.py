@@ -32,6 +32,13 @@ def value_and_grad_of_a_module(nn, self, x):
 
 
 @programs.body()
+def value_and_grad_with_the_rest(nn, self, x):
+    loss = lambda m, x, y: ((m(x) * y).sum(), {"rest": x})  # noqa: E731
+    (value, rest), (of_x, of_y) = nn.value_and_grad(loss, pair(nn)(), x, 2.0, has_aux=True)
+    return value, rest, of_x, of_y
+
+
+@programs.body()
 def grad_of_a_module(nn, self, x):
     return nn.grad(lambda m, x: (m(x).sum(), x), pair(nn)(), x, has_aux=True)
 

@@ -143,7 +143,7 @@ def value_and_grad(
     reduce_axes: tuple[()] = (),
     variables: Filter = True,
     rngs: Filter = True,
-) -> tuple[Any, ...]:
+) -> tuple[Any, tuple[Any, ...]]:
     """`jax.value_and_grad` of `fn(module, *primals)`, with gradients of each of `primals`.
 
     Args:
@@ -156,13 +156,14 @@ def value_and_grad(
         rngs: the PRNG streams that it sees.
 
     Returns:
-        The result of `fn`, with `has_aux` the rest, and a tuple with the gradient of each argument.
+        The result of `fn`, with `has_aux` a pair with the rest, and a tuple with the gradient of
+        each argument, as `jax.value_and_grad` returns them.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
-    result = lift.value_and_grad(inside(fn), carriage, *primals, **options)
+    *value, grads = lift.value_and_grad(inside(fn), carriage, *primals, **options)
     arrive(boarding, carriage)
-    return result
+    return (tuple(value) if has_aux else value[0]), grads
 
 
 def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
@@ -175,8 +176,8 @@ def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) 
         has_aux: see `value_and_grad`.
         **kwargs: see `value_and_grad`.
     """
-    _, *aux, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
-    return (grads, *aux) if has_aux else grads
+    value, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
+    return (grads, value[1]) if has_aux else grads
 
 
 def jvp(

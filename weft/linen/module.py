@@ -247,7 +247,7 @@ class Module(ModuleVariables):
         self: M,
         *,
         parent: "Module | Scope | None" = None,
-        _deep_clone: bool = False,
+        _deep_clone: "bool | dict[int, Module]" = False,
         _reset_names: bool = False,
         **updates: Any,
     ) -> M:
@@ -255,7 +255,8 @@ class Module(ModuleVariables):
 
         Args:
             parent: the copy's parent.
-            _deep_clone: whether submodules in the fields are copied as well.
+            _deep_clone: whether submodules in the fields are copied as well, each of them once;
+                or the copies by the identity of what they are copies of.
             _reset_names: whether the copy has no name.
             **updates: fields that the copy has other values of.
 
@@ -266,8 +267,9 @@ class Module(ModuleVariables):
         """
         given = self._state.given
         fields = {name: given.get(name, getattr(self, name)) for name in self._field_names}
-        if _deep_clone:
-            copied = functools.partial(_deep_copy, reset_names=_reset_names)
+        if _deep_clone is not False:
+            copies = {} if _deep_clone is True else _deep_clone
+            copied = functools.partial(_deep_copy, copies=copies, reset_names=_reset_names)
             fields = {n: map_submodules(copied, v, _is_module) for n, v in fields.items()}
         name = None if _reset_names else name_of(self)
         return type(self)(**{**fields, "parent": parent, "name": name, **updates})
@@ -313,7 +315,7 @@ class Module(ModuleVariables):
             [2.0, 3.0]
         """
         _check_instance(self, "bind")
-        return self.clone(parent=core.bind(variables, rngs=rngs, mutable=mutable))
+        return self._on(core.bind(variables, rngs=rngs, mutable=mutable))
 
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
         """A copy that is not bound, and the variables; the inverse of `bind`.
@@ -449,7 +451,7 @@ class Module(ModuleVariables):
             mutable = union_filters(mutable, "intermediates")
 
         def run(scope: Scope, *args: Any, **kwargs: Any) -> Any:
-            module = self.clone(parent=scope)
+            module = self._on(scope)
             try:
                 with alone():
                     return call(module, *args, **kwargs)
@@ -457,6 +459,10 @@ class Module(ModuleVariables):
                 module._let_go()
 
         return run, mutable, flags
+
+    def _on(self: M, scope: Scope) -> M:
+        """A copy for a tree of variables of its own, with no submodule that is bound to another."""
+        return self.clone(parent=scope, _deep_clone=_holds_bound(self))
 
     def _method(self, method: Any) -> Callable[..., Any]:
         if method is None:
@@ -536,8 +542,23 @@ def _check_instance(x: Any, method: str) -> None:
         raise InvalidInstanceModuleError("Module", method)
 
 
-def _deep_copy(_: str, module: Module, reset_names: bool) -> Module:
-    return module.clone(_deep_clone=True, _reset_names=reset_names)
+def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: bool) -> Module:
+    if id(module) not in copies:
+        copies[id(module)] = module.clone(_deep_clone=copies, _reset_names=reset_names)
+    return copies[id(module)]
+
+
+def _holds_bound(value: Any) -> bool:
+    """Whether a module in the fields of a module, or in a container, is bound."""
+    if isinstance(value, Module):
+        below = [vars(value).get(name) for name in value._field_names]
+    elif isinstance(value, list | tuple):
+        below = value
+    elif isinstance(value, dict) or FrozenDict in type(value).__mro__:
+        below = value.values()
+    else:
+        return False
+    return any((isinstance(x, Module) and x.scope is not None) or _holds_bound(x) for x in below)
 
 
 def _is_module(x: Any) -> bool:

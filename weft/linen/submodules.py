@@ -2,10 +2,12 @@
 
 A module that is given to another one as a field, alone or in lists and dicts, becomes its submodule
 when the other is bound, under the attribute's name and its place in the containers. The module that
-was given stays as it was: its copy is bound. One module in several places is one submodule.
+was given stays as it was: its copy is bound. One module in several places is one submodule, named
+by the first of them. In a container the names, as text, order the places: the key "a" is before
+"b", however the dict was filled, and the index 10 is before 2.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weft.core.frozen_dict import FrozenDict
@@ -29,14 +31,25 @@ def map_submodules(
         return fn(at, value)
     if isinstance(value, tuple | list):
         names = getattr(value, "_fields", range(len(value)))
-        items = [
-            map_submodules(fn, v, is_module, f"{at}_{name}")
-            for name, v in zip(names, value, strict=True)
-        ]
+        items = _map_items(fn, zip(names, value, strict=True), is_module, at)
         if isinstance(value, tuple) and all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, Mapping) and isinstance(value, dict | FrozenDict):
-        items = {k: map_submodules(fn, v, is_module, f"{at}_{k}") for k, v in value.items()}
-        return FrozenDict(items)
+        items = _map_items(fn, value.items(), is_module, at)
+        return FrozenDict(zip(value, items, strict=True))
     return value
+
+
+def _map_items(
+    fn: Callable[[str, "Module"], Any],
+    items: Iterable[tuple[Any, Any]],
+    is_module: Callable[[Any], bool],
+    at: str,
+) -> list[Any]:
+    """Maps the values of a container in the order of their names; returns them in its own."""
+    named = [(f"{at}_{name}", value) for name, value in items]
+    mapped: list[Any] = [None] * len(named)
+    for i in sorted(range(len(named)), key=lambda i: named[i][0]):
+        mapped[i] = map_submodules(fn, named[i][1], is_module, named[i][0])
+    return mapped

@@ -92,7 +92,9 @@ def value_and_grad(
         rngs: the PRNG streams that it sees.
 
     Returns:
-        The result of `fn`, with `has_aux` the rest, and a tuple with the gradient of each argument.
+        The result of `fn`, with `has_aux` the rest, and a tuple with the gradient of each argument:
+        two or three values, where `weft.linen.value_and_grad` and JAX return a pair of the result
+        and the rest.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.value_and_grad(
