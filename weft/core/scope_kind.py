@@ -267,8 +267,10 @@ class ScopeKind(Kind):
         return group._replace(variables=_union(group.variables, other.variables))
 
     def begun(self, made: Group | None, result: Group | None) -> Group:
-        firsts = made.variables if made is not None else {}
-        return Group(result.variables if result is not None else firsts, {}, firsts)
+        first = made.variables if made is not None else {}
+        if result is None:
+            return Group(first, {}, first)
+        return Group(result.variables, {}, _union(first, result.firsts))
 
     def in_loop(self, static, after=None):
         return tuple(
