@@ -154,3 +154,12 @@ def test_errors_of_weft_are_told_as_the_command_line_does():
         [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True
     )
     assert (ended.stdout.split(), ended.stderr) == (["2", "130", "7"], "weft: too few\n")
+
+
+def test_a_token_that_no_line_has_room_for_is_refused():
+    environ = GIVEN | {"WEFT_RENDEZVOUS_TOKEN": "x" * 257}
+    with (
+        pytest.raises(ProcessEnvironmentError, match="_TOKEN has 257 characters; expected at most"),
+        joined_processes(environ),
+    ):
+        pass

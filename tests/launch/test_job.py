@@ -23,6 +23,7 @@ def test_all_processes_learn_how_many_they_are():
         ({"grace_seconds": 0}, r"grace_seconds=0; expected a time above 0"),
         ({"env": {"A-B": "1"}}, r"env names 'A-B', which cannot .* underscores"),
         ({"env": {"JAX_PROCESS_ID": "1"}}, r"env sets JAX_PROCESS_ID, .* Leave it out"),
+        ({"env": {"WEFT_RENDEZVOUS_TOKEN": "x"}}, r"env sets WEFT_RENDEZVOUS_TOKEN, .* Leave it"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -46,8 +46,8 @@ def parts(manifest):
 def test_the_manifest_is_one_of_the_api(fields):
     VALIDATOR.check_schema(SCHEMA)
     made = job(**fields)
-    manifest = yaml.safe_load(made.yaml())
-    assert manifest == made.manifest()
+    secret, manifest = yaml.safe_load_all(made.yaml())
+    assert secret["kind"] == "Secret" and manifest == made.manifest()
     VALIDATOR.validate(manifest)
 
 
@@ -91,13 +91,26 @@ def test_what_a_pod_is_given_is_what_the_config_says():
 def test_the_processes_of_the_pods_know_where_they_stand():
     made = job(**ALL)
     _, _, _, container = parts(made.manifest())
-    environ = {entry["name"]: entry["value"] for entry in container["env"]}
+    environ = {entry["name"]: entry["value"] for entry in container["env"][:-1]}
     assert environ["GREETING"] == 'say "hi": yes'
     # A pod that made way is not done, so it does not end with 0.
     assert environ["WEFT_STOPPED_EXIT_CODE"] == "75"
     # As JobSet names pods: JobSet, replicated job, number of the job, number of the pod; subdomain.
     address = "lm-workers-0-0.lm:8476"
     assert place_of(environ | {"JOB_COMPLETION_INDEX": "2"}) == Place(address, 4, 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"namespace": "research"}], ids=["here", "namespace"])
+def test_the_pods_share_a_secret_of_their_own(fields):
+    made = job(**fields)
+    _, _, _, container = parts(made.manifest())
+    reference = {"secretKeyRef": {"name": "lm-rendezvous", "key": "token"}}
+    assert container["env"][-1] == {"name": "WEFT_RENDEZVOUS_TOKEN", "valueFrom": reference}
+    first, second = made.secret(), made.secret()
+    assert first["metadata"] == {"name": "lm-rendezvous"} | fields
+    tokens = {secret["stringData"]["token"] for secret in (first, second)}
+    assert len(tokens) == 2 and all(len(token) == 32 for token in tokens)
+    assert not any(token in str(made.manifest()) for token in tokens)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,15 @@ def test_each_process_is_told_where_it_stands(capsys):
     assert lines == [f"[{i}] {i}/2 {address} cpu b" for i in range(2)]
 
 
+def test_each_try_has_a_token_of_its_own(tmp_path, capfd):
+    script = 'echo "$WEFT_RENDEZVOUS_TOKEN" >> tokens; exit 3'
+    made = job(f"cd {tmp_path}; {script}", num_processes=1, max_tries=2)
+    assert made.run() == 3
+    first, second = (tmp_path / "tokens").read_text().split()
+    assert len(first) == 32 and first != second
+    assert first not in "".join(capfd.readouterr())
+
+
 def test_a_failure_is_told_with_its_last_lines(capsys):
     script = 'echo "step $JAX_PROCESS_ID"; [ $JAX_PROCESS_ID = 0 ] && exit 4; sleep 60'
     assert job(script).run() == 4

@@ -127,6 +127,13 @@ def test_the_script_runs_the_processes_and_ends_with_their_code(cluster):
     assert run_script(job(command=["bash", "-c", "exit 3"]).script()).returncode == 3
 
 
+def test_each_start_of_a_script_has_a_token_of_its_own(cluster):
+    made = job(num_processes=2, command=["bash", "-c", 'echo "$WEFT_RENDEZVOUS_TOKEN"'])
+    starts = [run_script(made.script()).stdout.split() for _ in range(2)]
+    (first, same), (second, _) = starts
+    assert first == same != second and len(first) == 32 and first not in made.script()
+
+
 def test_a_failed_job_is_queued_again_as_often_as_it_may(cluster):
     script = job(max_tries=2, command=["bash", "-c", "exit $WEFT_STOPPED_EXIT_CODE"]).script()
     assert run_script(script).returncode == 75

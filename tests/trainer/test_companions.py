@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -286,9 +287,13 @@ def test_what_is_no_message_is_passed_over(alone):
     assert at in messages(all_from(there))
 
 
-def test_a_process_that_says_what_it_cannot_mean_ends_the_run(alone):
+def test_where_the_reading_thread_fails_the_run_ends(alone, monkeypatch):
+    def fails(companions, index, line):
+        raise TypeError("unhashable")
+
+    monkeypatch.setattr(Companions, "_on_line", fails)
     companions, there = alone(1, 0)
-    say(there, asked=5)
+    say(there, asked=None)
     with pytest.raises(ProcessLostError, match="are no longer understood: TypeError: "):
         companions.agree(go_on)
 
@@ -326,6 +331,53 @@ def test_the_first_is_named_with_what_it_does_now(alone, capfd):
     with pytest.raises(ProcessesNotReadyError):
         companions.explain(RuntimeError("a collective that was cut"))
     assert "in test_the_first_is_named" in capfd.readouterr().err
+
+
+STRANGE = {
+    "nested": b"[" * 1_500,
+    "nested objects": b'{"at":' * 20_000,
+    "no text": b"\xff\xfe{}",
+    "a number": b"7",
+    "of the wrong type": b'{"at": "soon", "within": null, "wish": null, "waits": false}',
+    "a point that is no number": b'{"at": true}',
+    "a wish of a kind that there is none of": b'{"at": 1, "wish": ["x", "y"]}',
+    "a wish that is none": b'{"at": 1, "wish": 7}',
+    "no seconds": b'{"at": 1, "within": NaN, "waits": false}',
+    "unknown": b'{"at": 1, "within": null, "wish": null, "waits": false, "more": 1}',
+    "many digits": b'{"at": ' + b"9" * 5_000 + b"}",
+    "too long": b'{"alive": "' + b"x" * 300_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_line_that_is_no_message_is_ignored(alone, caplog, process, line):
+    companions, there = alone(process, 1 - process)
+    there.sendall(line + b"\n")
+    if process == 0:
+        say(there, at=1, wish=None, within=None, waits=False)
+    else:
+        say(there, go=1, stop=None)
+    assert companions.agree(go_on) is None
+    companions.leave(patience_seconds=0)
+    assert f"{NAMES[1 - process]} sent what is not a message; it is ignored" in caplog.text
+
+
+def test_the_rest_of_a_line_that_is_too_long_is_not_a_line(alone):
+    companions, there = alone(1, 0)
+    there.sendall(b"x" * 200_000)
+    time.sleep(0.3)
+    say(there, over="process 7 is gone")  # ends the long line
+    say(there, go=1, stop=None)
+    assert companions.agree(go_on) is None
+
+
+def test_what_others_say_is_escaped_where_it_is_printed(alone):
+    companions, there = alone(0, 1)
+    say(there, bye="\x1b]0;title\x07 a\nweft: \x9b2J \u202e \ud800")
+    shown = r"\x1b]0;title\x07 a" "\n    weft: " r"\x9b2J \u202e \ud800\."
+    with pytest.raises(ProcessLostError, match="has failed: " + re.escape(shown[:-2])):
+        companions.agree(go_on)
 
 
 def test_a_thread_finds_the_lines_that_are_open_and_says_goodbye(alone):

@@ -25,13 +25,17 @@ def address():
 
 
 def together(address, places, timeout=10.0):
-    """What `meet` gives or raises in each of several places, as (id, number)."""
+    """What `meet` gives or raises in each of several places, as (id, number) or with a token."""
     results = {}
 
-    def run(key, index, count):
+    def run(key, index, count, token=""):
         try:
             results[key] = meet(
-                address, process_id=index, num_processes=count, timeout_seconds=timeout
+                address,
+                process_id=index,
+                num_processes=count,
+                timeout_seconds=timeout,
+                token=token,
             )
         except ProcessesNotReadyError as error:
             results[key] = error
@@ -102,13 +106,20 @@ def test_two_with_one_number_and_strangers_are_refused(address):
 
 
 @contextlib.contextmanager
-def first_of(address, count, timeout=20.0):
+def first_of(address, count, timeout=20.0, token=""):
     """Process 0 in a thread; gives where to connect, and what it found at the end."""
     found = []
 
     def run():
         try:
-            found.append(meet(address, process_id=0, num_processes=count, timeout_seconds=timeout))
+            meeting = meet(
+                address,
+                process_id=0,
+                num_processes=count,
+                timeout_seconds=timeout,
+                token=token,
+            )
+            found.append(meeting)
         except ProcessesNotReadyError as error:
             found.append(error)
 
@@ -180,6 +191,55 @@ def test_all_of_many_are_told_who_is_missing(address):
                 told = json.loads(lines.readline())["refused"]
             assert told.startswith("processes 40, 41, ") and "55 and 244 more of 300" in told
             assert "process 15 of 300 (host h, pid 15) and 24 more" in told
+
+
+def test_processes_with_the_token_meet(address):
+    lines = together(address, [(0, 2, "secret"), (1, 2, "secret")])
+    for companions in lines:
+        companions.leave(patience_seconds=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "other"), [("secret", ""), ("secret", "secreT"), ("", "x"), ("s", "\ud800")]
+)
+def test_a_process_with_another_token_is_refused_and_takes_no_place(address, first, other):
+    with first_of(address, 2, token=first):
+        with come(address, 1, 2, 7, token=other) as stranger, stranger.makefile() as lines:
+            refused = json.loads(lines.readline())["refused"]
+            assert lines.readline() == ""
+        assert refused.startswith("this process has not the token of the run")
+        assert "WEFT_RENDEZVOUS_TOKEN" in refused and (not first or first not in refused.split())
+        with come(address, 1, 2, 8, token=first) as ours:
+            assert b"welcome" in ours.recv(1000)
+
+
+def test_one_that_is_refused_says_so_at_once(address):
+    started = time.monotonic()
+    with first_of(address, 2, token="secret"):
+        with pytest.raises(ProcessesNotReadyError, match="give all of them the same WEFT_REND"):
+            meet(address, process_id=1, num_processes=2, timeout_seconds=20, token="other")
+        assert time.monotonic() - started < 10
+        with come(address, 1, 2, 8, token="secret") as ours:
+            assert b"welcome" in ours.recv(1000)
+
+
+def test_many_strangers_keep_nobody_out(address):
+    with contextlib.ExitStack() as stack, first_of(address, 2):
+        strangers = [stack.enter_context(connected(address)) for _ in range(200)]
+        assert strangers[0].recv(10) == b""  # dropped for the sake of those that came later
+        with come(address, 1, 2, 7) as ours:
+            assert b"welcome" in ours.recv(1000)
+
+
+def test_what_a_process_says_of_itself_is_escaped_where_it_is_printed(address):
+    hello = {"host": "h\x1b[2J\nweft: process 2 \ud800"}
+    with (
+        first_of(address, 3, timeout=2.0) as found,
+        come(address, 1, 3, 7, **hello) as there,
+        there.makefile() as lines,
+    ):
+        assert "refused" in lines.readline()
+    assert "(host h\\x1b[2J\n    weft: process 2 \\ud800, pid 7)" in str(found[0])
 
 
 def test_a_process_that_is_alone_meets_nobody():

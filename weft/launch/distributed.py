@@ -8,6 +8,8 @@ Where it stands is read from the environment, whoever has set it:
     Kubernetes, indexed jobs  -                          -                     JOB_COMPLETION_INDEX
 
 What stands higher counts. A process of which nothing says that there are others is alone.
+
+Launchers set WEFT_RENDEZVOUS_TOKEN as well, a secret by which process 0 knows the others.
 """
 
 import contextlib
@@ -23,13 +25,20 @@ from typing import NamedTuple
 import jax
 
 from weft.errors import CoordinatorNotFoundError, ProcessEnvironmentError, WeftError
-from weft.launch.job import COORDINATOR_ADDRESS, HEARTBEAT_TIMEOUT, NUM_PROCESSES, PROCESS_ID
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    HEARTBEAT_TIMEOUT,
+    NUM_PROCESSES,
+    PROCESS_ID,
+    RENDEZVOUS_TOKEN,
+)
 from weft.trainer.companions import HEARTBEAT_TIMEOUT_SECONDS, in_company
 from weft.trainer.meeting import meet
 
 _CONNECT_SECONDS = 300.0
 _JAX_NOTICES_LATER_SECONDS = 30
 _LAST_WORDS_SECONDS = 1.0
+_LONGEST_TOKEN = 256
 
 
 class Place(NamedTuple):
@@ -165,7 +174,7 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
     if place is None or jax.distributed.is_initialized():
         yield place
         return
-    heartbeat_timeout = _heartbeat_timeout(environ)
+    heartbeat_timeout, token = _heartbeat_timeout(environ), _token(environ)
     if place.process_id != 0:
         wait_for_coordinator(place)
     companions = meet(
@@ -173,6 +182,7 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
         process_id=place.process_id,
         num_processes=place.num_processes,
         timeout_seconds=_CONNECT_SECONDS,
+        token=token,
         heartbeat_timeout_seconds=heartbeat_timeout,
     )
     try:
@@ -194,6 +204,16 @@ def _heartbeat_timeout(environ: Mapping[str, str]) -> int:
     if not re.fullmatch("[1-9][0-9]{0,5}", text):
         raise ProcessEnvironmentError(f"{HEARTBEAT_TIMEOUT}={text!r} is not a number of seconds.")
     return int(text)
+
+
+def _token(environ: Mapping[str, str]) -> str:
+    token = environ.get(RENDEZVOUS_TOKEN, "")
+    if len(token) > _LONGEST_TOKEN:
+        raise ProcessEnvironmentError(
+            f"{RENDEZVOUS_TOKEN} has {len(token)} characters; expected at most {_LONGEST_TOKEN}, "
+            "such as the output of `openssl rand -hex 16`."
+        )
+    return token
 
 
 def _leave(error: BaseException, process_id: int) -> None:

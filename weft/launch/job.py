@@ -5,6 +5,7 @@ The processes are alike. What tells them apart is their environment, see `weft.l
     JAX_COORDINATOR_ADDRESS    where process 0 listens, as host:port
     JAX_NUM_PROCESSES          how many there are
     JAX_PROCESS_ID             which of them this one is, from 0
+    WEFT_RENDEZVOUS_TOKEN      a secret of this start of the job, without which nobody joins it
 
 A subclass knows one place to run in, adds what that place asks for to the config, and does the
 starting, or writes down what a scheduler reads.
@@ -20,6 +21,9 @@ from weft.errors import JobConfigError
 COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
 PROCESS_ID = "JAX_PROCESS_ID"
+RENDEZVOUS_TOKEN = "WEFT_RENDEZVOUS_TOKEN"
+"""A secret of all processes of a run; process 0 refuses those that have another one."""
+
 STOPPED_EXIT_CODE = "WEFT_STOPPED_EXIT_CODE"
 """The exit code with which `weft train` ends when it was asked to stop before its last step; 0 if
 this is not set. A scheduler that starts a job again only when it failed needs another one."""
@@ -103,7 +107,7 @@ class Job(Configurable):
                 f"{self._where('env')} names {name!r}, which cannot be an environment variable. "
                 "Use letters, digits and underscores, a digit not first."
             )
-        if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID):
+        if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, RENDEZVOUS_TOKEN):
             raise JobConfigError(
                 f"{self._where('env')} sets {name}, which the job sets itself so that the "
                 "processes find each other. Leave it out."

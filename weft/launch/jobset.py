@@ -8,13 +8,23 @@ is before it runs, and starts all of them anew when one has failed. The manifest
       replicatedJobs[0]  "workers", one Job
         Job  indexed, num_processes pods
           Pod  one process; JOB_COMPLETION_INDEX says which
+
+A Secret goes with it: the token by which the processes know each other.
 """
 
+import secrets
 from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import JobConfigError
-from weft.launch.job import COORDINATOR_ADDRESS, STOPPED_EXIT_CODE, TRY_AGAIN, Job, check_text
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    RENDEZVOUS_TOKEN,
+    STOPPED_EXIT_CODE,
+    TRY_AGAIN,
+    Job,
+    check_text,
+)
 from weft.launch.yaml_text import to_yaml
 
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -29,8 +39,8 @@ class JobSetJob(Job):
     """Processes as pods of Kubernetes.
 
     >>> cfg = JobSetJob.default_config().set(name="lm", command=["weft", "train", "lm"])
-    >>> print(cfg.set(image="registry/weft:1").instantiate().yaml().splitlines()[0])
-    apiVersion: jobset.x-k8s.io/v1alpha2
+    >>> cfg.set(image="registry/weft:1").instantiate().manifest()["kind"]
+    'JobSet'
     """
 
     @config_class
@@ -104,12 +114,11 @@ class JobSetJob(Job):
             "backoffLimit": 0,
             "template": {"spec": self._pod()},
         }
-        namespace = {} if cfg.namespace is None else {"namespace": cfg.namespace}
         labels = {"labels": dict(cfg.labels)} if cfg.labels else {}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
-            "metadata": {"name": cfg.name, **namespace, **labels},
+            "metadata": {"name": cfg.name, **self._namespace(), **labels},
             "spec": {
                 "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
                 "failurePolicy": {"maxRestarts": cfg.max_tries - 1},
@@ -117,6 +126,23 @@ class JobSetJob(Job):
                     {"name": _REPLICATED_JOB, "replicas": 1, "template": {"spec": job}}
                 ],
             },
+        }
+
+    def _namespace(self) -> dict[str, str]:
+        namespace = self.config.namespace
+        return {} if namespace is None else {"namespace": namespace}
+
+    @property
+    def _secret_name(self) -> str:
+        return f"{self.config.name}-rendezvous"
+
+    def secret(self) -> dict[str, Any]:
+        """The Secret that the manifest names, with a new token."""
+        return {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": {"name": self._secret_name, **self._namespace()},
+            "stringData": {"token": secrets.token_hex(16)},
         }
 
     def _pod(self) -> dict[str, Any]:
@@ -130,11 +156,15 @@ class JobSetJob(Job):
             # A pod that saved because it was to make way has not done its work: 0 would say so.
             STOPPED_EXIT_CODE: str(TRY_AGAIN),
         }
+        token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
         container: dict[str, Any] = {
             "name": "main",
             "image": cfg.image,
             "command": list(cfg.command),
-            "env": [{"name": name, "value": value} for name, value in variables.items()],
+            "env": [
+                *({"name": name, "value": value} for name, value in variables.items()),
+                {"name": RENDEZVOUS_TOKEN, "valueFrom": token},
+            ],
             "ports": [{"containerPort": _COORDINATOR_PORT}],
         }
         pod: dict[str, Any] = {
@@ -157,5 +187,5 @@ class JobSetJob(Job):
         return pod
 
     def yaml(self) -> str:
-        """The manifest, for `kubectl apply -f -`."""
-        return to_yaml(self.manifest()) + "\n"
+        """The Secret and the manifest, for `kubectl apply -f -`."""
+        return f"{to_yaml(self.secret())}\n---\n{to_yaml(self.manifest())}\n"

@@ -6,13 +6,14 @@ each other. On the CPU they talk by gloo.
 
 import contextlib
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Mapping
 
 from weft.config import config_class
 from weft.errors import JobConfigError
-from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, Job
+from weft.launch.job import COORDINATOR_ADDRESS, PROCESS_ID, RENDEZVOUS_TOKEN, Job
 from weft.launch.processes import Ended, Outcome, PrefixedLines, ProcessGroup
 
 
@@ -58,7 +59,7 @@ class LocalJob(Job):
 
     def _run_once(self) -> Outcome:
         cfg = self.config
-        address = f"127.0.0.1:{_free_port()}"
+        address, token = f"127.0.0.1:{_free_port()}", secrets.token_hex(16)
         logs = None
         if cfg.log_dir is not None:
             width = len(str(cfg.num_processes - 1))
@@ -69,7 +70,10 @@ class LocalJob(Job):
             _say(f"{cfg.num_processes} process(es), which print to {logs[0]} and beside it")
         group = ProcessGroup(
             cfg.command,
-            [self.process_environment(i, address) for i in range(cfg.num_processes)],
+            [
+                {**self.process_environment(i, address), RENDEZVOUS_TOKEN: token}
+                for i in range(cfg.num_processes)
+            ],
             say=PrefixedLines(cfg.num_processes),
             log_paths=logs,
             grace_seconds=cfg.grace_seconds,

@@ -11,8 +11,17 @@ from collections.abc import Sequence
 
 from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
-from weft.launch.job import COORDINATOR_ADDRESS, STOPPED_EXIT_CODE, TRY_AGAIN, Job, check_text
+from weft.launch.job import (
+    COORDINATOR_ADDRESS,
+    RENDEZVOUS_TOKEN,
+    STOPPED_EXIT_CODE,
+    TRY_AGAIN,
+    Job,
+    check_text,
+)
 
+# Drawn when the job starts, so that it is in no file; srun hands it on to the processes.
+_TOKEN_LINE = f'export {RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
 _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}"
 
 
@@ -118,6 +127,7 @@ class SlurmJob(Job):
             "# The processes meet on the first node; Slurm tells each of them which one it is.",
             'first_node="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)"',
             f'export {COORDINATOR_ADDRESS}="$first_node:$((61440 + SLURM_JOB_ID % 4096))"',
+            _TOKEN_LINE,
             "",
         ]
         # Without --export, what is set above would depend on the cluster's defaults.
@@ -184,7 +194,7 @@ class SlurmJob(Job):
                 ntasks_per_node=per_node,
                 job_name=given.pop("job-name"),
                 additional_parameters={name: value or True for name, value in given.items()},
-                setup=[*self.config.setup, *exports],
+                setup=[*self.config.setup, *exports, _TOKEN_LINE],
                 srun_args=self._srun_options(),
             )
             return executor.submit(subprocess.check_call, list(self.config.command)).job_id

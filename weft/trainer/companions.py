@@ -14,6 +14,9 @@ A process that dies closes its connection, whatever killed it. One that is stopp
 silent for too long. In both cases the others are told its name, and end. One that is late, but
 hears of it, prints where its threads are.
 
+What comes may be from a program of another version, or from a stranger: a line that is not such a
+message, is too long or nested too deeply is ignored, and what is printed of it is escaped.
+
 What was said last has to arrive. The kernel drops what it has not delivered when a socket is closed
 of which not all is read. So whoever ends reads on until the others have closed their side, too.
 """
@@ -21,7 +24,9 @@ of which not all is read. So whoever ends reads on until the others have closed 
 import contextlib
 import json
 import logging
+import math
 import os
+import re
 import selectors
 import socket
 import threading
@@ -30,6 +35,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from weft.errors import ProcessesNotReadyError, ProcessLostError
+from weft.serialization.foreign import parse_json, printable
 from weft.trainer.stacks import print_error, stacks_of_all_threads
 
 logger = logging.getLogger(__name__)
@@ -40,7 +46,9 @@ HEARTBEAT_TIMEOUT_SECONDS = 100
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 _LATE_SECONDS = 30.0
-_LONGEST_LINE = 1 << 16
+LONGEST_LINE = 1 << 16
+"""How many bytes a line has at most; a longer one is ignored."""
+
 _LONGEST_TEXT = 4096  # at most 12 bytes in a line for each character
 _SHOWN_LATE = 8
 # From the word that another process is gone to the end of this one, if its main thread is stuck.
@@ -270,14 +278,14 @@ class Companions:
     def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
         """The lines that have come from a process; None at the end."""
         try:
-            data = self._connections[index].recv(_LONGEST_LINE)
+            data = self._connections[index].recv(LONGEST_LINE)
         except OSError:
             data = b""
         if not data:
             return None
         self._heard[index] = time.monotonic()
         *lines, rest = (buffers[index] + data).split(b"\n")
-        buffers[index] = rest if len(rest) <= _LONGEST_LINE else b""  # no process of ours sends it
+        buffers[index] = rest[: LONGEST_LINE + 1]  # enough to know that it is too long
         return lines
 
     def _on_closed(self, index: int) -> None:
@@ -298,7 +306,9 @@ class Companions:
 
     def _on_line(self, index: int, line: bytes) -> None:
         message = parse(line)
-        if "bye" in message:
+        if not message:
+            logger.warning("%s sent what is not a message; it is ignored", self._names[index])
+        elif "bye" in message:
             self._gone.add(index)
             # Process 0 that has failed waits a little until the others have ended.
             if self._id == 0 or message["bye"] is None:
@@ -306,7 +316,7 @@ class Companions:
             if message["bye"] is not None and not self._agreed_on_error:
                 self._on_gone(index, f"has failed: {message['bye']}")
         elif self._id == 0:
-            self._activities[index] = str(message.get("alive", self._activities[index]))
+            self._activities[index] = message.get("alive", self._activities[index])
             if "at" in message:
                 self._came(index, message)
         elif "go" in message:
@@ -318,7 +328,9 @@ class Companions:
         elif "asked" in message:
             self._asked = _wish(message["asked"])
         elif "over" in message:
-            self._end(message["over"], late=message["late"], missing=message.get("missing", ()))
+            self._end(
+                message["over"], late=message.get("late", False), missing=message.get("missing", ())
+            )
 
     def _look_at_clocks(self, now: float) -> None:
         for index, heard in self._heard.items():
@@ -363,17 +375,17 @@ class Companions:
             is_new = message["at"] > self._went
             if is_new:
                 self._at[index] = message["at"]
-                self._within = message["within"]
+                self._within = message.get("within")
                 if self._first_came is None:
                     self._first_came = time.monotonic()
-            wish = _wish(message["wish"])
+            wish = _wish(message.get("wish"))
             if wish is not None:
                 self._wishes[index] = wish
                 self._asked = wish
                 self._broadcast({"asked": wish})
             if is_new and min(self._at.values()) == message["at"]:
                 go: dict[str, Any] = {"go": message["at"]}
-                if not message["waits"]:
+                if not message.get("waits"):
                     wishes = self._wishes.values()
                     self._stop = min(wishes, key=lambda w: _KINDS.index(w.kind), default=None)
                     self._wishes, self._asked = {}, None
@@ -441,19 +453,78 @@ def line_of(message: Mapping[str, Any]) -> bytes:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The message of a line; an empty one if it is none.
+    """The message of a line, its texts as they may be printed; an empty one if it is none.
 
     Args:
         line: as it came.
 
-    >>> parse(b'{"at": 3}'), parse(b"GET / HTTP/1.1")
-    ({'at': 3}, {})
+    >>> parse(b'{"at": 3}'), parse(b"GET / HTTP/1.1"), parse(b'{"at": "now"}')
+    ({'at': 3}, {}, {})
     """
+    if len(line) > LONGEST_LINE:
+        return {}
     try:
-        message = json.loads(line)
+        message = parse_json(line)
     except ValueError:
         return {}
-    return message if isinstance(message, dict) else {}
+    if not isinstance(message, dict):
+        return {}
+    if not all(name in _FIELDS and _FIELDS[name](value) for name, value in message.items()):
+        return {}
+    return {name: _shown(value) for name, value in message.items()}
+
+
+def _shown(value: Any) -> Any:
+    """A text without control characters, whose lines after the first cannot pass for others."""
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"\n(?!    )", "\n    ", printable(value))
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_wish(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) == 2
+        and value[0] in _KINDS
+        and isinstance(value[1], str)
+    )
+
+
+def _or_none(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_one(value)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_count, value))
+
+
+# What messages consist of, those of the rendezvous as well.
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    **{"at": _is_count, "within": _or_none(_is_seconds), "waits": _is_bool},
+    **{"wish": _or_none(_is_wish), "stop": _or_none(_is_wish), "asked": _or_none(_is_wish)},
+    **{"alive": _is_text, "bye": _or_none(_is_text), "go": _is_count},
+    **{"over": _is_text, "late": _is_bool, "missing": _is_counts},
+    **{"process": _is_count, "of": _is_count, "token": _is_text, "host": _is_text},
+    **{"pid": _is_count, "refused": _is_text, "welcome": _is_text},
+}
 
 
 def _clipped(text: str) -> str:

@@ -3,9 +3,14 @@
 Process 0 listens where JAX's coordinator will, for as long as it takes all others to come; then
 that address is free again for JAX, and the connections stay as their `Companions`. A program that
 has initialized `jax.distributed` by itself is met later, at a port that process 0 tells by JAX.
+
+Whoever reaches that address can connect. A process proves that it belongs to the run by a token,
+which a launcher puts into the environment of all, and without which it is refused. Until then it
+may send one short line, within a few seconds, and there is room for a few at a time.
 """
 
 import contextlib
+import hmac
 import json
 import logging
 import os
@@ -24,6 +29,7 @@ from jax.experimental import multihost_utils
 from weft.errors import ProcessesNotReadyError
 from weft.trainer.companions import (
     HEARTBEAT_TIMEOUT_SECONDS,
+    LONGEST_LINE,
     Companions,
     line_of,
     parse,
@@ -32,8 +38,15 @@ from weft.trainer.stacks import print_error
 
 _HELLO_SECONDS = 5.0
 _ADDRESS_BYTES = 1024
-_LINE_BYTES = 1 << 16
+_HELLO_BYTES = 1 << 12
+_MAX_STRANGERS = 64
 _SHOWN = 16
+
+_WRONG_TOKEN = (
+    "this process has not the token of the run that it came to, so it is not one of its processes. "
+    "Start all processes by one launcher, or give all of them the same WEFT_RENDEZVOUS_TOKEN, or "
+    "none of them any."
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +57,7 @@ def meet(
     process_id: int,
     num_processes: int,
     timeout_seconds: float,
+    token: str = "",
     heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
 ) -> Companions:
     """Waits for all processes, and opens the lines between them.
@@ -53,10 +67,12 @@ def meet(
         process_id: which this one is.
         num_processes: how many there are.
         timeout_seconds: how long to wait for the others.
+        token: a secret of all processes of the run; one that has another is refused. Without one,
+            whoever reaches the address can join.
         heartbeat_timeout_seconds: after how long a silent process counts as gone.
 
     Raises:
-        ProcessesNotReadyError: if some do not come; the message names them.
+        ProcessesNotReadyError: if some do not come, or this one is refused; the message names them.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -66,13 +82,13 @@ def meet(
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host if here else "", int(port)), family=family) as server:
             return _receive(
-                server, num_processes, "", timeout_seconds, heartbeat_timeout_seconds, address
+                server, num_processes, token, timeout_seconds, heartbeat_timeout_seconds, address
             )
     return _join(
         [(host, int(port))],
         process_id,
         num_processes,
-        "",
+        token,
         timeout_seconds,
         heartbeat_timeout_seconds,
     )
@@ -171,7 +187,8 @@ def _receive(
 class _Reception:
     """Who has come to process 0 so far, and who has connected and not yet said who it is.
 
-    Whoever connects and says nothing, as what looks for open ports does, keeps nobody waiting.
+    Whoever connects and says nothing, as what looks for open ports does, keeps nobody waiting: it
+    is dropped after some seconds, or earlier if many more come.
     """
 
     def __init__(
@@ -194,11 +211,14 @@ class _Reception:
     def take(self, source: Any) -> None:
         """Takes what has come from where something has come."""
         if source is not self._server:
-            self._read(source)
+            if source.fileno() >= 0:  # else it was dropped for one that came in the same moment
+                self._read(source)
             return
         with contextlib.suppress(OSError):  # gone again
             connection, _ = self._server.accept()
             connection.setblocking(False)
+            if len(self._strangers) >= _MAX_STRANGERS:
+                self._drop(next(iter(self._strangers)))  # the one that has had the most time
             self._strangers[connection] = (time.monotonic(), b"")
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -211,7 +231,7 @@ class _Reception:
 
     def _read(self, connection: socket.socket) -> None:
         try:
-            data = connection.recv(_LINE_BYTES)
+            data = connection.recv(_HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -224,7 +244,7 @@ class _Reception:
             return
         since, before = self._strangers[connection]
         line = before + data
-        if not data or len(line) > _LINE_BYTES:
+        if not data or len(line) > _HELLO_BYTES:
             self._drop(connection)
         elif line.endswith(b"\n"):
             self._meet(connection, parse(line))
@@ -233,8 +253,13 @@ class _Reception:
 
     def _meet(self, connection: socket.socket, hello: dict[str, Any]) -> None:
         index, of = hello.get("process"), hello.get("of")
-        if hello.get("token") != self._token or type(index) is not int or type(of) is not int:
-            self._drop(connection)  # none of ours
+        if index is None or of is None:
+            self._drop(connection)  # not a process of a run
+            return
+        if not hmac.compare_digest(_token_bytes(hello.get("token", "")), _token_bytes(self._token)):
+            logger.warning("a process with another token, or without one, was refused")
+            _tell(connection, {"refused": _WRONG_TOKEN})
+            self._drop(connection)
             return
         if of != self._count or not 0 < index < self._count or index in self.names:
             text = f"process {index} of {of} came to a run of {self._count} processes"
@@ -244,13 +269,17 @@ class _Reception:
             self._drop(connection)
             return
         del self._strangers[connection]
-        self.names[index] = _name(index, self._count, str(hello.get("host")), hello.get("pid"))
+        self.names[index] = _name(index, self._count, hello.get("host", "?"), hello.get("pid", "?"))
         self.connections[index] = connection
 
     def _drop(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
         self._strangers.pop(connection, None)
         connection.close()
+
+
+def _token_bytes(token: str) -> bytes:
+    return token.encode("utf-8", "surrogatepass")
 
 
 def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -309,7 +338,7 @@ def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, A
     deadline = time.monotonic() + timeout_seconds
     line = b""
     try:
-        while not line.endswith(b"\n") and len(line) < _LINE_BYTES:
+        while not line.endswith(b"\n") and len(line) < LONGEST_LINE:
             connection.settimeout(max(deadline - time.monotonic(), 0.001))
             data = connection.recv(1)
             if not data:

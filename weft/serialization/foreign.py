@@ -1,0 +1,86 @@
+"""Data from elsewhere: files, JSON and text that this program did not write.
+
+A reader of such data raises its documented error whatever the data is. These functions raise only
+`OSError` and `ValueError`, which the reader turns into its error with the file's name and the mend:
+a FIFO or a device in the place of a file is refused instead of waited for, JSON that is nested too
+deeply is a `ValueError`, and text that is printed loses the characters that control a terminal.
+"""
+
+import json
+import os
+import stat
+from typing import IO, Any
+
+MAX_JSON_BYTES = 2**28
+"""How large a file of JSON may be; the index of the largest published models has a few MB."""
+
+
+def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a regular file to be read; never waits for a writer.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: if there is no such file, or it is a directory, a FIFO, a socket or a device.
+        ValueError: if the path is not one, as with a NUL.
+    """
+    # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{os.fspath(path)!r} is not a regular file")
+    return open(fd, "rb")
+
+
+def read_json_file(path: str | os.PathLike[str]) -> Any:
+    """The JSON value of a file.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: as `open_file`.
+        ValueError: if it has more than `MAX_JSON_BYTES`, or is not JSON.
+    """
+    with open_file(path) as file:
+        data = file.read(MAX_JSON_BYTES + 1)
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"it has more than {MAX_JSON_BYTES:,} bytes")
+    return parse_json(data)
+
+
+def parse_json(data: str | bytes | bytearray) -> Any:
+    """A JSON value; of bytes, those of UTF-8.
+
+    Args:
+        data: its text.
+
+    Raises:
+        ValueError: if it is not JSON, or nested too deeply to be read.
+
+    >>> parse_json(b'{"a": [1]}')
+    {'a': [1]}
+    """
+    try:
+        return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def printable(text: str) -> str:
+    r"""A text as it may be shown: all that is not printable is escaped, except ends of lines.
+
+    Args:
+        text: as it came, perhaps with characters that control a terminal.
+
+    >>> printable("é: \x1b[2J\nnext")
+    'é: \\x1b[2J\nnext'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
