@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -210,3 +211,31 @@ def test_an_array_of_two_processes_does_not_go_into_one_file(tmp_path):
     assert "step 2 cannot be saved to " in outputs[0]
     assert "checkpoint_2': one of its arrays is spread over several processes" in outputs[0]
     assert os.listdir(tmp_path) == ["checkpoint_1"]
+
+
+# Several ways to write one directory, which a symbolic link may lead to.
+SPELLINGS = ["run", "run/", "run//", "./run", "run/.", "other/../run", "other//..//run//", "link/"]
+SPELLINGS += [Path("run"), "{absolute}", "{absolute}//", "", ".", "./", ".//", "~", "~//"]
+
+
+@pytest.mark.parametrize("prefix", ["checkpoint_", "part/step-", ""])
+@pytest.mark.parametrize("spelling", SPELLINGS, ids=repr)
+def test_what_is_saved_is_found_however_the_directory_is_written(
+    tmp_path, monkeypatch, spelling, prefix
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    if isinstance(spelling, str):
+        spelling = spelling.format(absolute=tmp_path / "run")
+    for step in (1, 2, 3):
+        path = save_checkpoint(spelling, {"w": np.full(2, step)}, step, prefix, keep=2)
+    assert os.path.samefile(path, latest_checkpoint(spelling, prefix))
+    for way in (spelling, os.path.realpath(spelling)):
+        assert available_steps(way, prefix) == [2, 3]
+        assert restore_checkpoint(way, {"w": np.zeros(2)}, prefix=prefix)["w"].tolist() == [3, 3]
+        assert restore_checkpoint(way, None, 2, prefix)["w"].tolist() == [2, 2]
+    save_checkpoint(spelling, {"w": np.full(2, 7)}, 2, prefix, overwrite=True)
+    assert available_steps(spelling, prefix) == [2]
+    assert restore_checkpoint(spelling, None, prefix=prefix)["w"].tolist() == [7, 7]

@@ -46,7 +46,8 @@ def save_checkpoint(
     """Writes a checkpoint that Flax reads as well, then removes old ones. Call it on one process.
 
     Args:
-        ckpt_dir: the directory; made if there is none.
+        ckpt_dir: the directory; made if there is none. "" is the current one, as for `pathlib`; `~`
+            is not expanded.
         target: a tree, such as a `TrainState` or a dict of variables.
         step: its number; must be larger than those before.
         prefix: what the name begins with, before the step.
@@ -73,7 +74,8 @@ def save_checkpoint(
         ([2, 3], [1.0, 1.0])
     """
     step = _checked(step)
-    path = os.path.join(ckpt_dir, f"{prefix}{step}")
+    directory, start = _directory_and_start(ckpt_dir, prefix)
+    path = os.path.join(directory, f"{start}{step}")
     if not overwrite and any(there >= step for there, _ in _found(ckpt_dir, prefix)):
         raise InvalidCheckpointError(path, step)
     state = to_state_dict(target)
@@ -185,9 +187,18 @@ def _checked(step: Any) -> int | float:
     return step
 
 
+def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
+    """Where checkpoints are, and what their names begin with: the only place that joins the two.
+
+    So a checkpoint has one path here, however its directory is written.
+    """
+    directory, start = os.path.split(os.path.join(ckpt_dir, prefix))
+    return directory or os.curdir, start
+
+
 def _found(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
     """The steps and paths of all checkpoints, ascending; other files are passed over."""
-    directory, start = os.path.split(os.path.join(ckpt_dir, prefix))
+    directory, start = _directory_and_start(ckpt_dir, prefix)
     found = []
     for name in os.listdir(directory) if os.path.isdir(directory) else []:
         text = name.removeprefix(start)
