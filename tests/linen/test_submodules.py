@@ -1,11 +1,16 @@
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.linen.modules import KEY, Affine, X
+from tests.linen.transformed import ALL
+from weft import linen as nn
 from weft.core.frozen_dict import FrozenDict
+from weft.errors import NameInUseError
 from weft.linen.methods import compact
 from weft.linen.module import Module
 from weft.linen.submodules import map_submodules
@@ -110,3 +115,98 @@ def test_a_default_that_is_a_module_is_one_for_all():
             return jnp.tanh(Model()(Model()(x)))
 
     assert paths(Outer()) == ["Model_0/layer/kernel"]
+
+
+# Names through transformations: what may be named inside is what may be named without them.
+
+SHARED = {
+    "variable_broadcast": "params",
+    "variable_carry": "state",
+    "split_rngs": {"params": False},
+}
+MAPPED = {"variable_axes": {"params": None, "state": None}, "split_rngs": {"params": False}}
+LIFTS = ALL | {
+    "vmap": functools.partial(nn.vmap, **MAPPED),
+    "pmap": functools.partial(nn.pmap, **MAPPED),
+    "scan": lambda f: (
+        lambda m, x: nn.scan(lambda m, x, _: (f(m, x), None), length=1, **SHARED)(m, x, None)[0]
+    ),
+    "while_loop": lambda f: (
+        lambda m, x: nn.while_loop(
+            lambda m, x: False, f, m, x, carry_variables="state", split_rngs={"params": False}
+        )
+    ),
+    "cond": lambda f: lambda m, x: nn.cond(True, f, f, m, x),
+    "switch": lambda f: lambda m, x: nn.switch(0, [f, f], m, x),
+    "vjp": lambda f: lambda m, x: nn.vjp(f, m, x)[0],
+    "jvp": lambda f: lambda m, x: nn.jvp(f, m, (x,), (x,), {})[0],
+    "grad": lambda f: lambda m, x: nn.grad(lambda m, x: f(m, x).sum(), m, x)[0],
+    "custom_vjp": lambda f: nn.custom_vjp(f, lambda m, x: nn.vjp(f, m, x), lambda pull, g: pull(g)),
+    "jit in jit": lambda f: nn.jit(nn.jit(f)),
+}
+MADE = {
+    "submodule": lambda m, x: Affine(name="a")(x),
+    "parameter": lambda m, x: x + m.param("a", nn.initializers.ones, ()),
+    "variable": lambda m, x: x + m.variable("state", "a", jnp.zeros, ()).value,
+    "another": lambda m, x: Affine(name="b")(x),
+    "own": lambda m, x: m.a(x) if callable(m.a) else x,
+}
+
+
+class InSetup(Module):
+    kind: str
+    body: Any
+
+    def setup(self):
+        if self.kind == "submodule":
+            self.a = Affine()
+        elif self.kind == "parameter":
+            self.a = self.param("a", nn.initializers.ones, ())
+        else:
+            self.a = self.variable("state", "a", jnp.zeros, ())
+
+    @compact
+    def __call__(self, x):
+        return self.body(self, x)
+
+
+class InField(Module):
+    a: Module
+    body: Any
+
+    @compact
+    def __call__(self, x):
+        return self.body(self, x)
+
+
+def outcome(make, body):
+    try:
+        return jax.eval_shape(make(body).init, KEY, X)
+    except NameInUseError:
+        return "the name is in use"
+
+
+@pytest.mark.parametrize("lift", LIFTS)
+def test_a_name_that_is_taken_outside_is_taken_inside_of_a_transformation(lift):
+    lifted = LIFTS[lift]
+    kinds = {
+        kind: functools.partial(InSetup, kind) for kind in ("submodule", "parameter", "variable")
+    }
+    for kind, make in {**kinds, "field": functools.partial(InField, Affine())}.items():
+        for made, body in MADE.items():
+            expected, found = outcome(make, body), outcome(make, lifted(body))
+            assert found == expected, (kind, made)
+
+
+def test_a_jitted_method_cannot_name_again_what_setup_has_named():
+    class Model(Module):
+        def setup(self):
+            self.a = Affine()
+
+        @nn.jit
+        @compact
+        def __call__(self, x):
+            return Affine(name="a")(self.a(x))
+
+    with pytest.raises(NameInUseError, match="'a' is used twice in 'Model"):
+        Model().init(KEY, X)

@@ -57,6 +57,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+Names = Mapping[str | None, frozenset[str]]
+"""Names in a scope by collection; those of child scopes are at None."""
+
 
 class Scope:
     """A node in the tree of scopes.
@@ -200,6 +203,20 @@ class Scope:
     def release(self, name: str, col: str | None = None) -> None:
         """Gives a name free again; see `reserve`."""
         self._reserved.get(col, set()).discard(name)
+
+    def names(self) -> Names:
+        """All names that are taken."""
+        return {col: frozenset(names) for col, names in self._reserved.items() if names}
+
+    def take_names(self, names: Names) -> None:
+        """Takes names, which may be taken already; for what crosses a transformation with them."""
+        for col, of_col in names.items():
+            self._reserved.setdefault(col, set()).update(of_col)
+
+    def free_names(self, names: Names) -> None:
+        """The inverse of `take_names`."""
+        for col, of_col in names.items():
+            self._reserved.get(col, set()).difference_update(of_col)
 
     def default_name(self, prefix: str) -> str:
         """The first of `prefix0`, `prefix1` ... that is free."""

@@ -188,19 +188,22 @@ class Module(ModuleVariables):
 
     def _run_setup(self) -> None:
         state = self._state
-        if type(self).setup is Module.setup:
-            state.setup = Setup.DONE
-            return
-        state.setup = Setup.RUNS
-        RUNNING.modules.append(self)
-        try:
-            self.setup()
-        except BaseException:
-            state.setup = Setup.DUE
-            raise
-        finally:
-            RUNNING.modules.pop()
+        scope: Any = self.scope
+        if type(self).setup is not Module.setup:
+            state.setup = Setup.RUNS
+            RUNNING.modules.append(self)
+            scope.free_names(state.own_names)
+            try:
+                self.setup()
+            except BaseException:
+                state.setup = Setup.DUE
+                raise
+            finally:
+                RUNNING.modules.pop()
+                scope.take_names(state.own_names)
         state.setup = Setup.DONE
+        if not state.own_names and (names := scope.names()):
+            state.own_names = names
 
     # Attributes.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.core.frozen_dict import FrozenDict
-from weft.core.scope import Scope
+from weft.core.scope import Names, Scope
 from weft.core.variable import Variable
 from weft.errors import (
     TransformArgumentError,
@@ -53,6 +53,7 @@ class _Passenger(NamedTuple):
     place: str | None
     cursor: dict[str, int]
     inside: frozenset[Token]
+    own_names: Names
 
 
 class Manifest:
@@ -84,6 +85,7 @@ class Manifest:
                     p.place,
                     tuple(sorted(p.cursor.items())),
                     p.inside,
+                    frozenset(p.own_names.items()),
                 )
                 for p in passengers
             ),
@@ -203,7 +205,9 @@ class Carriage:
                 p = self.manifest.passengers[i]
                 fields = {name: _replaced(value, module) for name, value in p.fields.items()}
                 made[i] = p.cls(**fields, parent=self.scopes[i], name=p.name)
-                made[i]._state.resume(made[i], p.in_compact, p.place, p.cursor, p.inside)
+                made[i]._state.resume(
+                    made[i], p.in_compact, p.place, p.cursor, p.inside, p.own_names
+                )
             return made[i]
 
         for scope in self.scopes:
@@ -258,6 +262,7 @@ class Boarding:
                 state.inside | {self._token}
                 if self._token is not None and module is self._target
                 else state.inside,
+                state.own_names,
             )
         return self._seats[id(module)]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weft.errors import MultipleMethodsCompactError, NameInUseError
 
 if TYPE_CHECKING:
-    from weft.core.scope import Scope
+    from weft.core.scope import Names, Scope
     from weft.linen.module import Module
 
 
@@ -37,6 +37,8 @@ class State:
         children: the submodules by name.
         given: the fields that hold modules, as they were given.
         inside: of a transformed class, the transformations inside of which the module is.
+        own_names: what `setup` and the fields have named. It goes through a transformation with the
+            module, so that a function inside cannot give a name again.
         adopted: by identity, the modules that were given to this module or to one above it, and
             their bound copies. The originals are kept, so that no identity is used twice.
     """
@@ -46,6 +48,7 @@ class State:
     children: "dict[str, Module]" = _NOTHING
     given: dict[str, Any] = _NOTHING
     inside: frozenset[Any] = frozenset()
+    own_names: "Names" = _NOTHING
     adopted: "dict[int, tuple[Module, Module]]"
     _taken: dict[str | None, list[str]] = _NOTHING
     _method = ""
@@ -168,9 +171,13 @@ class State:
         place: str | None,
         cursor: dict[str, int],
         inside: frozenset[Any],
+        own_names: "Names",
     ) -> None:
         """Goes on where another copy of the module is."""
         scope: Any = module.scope
+        if own_names:
+            self.own_names = own_names
+            scope.take_names(own_names)
         self.in_compact, self.inside = in_compact, inside
         if place is not None:
             self._name_scopes |= {place}
