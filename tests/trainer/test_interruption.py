@@ -25,7 +25,7 @@ from weft.trainer.interruption import (
 )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_remembered_and_the_handler_restored(number):
     before = signal.getsignal(number)
     with GracefulStop() as stop:
@@ -33,6 +33,17 @@ def test_a_signal_is_remembered_and_the_handler_restored(number):
         signal.raise_signal(number)
         assert stop.signal_name == number.name and stop.wanted
     assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_nohup_has_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with GracefulStop() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.signal_name is None and not stop.wanted
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_second_ctrl_c_ends_at_once():

@@ -1,7 +1,9 @@
+import contextlib
 import json
 import re
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -120,3 +122,57 @@ def test_none_is_served_unless_asked_for_and_a_port_that_is_taken_is_named():
 def test_before_the_first_step_there_is_a_page():
     empty = {"step": 0, "max_step": None, "losses": {}, "doing": "starting"}
     assert "starting" in page(empty)
+
+
+def request(url, text, timeout=20):
+    """All that is answered to what a client sends."""
+    port = int(url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=timeout) as connection:
+        connection.sendall(text.encode())
+        return b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+
+
+STRANGE_HOSTS = ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "", "["]
+STRANGE_HOSTS += ["localhost.", "a@localhost", "::1", "[::2]", "0.0.0.0", "localhost evil"]
+STRANGE_HOSTS += ["localhost:x", "localhost\r\nHost: evil.example", None]
+
+
+@pytest.mark.parametrize("path", ["/", "/json", "/stacks", "/secrets"])
+def test_a_page_of_the_web_that_is_made_to_lead_here_is_not_answered(served, path):
+    for host in STRANGE_HOSTS:
+        header = "" if host is None else f"Host: {host}\r\n"
+        answer = request(served[0], f"GET {path} HTTP/1.1\r\n{header}\r\n")
+        assert answer.startswith("HTTP/1.0 403 the Host has to be localhost, 127.0.0.1 or [::1]")
+        assert "step" not in answer and "Thread" not in answer and "runs" not in answer
+
+
+def test_any_name_of_the_loopback_interface_will_do(served):
+    for host in ("localhost", "LocalHost:9", "127.0.0.1:8080", "[::1]:1", "[::1]"):
+        answer = request(served[0], f"GET /json HTTP/1.1\r\nHost: {host}\r\n\r\n")
+        assert answer.startswith("HTTP/1.0 200") and '"step": 5' in answer
+
+
+@pytest.mark.long
+def test_clients_that_say_nothing_hold_few_threads_for_a_short_time(served):
+    url = served[0]
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        stuck = [
+            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(40)
+        ]
+        slow = stuck[0]
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        deadline = time.monotonic() + 20
+        for connection in stuck[20:]:  # there is no room for them
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(10) == b""
+        assert threading.active_count() - before <= 8
+        while time.monotonic() < deadline:
+            try:
+                slow.sendall(b"x")  # a byte now and then does not keep it
+                time.sleep(0.1)
+            except OSError:
+                break
+        assert time.monotonic() < deadline
+        assert json.loads(get(f"{url}/json")[0])["step"] == 5

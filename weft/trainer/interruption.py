@@ -52,9 +52,16 @@ class StopRun(BaseException):
         self.error = error
 
 
-class GracefulStop:
-    """While open, SIGTERM and Ctrl-C ask the run to stop instead of ending the process.
+def _signals_to_stop() -> list[signal.Signals]:
+    """The signals that ask a process to stop; SIGHUP not where `nohup` has it ignored."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
 
+
+class GracefulStop:
+    """While open, SIGTERM, SIGHUP and Ctrl-C ask the run to stop instead of ending the process.
+
+    SIGHUP comes when a terminal is closed; where it is ignored, as under `nohup`, it stays ignored.
     A second Ctrl-C raises KeyboardInterrupt, for a person who does not want to wait. In threads
     other than the main one, Python delivers no signals, and nothing is changed.
 
@@ -87,7 +94,7 @@ class GracefulStop:
 
     def __enter__(self) -> "GracefulStop":
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _signals_to_stop():
                 self._previous[number] = signal.signal(number, self._on_signal)
         _OPEN.stack.append(self)
         return self

@@ -4,16 +4,21 @@
     /json      the same for programs
     /stacks    where each thread is
 
-It listens on the loopback interface only; from elsewhere it is reached by `ssh -L`.
+It listens on the loopback interface only; from elsewhere it is reached by `ssh -L`. A request has
+to name that interface as its host, so that a page of the web whose name is made to lead here (DNS
+rebinding) is refused. Connections are few and short: no client takes threads from the run.
 """
 
 import collections
 import contextlib
 import html
 import http.server
+import ipaddress
 import json
 import logging
 import os
+import re
+import socket
 import sys
 import threading
 import time
@@ -33,6 +38,9 @@ logger = logging.getLogger(__name__)
 _LAST_LOSSES = 100
 _RATE_STEPS = 50
 _SHOWN_LOSSES = 10
+_MAX_CONNECTIONS = 8
+_CONNECTION_SECONDS = 5.0
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+)(:[0-9]{1,5})?")
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:48em;margin:2em auto;padding:0 1em}"
     "th{text-align:left;font-weight:normal;color:#666;padding-right:2em;vertical-align:top}"
@@ -160,6 +168,60 @@ def _text(value: Any) -> str:
     return html.escape(str(value))
 
 
+def names_this_machine(host: str) -> bool:
+    """Whether the host that a request names is the loopback interface, at any port.
+
+    >>> names_this_machine("localhost:8080"), names_this_machine("127.0.0.1.evil.example")
+    (True, False)
+    """
+    found = _HOST.fullmatch(host)
+    if found is None:
+        return False
+    name = found[1].strip("[]")
+    try:
+        return name.lower() == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    """Answers a few clients at a time, and each for a short time only."""
+
+    daemon_threads = True
+
+    def __init__(self, port: int, handler: type[http.server.BaseHTTPRequestHandler]):
+        self._lock = threading.Lock()
+        self._since: dict[socket.socket, float] = {}
+        super().__init__(("127.0.0.1", port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            has_room = len(self._since) < _MAX_CONNECTIONS
+            if has_room:
+                self._since[request] = time.monotonic()
+        if has_room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Ends connections that take too long; called twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request, since in self._since.items():
+                if now - since > _CONNECTION_SECONDS:
+                    with contextlib.suppress(OSError):  # it is ending by itself
+                        request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Nothing: a client that has gone is not worth a traceback in the run's log."""
+
+
 @contextlib.contextmanager
 def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> Iterator[Any]:
     """Serves the page while open.
@@ -183,7 +245,10 @@ def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> 
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path == "/json":
+            hosts = self.headers.get_all("Host", [])
+            if len(hosts) != 1 or not names_this_machine(hosts[0].strip()):
+                self.send_error(403, "the Host has to be localhost, 127.0.0.1 or [::1]")
+            elif self.path == "/json":
                 self._answer(json.dumps(status.snapshot(), indent=2), "application/json")
             elif self.path == "/stacks":
                 self._answer(stacks(), "text/plain; charset=utf-8")
@@ -205,13 +270,12 @@ def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> 
 
     own = port + jax.process_index() if port else 0
     try:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", own), Handler)
+        server = _Server(own, Handler)
     except OSError as error:
         raise StatusPageError(
             f"status_port={port}: 127.0.0.1:{own} cannot be listened on: {error}. Name another "
             "port, or 0 for any that is free."
         ) from error
-    server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, name="weft-status-page", daemon=True)
     thread.start()
     logger.warning("the status of this run: http://127.0.0.1:%d/", server.server_address[1])
