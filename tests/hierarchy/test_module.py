@@ -1,3 +1,4 @@
+import re
 import threading
 import traceback
 
@@ -17,6 +18,7 @@ from weft.errors import (
     ChildConfigError,
     ChildNameConflictError,
     InvalidDescendantError,
+    ModuleNameError,
     NoContextError,
     OutputConflictError,
 )
@@ -200,6 +202,63 @@ def test_calling_a_child_twice_shows_both_calls_and_the_mend():
     assert "`with child_context('leaf_2', module=self.leaf): self.leaf(...)`" in message
     _, outputs = call(root, state, jnp.ones(1), method="twice_named")
     assert set(outputs.summaries) == {"leaf", "again"}
+
+
+def second(self, x):
+    with child_context("leaf_2", module=self.leaf):
+        return self.leaf(x)
+
+
+def below(self, x):
+    return self.inner.leaf(x)
+
+
+@pytest.mark.parametrize(
+    ("method", "mend"),
+    [
+        (second, "with child_context('leaf_3', module=self.leaf): self.leaf(...)"),
+        (below, "with child_context('leaf_2', module=self.inner.leaf): self.inner.leaf(...)"),
+    ],
+    ids=["named before", "below a child"],
+)
+def test_the_mend_for_a_second_call_runs_as_it_is_written(method, mend):
+    root, state = make(1)
+    mended = mend.replace("(...)", "(x)")
+
+    class Twice(Parent):
+        def twice(self, x, with_mend):
+            x = method(self, x)
+            if with_mend:
+                exec(mended, {"child_context": child_context}, {"self": self, "x": x})
+                return x
+            return method(self, x)
+
+    twice = Twice(root.config, parent=None)
+    with pytest.raises(OutputConflictError) as caught:
+        call(twice, state, jnp.ones(1), False, method="twice")
+    assert f"`{mend}`" in str(caught.value)
+    call(twice, state, jnp.ones(1), True, method="twice")
+
+
+@pytest.mark.parametrize("name", ["a.b", "a/b", "", "."])
+def test_a_name_that_could_not_stand_in_a_path_is_refused(name):
+    root, state = make(0)
+    shown = re.escape(repr(name))
+    with pytest.raises(ModuleNameError, match=f"a child of root is given the name {shown}; .*'/'"):
+        root._add_child(name, Leaf.default_config())
+    with pytest.raises(ModuleNameError, match="is given the name 3; expected a string"):
+        root._add_child(3, Leaf.default_config())  # pyright: ignore[reportArgumentType]
+    assert set(root.children) == {"leaf"}
+    with pytest.raises(ModuleNameError, match=f"a root is given the name {shown}"):
+        Leaf.default_config().set(name=name).instantiate(parent=None)
+
+    class Renaming(Parent):
+        def renamed(self, x):
+            with child_context(name, module=self.leaf):
+                return self.leaf(x)
+
+    with pytest.raises(ModuleNameError, match=f"a context below root is given the name {shown}"):
+        call(Renaming(root.config, parent=None), state, 1.0, method="renamed")
 
 
 def test_an_exception_names_the_path_once_and_keeps_the_users_frames():

@@ -103,6 +103,12 @@ def test_the_summaries_of_all_batches_add_up():
     assert outputs == [{}, {}, {}]
 
 
+def test_the_compiled_evaluation_has_a_name(caplog):
+    with jax.log_compiles():
+        evaluate(make(ModelSummaryAccumulator.default_config()))
+    assert "Compiling jit(eval_step)" in caplog.text
+
+
 def test_the_model_is_traced_once_for_all_evaluations():
     calculator = make(ModelSummaryAccumulator.default_config())
     first, _ = evaluate(calculator)

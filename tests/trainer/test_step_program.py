@@ -8,6 +8,7 @@ from weft.errors import MeshError
 from weft.hierarchy.base_model import BaseModel
 from weft.hierarchy.layers import Linear
 from weft.input.fake import FakeLmInput
+from weft.trainer.anomalies import AnomalyPolicy
 from weft.trainer.learner import Learner
 from weft.trainer.mesh import build_mesh
 from weft.trainer.rules_by_kind import rules_of
@@ -79,6 +80,21 @@ def test_a_step_takes_the_state_over_and_keeps_its_layouts():
     assert moved.sharding.spec == P(None, "model")
     assert np.all(np.asarray(moved)[1] < first[1])
     assert outputs["loss"].sharding.is_fully_replicated
+
+
+@pytest.mark.parametrize("policy", [None, AnomalyPolicy.default_config()], ids=["plain", "guarded"])
+def test_a_profile_shows_the_step_the_modules_and_the_arguments(policy):
+    program = Program(anomaly_policy=policy)
+    ids = np.ones((2, 2), np.int32)
+    with jax.set_mesh(program.mesh):
+        lowered = program.step.lower(program.state(), {"input_ids": ids, "target_labels": ids})
+    text = lowered.as_text(debug_info=True)
+    assert "module @jit_train_step" in text
+    assert "model['linear']['weight']\"" in text and "\"batch['input_ids']\"" in text
+    compiled = lowered.compile().as_text()
+    assert 'op_name="jit(train_step)/' in compiled
+    for path in ("jvp(model)/linear/", "transpose(jvp(model))/linear/", "learner/optimizer"):
+        assert path in compiled
 
 
 def test_a_gradient_that_does_not_fit_the_mesh_is_named():

@@ -8,6 +8,10 @@ class ChildNameConflictError(WeftError, ValueError):
     """A module already has a child, attribute or shared module of that name."""
 
 
+class ModuleNameError(WeftError, ValueError):
+    """A name of a module or a context that could not stand in a path."""
+
+
 class OutputConflictError(WeftError, ValueError):
     """A summary, state update, module output or child context was added twice under one name."""
 

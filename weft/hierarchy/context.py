@@ -9,6 +9,7 @@ on the thread's stack; when that returns, it is popped.
 import contextlib
 import dataclasses
 import hashlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from weft.config.names import did_you_mean
 from weft.errors import (
     ContextStackError,
     InvalidDescendantError,
+    ModuleNameError,
     NoContextError,
     OutputConflictError,
 )
@@ -69,6 +71,16 @@ class OutputCollection(NamedTuple):
 def new_output_collection() -> OutputCollection:
     """An empty collection."""
     return OutputCollection({}, {}, {})
+
+
+def check_name(name: Any, place: str) -> None:
+    """Raises ModuleNameError for a name that could not stand in a path."""
+    if not isinstance(name, str) or not name or "." in name or "/" in name:
+        raise ModuleNameError(
+            f"{place} is given the name {name!r}; expected a string that is not empty and has no "
+            "'.' and no '/', which separate the names in a path. Use another name, such as "
+            f"{re.sub('[./]', '_', str(name)) or 'layer'!r}."
+        )
 
 
 def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
@@ -150,7 +162,7 @@ class InvocationContext:
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
         if "output_collection" not in override_kwargs:
-            override_kwargs["output_collection"] = self._child_outputs(name)
+            override_kwargs["output_collection"] = self._child_outputs(name, module)
         if "state" not in override_kwargs:
             override_kwargs["state"] = self.state_of(module)
         fields = {"is_training": self.is_training, "prng_key": _ChildKey(self, name)}
@@ -179,19 +191,37 @@ class InvocationContext:
             )
         return children[name]
 
-    def _child_outputs(self, name: str) -> OutputCollection:
+    def _child_outputs(self, name: str, module: "Module") -> OutputCollection:
         if name in self._child_calls:
             raise OutputConflictError(
                 f"{name!r} is invoked twice in one invocation of {self.path()}: first at "
                 f"{self._child_calls[name]}, again at {_caller()}. Its outputs would overwrite "
                 "those of the "
                 "first call, and its randomness would be the same. Name the second call: "
-                f"`with child_context({name + '_2'!r}, module=self.{name}): self.{name}(...)`."
+                f"{self._mend(name, module)}."
             )
         self._child_calls[name] = _caller()
         if name in self._passages:  # a descendant was called first, through this child
             return self.output_collection.child(name)
         return self.output_collection.add_child(name)
+
+    def _mend(self, name: str, module: "Module") -> str:
+        """The line that calls a module once more under a new name."""
+        stem, _, number = name.rpartition("_")
+        n = int(number) + 1 if stem and number.isdecimal() else 2
+        stem = stem if n > 2 else name
+        while f"{stem}_{n}" in self._child_calls or f"{stem}_{n}" in self._passages:
+            n += 1
+        # The line stands in a method of the module whose context is current.
+        caller = (current_context() or self).module
+        names = None if caller is None else caller.find_descendant(module)
+        if names is not None:
+            called = ".".join(["self", *names])
+        else:
+            shared = {} if caller is None else caller.shared_modules()
+            of = next((n for n, m in shared.items() if m is module), module.name)
+            called = f"self.get_shared_module({of!r}).module"
+        return f"`with child_context({f'{stem}_{n}'!r}, module={called}): {called}(...)`"
 
     def state_of(self, module: "Module") -> NestedTensor:
         """The state of this context's module, of one below it, or of one shared with it."""
@@ -316,6 +346,36 @@ def require_context(what: str) -> InvocationContext:
     return context
 
 
+class Entered:
+    """Makes a context current until the block ends, in the named scope of its module.
+
+    Compiled operations carry the names of the scopes around them, so that profiles and dumps say
+    which module they belong to.
+
+    Args:
+        context: to be pushed.
+        caller: the context above it whose named scope is open; None for a root.
+    """
+
+    __slots__ = ("_context", "_scope")
+
+    # A class, since a generator takes three times as many calls of Python.
+    def __init__(self, context: InvocationContext, caller: InvocationContext | None):
+        name, above = context.name, context.parent
+        while above is not caller and above is not None:
+            name, above = f"{above.name}/{name}", above.parent
+        self._context, self._scope = context, jax.named_scope(name)
+
+    def __enter__(self) -> InvocationContext:
+        self._scope.__enter__()
+        _contexts.stack.append(self._context)
+        return self._context
+
+    def __exit__(self, *exception: Any) -> None:
+        _contexts.stack.pop()
+        self._scope.__exit__(*exception)
+
+
 @contextlib.contextmanager
 def set_current_context(
     context: InvocationContext, *, require_parent: bool = True
@@ -351,13 +411,14 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
         name: of the child context.
         **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child
             of that name.
+
+    Raises:
+        ModuleNameError: if the name is empty, or has a dot or a slash in it.
     """
-    context = require_context(f"child_context({name!r})").add_child(name, **kwargs)
-    _contexts.stack.append(context)
-    try:
+    caller = require_context(f"child_context({name!r})")
+    check_name(name, f"a context below {caller.path()}")
+    with Entered(caller.add_child(name, **kwargs), caller) as context:
         yield context
-    finally:
-        _contexts.stack.pop()
 
 
 def clone_context_stack() -> list[InvocationContext]:

@@ -28,8 +28,10 @@ from weft.errors import (
 )
 from weft.hierarchy.context import (
     ContextStack,
+    Entered,
     InvocationContext,
     OutputCollection,
+    check_name,
     child_context,
     clone_context_stack,
     current_context,
@@ -102,7 +104,7 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
         if context is None or context.module is self:
             return method(self, *args, **kwargs)
         try:
-            with set_current_context(self._child_context_of(context), require_parent=False):
+            with Entered(self._child_context_of(context), context):
                 return _observed(_OBSERVERS.stack, self, method, args, kwargs)
         except Exception as error:
             _note_path(error, self, method.__name__)
@@ -217,6 +219,7 @@ class Module(Configurable):
 
     def __init__(self, cfg: Config, *, parent: "Module | None"):
         super().__init__(cfg)
+        check_name(cfg.name, "a root" if parent is None else f"a child of {parent.path()}")
         self._name = cfg.name
         self._parent = parent
         self._children: dict[str, Module] = {}
@@ -269,8 +272,10 @@ class Module(Configurable):
 
         Raises:
             ChildNameConflictError: if the name is taken.
+            ModuleNameError: if it is empty, or has a dot or a slash in it.
             ChildConfigError: if `child_config` does not make a module of this name and parent.
         """
+        check_name(name, f"a child of {self.path()}")
         if name in self._children or name in self.__dict__ or hasattr(type(self), name):
             raise ChildNameConflictError(
                 f"{self.path()} already has "
@@ -532,7 +537,7 @@ def functional(
     )
     bound = getattr(module, method)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    with set_current_context(context, require_parent=False):
+    with Entered(context, None):
         try:
             result = with_room_in_trace(bound, *args, **kwargs)
         except Exception as error:

@@ -5,6 +5,7 @@ outputs to it. These transformations hand the context's entries through, entry b
 closing over them.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,11 +18,13 @@ from weft import lifting
 from weft.hierarchy.context import (
     InvocationContext,
     OutputCollection,
+    current_context,
     require_context,
     set_current_context,
 )
 from weft.hierarchy.context_kind import OUTPUTS, ContextKind
 from weft.lifting import CARRY, FORK, Roles
+from weft.lifting.names import named_after
 
 CONTEXTS = ContextKind()
 Carry = TypeVar("Carry")
@@ -30,12 +33,11 @@ Carry = TypeVar("Carry")
 def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn` with a context as an additional first argument, in which it runs."""
 
-    @functools.wraps(fn)
     def call(context: InvocationContext, *args: Any) -> Any:
         with set_current_context(context, require_parent=False):
             return fn(*args)
 
-    return call
+    return named_after(fn, call, leading=("context",))
 
 
 def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
@@ -127,14 +129,19 @@ def scan(
     Returns:
         The last carry and what was stacked.
     """
+    # The scope of a context that is current already is open.
+    caller = current_context()
+    scope = context.name if caller is not None and context.parent is caller else None
 
     def body(context: InvocationContext, carry: Carry, x: Any) -> tuple[Carry, Any]:
-        result = in_context(fn)(context, carry, x)
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            result = in_context(fn)(context, carry, x)
         if drop_output is not None:
             for kind, outputs in context.output_collection._asdict().items():
                 _drop(outputs, kind, drop_output)
         return result
 
+    named_after(fn, body)
     if remat_kwargs is not None:
         body = lifting.remat(CONTEXTS, body, **{"prevent_cse": False, **remat_kwargs})
     roles = Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))

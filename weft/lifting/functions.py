@@ -154,8 +154,9 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
         raise _Incomparable from None  # a name that has no value yet
     seen = fn.__globals__
     names = () if is_library else [name for name in _names(fn.__code__) if name in seen]
-    # What it wraps is in its closure, too.
-    own = {k: v for k, v in fn.__dict__.items() if k != "__wrapped__"} if fn.__dict__ else {}
+    # What it wraps is in its closure, too; a signature says how to call it, not what it does.
+    shown = ("__wrapped__", "__signature__")
+    own = {k: v for k, v in fn.__dict__.items() if k not in shown} if fn.__dict__ else {}
     return (
         fn.__code__,
         Same(seen),

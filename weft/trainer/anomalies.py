@@ -203,7 +203,7 @@ class AnomalyGuard:
         self._track = LossTrack(0, 0.0, 0.0, 0, 0, False, False, (), ())
         self._rewinds = 0
 
-        def guarded(state_and_track: Any, batch: Any) -> Any:
+        def train_step(state_and_track: Any, batch: Any) -> Any:
             state, track = state_and_track
             new_state, outputs = step(state, batch, with_gradients=True)
             gradients = outputs.pop("gradients")
@@ -218,7 +218,7 @@ class AnomalyGuard:
         layout = (shardings, self._replicated)
         self._jitted = lifting.jit(
             CONTEXTS,
-            guarded,
+            train_step,
             in_shardings=(layout, None),
             out_shardings=(layout, None),
             donate_argnums=0,

@@ -303,7 +303,7 @@ def method_program(
     to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
 
     @jax.jit
-    def run(prng_key: Tensor, params: Any, batch: Any) -> Any:
+    def inference_step(prng_key: Tensor, params: Any, batch: Any) -> Any:
         next_key, key = jax.random.split(prng_key)
         params, batch = cast_floats((params, batch), cfg.inference_dtype)
         output, collection = functional(
@@ -320,7 +320,7 @@ def method_program(
         laid_out = jax.tree.map(lambda x: _laid_out(x, rows, to_spec, mesh), output)
         return next_key, laid_out, kept, collection.summaries
 
-    return run
+    return inference_step
 
 
 def _laid_out(x: Any, rows: set[int], spec: PartitionSpec, mesh: jax.sharding.Mesh) -> Any:

@@ -134,7 +134,7 @@ class BaseMetricCalculator(Module):
                 f"{did_you_mean(method, names)}"
             )
 
-        def run(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
+        def eval_step(params: NestedTensor, prng_key: Tensor, batch: NestedTensor) -> Any:
             next_key, key = jax.random.split(prng_key)
             specs = self._model_param_partition_specs
             params = jax.tree.map(jax.lax.with_sharding_constraint, params, specs)
@@ -151,7 +151,7 @@ class BaseMetricCalculator(Module):
 
         @functools.cache
         def compiled_for(mesh: jax.sharding.Mesh) -> Callable[..., Any]:
-            jitted = jax.jit(run, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, PartitionSpec()))
             return Interruptible(jitted, self.path())
 
         return lambda params, prng_key, batch: compiled_for(current_mesh())(params, prng_key, batch)
