@@ -1,3 +1,4 @@
+import array
 import collections
 import copy
 import dataclasses
@@ -243,3 +244,50 @@ def test_a_function_that_writes_to_what_is_outside_is_like_no_other():
     a, b = make(1), make(1)
     assert [by_value(f) == by_value(g) for f, g in zip(a, b, strict=True)] == [False, True, False]
     assert all(by_value(f) == by_value(f) for f in a)
+
+
+class Equal:
+    """Compared by value, and without a hash."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __eq__(self, other):
+        return isinstance(other, Equal) and self.x == other.x
+
+
+class Slotted(Equal):
+    __slots__ = ("y",)
+
+
+class Unwritable(Equal):
+    """Pickle cannot write it."""
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError
+
+
+STATES = {
+    "bytearray": (lambda: bytearray(b"ab"), lambda x: x.append(1)),
+    "array": (lambda: array.array("i", [1]), lambda x: x.append(1)),
+    "object": (lambda: Equal(1), lambda x: setattr(x, "x", 1.0)),
+    "slots": (lambda: Slotted(1), lambda x: setattr(x, "y", 2)),
+    "nested": (lambda: Equal([Equal({"a": 1})]), lambda x: x.x[0].x.update(a=True)),
+    "counter": (lambda: collections.Counter("a"), lambda x: x.update("a")),
+}
+
+
+@pytest.mark.parametrize(("make", "change"), STATES.values(), ids=STATES)
+def test_what_has_no_hash_is_compared_by_its_present_state(make, change):
+    x = make()
+    before = by_value(x)
+    assert before == by_value(make()) and hash(before) == hash(by_value(make()))
+    change(x)
+    assert by_value(x) != before
+
+
+def test_what_holds_itself_or_cannot_be_written_is_itself():
+    loop, unwritable = Equal(1), Unwritable(1)
+    loop.x = [loop]
+    assert by_value(loop) == by_value(loop)
+    assert by_value(unwritable) == by_value(unwritable) != by_value(Unwritable(1))

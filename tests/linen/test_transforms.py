@@ -414,3 +414,18 @@ def test_a_collection_that_is_not_lifted_is_named(lifted):
 def test_a_stream_that_is_not_lifted_is_named(lifted):
     with pytest.raises(InvalidRngError, match="the PRNG stream 'params'"):
         lifted().init(KEY, X)
+
+
+def test_a_field_that_changes_inside_is_seen():
+    class Scaled(nn.Module):
+        by: bytearray
+
+        @nn.compact
+        def __call__(self):
+            return self.param("w", nn.initializers.ones, ()) * self.by[0]
+
+    module = nn.jit(Scaled)(bytearray([2]))
+    variables = module.init(jax.random.key(0))
+    for value in (2, 5, 5, 7):
+        module.by[0] = value
+        assert module.apply(variables) == value

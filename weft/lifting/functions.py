@@ -15,7 +15,7 @@ import enum
 import functools
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -88,30 +88,54 @@ def by_value(value: Any) -> Hashable:
     """What stands for a value in a comparison: equal for equal values, and hashable.
 
     Args:
-        value: anything; what cannot be compared by value is equal to itself alone.
+        value: anything. What can change and has its own way to compare is compared by its present
+            state; what cannot be compared by value is equal to itself alone.
     """
+    return _by_value(value, ())
+
+
+def _by_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     try:
         return _of_value(value, ())
     except _Incomparable:
         pass
+    if any(value is x for x in above):
+        return Same(value)  # it holds itself
+    above = (*above, value)
+    key = functools.partial(_by_value, above=above)
     # What has its own way to compare is compared so, but what it is made of one by one: 1, 1.0 and
     # True are equal to each other. So is what can change: its parts are as they are now.
     if isinstance(value, tuple | list | deque):
-        return type(value), tuple(map(by_value, value))
+        return type(value), tuple(map(key, value))
     if isinstance(value, frozenset | set):
-        return type(value), frozenset(map(by_value, value))
+        return type(value), frozenset(map(key, value))
     if isinstance(value, Mapping):
-        return type(value), tuple((by_value(k), by_value(v)) for k, v in value.items())
+        return type(value), tuple((key(k), key(v)) for k, v in value.items())
     if isinstance(value, types.SimpleNamespace):
-        return type(value), by_value(vars(value))
+        return type(value), key(vars(value))
     if _is_compared_by_fields(value):
         names = [field.name for field in dataclasses.fields(value)]
-        return type(value), tuple(by_value(getattr(value, name)) for name in names)
+        return type(value), tuple(key(getattr(value, name)) for name in names)
     try:
         hash(value)
     except TypeError:
-        return Same(value)
+        return _by_state(value, key)
     return type(value), value
+
+
+def _by_state(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
+    """What stands for a value without a hash, such as a `bytearray`: what pickle writes of it."""
+    if type(value).__eq__ is object.__eq__:
+        return Same(value)
+    try:
+        written = value.__reduce_ex__(4)
+    except Exception:  # whatever its class raises, it cannot be written
+        return Same(value)
+    if isinstance(written, str):
+        return Same(value)
+    # The last two entries of the five are iterators over items.
+    parts = [list(x) if isinstance(x, Iterator) else x for x in written]
+    return type(value), tuple(map(key, parts))
 
 
 def _is_compared_by_fields(value: Any) -> bool:

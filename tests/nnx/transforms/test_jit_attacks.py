@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -205,3 +206,32 @@ def test_errors_between_calls_of_one_function():
         f(model)
     model.w.set_value(jnp.ones(1))
     is_like_plain(f, model)
+
+
+class Settings:
+    """A mutable value with its own way to compare, and without a hash."""
+
+    def __init__(self, *values):
+        self.values = list(values)
+
+    def __getitem__(self, i):
+        return self.values[i]
+
+    def __setitem__(self, i, value):
+        self.values[i] = value
+
+    def __eq__(self, other):
+        return self.values == other.values
+
+
+@pytest.mark.parametrize("make", [Settings, lambda *xs: bytearray(xs), lambda *xs: list(xs)])
+@pytest.mark.parametrize("compile_", [nnx.jit, jax.jit, lambda f: nnx.jit(nnx.jit(f))])
+def test_a_value_that_changes_inside_is_seen(make, compile_):
+    class Scaled(nnx.Module):
+        def __init__(self):
+            self.by, self.w = nnx.static(make(2, 3)), nnx.Param(jnp.ones(()))
+
+    model, run = Scaled(), compile_(lambda model: model.w[...] * model.by[0])
+    for value in (2, 5, 5, 7, 2):
+        model.by[0] = value
+        assert run(model) == value
