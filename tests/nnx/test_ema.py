@@ -114,3 +114,12 @@ def test_only_variables_have_averages():
     with pytest.raises(AverageLeafError, match=message):
         EMA(model, 0.5)
     EMA(model, 0.5, only=nnx.Param)
+
+
+def test_static_attributes_have_no_average():
+    model = Model()
+    model.act, model.k, model.rate = jnp.tanh, 3, 0.5
+    ema = EMA(model, 0.5)
+    model.w[...] = 4.0
+    ema.update(model)
+    assert ema.params.w.tolist() == [2.0, 2.0] and ema.apply_to(model).k == 3

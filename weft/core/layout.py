@@ -80,6 +80,23 @@ def constrain(value: Any, spec: PartitionSpec, mesh: AnyMesh | None = None) -> A
     return jax.tree.map(lambda x: _place(x, spec, mesh), value)
 
 
+def constrain_like_jit(value: Any, sharding: Any) -> Any:
+    """An array in a compiled function, laid out as `in_shardings` of `jax.jit` says.
+
+    Args:
+        value: the array.
+        sharding: what `jax.jit` takes; `jax.lax.with_sharding_constraint` refuses axes that are
+            explicit.
+    """
+    named = isinstance(sharding, NamedSharding)
+    mesh = sharding.mesh if named else get_global_mesh()
+    spec = sharding.spec if named else sharding
+    is_spec = isinstance(spec, PartitionSpec)
+    if is_spec and mesh is not None and AxisType.Explicit in mesh.axis_types:
+        return constrain(value, spec, mesh)
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
 def _place(x: Any, spec: PartitionSpec, mesh: AnyMesh) -> Any:
     if not isinstance(x, jax.Array | np.ndarray):
         return x

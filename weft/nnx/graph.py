@@ -324,6 +324,12 @@ def children(x: Any) -> list[tuple[Hashable, Any]]:
     return (_children(x) or ([], None))[0]
 
 
+def data_children(x: Any) -> list[tuple[Hashable, Any]]:
+    """Those of the attributes or items that are data: what a pytree of JAX has of an object."""
+    items = children(x)
+    return [(k, v) for k, v in items if x._is_data(k, v)] if isinstance(x, Pytree) else items
+
+
 def with_children(x: Any, items: Iterable[Any]) -> Any:
     """A container like another, with other items."""
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)

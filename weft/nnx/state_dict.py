@@ -15,7 +15,7 @@ import jax
 from weft.errors import OptimizerStateError
 from weft.nnx.containers import Dict, List
 from weft.nnx.filters import Path
-from weft.nnx.graph import children, is_array
+from weft.nnx.graph import children, data_children, is_array
 from weft.nnx.pytree import Pytree
 from weft.nnx.state import State, shown_path
 from weft.nnx.variables import Variable
@@ -140,7 +140,7 @@ def leaves_of(tree: Any, once: bool | None = None) -> dict[Path, Any]:
             if not (once and isinstance(x, Variable) and id(x) in seen):
                 found[path] = x
                 seen.add(id(x))
-        elif below := children(x):
+        elif below := data_children(x):
             if isinstance(x, Pytree):
                 if id(x) in seen:
                     return

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.nnx.transforms.looks import is_like_plain, look, same, work
 from weft import nnx
@@ -610,3 +610,38 @@ def test_looks_in_tree_mode():
 def test_abstract_results():
     f, model = nnx.jit(lambda m, x: m(x)), Model(jnp.ones(3))
     assert f.eval_shape(model, 1.0).shape == (3,) and model.n[...] == 0
+
+
+@pytest.mark.parametrize("kinds", ["Auto", "Explicit", "Mixed"])
+@pytest.mark.parametrize("donated", [None, 0])
+def test_shardings_over_axes_of_every_type(kinds, donated):
+    types = {
+        "Auto": (AxisType.Auto,) * 2,
+        "Explicit": None,  # as `jax.make_mesh` gives them
+        "Mixed": (AxisType.Explicit, AxisType.Auto),
+    }[kinds]
+    given = {} if types is None else {"axis_types": types}
+    here = jax.make_mesh((4, 2), ("x", "y"), **given)
+    split, whole = (NamedSharding(here, PartitionSpec(*spec)) for spec in (("x", "y"), ()))
+    state = nnx.StateSharding({nnx.Param: split, ...: whole})
+
+    @nnx.jit(in_shardings=(state,), out_shardings=(whole, state), donate_argnums=donated)
+    def step(model):
+        model.w[...] += 1
+        return model.w.sum(), nnx.clone(model)
+
+    model = Model(jnp.ones((4, 2)))
+    for i in range(2):
+        total, clone = step(model)
+        assert total == 8 * (i + 2)
+        for x in (model, clone):
+            assert x.w[...].sharding.is_equivalent_to(split, 2)
+            assert x.n[...].sharding.is_equivalent_to(whole, 0)
+
+
+def test_layouts_by_spec_under_a_mesh_with_explicit_axes():
+    with jax.set_mesh(jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])):
+        model = Model(jax.device_put(jnp.ones(4), PartitionSpec("x")))
+        state = nnx.StateSharding({nnx.Param: PartitionSpec("x"), ...: PartitionSpec()})
+        nnx.jit(lambda m: m.w.set_value(m.w + 1), in_shardings=(state,))(model)
+        assert model.w[...].sharding.spec == PartitionSpec("x")

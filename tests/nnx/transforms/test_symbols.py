@@ -1,5 +1,7 @@
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft import nnx
@@ -117,3 +119,46 @@ def test_a_filter_that_matches_everything_comes_last():
 def test_prefixes_become_what_the_engine_knows():
     assert as_roles([nnx.Carry, 0, None]) == (CARRY, 0, None)
     assert isinstance(as_roles(nnx.StateAxes({...: nnx.Carry})), Roles)
+
+
+class Parts(nnx.Module):
+    """Parameters at two depths, a count, and static attributes."""
+
+    def __init__(self):
+        self.w, self.count = nnx.Param(jnp.ones((4, 2))), nnx.BatchStat(jnp.ones(()))
+        self.inner, self.k = nnx.Dict(v=nnx.Param(jnp.ones((4, 3)))), 3
+
+
+@pytest.mark.parametrize("has_variables", [False, True])
+def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
+    def state(of_parameters, of_others):
+        def said(path, x):
+            of = of_parameters if isinstance(x, nnx.Param) else of_others
+            return nnx.Variable(of) if has_variables else of
+
+        return nnx.map_state(said, nnx.state(Parts()))
+
+    axes = nnx.StateAxes(state(0, None))
+    total = lambda m: m.w.sum() + m.inner.v.sum() + m.count  # noqa: E731
+    assert sorted(axes.axes, key=str) == [0, None]
+    assert nnx.vmap(total, in_axes=(axes,))(Parts()).tolist() == [6, 6, 6, 6]
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+    split, whole = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+    parts = Parts()
+
+    @nnx.jit(in_shardings=(nnx.StateSharding(state(split, whole)),))
+    def double(parts):
+        parts.inner.v[...] *= 2
+
+    double(parts)
+    assert parts.inner.v[...].sharding.is_equivalent_to(split, 2)
+    specs = nnx.StateSharding(state(P("d"), P()))
+    auto = jax.make_mesh((4,), ("d",), (AxisType.Auto,), devices=jax.devices()[:4])
+    mapped = nnx.shard_map(lambda m: total(m)[None], mesh=auto, in_specs=(specs,), out_specs=P("d"))
+    assert mapped(Parts()).tolist() == [6, 6, 6, 6]
+
+
+def test_a_state_that_lacks_a_path_names_it():
+    axes = nnx.StateAxes(nnx.State({"w": 0}))
+    with pytest.raises(StateFilterError, match=r"says nothing of m\.count, a BatchStat"):
+        nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())

@@ -44,6 +44,7 @@ from weft.nnx.transforms.jit_program import (
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, watched
 from weft.nnx.transforms.modes import references_and_structure
+from weft.nnx.transforms.symbols import as_roles
 from weft.nnx.variables import Variable
 
 _set_value = Variable._value.__set__  # pyright: ignore[reportAttributeAccessIssue]
@@ -310,15 +311,15 @@ def jit(
     A call with objects that it has met before reads and writes the values of their variables, and
     nothing else. Where their structure has changed since, they are looked at once more.
 
-    What is static is compared by value. An object of a class without `__eq__` is the same whatever
-    is written to it, as for `jax.jit`, and a function counts as one that sees the same: give the
-    attribute another one. What is written past an object (`vars(model)[...]`,
-    `object.__setattr__`) is seen when something else changes.
+    What is static is compared by value. An object that has a hash is the same whatever is written
+    to it, as for `jax.jit`, and a function counts as one that sees the same: give the attribute
+    another one. An attribute of a class is read in the trace, like a global. What is written past
+    an object (`vars(model)[...]`, `object.__setattr__`) is seen when something else changes.
 
     Args:
         fun: the function; without it, a decorator.
         in_shardings: for each argument a sharding, or a pytree prefix of such; for an object one
-            for all its state, or `StateSharding`.
+            for all its state, `StateSharding`, or what `nnx.prefix` returns.
         out_shardings: for the results, likewise.
         static_argnums: arguments that are hashable values and no arrays.
         static_argnames: those among arguments given by name.
@@ -361,7 +362,8 @@ def jit(
     static = _both_ways(fun, static_argnums, static_argnames)
     donated = _both_ways(fun, donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
-    return JitWrapped(fun, Options(kind, in_shardings, out_shardings, *static, *donated, given))
+    shardings = as_roles(in_shardings), as_roles(out_shardings)
+    return JitWrapped(fun, Options(kind, *shardings, *static, *donated, given))
 
 
 def _both_ways(

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from weft.core.layout import constrain_like_jit
 from weft.core.tracing import current_trace
 from weft.errors import TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
 from weft.lifting.functions import by_value
-from weft.lifting.roles import broadcast_roles
+from weft.lifting.roles import broadcast_roles, is_role
 from weft.lifting.stack import with_room
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
@@ -31,7 +32,6 @@ from weft.nnx.transforms.calls import (
     recorded,
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
-from weft.nnx.transforms.symbols import StateSharding, as_roles
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 
@@ -39,6 +39,7 @@ class Options(NamedTuple):
     """What the user said of the function.
 
     Attributes:
+        in_shardings: as `as_roles` gives them, like `out_shardings`.
         others: further parameters of `jax.jit`.
     """
 
@@ -155,7 +156,7 @@ class Program:
             left = (_without_state(x) for i, x in rest if i not in layout.at)
             result["in_shardings"] = (donated, kept, *left)
         if of.out_shardings is not None:
-            out = jax.tree.map(_packed, of.out_shardings, is_leaf=_is_of_state)
+            out = jax.tree.map(_packed, of.out_shardings, is_leaf=is_role)
             result["out_shardings"] = (out, None, None, None, None)
         return result
 
@@ -185,7 +186,7 @@ class Program:
                 self._options.kind,
                 self._call,
                 Cargo(Static((layout.static, roles)), packed),
-                as_roles(self._options.out_shardings),
+                self._options.out_shardings,
             )
         return self._outputs(results, values)
 
@@ -253,7 +254,7 @@ class Program:
             x = group.get(n, self.as_leaf(n, values[n]))
             value = x._value if isinstance(x, Variable) else x
             if sharding is not None and _shapes(value) == _shapes(values[n]):
-                value = jax.lax.with_sharding_constraint(value, sharding)
+                value = constrain_like_jit(value, sharding)
             if n in group or self._options.kind.structure:
                 group[n] = x.copy(value, _copy_ref=False) if isinstance(x, Variable) else value
 
@@ -370,7 +371,7 @@ _SHARED = Roles(((Everything(), None),))
 def _roles(said: Any) -> Roles:
     if said is None:
         return _SHARED
-    return said.roles if isinstance(said, StateSharding) else Roles(((Everything(), said),))
+    return said if isinstance(said, Roles) else Roles(((Everything(), said),))
 
 
 def _made(flat: Flat) -> tuple[Any, ...]:
@@ -387,17 +388,14 @@ def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
     return shardings if isinstance(shardings, tuple | list) else [shardings] * n
 
 
-def _is_of_state(x: Any) -> bool:
-    return isinstance(x, StateSharding)
-
-
 def _without_state(shardings: Any) -> Any:
     """What is said of an argument, where objects in it are left out."""
-    return jax.tree.map(lambda x: None if _is_of_state(x) else x, shardings, is_leaf=_is_of_state)
+    without = lambda x: None if isinstance(x, Roles) else x  # noqa: E731
+    return jax.tree.map(without, shardings, is_leaf=is_role)
 
 
-def _packed(shardings: Any) -> Any:
-    return Parcel(shardings.shardings) if _is_of_state(shardings) else shardings
+def _packed(said: Any) -> Any:
+    return Parcel(said.roles) if isinstance(said, Roles) else said
 
 
 def _is_hole_or_object(x: Any) -> bool:

@@ -42,7 +42,7 @@ def vmap(
     Args:
         f: the function; without it, a decorator.
         in_axes: for each argument an axis or None, or a pytree prefix of such; for an object an
-            axis of all its state, or `StateAxes`.
+            axis of all its state, `StateAxes`, or what `nnx.prefix` returns.
         out_axes: for the results, likewise. Arguments come back as they went.
         axis_name: of the new axis, for collectives.
         axis_size: where no argument tells it.
@@ -157,7 +157,7 @@ def shard_map(
         f: the function, of the parts of its arguments on one device; without it, a decorator.
         mesh: the devices.
         in_specs: for each argument a `PartitionSpec`, or a pytree prefix of such; for an object
-            one for all its state, or `StateSharding`.
+            one for all its state, `StateSharding`, or what `nnx.prefix` returns.
         out_specs: for the results, likewise. Arguments come back as they went.
         axis_names: the axes of the mesh that `f` sees; by default all.
         check_vma: as for `jax.shard_map`.

@@ -16,8 +16,9 @@ from weft.errors import TransformArgumentError
 from weft.lifting import CARRY, Roles
 from weft.lifting.roles import is_role
 from weft.nnx.filters import Filter, Path, PathIn, predicates, to_predicate
-from weft.nnx.graph import children
+from weft.nnx.graph import data_children
 from weft.nnx.pytree import Pytree
+from weft.nnx.state import State, to_flat_state
 from weft.nnx.variables import Variable
 
 
@@ -29,6 +30,8 @@ class _ByFilter:
     """Filters, and what is said of what they match."""
 
     def __init__(self, by_filter: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
+        if isinstance(by_filter, State):
+            by_filter = _items_of_state(by_filter)
         items = by_filter.items() if isinstance(by_filter, Mapping) else by_filter
         self._items = tuple(items)
         self._predicates = predicates([where for where, _ in self._items])
@@ -95,7 +98,8 @@ class StateAxes(_ByFilter):
     """For each part of an object's state the axis that is mapped.
 
     Args:
-        filter_axes: from filters to an axis, None to share, or for a scan `Carry`.
+        filter_axes: from filters to an axis, None to share, or for a scan `Carry`; or a `State`
+            that has these in the place of variables or of their values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,7 +127,8 @@ class StateSharding(_ByFilter):
     """For each part of an object's state how it is laid over devices.
 
     Args:
-        filter_sharding: from filters to a sharding, or for `shard_map` a `PartitionSpec`.
+        filter_sharding: from filters to a sharding, or for `shard_map` a `PartitionSpec`; or a
+            `State` that has these in the place of variables or of their values.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -225,11 +230,24 @@ def _roles_of_object(prefix: Pytree) -> Roles:
     def walk(x: Any, path: Path) -> None:
         if isinstance(x, Variable):
             _as_role(x)
-        below = children(x)
+        below = data_children(x)
         for name, value in below:
             walk(value, (*path, name))
         if not below and not isinstance(x, Pytree):
             by_role.setdefault(_role(x), []).append(path)
 
     walk(prefix, ())
-    return Roles((PathIn(frozenset(paths)), role) for role, paths in by_role.items())
+    return Roles(_by_paths(by_role))
+
+
+def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn, Any]]:
+    return [(PathIn(frozenset(paths)), value) for value, paths in by_value.items()]
+
+
+def _items_of_state(state: State) -> list[tuple[PathIn, Any]]:
+    """What is said at each path of a state, by the filters of these paths."""
+    by_value: dict[Hashable, list[Path]] = {}
+    for path, said in to_flat_state(state):
+        said = said.get_raw_value() if isinstance(said, Variable) else said
+        by_value.setdefault(said, []).append(path)
+    return _by_paths(by_value)
