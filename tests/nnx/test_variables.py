@@ -107,6 +107,89 @@ def test_hooks_see_every_way_in_and_out():
     assert w.raw_value == 1 and len(seen) == 4
 
 
+class Doubled(nnx.Param):
+    """Gives twice what it holds, and holds the absolute value of what it is given."""
+
+    def get_value(self, **kwargs):
+        return super().get_value(**kwargs) * 2
+
+    def set_value(self, value, **kwargs):
+        super().set_value(abs(value), **kwargs)
+
+
+READS = {
+    "v[...]": lambda v: v[...],
+    "v[:]": lambda v: v[:],
+    "v[0]": lambda v: jnp.stack([v[0], v[1]]),
+    "v.value": lambda v: v.value,
+    "get_value": lambda v: v.get_value(),
+    "index": lambda v: v.get_value(index=...),
+    "v + 0": lambda v: v + 0,
+    "0 + v": lambda v: 0 + v,
+    "+v": lambda v: +v,
+    "v.T": lambda v: v.T,
+    "array": lambda v: jnp.asarray(v),
+    "numpy": lambda v: np.asarray(v) if isinstance(v.get_raw_value(), jax.Array) else v[...],
+    "iter": lambda v: jnp.stack(list(v)),
+    "@": lambda v: v @ jnp.eye(2),
+}
+PLACES = {
+    "eager": lambda read, v: read(v),
+    "jit": lambda read, v: nnx.jit(read)(v),
+    "remat": lambda read, v: nnx.remat(read)(v),
+    "cond": lambda read, v: nnx.cond(True, read, lambda v: jnp.zeros(2), v),
+    "vmap": lambda read, v: nnx.vmap(lambda v, x: x + read(v), in_axes=(None, 0))(v, X)[0],
+    "split": lambda read, v: read(nnx.merge(*nnx.split(v))),
+    "state": lambda read, v: read(nnx.state(nnx.Dict(v=v))["v"]),
+    "clone": lambda read, v: read(nnx.clone(v)),
+    "held": lambda read, v: read(Doubled(v.get_raw_value(), ref=True)),
+    "hooked": lambda read, v: read(Doubled(v.get_raw_value(), on_get_value=lambda v, x: x)),
+}
+X = jnp.zeros((1, 2))
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("read", READS)
+def test_every_way_in_gives_what_the_class_gives(read, place):
+    if read == "numpy" and place in ("jit", "remat", "cond", "vmap"):
+        read = "array"  # NumPy takes no tracer
+    v = Doubled(jnp.array([1.0, 3.0]))
+    np.testing.assert_array_equal(PLACES[place](READS[read], v), [2, 6])
+    np.testing.assert_array_equal(v.get_raw_value(), [1, 3])
+
+
+WRITES = {
+    "v[...]": lambda v, x: v.__setitem__(..., x),
+    "v[:]": lambda v, x: v.__setitem__(slice(None), x),
+    "v.value": lambda v, x: setattr(v, "value", x),
+    "set_value": lambda v, x: v.set_value(x),
+    "index": lambda v, x: v.set_value(x, index=...),
+}
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_way_out_goes_through_the_class(write, transform):
+    v = Doubled(jnp.array([1.0, 3.0]))
+    transform(WRITES[write])(v, jnp.array([-5.0, 4.0]))
+    np.testing.assert_array_equal(v.get_raw_value(), [5, 4])
+    np.testing.assert_array_equal(v[...], [10, 8])
+
+
+def test_a_number_fills_a_variable_whose_class_sets_its_value():
+    v = Doubled(jnp.array([1.0, 3.0]))
+    v[...] = -7
+    np.testing.assert_array_equal(v.get_raw_value(), [7, 7])
+    v[...] += 1  # of what it gives
+    np.testing.assert_array_equal(v.get_raw_value(), [15, 15])
+    assert v.get_raw_value().dtype == jnp.float32
+
+
+def test_gradients_go_through_what_the_class_gives():
+    grads = nnx.grad(lambda v: (v[...] * jnp.array([1.0, 10.0])).sum())(Doubled(jnp.ones(2)))
+    np.testing.assert_array_equal(grads.get_raw_value(), [2, 20])
+
+
 def test_hooks_of_a_class_and_own_values():
     class Positive(nnx.Param):
         def on_set_value(self, value):

@@ -75,6 +75,8 @@ class Variable(Generic[A]):
     __slots__ = ("__weakref__", "_metadata", "_origin", "_trace", "_value", "_watched")
     __hash__ = None  # pyright: ignore[reportAssignmentType] - as of the arrays that they stand for
     _hooks: Mapping[str, Any] = {}
+    # Whether the class has a `get_value` or `set_value` of its own, for those who save the call.
+    _gets = _sets = False
 
     def __init__(self, value: A, **metadata: Any):
         set_ = object.__setattr__
@@ -101,6 +103,8 @@ class Variable(Generic[A]):
         own = {name: vars(cls)[name] for name in HOOKS if name in vars(cls)}
         if own:
             cls._hooks = {**cls._hooks, **own}
+        cls._gets = cls.get_value is not Variable.get_value
+        cls._sets = cls.set_value is not Variable.set_value
         _register(cls)
 
     # The value.
@@ -137,10 +141,10 @@ class Variable(Generic[A]):
         return value
 
     def get_value(self, *, index: Any = _MISSING) -> A:
-        """The value.
+        """The value; a subclass may give something else, which is then read everywhere.
 
         Args:
-            index: gives a part of it.
+            index: gives a part of it; `...` is all of it.
         """
         value, metadata = self._value, self._metadata
         if metadata:
@@ -148,14 +152,14 @@ class Variable(Generic[A]):
                 value = _read(value)
             if "on_get_value" in metadata:
                 value = _called(metadata["on_get_value"], self, value)
-        return value if index is _MISSING else value[index]  # pyright: ignore[reportIndexIssue]
+        return value if index is _MISSING or index is ... else value[index]  # pyright: ignore[reportIndexIssue]
 
     def set_value(self, value: A, *, index: Any = _MISSING) -> None:
         """Sets the value.
 
         Args:
             value: the new one; it may have another shape.
-            index: sets a part of it.
+            index: sets a part of it; `...` keeps an array's shape and dtype.
 
         Raises:
             ImmutableVariableError: if the variable has the metadata `mutable=False`.
@@ -165,6 +169,8 @@ class Variable(Generic[A]):
         self._check_writable()
         if isinstance(value, Variable):
             value = value.get_value()
+        if index is ...:
+            value, index = self._in_shape(value), _MISSING
         metadata = self._metadata
         if not metadata and index is _MISSING:  # neither a hook nor a reference
             _set_value(self, value)
@@ -214,7 +220,7 @@ class Variable(Generic[A]):
     @property
     def value(self) -> A:
         """The value, as `get_value()` gives it and `set_value` sets it."""
-        return self.get_value() if self._metadata else self._value  # pyright: ignore[reportReturnType]
+        return self.get_value() if self._metadata or self._gets else self._value  # pyright: ignore[reportReturnType]
 
     @value.setter
     def value(self, value: A) -> None:
@@ -385,20 +391,23 @@ class Variable(Generic[A]):
         )
 
     def __getitem__(self, index: Any) -> Any:
-        value = self.get_value() if self._metadata else self._value
+        value = self.get_value() if self._metadata or self._gets else self._value
         return value if index is ... else value[index]  # pyright: ignore[reportIndexIssue]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if index is not ...:
+        if index is not ... or self._sets:
             self.set_value(value, index=index)
             return
         before = self._value
         kind = type(value)
-        if kind is type(before) and _is_array(kind) and value.aval == before.aval:
-            pass  # as most writes, which are not to cost more than this look
-        elif isinstance(before, _ARRAYS) or self._is_held():
-            value = _like(before, value)
+        if not (kind is type(before) and _is_array(kind) and value.aval == before.aval):
+            value = self._in_shape(value)  # most writes are not to cost more than this look
         self.set_value(value)
+
+    def _in_shape(self, value: Any) -> Any:
+        """A value as large as the array that is there."""
+        before = self._value
+        return _like(before, value) if isinstance(before, _ARRAYS) or self._is_held() else value
 
     def __delitem__(self, index: Any) -> None:
         changed = copy.copy(self.get_value())
