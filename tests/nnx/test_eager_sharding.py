@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -10,6 +11,7 @@ from weft.errors import AxisMetadataError, LogicalAxisError, MeshError, NoMeshEr
 from weft.nnx.eager_sharding import use_eager_sharding, using_eager_sharding
 from weft.nnx.spmd import logical_axis_rules
 
+RULES = (("rows", "data"),)
 KINDS = pytest.mark.parametrize(
     "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
 )
@@ -59,6 +61,56 @@ def test_rules_say_what_names_stand_for(kind):
                 nnx.Param(jnp.ones(4), out_sharding=("embed",), sharding_rules=(("embed", "data"),))
 
 
+@KINDS
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), None])
+def test_a_format_says_how_axes_lie_in_memory_as_well(kind, order):
+    sharding = NamedSharding(mesh_of(kind), P("data", None))
+    layout = Format(order and Layout(order), sharding)
+    w = nnx.Param(jnp.arange(32.0).reshape(4, 8), out_sharding=layout)
+    assert is_laid(w, "data") and w.format.layout.major_to_minor == (order or (0, 1))
+    assert w.get_metadata() == {"out_sharding": layout}
+    np.testing.assert_array_equal(w, np.arange(32).reshape(4, 8))
+    with jax.set_mesh(sharding.mesh):
+        assert is_laid(nnx.jit(lambda: nnx.Param(jnp.ones((4, 8)), out_sharding=layout))(), "data")
+    assert nnx.get_partition_spec(w).get_value() == P("data", None)
+    nnx.spmd.add_axis(w, 0, {"partition_name": "model"})
+    assert w.sharding_names.spec == P("model", "data", None)
+    with pytest.raises(AxisMetadataError, match="a NamedSharding, or a Format with one"):
+        nnx.Param(jnp.ones((4, 8)), out_sharding=Format())
+
+
+@KINDS
+def test_what_is_abstract_is_laid_out_as_what_is_made(kind):
+    def make():
+        init = nnx.with_partitioning(jax.nn.initializers.ones, ("data", "model"))
+        return nnx.Dict(
+            laid=nnx.Linear(4, 8, kernel_init=init, rngs=nnx.Rngs(0)),
+            of_state=nnx.Param(jnp.ones((4, 8)), out_sharding=("rows",), sharding_rules=RULES),
+            pair=nnx.Param({"a": jnp.ones((4, 8))}, out_sharding=("model",)),
+            later=nnx.Param(jnp.ones(4), out_sharding=("data",), eager_sharding=False),
+        )
+
+    def specs(model):
+        leaves = jax.tree.leaves(nnx.state(model))
+        return [(x.shape, x.dtype, x.sharding.spec) for x in leaves if hasattr(x, "sharding")]
+
+    with jax.set_mesh(mesh_of(kind)):
+        made, abstract = make(), nnx.eval_shape(make)
+        assert isinstance(abstract.laid.kernel.sharding, NamedSharding)
+        assert abstract.laid.kernel.sharding.spec == P("data", "model")
+        assert abstract.later.sharding is None or kind is AxisType.Explicit
+        del made.later, abstract.later
+        padded = [
+            [(*s, *[None] * (len(n) - len(s))) for n, _, s in specs(m)] for m in (made, abstract)
+        ]
+        assert padded[0] == padded[1] and len(padded[0]) == 4
+        shape = nnx.Param(jax.ShapeDtypeStruct((4, 8), jnp.float32), out_sharding=("data",))
+        assert shape.sharding.spec == P("data")
+        # A layout that is there already stays.
+        assert nnx.eval_shape(lambda m: m, abstract).laid.kernel.sharding.spec == P("data", "model")
+    assert nnx.eval_shape(lambda: nnx.Param(jnp.ones(4))).sharding is None
+
+
 def test_it_can_be_turned_off():
     assert using_eager_sharding() and use_eager_sharding.get_default()
     with jax.set_mesh(mesh_of(AxisType.Auto)):
@@ -81,7 +133,7 @@ def test_inside_of_jit_and_without_values(kind):
         assert is_laid(jax.jit(make)(), "data", "model")
         assert jax.eval_shape(make).shape == (4, 8)
         abstract = nnx.Param(jax.ShapeDtypeStruct((4,), jnp.float32), out_sharding=("data",))
-        assert abstract.get_value().sharding is None
+        assert abstract.get_value().sharding.spec == P("data")
     doubled = jax.vmap(lambda x: nnx.Param(x, out_sharding=("model",), mesh=mesh_of(kind)))
     assert doubled(jnp.ones((2, 4))).shape == (2, 4)
 

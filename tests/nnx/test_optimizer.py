@@ -13,9 +13,10 @@ from weft import nnx
 from weft.errors import (
     GradientStructureError,
     ImmutableVariableError,
+    NoMeshError,
     OptimizerCallError,
     OptimizerStateError,
-    StateFilterError,
+    OptimizerWarning,
     TraceContextError,
     TransformationTypeError,
 )
@@ -410,16 +411,63 @@ def test_an_update_without_gradients():
         Optimizer(model, optax.adam(0.1), wrt=nnx.Param).update(ones_like(model))
 
 
-def test_a_filter_that_misses():
+def test_a_filter_that_misses_is_said_and_moves_nothing():
+    model = Model()
     message = r"wrt=<class .*Cache'> matches nothing in Model.*of the kinds BatchStat, Param"
-    with pytest.raises(StateFilterError, match=message):
-        Optimizer(Model(), optax.adam(0.1), wrt=nnx.Cache)
-    optimizer = Optimizer(Model(), optax.sgd(0.1), wrt=nnx.BatchStat)
-    other = nnx.Dict(w=nnx.Param(jnp.ones(1)))
-    with pytest.raises(StateFilterError, match=r"matches nothing in Dict.*of the kinds Param"):
-        optimizer.update(other, nnx.state(other))
-    with pytest.raises(StateFilterError, match=r"of the kinds \(none\)"):
+    with pytest.warns(OptimizerWarning, match=message):
+        optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Cache)
+    before = nnx.to_pure_dict(nnx.state(nnx.clone(model)))
+    with pytest.warns(OptimizerWarning, match=message):
+        updates = optimizer.update(model, nnx.state(model))
+    assert not jax.tree.leaves(updates) and int(optimizer.step) == 1
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.to_pure_dict(nnx.state(model)))
+    with pytest.warns(OptimizerWarning, match=r"of the kinds \(none\)"):
         optimizer.update({}, {})
+    moving = Optimizer(Model(), optax.adam(0.1), wrt=nnx.Param)
+    other = nnx.Dict(w=nnx.BatchStat(jnp.ones(1)))
+    with (
+        pytest.warns(OptimizerWarning, match=r"matches nothing in Dict.*of the kinds BatchStat"),
+        pytest.raises(OptimizerStateError, match="has not; make the optimizer for the model"),
+    ):
+        moving.update(other, nnx.state(other))
+
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+def test_the_state_may_be_laid_out_in_another_way(kind, transform):
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))
+    layouts = {"out_sharding": (None, "model"), "optimizer_sharding": ["rows", "model"]}
+    rules = (("rows", "data"),)
+
+    @transform
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: (model.w[...] ** 2).sum())(model)
+        optimizer.update(model, grads)
+
+    with jax.set_mesh(mesh):
+        model = nnx.Dict(w=nnx.Param(jnp.ones((4, 8)), sharding_rules=rules, **layouts))
+        optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+        kept = optimizer.opt_state[0].mu.w
+        assert kept.sharding_names == ("rows", "model")
+        assert not kept.has_metadata("optimizer_sharding")
+        for _ in range(2):
+            for x in (optimizer.opt_state[0].mu.w, optimizer.opt_state[0].nu.w):
+                assert tuple(x.sharding.spec) == ("data", "model")
+            assert tuple(model.w.sharding.spec) == (None, "model")
+            step(model, optimizer)
+    np.testing.assert_allclose(model.w[...], 0.8, atol=1e-3)
+
+
+def test_a_layout_of_the_state_needs_a_mesh_as_any_other_does():
+    model = nnx.Dict(w=nnx.Param(jnp.ones((4, 8)), optimizer_sharding=("data", None)))
+    with pytest.raises(NoMeshError, match=r"a OptVariable is to be laid out as \('data', None\)"):
+        Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    with nnx.use_eager_sharding(False):
+        optimizer = Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    assert optimizer.opt_state[0].mu.w.sharding_names == ("data", None)
 
 
 @pytest.mark.parametrize(

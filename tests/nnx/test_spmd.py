@@ -174,6 +174,21 @@ def test_an_axis_without_a_name_is_given_back():
     assert list(w.get_metadata()) == ["out_sharding", "eager_sharding"]
 
 
+def test_the_layout_of_an_optimizers_state_follows():
+    with use_eager_sharding(False):
+        w = nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "m"), optimizer_sharding=("d", "m"))
+    add_axis(w, 0, LAYERS)
+    assert w.sharding_names == ("layers", None, "m") and w.optimizer_sharding[0] == "layers"
+    remove_axis(w, 0, {})
+    assert w.optimizer_sharding == ("d", "m")
+    add_axis(w, 1, {})
+    assert w.optimizer_sharding == ("d", "layers", "m") and w.sharding_names[1] == "layers"
+    assert list(w.get_metadata()) == ["out_sharding", "optimizer_sharding"]
+    remove_axis(w, 1, {PARTITION_NAME: "layers"})
+    add_axis(w, 0, {**LAYERS, "optimizer_sharding": "other"})
+    assert w.optimizer_sharding == ("other", "d", "m")
+
+
 def test_other_metadata_with_an_entry_for_each_axis():
     told = []
     w = param(

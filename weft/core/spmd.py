@@ -1,14 +1,15 @@
 """Shardings in any form, and rules for logical axes applied to them.
 
-A variable may be given its layout as a `NamedSharding`, a `PartitionSpec`, or a tuple of names; the
-functions here treat them alike. Unlike `weft.core.logical`, a name that has no rule is taken for a
-mesh axis, and every name is translated by itself: no rule is passed over because another has its
-mesh axis.
+A variable may be given its layout as a `NamedSharding`, a `Format` that holds one, a
+`PartitionSpec`, or a tuple of names; the functions here treat them alike. Unlike
+`weft.core.logical`, a name that has no rule is taken for a mesh axis, and every name is translated
+by itself: no rule is passed over because another has its mesh axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from weft.core.axis_rules import (
@@ -22,7 +23,7 @@ from weft.core.layout import AnyMesh, constrain, get_global_mesh
 from weft.errors import NoMeshError
 
 AnyRules = Iterable[Sequence[Any]]
-Layout = NamedSharding | PartitionSpec | tuple[Any, ...]
+Layout = NamedSharding | Format | PartitionSpec | tuple[Any, ...]
 
 __all__ = [
     "apply_rules",
@@ -35,6 +36,7 @@ __all__ = [
     "map_sharding",
     "set_logical_axis_rules",
     "shard_value",
+    "without_format",
 ]
 
 
@@ -44,7 +46,18 @@ def get_mesh(sharding: Any) -> AnyMesh | None:
     Example:
         >>> get_mesh(PartitionSpec("data"))
     """
+    sharding = without_format(sharding)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def without_format(sharding: Any) -> Any:
+    """The sharding that a `Format` holds; anything else as it is.
+
+    Example:
+        >>> without_format(("data", None))
+        ('data', None)
+    """
+    return sharding.sharding if isinstance(sharding, Format) else sharding
 
 
 def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
@@ -62,6 +75,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
         >>> map_sharding(str.upper, ("data", "model"))
         P('DATA', 'MODEL')
     """
+    sharding = without_format(sharding)
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, map_sharding(f, sharding.spec))
     if isinstance(sharding, PartitionSpec | tuple):
@@ -122,6 +136,7 @@ def get_pspec(sharding: Any, sharding_rules: AnyRules | None = None) -> Partitio
         >>> get_pspec(("embed", None), [("embed", "data")])
         P('data', None)
     """
+    sharding = without_format(sharding)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return apply_rules(spec, sharding_rules)
 

@@ -15,6 +15,10 @@ class OptimizerStateError(ObjectError, ValueError):
     """The state of an optimizer does not fit the parameters, or what its transformation gives."""
 
 
+class OptimizerWarning(ObjectError, UserWarning):
+    """An optimizer has nothing to move."""
+
+
 class AverageLeafError(ObjectError, TypeError):
     """Something was to be averaged that is no variable."""
 

@@ -1,26 +1,29 @@
 """Optimizers: transformations of optax that keep their state in variables, and move a model's.
 
 What a transformation keeps for a parameter is a variable with the parameter's metadata, so that it
-is laid out as the parameter is; what it keeps beside them is a variable without. An update reads
-all values, calls the transformation on plain arrays once, and writes all values; nothing is written
-if anything does not fit.
+is laid out as the parameter is, or as `optimizer_sharding` in that metadata says; what it keeps
+beside them is a variable without. An update reads all values, calls the transformation on plain
+arrays once, and writes all values; nothing is written if anything does not fit.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import jax.numpy as jnp
 from jax.sharding import Sharding
 
+from weft.core.spmd import without_format
 from weft.errors import (
     ImmutableVariableError,
     OptimizerCallError,
     OptimizerStateError,
-    StateFilterError,
+    OptimizerWarning,
     TransformationTypeError,
 )
+from weft.nnx.eager_sharding import laid_out, mesh_of, named_layout
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.gradients import gradients_like
 from weft.nnx.graph import is_array, iter_graph
@@ -81,11 +84,16 @@ def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None
             return OptArray(x)
         value, metadata = raw(x), x.get_metadata()
         metadata.pop("mutable", None)
-        shape, axes = getattr(value, "shape", None), metadata.get("out_sharding")
+        own = metadata.pop("optimizer_sharding", None)
+        if own is not None:
+            metadata = named_layout({**metadata, "out_sharding": own}, "OptVariable")
+        shape, axes = getattr(value, "shape", None), without_format(metadata.get("out_sharding"))
         if axes is not None and path in shapes and shape not in (None, shapes[path]):
             del metadata["out_sharding"]
             if shape[1:] == shapes[path] and not isinstance(axes, Sharding):
                 metadata["out_sharding"] = (None, *axes)  # one for each of the last steps
+        if own is not None and "out_sharding" in metadata:
+            value = laid_out(value, metadata, "OptVariable")
         return OptVariable.from_metadata(held(value, metadata), metadata)
 
     return kept(tree, make)
@@ -108,8 +116,10 @@ class Optimizer(Pytree, Generic[M]):
 
     Raises:
         TransformationTypeError: if `tx` is no transformation.
-        StateFilterError: if `wrt` matches nothing in the model.
         OptimizerCallError: without `wrt`.
+
+    Warns:
+        OptimizerWarning: if `wrt` matches nothing in the model.
 
     Example:
         >>> import optax
@@ -162,10 +172,12 @@ class Optimizer(Pytree, Generic[M]):
         Raises:
             GradientStructureError: if a parameter has no gradient, a gradient no parameter, or one
                 another shape.
-            StateFilterError: if `wrt` matches nothing in the model.
             OptimizerStateError: if the optimizer was made for other parameters.
             ImmutableVariableError: if a parameter is not to change.
             OptimizerCallError: without gradients.
+
+        Warns:
+            OptimizerWarning: if `wrt` matches nothing in the model.
         """
         if grads is _MISSING:
             raise OptimizerCallError(
@@ -189,7 +201,7 @@ class Optimizer(Pytree, Generic[M]):
         arrays: list[tuple[Path, Any]] = []
         for path, x in parameters.items():
             if isinstance(x, Variable):
-                changes.append((x, _at(moved, path)))
+                changes.append((x, _laid_out_as_before(x, _at(moved, path))))
             else:
                 arrays.append((path, _at(moved, path)))
         for variable, value in changes:
@@ -247,6 +259,15 @@ def _at(tree: Any, path: Path) -> Any:
     return at
 
 
+def _laid_out_as_before(parameter: Variable[Any], value: Any) -> Any:
+    """A new value, which the state may lie over more devices than its parameter."""
+    metadata = parameter.get_metadata()
+    layouts = [metadata.get(name) for name in ("optimizer_sharding", "out_sharding")]
+    if None in layouts or mesh_of(metadata) is None:
+        return value
+    return laid_out(value, metadata, type(parameter).__name__)
+
+
 def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
     matches = to_predicate(wrt)
     found = {
@@ -254,11 +275,15 @@ def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
         for path, x in leaves_of(model, once=True).items()
         if (isinstance(x, Variable) or is_array(x)) and matches(path, x)
     }
-    if not found or (len(found) == 1 and isinstance(found.get(()), State)):
+    if isinstance(found.get(()), State):  # one without entries
+        found = {}
+    if not found:
         there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
-        raise StateFilterError(
+        warnings.warn(
             f"wrt={wrt!r} matches nothing in {type(model).__name__}, so there is nothing to "
-            f"optimize; its variables are of the kinds {', '.join(there) or '(none)'}."
+            f"optimize; its variables are of the kinds {', '.join(there) or '(none)'}.",
+            OptimizerWarning,
+            stacklevel=3,
         )
     return found
 

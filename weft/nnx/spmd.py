@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.core.layout import AnyMesh, axes_of, fitting, get_global_mesh
+from weft.core.layout import AnyMesh, axes_of, get_global_mesh
 from weft.core.meta import PARTITION_NAME, Partitioned
-from weft.core.spmd import get_mesh, get_pspec, logical_axis_rules
+from weft.core.spmd import logical_axis_rules, without_format
 from weft.errors import (
     AxisMetadataError,
     LogicalAxisError,
@@ -25,8 +25,16 @@ from weft.errors import (
     NoMeshError,
     VariableArgumentError,
 )
-from weft.nnx.eager_sharding import use_eager_sharding, using_eager_sharding
-from weft.nnx.graph import GraphDef, is_array
+from weft.nnx.eager_sharding import (
+    abstractly_laid_out,
+    is_laid_out,
+    layout_of,
+    mesh_of,
+    use_eager_sharding,
+    using_eager_sharding,
+    with_abstract_layouts,
+)
+from weft.nnx.graph import GraphDef, is_array, iter_graph
 from weft.nnx.initial_metadata import with_metadata
 from weft.nnx.splitting import split
 from weft.nnx.state import State
@@ -48,8 +56,11 @@ __all__ = [
     "with_partitioning",
 ]
 
-_LEFT = "axes_that_left"
-"""The metadata entry in which `remove_axis` leaves what `add_axis` puts back."""
+_LEFT = {
+    "out_sharding": "axes_that_left",
+    "optimizer_sharding": "optimizer_axes_that_left",
+}
+"""By layout, the metadata entry in which `remove_axis` leaves what `add_axis` puts back."""
 
 
 def with_partitioning(
@@ -100,7 +111,7 @@ def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
 def _pspec_at(path: Any, variable: Variable[Any]) -> PartitionSpec | None:
     """What the metadata says of the layout, with its names as mesh axes."""
     try:
-        return get_pspec(variable.sharding_names, variable._metadata.get("sharding_rules"))
+        return layout_of(variable._metadata)
     except LogicalAxisError as error:
         raise LogicalAxisError(f"the layout of {_shown(path)!r}: {error}") from None
 
@@ -205,8 +216,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
         spec = _pspec_at(path, x) if _is_variable(x) else None
         if spec is None:
             return x
-        known = (x._metadata.get("mesh"), get_mesh(x.sharding_names), get_global_mesh())
-        mesh = next((m for m in known if m is not None), None)
+        mesh = mesh_of(x._metadata)
         if mesh is None:
             raise NoMeshError(
                 f"{_shown(path)!r} is to be laid out as {spec}, and there is no mesh; enter "
@@ -224,13 +234,25 @@ def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = Fa
         if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
             return value
         try:
-            entries = fitting(spec, value.shape, mesh)
+            return abstractly_laid_out(value, spec, mesh)
         except MeshError as error:
             raise MeshError(f"the layout of {_shown(path)!r}: {error}") from None
-        sharding = NamedSharding(mesh, PartitionSpec(*entries))
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
 
     return x.copy(jax.tree.map(laid, x._value)) if _is_variable(x) else laid(x)
+
+
+def lay_out_shapes(tree: Any) -> None:
+    """Gives shapes in variables the layouts of their values under the mesh of `jax.set_mesh`.
+
+    Args:
+        tree: new objects, or any pytree of them; they are changed.
+    """
+    if get_global_mesh() is None:
+        return  # a walk through all objects is worth it under a mesh only
+    for _, x in iter_graph(tree):
+        if isinstance(x, Variable) and is_laid_out(x._metadata):
+            value = with_abstract_layouts(x._value, x._metadata)
+            x.set_raw_value(value, _unsafe_bypass_check=True)
 
 
 def get_abstract_model(
@@ -329,8 +351,9 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
 
 def name_next_axis(variable: Variable[Any], name: str | None) -> None:
     """Says what the axis is called that `add_axis` without a name adds next."""
-    if variable._metadata.get("out_sharding") is not None:
-        _change(variable, {_LEFT: (*variable._metadata.get(_LEFT, ()), name)})
+    metadata = variable._metadata
+    layouts = [layout for layout in _LEFT if metadata.get(layout) is not None]
+    _change(variable, {_LEFT[x]: (*metadata.get(_LEFT[x], ()), name) for x in layouts})
 
 
 def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
@@ -350,10 +373,11 @@ def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any
 def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
     if not variable._metadata:
         return variable
-    changed, left = {}, variable._metadata.get(_LEFT, ())
+    changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
-        if entry == "out_sharding" and PARTITION_NAME not in params and left:
-            axis, changed[_LEFT] = left[-1], left[:-1]
+        left = variable._metadata.get(_LEFT.get(entry), ())
+        if entry in _LEFT and axis is None and PARTITION_NAME not in params and left:
+            axis, changed[_LEFT[entry]] = left[-1], left[:-1]
         changed[entry] = _renamed(variable, entry, "add_axis", index, axis)
     _change(variable, changed)
     variable.add_axis(index, params.get(PARTITION_NAME))
@@ -363,12 +387,13 @@ def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Vari
 def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
     if not variable._metadata:
         return variable
-    changed, left = {}, variable._metadata.get(_LEFT, ())
+    changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
-        if entry == "out_sharding" and PARTITION_NAME not in params:
+        if entry in _LEFT and axis is None and PARTITION_NAME not in params:
+            left = variable._metadata.get(_LEFT[entry], ())
             names = tuple(_spec(variable._metadata[entry]))
             axis = names[index] if -len(names) <= index < len(names) else None
-            changed[_LEFT] = (*left, axis)
+            changed[_LEFT[entry]] = (*left, axis)
         changed[entry] = _renamed(variable, entry, "remove_axis", index, axis)
     _change(variable, changed)
     variable.remove_axis(index, params.get(PARTITION_NAME))
@@ -379,17 +404,19 @@ def _entries(variable: Variable[Any], params: Mapping[Any, Any]) -> list[tuple[s
     """The metadata that has an entry for each axis, and that of the axis in question."""
     metadata = variable._metadata
     found = [(k, v) for k, v in params.items() if isinstance(metadata.get(k), tuple)]
-    if metadata.get("out_sharding") is not None:
-        found.append(("out_sharding", params.get(PARTITION_NAME)))
+    for layout in _LEFT:
+        if metadata.get(layout) is not None and layout not in params:
+            found.append((layout, params.get(PARTITION_NAME)))
     return found
 
 
 def _spec(layout: Any) -> Any:
+    layout = without_format(layout)
     return layout.spec if isinstance(layout, NamedSharding) else layout
 
 
 def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: Any) -> Any:
-    layout = variable._metadata[entry]
+    layout = without_format(variable._metadata[entry])  # the order in memory is of other axes
     box = Partitioned(variable._value, tuple(_spec(layout)))
     names = getattr(box, change)(index, {PARTITION_NAME: axis}).names
     if isinstance(layout, NamedSharding):
@@ -400,6 +427,5 @@ def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis:
 def _change(variable: Variable[Any], changed: dict[str, Any]) -> None:
     if changed:
         metadata = {**variable._metadata, **changed}
-        if not metadata.get(_LEFT, True):
-            del metadata[_LEFT]
-        variable.set_metadata(metadata)
+        done = [left for left in _LEFT.values() if metadata.get(left) == ()]
+        variable.set_metadata({k: v for k, v in metadata.items() if k not in done})

@@ -21,6 +21,18 @@ def test_the_bias_goes_to_the_axes_of_the_kernel():
     assert layer.einsum_str == "btd,ndh->hbnt"
 
 
+def test_a_number_is_a_shape_of_one_axis():
+    layer = Einsum("ti,io->to", (4, 5), 5, rngs=nnx.Rngs(0))
+    same = Einsum("ti,io->to", (4, 5), (5,), rngs=nnx.Rngs(0))
+    assert layer.bias_shape == layer.bias.shape == (5,)
+    np.testing.assert_array_equal(layer(X[0]), same(X[0]))
+    assert Einsum(
+        "ti,i->t", 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones
+    ).kernel_shape == (4,)
+    with pytest.raises(ArgumentShapeError, match=r"given bias_shape=\(4,\); expected \(5,\)"):
+        Einsum("ti,io->to", (4, 5), 4, rngs=nnx.Rngs(0))
+
+
 def test_a_call_can_have_other_subscripts():
     layer = Einsum("btd,do->bto", (4, 5), rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(X, "btd,do->otb"), layer(X).T)

@@ -37,8 +37,8 @@ class Einsum(Module):
 
     Args:
         einsum_str: the subscripts of input, kernel and result, as `"bti,io->bto"`.
-        kernel_shape: the shape of the kernel.
-        bias_shape: the shape of the bias; by default there is none.
+        kernel_shape: the shape of the kernel; a number is the size of its only axis.
+        bias_shape: the shape of the bias, also as a number; by default there is none.
         dtype: of the computation; by default the one to which input and parameters promote.
         param_dtype: of the parameters.
         precision: of the multiplication, as in `jax.numpy.einsum`.
@@ -65,8 +65,8 @@ class Einsum(Module):
     def __init__(
         self,
         einsum_str: str,
-        kernel_shape: Sequence[int],
-        bias_shape: Sequence[int] | None = None,
+        kernel_shape: int | Sequence[int],
+        bias_shape: int | Sequence[int] | None = None,
         *,
         dtype: DType | None = None,
         param_dtype: DType = jnp.float32,
@@ -80,7 +80,8 @@ class Einsum(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
-        kernel_shape = tuple(kernel_shape)
+        kernel_shape = _shape(kernel_shape)
+        bias_shape = None if bias_shape is None else _shape(bias_shape)
         _check_parameters(einsum_str, kernel_shape, bias_shape)
         self.kernel = new_param(kernel_init, rngs, kernel_shape, param_dtype, kernel_metadata)
         self.bias = None
@@ -88,7 +89,7 @@ class Einsum(Module):
             self.bias = new_param(bias_init, rngs, bias_shape, param_dtype, bias_metadata)
         self.einsum_str = einsum_str.replace(" ", "")
         self.kernel_shape = kernel_shape
-        self.bias_shape = None if bias_shape is None else tuple(bias_shape)
+        self.bias_shape = bias_shape
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
@@ -142,8 +143,12 @@ class Einsum(Module):
             ) from error
 
 
+def _shape(sizes: int | Sequence[int]) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else tuple(sizes)
+
+
 def _check_parameters(
-    subscripts: str, kernel_shape: tuple[int, ...], bias_shape: Sequence[int] | None
+    subscripts: str, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None
 ) -> None:
     """Checks what can be known without an input: it may have more axes, before those named."""
     named = subscripts.replace(" ", "").partition(",")[0].replace("...", "")
@@ -152,6 +157,6 @@ def _check_parameters(
     if bias_shape is not None and math.prod(bias_shape) != math.prod(expected):
         raise ArgumentShapeError(
             f"Einsum {subscripts!r} with kernel_shape={kernel_shape} was given "
-            f"bias_shape={tuple(bias_shape)}; expected {expected}, the sizes of those axes of the "
+            f"bias_shape={bias_shape}; expected {expected}, the sizes of those axes of the "
             "kernel that the result has."
         )

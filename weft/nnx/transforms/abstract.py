@@ -12,6 +12,7 @@ from weft import lifting
 from weft.lifting.crossing import depart, run
 from weft.nnx.naming import origin
 from weft.nnx.splitting import as_abstract
+from weft.nnx.spmd import lay_out_shapes
 from weft.nnx.transforms.calls import (
     MISSING,
     Call,
@@ -35,6 +36,9 @@ def eval_shape(
 ) -> Any:
     """What a function would return, with shapes in place of arrays. Nothing is computed.
 
+    Under the mesh of `jax.set_mesh`, the shapes in variables have the layouts, a `NamedSharding`,
+    that their values would have.
+
     Args:
         f: the function; the objects that it is given are copies, and those it makes hold shapes.
         *args: its arguments.
@@ -53,7 +57,9 @@ def eval_shape(
     call = recorded(taking_named(f))
     specs = ("args", "the result")
     with opened(Call("eval_shape", f, abstract_args, specs, named=abstract_kwargs, place=origin())):
-        return lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
+        result = lifting.eval_shape(kind, call)(abstract_kwargs, *abstract_args)
+    lay_out_shapes(result)
+    return result
 
 
 def make_jaxpr(
