@@ -44,7 +44,8 @@ def _seed(seed):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _split(key, shape):
-    return _mixed(key + _count((*shape, 1), _FOLD))
+    count = _count((*shape, 1), _FOLD)
+    return _mixed(key.reshape([1] * len(shape) + [-1]) + count)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -100,6 +100,7 @@ from weft.functional.norm import (
     rms_norm,
 )
 from weft.functional.pooling import avg_pool, max_pool, min_pool, pool
+from weft.functional.ranks import same_ndim, to_ndim
 from weft.functional.sampling import (
     LogitsToLogitsFn,
     chain,
@@ -122,6 +123,8 @@ __all__ = [
     # dtypes
     "canonicalize_dtype",
     "promote_dtype",
+    "same_ndim",
+    "to_ndim",
     # linear
     "dense",
     "dense_general",

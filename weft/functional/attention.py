@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Key
 from weft.errors import ArgumentShapeError
 from weft.functional.attention_mask import bool_to_bias
 from weft.functional.dropout import dropout
+from weft.functional.ranks import to_ndim
 
 
 def dot_product_attention(
@@ -147,10 +148,10 @@ def attention_probs(
     """
     logits = logits.astype(jnp.float32)
     if bias is not None:
-        logits = logits + bias.astype(jnp.float32)
+        logits = logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
     if logit_sink is None:
         return jax.nn.softmax(logits, axis=-1)
-    sink = logit_sink.astype(jnp.float32)[:, None, None]
+    sink = to_ndim(logit_sink.astype(jnp.float32)[:, None, None], logits.ndim)
     largest = lax.stop_gradient(jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sink))
     weights = jnp.exp(logits - largest)
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - largest))

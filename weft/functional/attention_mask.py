@@ -8,10 +8,14 @@ known. A bias is added to the logits: 0 where the mask is True, `NEG_INF` elsewh
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from weft.functional.ranks import same_ndim
 
 # Finite, so that a row in which nothing may be attended to has a softmax and a gradient; so large
 # that a float32 logit disappears in it.
@@ -28,6 +32,7 @@ def causal_mask(
     >>> causal_mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     """
+    query_position, key_position = same_ndim(query_position, key_position)
     return query_position >= key_position
 
 
@@ -54,6 +59,7 @@ def left_right_window_mask(left_context: int | None, right_context: int | None) 
     """
 
     def mask(query_position, key_position):
+        query_position, key_position = same_ndim(query_position, key_position)
         distance = query_position - key_position
         inside = jnp.ones(jnp.shape(distance), bool)
         if left_context is not None:
@@ -74,7 +80,8 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
 
     def mask(query_position, key_position):
         shape = jnp.broadcast_shapes(jnp.shape(query_position), jnp.shape(key_position))
-        return jnp.broadcast_to(key_position < valid_k_len, shape)
+        keys, valid = same_ndim(key_position, jnp.asarray(valid_k_len))
+        return jnp.broadcast_to(keys < valid, shape)
 
     return mask
 
@@ -88,10 +95,8 @@ def and_masks(*mask_fns: MaskFn) -> MaskFn:
     """
 
     def mask(query_position, key_position):
-        inside = mask_fns[0](query_position, key_position)
-        for fn in mask_fns[1:]:
-            inside = inside & fn(query_position, key_position)
-        return inside
+        masks = same_ndim(*(fn(query_position, key_position) for fn in mask_fns))
+        return functools.reduce(operator.and_, masks)
 
     return mask
 
@@ -106,10 +111,8 @@ def or_masks(*mask_fns: MaskFn) -> MaskFn:
     """
 
     def mask(query_position, key_position):
-        inside = mask_fns[0](query_position, key_position)
-        for fn in mask_fns[1:]:
-            inside = inside | fn(query_position, key_position)
-        return inside
+        masks = same_ndim(*(fn(query_position, key_position) for fn in mask_fns))
+        return functools.reduce(operator.or_, masks)
 
     return mask
 

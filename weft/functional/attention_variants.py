@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from weft.functional.attention import attention_logits
+from weft.functional.ranks import to_ndim
 
 
 def sigmoid_attention_probs(
@@ -25,7 +26,9 @@ def sigmoid_attention_probs(
     [0.5, 0.5]
     """
     logits = logits.astype(jnp.float32)
-    return jax.nn.sigmoid(logits if bias is None else logits + bias.astype(jnp.float32))
+    if bias is not None:
+        logits = logits + to_ndim(bias.astype(jnp.float32), logits.ndim)
+    return jax.nn.sigmoid(logits)
 
 
 def per_dim_scale(
@@ -36,7 +39,8 @@ def per_dim_scale(
     >>> per_dim_scale(jnp.ones(2), jnp.zeros(2)).tolist()
     [1.0, 1.0]
     """
-    return x * (jax.nn.softplus(param) / jax.nn.softplus(0.0)).astype(x.dtype)
+    scale = (jax.nn.softplus(param) / jax.nn.softplus(0.0)).astype(x.dtype)
+    return x * to_ndim(scale, x.ndim)
 
 
 def relative_to_absolute(
@@ -79,6 +83,7 @@ def xl_attention_logits(
         u: added to the query where it meets contents.
         v: added to the query where it meets positions.
     """
+    u, v = to_ndim(u, query.ndim), to_ndim(v, query.ndim)
     return attention_logits(query + u, key) + relative_to_absolute(
         attention_logits(query + v, relative_positions[None])
     )

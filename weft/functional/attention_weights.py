@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Key
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.attention import attention_logits
 from weft.functional.dropout import dropout, keep_mask
+from weft.functional.ranks import to_ndim
 
 _LOGITS = "...qhd,...khd->...hqk"
 
@@ -62,7 +63,7 @@ def attention_weights(
         )
     if bias is not None:
         _check("bias", bias, logits)
-        logits = logits + bias
+        logits = logits + to_ndim(bias, logits.ndim)
     if mask is not None:
         _check("mask", mask, logits)
         logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)

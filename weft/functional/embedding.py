@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.dtypes import promote_dtype
+from weft.functional.ranks import to_ndim
 
 RotaryLayout = Literal["interleaved", "half"]
 
@@ -97,7 +98,7 @@ def sinusoidal_positions(
     num = dim // 2
     step = math.log(max_timescale / min_timescale) / max(num - 1, 1)
     frequencies = jnp.exp(-step * jnp.arange(num, dtype=jnp.float32)) / min_timescale
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = _angles(positions, frequencies)
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
@@ -141,8 +142,12 @@ def sincos(
     positions: Num[Array, "*shape"], frequencies: Float[Array, " half_dim"]
 ) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
     """Returns sine and cosine of the angles `position * frequency`, in float32."""
-    angles = positions.astype(jnp.float32)[..., None] * frequencies
+    angles = _angles(positions, frequencies)
     return jnp.sin(angles), jnp.cos(angles)
+
+
+def _angles(positions: Array, frequencies: Array) -> Array:
+    return positions.astype(jnp.float32)[..., None] * to_ndim(frequencies, positions.ndim + 1)
 
 
 def apply_rotary(
@@ -178,6 +183,7 @@ def apply_rotary(
             f"x has {x.shape[-1]} dimensions (shape {x.shape}), so there must be "
             f"{x.shape[-1] / 2:g} angles, but sin has shape {sin.shape}."
         )
+    sin, cos = to_ndim(sin, x.ndim), to_ndim(cos, x.ndim)
     y = x.astype(jnp.promote_types(x.dtype, sin.dtype))
     if layout == "interleaved":
         first, second = y[..., ::2], y[..., 1::2]
@@ -222,7 +228,7 @@ def alibi_bias(
     [[[[-1.0, -0.5, -0.0]]]]
     """
     distance = jnp.abs(query_positions[:, None, :, None] - key_positions[:, None, None, :])
-    return -slopes[:, None, None] * distance
+    return to_ndim(-slopes[:, None, None], distance.ndim) * distance
 
 
 def _require_even(dim: int) -> None:

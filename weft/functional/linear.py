@@ -18,6 +18,7 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
 from weft.functional.dtypes import promote_dtype
+from weft.functional.ranks import to_ndim
 
 
 def dense(
@@ -176,7 +177,7 @@ def project(
     options = {"preferred_element_type": preferred_element_type, "out_sharding": out_sharding}
     options = {name: value for name, value in options.items() if value is not None}
     y = einsum(subscripts, x, weight, precision=precision, **options)
-    return y if bias is None else y + bias
+    return y if bias is None else y + to_ndim(bias, y.ndim)
 
 
 def project_weight_axes(

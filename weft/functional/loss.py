@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from weft.functional.ranks import positions
+
 Aux = dict[str, Array]
 
 
@@ -57,7 +59,7 @@ def cross_entropy(
         per_target = log_normalizer * targets.sum(-1) - jnp.sum(targets * logits, axis=-1)
     else:
         # A comparison and a sum, and no gather: it stays local where classes lie over devices.
-        hit = target_labels[..., None] == jnp.arange(classes)
+        hit = target_labels[..., None] == positions(classes, logits.ndim)
         expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
         if label_smoothing:
             expected += label_smoothing * (logits.mean(-1) - expected)

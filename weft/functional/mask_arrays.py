@@ -17,6 +17,7 @@ from jaxtyping import Array, Num
 
 from weft.errors import ArgumentShapeError
 from weft.functional.attention_mask import causal_mask
+from weft.functional.ranks import same_ndim
 from weft.typing import DType
 
 __all__ = ["combine_masks", "make_attention_mask", "make_causal_mask"]
@@ -52,7 +53,7 @@ def make_attention_mask(
             f"{jnp.shape(key_input)}; expected (*batch, length)."
         )
     query, key = jnp.asarray(query_input)[..., :, None], jnp.asarray(key_input)[..., None, :]
-    mask = jnp.asarray(pairwise_fn(query, key), dtype)
+    mask = jnp.asarray(pairwise_fn(*same_ndim(query, key)), dtype)
     front = (*range(extra_batch_dims), extra_batch_dims + mask.ndim - 2)
     return jnp.expand_dims(mask, front)
 

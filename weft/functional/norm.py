@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.ranks import to_ndim
 from weft.functional.statistics import (
     Axes,
     canonical_axes,
@@ -244,7 +245,7 @@ def batch_norm(
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]
     """
-    mean, variance = cast(mean, dtype), cast(variance, dtype)
+    mean, variance = (to_ndim(cast(s, dtype), x.ndim) for s in (mean, variance))
     y = (cast(x, dtype) - mean) * lax.rsqrt(variance + eps)
     return _affine(y, scale, bias, x.dtype)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from weft.errors import ArgumentShapeError
+from weft.functional.ranks import positions
 
 Activation = Callable[[Array], Array]
 
@@ -131,7 +132,8 @@ def flip_sequences(
         return jnp.flip(x, axis)
     check_lengths(x.shape, seq_lengths, axis)
     size = x.shape[axis]
-    index = jnp.moveaxis((seq_lengths[..., None] - 1 - jnp.arange(size)) % size, -1, axis)
+    steps = positions(size, seq_lengths.ndim + 1)
+    index = jnp.moveaxis((seq_lengths[..., None] - 1 - steps) % size, -1, axis)
     return jnp.take_along_axis(x, index.reshape(index.shape + (1,) * (x.ndim - index.ndim)), axis)
 
 

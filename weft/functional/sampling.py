@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentValueError
 from weft.functional.attention_mask import NEG_INF
+from weft.functional.ranks import positions, to_ndim
 
 LogitsToLogitsFn = Callable[[Array], Array]
 
@@ -64,7 +65,8 @@ def top_k_logits(
         values, index = lax.top_k(logits, min(k, logits.shape[-1]))
         if break_ties == "all":
             return jnp.where(logits >= values[..., -1:], logits, NEG_INF)
-        kept = jnp.any(index[..., None] == jnp.arange(logits.shape[-1]), axis=-2)
+        tokens = positions(logits.shape[-1], index.ndim + 1)
+        kept = jnp.any(index[..., None] == tokens, axis=-2)
         return jnp.where(kept, logits, NEG_INF)
 
     return modify
@@ -90,7 +92,8 @@ def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
         probs = jax.nn.softmax(ordered.astype(jnp.float32), axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs
         # The likeliest always stays. At 1 all do, although a rounded sum may reach 1 early.
-        stays = (before < threshold) | (threshold >= 1) | (jnp.arange(logits.shape[-1]) == 0)
+        likeliest = positions(logits.shape[-1], logits.ndim) == 0
+        stays = (before < threshold) | to_ndim(threshold >= 1, logits.ndim) | likeliest
         last = jnp.sum(stays, axis=-1, keepdims=True) - 1
         return jnp.where(logits >= jnp.take_along_axis(ordered, last, axis=-1), logits, NEG_INF)
 

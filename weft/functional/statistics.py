@@ -166,7 +166,7 @@ def deviations(
     if where is None:
         both = lax.div(sums, constant(count, sums))
     else:
-        both = sums / jnp.reshape(count, sums.shape[1:])
+        both = sums / jnp.reshape(count, (1, *sums.shape[1:]))
     kept = [1 if a in axes else size for a, size in enumerate(x.shape)]
     mean, square = (lax.reshape(part, kept) for part in lax.split(both, (1, 1)))
     variance = lax.max(lax.sub(real(square), abs_square(mean)), constant(0, real(square)))

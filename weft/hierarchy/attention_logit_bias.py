@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from weft.config import REQUIRED, Required, config_class
 from weft.functional import alibi_bias, alibi_slopes
 from weft.functional.attention_mask import NEG_INF, bool_to_bias, causal_mask, evaluate_mask
+from weft.functional.ranks import to_ndim
 from weft.hierarchy.attention_bias import make_segment_mask
 from weft.hierarchy.base_layer import BaseLayer
 from weft.typing import Tensor
@@ -47,7 +48,8 @@ def apply_attention_logit_biases(
     """
     if attention_logit_biases is None:
         return logits
-    return logits + attention_logit_biases.astype(logits.dtype)
+    biases = to_ndim(attention_logit_biases, logits.ndim)
+    return logits + biases.astype(logits.dtype)
 
 
 def alibi_get_slopes(num_heads: int) -> list[float]:

@@ -365,7 +365,7 @@ class Decoder(BaseLayer):
                 max_sequence_length=max_sequence_length or length,
                 dtype=jnp.result_type(*floats) if floats else self.dtype(),
             )
-        in_prompt = jnp.arange(length) < time_step[:, None]
+        in_prompt = jnp.arange(length)[None] < time_step[:, None]
         return self.extend_step(
             cached_states=states,
             input_batch={**input_batch, "input_ids": ids},

@@ -119,7 +119,7 @@ def compute_merge_matrix_by_prefix_ids(
     [[[1, 0, 1], [0, 1, 0], [0, 0, 0]]]
     """
     same = prefix_ids[:, :, None] == prefix_ids[:, None, :]
-    first = jnp.argmax(same, axis=2) == jnp.arange(prefix_ids.shape[1])
+    first = jnp.argmax(same, axis=2) == jnp.arange(prefix_ids.shape[1])[None]
     return (same & first[:, :, None]).astype(jnp.int32)
 
 

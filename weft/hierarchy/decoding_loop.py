@@ -144,7 +144,7 @@ def initial_sequences(
             f"leaves room for, which is {max_decode_len + 1} with the first token; "
             f"raise max_decode_len to {length - 1} or more."
         )
-    prompt = jnp.where(jnp.arange(length) <= time_step[:, None], inputs, pad_id)
+    prompt = jnp.where(jnp.arange(length)[None] <= time_step[:, None], inputs, pad_id)
     padded = jnp.pad(prompt, ((0, 0), (0, max_decode_len + 1 - length)), constant_values=pad_id)
     return add_decoding_dim(padded.astype(jnp.int32), num_decodes)
 

@@ -66,10 +66,10 @@ class StopOnSubsequence(StopDecodingCondition):
         index, prefix_len = jnp.atleast_1d(index), jnp.atleast_1d(prefix_len)
         stop = jnp.zeros(sequences.shape[:2], bool)
         for seq in self._seqs:
-            positions = index[:, None] + jnp.arange(1 - len(seq), 1)
+            positions = index[:, None] + jnp.arange(1 - len(seq), 1)[None]
             window = jnp.take_along_axis(sequences, positions[:, None], axis=2, mode="clip")
             decoded = positions[:, :1] >= prefix_len[:, None]
-            stop |= decoded & jnp.all(window == jnp.array(seq), axis=2)
+            stop |= decoded & jnp.all(window == jnp.array([[seq]]), axis=2)
         return stop
 
 

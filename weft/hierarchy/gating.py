@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from weft.config import REQUIRED, ConfigOr, Required, config_class, maybe_instantiate
 from weft.errors import LayerConfigError
 from weft.functional import cap_logits, routing
+from weft.functional.ranks import to_ndim
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, nowrap
 from weft.hierarchy.normalization import MovingAverage
@@ -543,7 +544,7 @@ class TopKBiasGating(TopKDropFreeGating):
         bias = self.parameters["gating_bias"]
 
         def preference(scores: Tensor) -> Tensor:
-            biased = scores + bias
+            biased = scores + to_ndim(bias, scores.ndim)
             if cfg.num_group_of_experts == 1:
                 return biased
             return routing.limit_to_groups(

@@ -106,7 +106,7 @@ class KVCache(BaseKVCache):
         at = jnp.broadcast_to(key_positions, (batch, step))
         if unpadded_len is not None:
             # Past the end, where a write is dropped.
-            at = jnp.where(jnp.arange(step) < unpadded_len[:, None], at, max_len)
+            at = jnp.where(jnp.arange(step)[None] < unpadded_len[:, None], at, max_len)
         rows = jnp.arange(batch)[:, None]
         states = {
             name: cached_states[name]

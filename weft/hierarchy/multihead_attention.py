@@ -349,7 +349,7 @@ class MultiheadAttention(BaseLayer):
         """
         time_step = cached_states["time_step"]
         batch, step = query.shape[:2]
-        positions = time_step[:, None] + jnp.arange(step)
+        positions = time_step[:, None] + jnp.arange(step)[None]
         unpadded_len = jnp.full([batch], step, jnp.int32)
         if segment_ids is not None:
             unpadded_len = jnp.sum(segment_ids != 0, axis=1, dtype=jnp.int32)

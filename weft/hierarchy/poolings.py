@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from weft.config import REQUIRED, InstantiableConfig, Required, config_class
 from weft.errors import LayerConfigError
+from weft.functional.ranks import positions
 from weft.hierarchy.attention_bias import BoolTensorAttentionBias
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.feed_forward import TransformerFeedForwardLayer, scaled_hidden_dim
@@ -214,6 +215,6 @@ def _live(tokens: Tensor, paddings: Tensor | None) -> Tensor:
 
 def _picked(tokens: Tensor, live: Tensor, order: Tensor, n: int) -> Tensor:
     """The live tokens whose place in `order` is 0 to `n - 1`, in that order."""
-    is_at = (order[..., None] == jnp.arange(n)) & live[..., None]
+    is_at = (order[..., None] == positions(n, order.ndim + 1)) & live[..., None]
     # One token at most is at each place, so that nothing is rounded.
     return jnp.einsum("btn,btd->bnd", is_at.astype(tokens.dtype), tokens)

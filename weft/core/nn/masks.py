@@ -60,7 +60,7 @@ def causal(
     [[[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]]
     """
     targets, sources = (tuple(x.shape[a] for a in axes) for x in (query, key))
-    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))
+    order = jnp.arange(math.prod(targets))[:, None] >= jnp.arange(math.prod(sources))[None]
     return order.reshape(*[1] * (query.ndim - len(axes) - 1), *targets, *sources)
 
 

@@ -77,8 +77,8 @@ def dot_product_attention(
     check_attention_shapes(query, key, value, shared_heads=True)
     if is_causal:
         targets, sources = (jnp.arange(x.shape[-3]) for x in (query, key))
-        earlier = functional.causal_mask(targets[:, None], sources)
-        mask = earlier if mask is None else jnp.logical_and(mask, earlier)
+        earlier = functional.causal_mask(targets[:, None], sources[None])
+        mask = earlier if mask is None else jnp.logical_and(*functional.same_ndim(mask, earlier))
     weights = attention_weights(query, key, bias=bias, mask=mask, precision=precision)
     if module is not None:
         module.sow(Intermediate, "attention_weights", weights)

@@ -1,0 +1,42 @@
+"""Arrays of fewer axes beside arrays of more, said in the program.
+
+JAX adds the missing axes itself, unless `jax_numpy_rank_promotion` forbids it, as programs do that
+want to hear of every shape they did not mean.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Num
+
+
+def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
+    """Returns `x` with axes of size 1 in front, `ndim` in all; no fewer than it has.
+
+    A scalar stays one: it goes with every shape.
+
+    >>> to_ndim(jnp.ones(3), 2).shape, to_ndim(jnp.array(1.0), 2).shape
+    ((1, 3), ())
+    """
+    x = jnp.asarray(x)
+    return lax.expand_dims(x, range(ndim - x.ndim)) if 0 < x.ndim < ndim else x
+
+
+def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
+    """Returns arrays with axes of size 1 in front, each with as many as the one with most.
+
+    >>> [x.shape for x in same_ndim(jnp.ones((2, 3)), jnp.ones(3))]
+    [(2, 3), (1, 3)]
+    """
+    ndim = max(map(jnp.ndim, xs))
+    return [to_ndim(x, ndim) for x in xs]
+
+
+def positions(size: int, ndim: int) -> Num[Array, "*ones size"]:
+    """Returns `0, 1, ..., size - 1` along the last of `ndim` axes.
+
+    >>> positions(3, 2).tolist()
+    [[0, 1, 2]]
+    """
+    return to_ndim(jnp.arange(size), ndim)
