@@ -82,6 +82,12 @@ def test_names_that_are_no_sequence_are_refused(names):
         Partitioned(1, names)
 
 
+@pytest.mark.parametrize("names", [{"data": 0}, {"data", "model"}])
+def test_names_without_an_order_are_refused(names):
+    with pytest.raises(AxisMetadataError, match=r"expected a sequence with one entry .*or None.$"):
+        Partitioned(1, names)
+
+
 def test_a_box_is_a_pytree_node_around_its_value():
     box = Partitioned(jnp.ones(3), ("data",))
     doubled = jax.tree.map(lambda x: 2 * x, {"w": box})["w"]

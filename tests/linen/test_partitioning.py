@@ -3,6 +3,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from weft.core.frozen_dict import FrozenDict
+from weft.core.meta import PARTITION_NAME
 from weft.errors import AxisMetadataError, ModuleError
 from weft.linen import partitioning
 from weft.linen.methods import compact
@@ -123,3 +125,21 @@ def test_errors():
         partitioning.get_axis_names({"a": {"b_axes": 3}})
     with pytest.raises(ModuleError, match="'kernel' was asked for where no module's method runs"):
         partitioning.param_with_axes("kernel", ones, (2, 3), axes=("a", "b"))
+
+
+@pytest.mark.parametrize("axes", ["ab", {"a", "b"}, 5, {"u": "ab"}])
+def test_axes_that_are_no_sequence_of_names_are_refused(axes):
+    class Model(Module):
+        @compact
+        def __call__(self):
+            partitioning.param_with_axes("w", ones, (3, 4), axes=axes)
+
+    with pytest.raises(AxisMetadataError, match=r"of 'w': names is .*; expected a sequence"):
+        Model().init(KEY)
+
+
+def test_names_of_a_variable_that_is_a_dict_gain_and_lose_axes():
+    box = partitioning.AxisMetadata(FrozenDict({"u": ("a", "b"), "v": ("a",), "w": None}))
+    more = box.add_axis(-1, {PARTITION_NAME: "layers"})
+    assert more.names == FrozenDict({"u": ("a", "b", "layers"), "v": ("a", "layers"), "w": None})
+    assert more.remove_axis(-1, {}) == box

@@ -11,6 +11,7 @@ from weft.errors import (
     JaxTransformError,
     ModifyScopeVariableError,
     NameInUseError,
+    PerturbationNotFoundError,
     ScopeParamShapeError,
     ScopeVariableNotFoundError,
     UnboundModuleError,
@@ -155,6 +156,16 @@ def test_values_are_sown():
     left = {"seen": {"x": (0,)}}
     assert Model().apply(left, 1, mutable="seen")[1] == {"seen": {"x": (0, 1, 2)}}
     assert "intermediates" not in model(lambda self: self.sow("intermediates", "x", 1)).init(KEY)
+
+
+@pytest.mark.parametrize("given", [{}, {"other": X}, {"h": X}])
+def test_perturbations_without_an_entry_are_refused(given):
+    fn = model(lambda self, x: self.perturb("k", self.perturb("h", x)))
+    with pytest.raises(PerturbationNotFoundError, match=r"given without '[hk]' in the scope '/'"):
+        fn.apply({"perturbations": given}, X)
+    np.testing.assert_array_equal(fn.apply({}, X), X)  # without the collection nothing is added
+    _, changed = fn.apply({"perturbations": given}, X, mutable="perturbations")
+    assert {"h", "k"} <= set(changed["perturbations"])
 
 
 def test_gradients_of_perturbations_are_those_of_the_values():

@@ -375,6 +375,19 @@ def a_clone_with_a_field_of_a_wrong_name(nn):
 
 
 @program
+def perturbations_without_an_entry(nn):
+    fn = method(nn, lambda self, x: self.perturb("k", self.perturb("h", x)))
+    fn.apply({"perturbations": {"h": X}}, X)
+
+
+@program
+def perturbations_without_a_module(nn):
+    fn = method(nn, lambda self, x: self.perturb("h", x))
+    outer = method(nn, lambda self, x: fn.clone()(fn.clone()(x)))
+    outer.apply({"perturbations": {f"{type(fn).__name__}_0": {"h": X}}}, X)
+
+
+@program
 def a_name_that_is_no_text(nn):
     run(method(nn, lambda self, x: affine(nn)(name=3)(x)))
 

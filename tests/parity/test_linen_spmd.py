@@ -140,6 +140,25 @@ def test_names_beside_the_variables():
     both(program)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_names_of_a_parameter_that_is_a_dict(frozen):
+    axes = {"u": ("embed", "mlp"), "v": {"w": ("mlp",), "x": None}}
+
+    def program(nn, partitioning):
+        class Model(nn.Module):
+            axes: object = None  # as a field it is a FrozenDict
+
+            @nn.compact
+            def __call__(self):
+                make = lambda _: {"u": jnp.ones((3, 6)), "v": {"w": jnp.ones(6), "x": 1.0}}  # noqa: E731
+                partitioning.param_with_axes("tree", make, axes=self.axes or axes)
+
+        variables = Model(axes if frozen else None).init(KEY)
+        return {}, parts(partitioning, variables)[1]
+
+    both(program)
+
+
 @pytest.mark.parametrize(
     "kwargs",
     [

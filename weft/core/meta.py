@@ -10,7 +10,7 @@ Boxes nest: each level is a kind of metadata of its own, and all of them are tol
 
 import abc
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any, Self, TypeVar
 
 import jax
@@ -226,11 +226,17 @@ def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
 
 
-def _checked_names(names: Any) -> tuple[Any, ...]:
-    if isinstance(names, str) or not hasattr(names, "__iter__"):
+def checked_names(names: Any) -> tuple[Any, ...]:
+    """Names of axes as a tuple.
+
+    Raises:
+        AxisMetadataError: if they have no order, or are a single name.
+    """
+    if isinstance(names, str | Mapping | Set) or not hasattr(names, "__iter__"):
         raise AxisMetadataError(
-            f"names is {names!r}; expected one entry for each axis of the value: a name, a tuple "
-            f"of names, or None. For one axis write ({names!r},)."
+            f"names is {names!r}; expected a sequence with one entry for each axis of the value: "
+            "a name, a tuple of names, or None."
+            + ("" if isinstance(names, Mapping | Set) else f" For one axis write ({names!r},).")
         )
     return tuple(tuple(name) if isinstance(name, list) else name for name in names)
 
@@ -262,7 +268,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
     AXIS_NAME = PARTITION_NAME
 
     def __post_init__(self):
-        object.__setattr__(self, "names", _checked_names(self.names))
+        object.__setattr__(self, "names", checked_names(self.names))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """The value, laid out as the names say.
@@ -293,7 +299,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         position = self._position(index, len(self.names))
         present = self.names[position] if position < len(self.names) else None
-        given = _checked_names((params.get(PARTITION_NAME),))[0]
+        given = checked_names((params.get(PARTITION_NAME),))[0]
         if present != given:
             kind = PartitionNameError if PARTITION_NAME in params else PartitioningUnspecifiedError
             said = f"as {given!r}" if PARTITION_NAME in params else "without a name"

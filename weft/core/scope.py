@@ -293,6 +293,10 @@ class Scope:
         """Whether the variables of a collection can be changed."""
         return in_filter(self.mutable, col)
 
+    def has_collection(self, col: str) -> bool:
+        """Whether a collection was given or has something in any scope."""
+        return col in self._trunk.collections
+
     def is_collection_empty(self, col: str) -> bool:
         """Whether a collection has nothing in any scope."""
         return not self._trunk.collections.get(col)

@@ -19,6 +19,17 @@ class UnboundModuleError(ModuleError, ValueError):
         )
 
 
+class PerturbationNotFoundError(ModuleError, LookupError, ValueError):
+    """`perturb` found the collection of perturbations, but no entry of its own in it."""
+
+    def __init__(self, name: str, collection: str, scope_path: str):
+        super().__init__(
+            f"the collection {collection!r} was given without {name!r} in the scope "
+            f"{scope_path!r}, so that its gradient would be lost; give all that `init` makes in "
+            "the collection, or leave the whole collection out."
+        )
+
+
 class CallCompactUnboundModuleError(UnboundModuleError):
     """A compact method of a module without variables was called."""
 

@@ -17,7 +17,7 @@ from weft.core.axis_rules import get_logical_axis_rules as get_axis_rules
 from weft.core.axis_rules import logical_axis_rules as axis_rules
 from weft.core.axis_rules import set_logical_axis_rules as set_axis_rules
 from weft.core.filters import Filter, union_filters
-from weft.core.frozen_dict import FrozenDict
+from weft.core.frozen_dict import FrozenDict, unfreeze
 from weft.core.logical import RulesFallback, logical_to_mesh, logical_to_mesh_axes
 from weft.core.logical import with_logical_constraint as with_sharding_constraint
 from weft.core.scope import Scope
@@ -50,7 +50,8 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
     """The names of a variable's axes, without the variable.
 
     Attributes:
-        names: for each axis its logical name, or None.
+        names: for each axis its logical name, or None; of a variable that is a dict, a dict of
+            these.
 
     Example:
         >>> import jax
@@ -58,7 +59,7 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
         []
     """
 
-    names: tuple[Any, ...] = struct.field(pytree_node=False)
+    names: "Names" = struct.field(pytree_node=False)
 
     def unbox(self) -> Self:
         return self
@@ -67,14 +68,30 @@ class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
         return val
 
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        at = index if index >= 0 else index + len(self.names) + 1
-        name = params.get(meta.PARTITION_NAME)
-        return self.replace(names=(*self.names[:at], name, *self.names[at:]))
+        def added(names: tuple[Any, ...]) -> tuple[Any, ...]:
+            at = index if index >= 0 else index + len(names) + 1
+            return (*names[:at], params.get(meta.PARTITION_NAME), *names[at:])
+
+        return self.replace(names=_map_names(added, self.names))
 
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
         del params
-        at = index % len(self.names)
-        return self.replace(names=(*self.names[:at], *self.names[at + 1 :]))
+
+        def removed(names: tuple[Any, ...]) -> tuple[Any, ...]:
+            at = index % len(names)
+            return (*names[:at], *names[at + 1 :])
+
+        return self.replace(names=_map_names(removed, self.names))
+
+
+Names = tuple[Any, ...] | FrozenDict[str, Any]
+
+
+def _map_names(fn: Callable[[Any], Any], names: Any) -> Any:
+    """Maps the names of each array of a variable; None is for an array without names."""
+    if isinstance(names, Mapping):
+        return FrozenDict({key: _map_names(fn, below) for key, below in names.items()})
+    return None if names is None else fn(names)
 
 
 class PartitionedVariable(Variable):
@@ -95,11 +112,11 @@ class PartitionedVariable(Variable):
         collection: str,
         name: str,
         unbox: bool = True,
-        axes: Sequence[Any] | None = None,
+        axes: Sequence[Any] | Mapping[str, Any] | None = None,
         fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
     ):
         super().__init__(scope, collection, name, unbox)
-        self.axes = axes
+        self.axes = unfreeze(axes)
         self.fallback = fallback
 
     @property
@@ -117,7 +134,7 @@ def param_with_axes(
     name: str,
     init_fn: Callable[..., Any],
     *init_args: Any,
-    axes: tuple[str | None, ...] | None = None,
+    axes: Sequence[str | None] | Mapping[str, Any] | None = None,
     module: Module | None = None,
     **init_kwargs: Any,
 ) -> Any:
@@ -127,7 +144,8 @@ def param_with_axes(
         name: of the parameter.
         init_fn: makes it, as for `Module.param`.
         *init_args: of `init_fn`.
-        axes: for each axis its logical name, or None.
+        axes: for each axis its logical name, or None; of a parameter that is a dict, a dict of
+            these.
         module: whose parameter it is; by default of the module whose method runs.
         **init_kwargs: of `init_fn`.
 
@@ -153,7 +171,7 @@ def param_with_axes(
     if axes is None:
         return param
     _note_axes(module, "params", name, axes)
-    return with_sharding_constraint(param, axes)
+    return with_sharding_constraint(param, unfreeze(axes))
 
 
 def variable_with_axes(
@@ -161,7 +179,7 @@ def variable_with_axes(
     name: str,
     init_fn: Callable[..., Any],
     *init_args: Any,
-    axes: tuple[str | None, ...] | None = None,
+    axes: Sequence[str | None] | Mapping[str, Any] | None = None,
     module: Module | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
     **init_kwargs: Any,
@@ -173,7 +191,8 @@ def variable_with_axes(
         name: of the variable.
         init_fn: makes its first value, as for `Module.variable`.
         *init_args: of `init_fn`.
-        axes: for each axis its logical name, or None.
+        axes: for each axis its logical name, or None; of a variable that is a dict, a dict of
+            these.
         module: whose variable it is; by default of the module whose method runs.
         fallback: see `with_logical_constraint`.
         **init_kwargs: of `init_fn`.
@@ -198,8 +217,14 @@ def _running(module: Module | None, name: str) -> Module:
     return module
 
 
-def _note_axes(module: Module, collection: str, name: str, axes: Sequence[Any]) -> None:
-    new = AxisMetadata(tuple(axes))
+def _note_axes(
+    module: Module, collection: str, name: str, axes: Sequence[Any] | Mapping[str, Any]
+) -> None:
+    try:
+        new = AxisMetadata(_map_names(meta.checked_names, axes))
+    except AxisMetadataError as error:
+        error.path = "/".join((*module.path, name))
+        raise
 
     def agreed(before: AxisMetadata | None, _: AxisMetadata) -> AxisMetadata:
         if before not in (None, new):
@@ -233,7 +258,7 @@ def get_axis_names(axes_metadata: Any) -> FrozenDict:
 
     def layouts(tree: Any, path: tuple[str, ...]) -> Any:
         if isinstance(tree, AxisMetadata):
-            return PartitionSpec(*tree.names)
+            return _map_names(lambda names: PartitionSpec(*names), tree.names)
         if isinstance(tree, Mapping):
             return {
                 key.removesuffix("_axes"): layouts(tree[key], (*path, str(key))) for key in tree

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from weft.core.filters import DenyList
 from weft.core.scope import Scope
 from weft.core.variable import Variable
-from weft.errors import CompactMethodError, UnboundModuleError
+from weft.errors import CompactMethodError, PerturbationNotFoundError, UnboundModuleError
 from weft.linen.running import place_is_read
 
 if TYPE_CHECKING:
@@ -244,6 +244,10 @@ class ModuleVariables:
             collection: where the zeros are, which `init` makes. Where it is not given to `apply`,
                 the value comes out as it is.
 
+        Raises:
+            PerturbationNotFoundError: if the collection is given without this variable, whose
+                gradient would be zero.
+
         Example:
             >>> import jax, jax.numpy as jnp
             >>> from weft import linen as nn
@@ -260,6 +264,8 @@ class ModuleVariables:
             scope.reserve(name, collection)
             self._state.note(name, collection)
             scope.put_variable(collection, name, jax.tree.map(jnp.zeros_like, value))
-        if not scope.has_variable(collection, name):
+        if not scope.has_collection(collection):
             return value
+        if not scope.has_variable(collection, name):
+            raise PerturbationNotFoundError(name, collection, scope.path_text)
         return jax.tree.map(jnp.add, value, scope.get_variable(collection, name))
