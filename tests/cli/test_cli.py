@@ -91,9 +91,53 @@ def test_ctrl_c_before_a_run_ends_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    code = "import sys; from weft.cli import main; sys.exit(main(['recipes']))"
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
-        process.stdout.close()
-        assert (process.stderr.read(), process.wait()) == (b"", 0)
+QUICK = [["recipes"], ["--help"], ["train", "--help"], ["--version"]]
+SLOW = [
+    ["config", "show", "lm-tiny"],
+    ["tabulate", "lm-tiny"],
+    ["launch", "slurm", "-n", "2", "lm"],
+]
+COMMANDS = QUICK + [pytest.param(argv, marks=pytest.mark.long) for argv in SLOW]
+
+
+def run_with(argv, redirection):
+    """Exit code and standard error of a command whose output goes where a shell sends it."""
+    code = "import sys; from weft.cli import main; sys.exit(main())"
+    shell = ["bash", "-c", f'exec "$@" {redirection}', "bash", sys.executable, "-c", code, *argv]
+    done = subprocess.run(shell, capture_output=True, text=True, timeout=100)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(argv):
+    assert run_with(argv, "> >(exec true)") == (0, "")
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_output_that_cannot_be_written_is_told_in_one_line(argv):
+    told = "weft: the output cannot be written: No space left on device\n"
+    assert run_with(argv, ">/dev/full") == (1, told)
+
+
+@pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
+def test_a_command_without_output_is_no_error(argv):
+    assert run_with(argv, ">&-") == (0, "")
+
+
+def test_where_errors_cannot_be_written_either_the_code_is_still_right():
+    assert run_with(["trian"], ">/dev/full 2>/dev/full")[0] == 2
+    assert run_with(["recipes"], ">/dev/full 2>/dev/full")[0] == 1
+
+
+def test_another_error_of_the_system_is_a_defect(monkeypatch):
+    def command(arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("weft.cli.recipes.run", command)
+    with pytest.raises(OSError, match="No space left"):
+        main(["recipes"])
+
+
+def test_what_controls_a_terminal_is_escaped_in_an_error(capsys):
+    assert main(["train", "runs/\x1b[2Jnone"]) == 2
+    assert "\x1b" not in capsys.readouterr().err

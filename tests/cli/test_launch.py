@@ -60,7 +60,8 @@ def test_the_script_and_the_manifest_are_printed(capsys):
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=lm-tiny\n")
     assert main(["launch", "k8s", "-n", "2", *IMAGE, "lm-tiny"]) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith("apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n")
+    assert printed.out.startswith("apiVersion: v1\nkind: Secret\n")
+    assert "\n---\napiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\n" in printed.out
     assert "these pods share no directory" in printed.err and "volume_claim=NAME" in printed.err
     claim = ["--job", "volume_claim=runs"]
     assert main(["launch", "k8s", "-n", "2", *IMAGE, *claim, "lm-tiny"]) == 0

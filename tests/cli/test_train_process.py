@@ -1,5 +1,6 @@
 """Real processes and real signals: a run that was cut ends with the bits of one that was not."""
 
+import json
 import os
 import signal
 import subprocess
@@ -134,3 +135,16 @@ def test_a_run_that_was_cut_in_every_way_ends_with_the_bits_of_one_that_was_not(
     finish(start("whole", last, "evalers={}"))
     whole, cut = (saved_state(tmp_path / name, step + 3) for name in ("whole", "cut"))
     assert len(whole) > 20 and whole == cut
+
+
+def test_a_run_whose_reader_and_terminal_are_gone_saves_and_ends_well(start, tmp_path):
+    process = start("alone", "max_step=1000000", "checkpointer.save_policy.n=20", "evalers={}")
+    wait_for_a_save(tmp_path / "alone", process)
+    process.stdout.close()  # as of `weft train | head`
+    step = newest(tmp_path / "alone")
+    wait_for_a_save(tmp_path / "alone", process, after=step + 200)  # goes on, and would print
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=_PATIENCE_SECONDS) == 0
+    step = newest(tmp_path / "alone")
+    record = json.loads((tmp_path / "alone" / "run.json").read_text())
+    assert record["end"] == {"step": step, "reason": "SIGHUP"}

@@ -4,13 +4,15 @@ This file reads the arguments and says what went wrong. Each command is a file o
 when it is asked for, so that `weft --help` does not wait for JAX.
 """
 
+import contextlib
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from weft.cli.arguments import parse_arguments
+from weft.cli.output import Output
 from weft.errors import MissingExtraError, WeftError
+from weft.serialization.foreign import printable
 
 __all__ = ["main"]
 
@@ -25,14 +27,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments, those of the process by default.
 
     Returns:
-        The exit code: 0, 2 for bad input, 130 after Ctrl-C.
+        The exit code: 0, 1 if the output cannot be written, 2 for bad input, 130 after Ctrl-C.
     """
+    with contextlib.redirect_stdout(Output(sys.stdout)) as output:
+        code = _run(argv, output)
+        with contextlib.suppress(OSError):
+            output.flush()
+    # A reader that has gone, such as `head`, has seen enough.
+    if output.error is None or output.lasts or isinstance(output.error, BrokenPipeError):
+        return code
+    _print_error(f"the output cannot be written: {output.error.strerror}")
+    return code or 1
+
+
+def _run(argv: Sequence[str] | None, output: Output) -> int:
     try:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         command = importlib.import_module(arguments.command)
-        code = command.run(arguments)
-        sys.stdout.flush()
-        return code
+        return command.run(arguments)
     except SystemExit as end:  # argparse has printed help, a version or what is wrong
         return int(end.code or 0)
     except WeftError as error:
@@ -48,11 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error is not output.error:
+            raise
         return 0
 
 
 def _refuse(error: WeftError) -> int:
-    print(f"weft: {error}", file=sys.stderr)
+    _print_error(str(error))
     return 2
+
+
+def _print_error(text: str) -> None:
+    # Of a file from elsewhere it may quote what controls a terminal.
+    with contextlib.suppress(OSError):
+        print(f"weft: {printable(text)}", file=sys.stderr)

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from weft.cli.configs import load_config
+from weft.cli.output import go_on_without_output
 from weft.cli.train import split_arguments
 from weft.config import apply_overrides
 from weft.errors import WeightsReadError
@@ -22,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the processes, or prints what starts them."""
     job = make_job(arguments)
     if isinstance(job, LocalJob):
+        go_on_without_output()
         return job.run()
     if isinstance(job, SlurmJob) and arguments.submit:
         print(job.submit())

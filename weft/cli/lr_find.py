@@ -2,10 +2,10 @@
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
 from weft.cli.configs import load_config
+from weft.cli.tables import table_console
 from weft.cli.train import split_arguments
 from weft.trainer.learning_rate_finder import LearningRateSearch, find_learning_rate
 
@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_rate=arguments.max,
         num_steps=arguments.steps,
     )
-    console = Console(highlight=False)
+    console = table_console()
     console.print(loss_table(search))
     console.print(
         f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a peak to begin "

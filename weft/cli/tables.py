@@ -11,9 +11,17 @@ from rich.table import Table
 _WIDTH_OF_PIPES = 200
 
 
+class _Console(Console):
+    """Standard output, of which `weft.cli` says what happens if nobody reads it."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises it again, where the library would end the process."""
+        raise
+
+
 def table_console() -> Console:
     """Where tables are printed: standard output, without highlighting."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
+    return _Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
 
 
 def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:

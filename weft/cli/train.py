@@ -1,6 +1,7 @@
 """`weft train`: trains a recipe and says how it went."""
 
 import argparse
+import contextlib
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from weft.cli.configs import load_config
 from weft.cli.display import Display, loss_text, make_display
 from weft.cli.generate import find_tokenizer, generate, generates
 from weft.cli.meshes import on_mesh
+from weft.cli.output import go_on_without_output
 from weft.config import maybe_instantiate
 from weft.errors import CommandLineError
 from weft.input import Baseline, ByteTokenizer, Corpus, ngram_baselines
@@ -33,11 +35,13 @@ _SAMPLE_TEMPERATURE = 0.8
 
 def run(arguments: argparse.Namespace) -> int:
     """Trains, or goes on with a run; as one of several processes if the environment says so."""
+    go_on_without_output()
     with joined_processes():
         code = _train(arguments)
     if still_compiling():  # it was asked to stop, and the compiler would keep it for minutes
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
     return code
 

@@ -218,17 +218,18 @@ def _token(environ: Mapping[str, str]) -> str:
 
 def _leave(error: BaseException, process_id: int) -> None:
     code = 1
-    if isinstance(error, WeftError):
-        code = 2
-        print(f"weft: {error}", file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):
-        code = 130
-    elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        code = error.code or 0
-    else:
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody may be there to read it
+        if isinstance(error, WeftError):
+            code = 2
+            print(f"weft: {error}", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt):
+            code = 130
+        elif isinstance(error, SystemExit) and isinstance(error.code, int | None):
+            code = error.code or 0
+        else:
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
     if process_id == 0:
         # JAX aborts the others as soon as process 0 is gone; before that they may say why they end.
         time.sleep(_LAST_WORDS_SECONDS)
