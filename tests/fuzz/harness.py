@@ -57,8 +57,10 @@ class Finding:
     error: BaseException
 
     def text(self, fuzzer: Fuzzer) -> str:
-        lines = traceback.format_exception(self.error)[-12:]
-        error = "\n".join("# " + line for line in "".join(lines).rstrip().splitlines())
+        shown = traceback.TracebackException.from_exception(self.error)
+        shown.__notes__ = None  # where Hypothesis shows the case in its own words
+        lines = "".join(shown.format()).rstrip().splitlines()
+        error = "\n".join("# " + line for line in lines[-12:])
         return f"{error}\n\n{fuzzer.source(self.case).rstrip()}\n"
 
 

@@ -1,0 +1,174 @@
+"""Random programs."""
+
+import dataclasses
+
+from hypothesis import strategies as st
+
+from tests.fuzz.programs.ir import COLLECTIONS, STREAMS, Block, Draw, Level, Program, Use
+
+# Where Weft is known to be wrong, so that programs with it are left out; a name is taken out of
+# here with the defect.
+KNOWN = frozenset(
+    {
+        "keys of fori_loop in init",
+        "keys of what branches make",
+        "keys of what a loop shares or carries",
+        "one variable made by several branches",
+        "gradients of first values in loops and branches",
+        "traces in init",
+        "refusals of what does not change in a loop",
+    }
+)
+LOOPS = ("scan", "fori", "while")
+KINDS = (
+    "child",
+    "jit",
+    "remat",
+    "cond",
+    "switch",
+    "scan",
+    "fori",
+    "vmap",
+    "value_and_grad",
+    "vjp",
+    "while",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What may be written in a block.
+
+    Attributes:
+        depth: how many more levels fit.
+        prefix: of the names of scopes below.
+        fixed: the collections that cannot be changed here.
+        constant: those whose first values cannot depend on `x` or on keys that differ.
+        split: the streams that differ in some mapped axis around.
+        reverse: whether the block is differentiated.
+        plain: whether scopes are not named in this block, since an outer scope's function may run
+            it again.
+    """
+
+    depth: int
+    prefix: str = ""
+    fixed: frozenset[str] = frozenset({"params"})
+    constant: frozenset[str] = frozenset()
+    carried: frozenset[str] = frozenset()
+    reverse: bool = False
+    fori: bool = False
+    repeated: bool = False
+    cond: bool = False
+
+
+@st.composite
+def uses(draw, place: Place):
+    col = draw(st.sampled_from(("st", "cache", "params")))
+    firsts = ["const"]
+    if col not in place.constant:
+        gradient = "gradients of first values in loops and branches" in KNOWN
+        late = "keys of what a loop shares or carries" in KNOWN and col in place.carried
+        if not (gradient and place.reverse and place.repeated) and not late:
+            firsts.append("x")
+        if (
+            col == "params"
+            and not late
+            and not ("keys of what branches make" in KNOWN and place.cond)
+        ):
+            firsts.append("key")
+    # A name says how the variable is made, so that all uses of one agree.
+    wide, boxed, first = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(firsts))
+    name = f"{first[0]}{'w' if wide else ''}{'b' if boxed else ''}"
+    if "one variable made by several branches" in KNOWN and place.cond and first == "x":
+        name += place.prefix
+    writes = [""] if col in place.fixed else ["", "count", "mix"]
+    return Use(col, name, first, draw(st.sampled_from(writes)), wide, boxed)
+
+
+@st.composite
+def levels(draw, place: Place, number: int):
+    kinds = [
+        k for k in KINDS if not ((place.reverse and k == "while") or (place.fori and k == "jit"))
+    ]
+    kind = draw(st.sampled_from(kinds))
+    name = f"{place.prefix}{'abcd'[number]}"
+    scope = ""
+    if kind in ("scan", "vmap", "child") or (kind in ("jit", "remat") and draw(st.booleans())):
+        scope = name
+    inside = dataclasses.replace(
+        place,
+        depth=place.depth - 1,
+        prefix=f"{name}_",
+        fori=place.fori or (kind == "fori" and "keys of fori_loop in init" in KNOWN),
+        cond=place.cond or kind in ("cond", "switch"),
+        repeated=place.repeated or (kind in (*LOOPS, "cond", "switch") and not place.reverse),
+    )
+    roles, split, size, reverse = (), (), 2, False
+    if kind in (*LOOPS, "vmap"):
+        size = draw(st.sampled_from([2, 1, 3] if kind == "vmap" else [2, 1, 3, 0]))
+        of = {
+            "scan": [0, "carry", None, -1],
+            "vmap": [0, None, -1],
+        }.get(kind, ["carry", None])
+        roles = tuple(
+            (
+                col,
+                None
+                if kind in ("fori", "while") and col == "params"
+                else draw(st.sampled_from(of)),
+            )
+            for col in COLLECTIONS
+        )
+        split = tuple(s for s in STREAMS if draw(st.booleans()))
+        reverse = kind == "scan" and draw(st.booleans())
+        shared = frozenset(c for c, r in roles if r is None)
+        inside = dataclasses.replace(
+            inside,
+            fixed=place.fixed | shared,
+            constant=place.constant | (shared if kind == "vmap" else frozenset()),
+            carried=place.carried | frozenset(c for c, r in roles if not isinstance(r, int)),
+        )
+        if kind == "scan" and all(not isinstance(r, int) for _, r in roles) and draw(st.booleans()):
+            scope = ""
+    if kind in ("value_and_grad", "vjp"):
+        inside = dataclasses.replace(inside, reverse=True)
+    others, taken = (), 0
+    if kind in ("cond", "switch"):
+        n = 1 if kind == "cond" else draw(st.sampled_from([2, 1]))
+        others = tuple(
+            draw(
+                blocks(
+                    dataclasses.replace(inside, depth=min(inside.depth, 1), prefix=f"{name}{k}_")
+                )
+            )
+            for k in range(n)
+        )
+        taken = draw(st.sampled_from([*range(n + 1), None]))
+    return Level(kind, draw(blocks(inside)), scope, size, roles, split, taken, others, reverse)
+
+
+@st.composite
+def blocks(draw, place: Place):
+    kinds = ["use", "draw"] + ["level"] * (2 if place.depth else 0)
+    statements = []
+    deep = 0
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(kinds))
+        if kind == "use":
+            statements.append(draw(uses(place)))
+        elif kind == "draw" and not place.fori:
+            statements.append(Draw(draw(st.just("noise"))))
+        elif deep < 2:
+            here = place if not deep else dataclasses.replace(place, depth=min(place.depth, 1))
+            statements.append(draw(levels(here, deep)))
+            deep += 1
+    return Block(tuple(statements))
+
+
+@st.composite
+def programs(draw, ways: tuple[str, ...]):
+    depth = draw(st.sampled_from([1, 2, 3, 4, 5]))
+    block = draw(blocks(Place(depth)))
+    dropped = tuple(c for c in ("st", "cache", "params") if draw(st.booleans()))
+    how = draw(st.sampled_from(["traced"] * 14 + ["eager", "jit"]))
+    return Program(draw(st.sampled_from(ways)), block, dropped, how)
