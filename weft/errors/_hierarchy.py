@@ -12,6 +12,10 @@ class ModuleNameError(WeftError, ValueError):
     """A name of a module or a context that could not stand in a path."""
 
 
+class ContextTransformError(WeftError, RuntimeError):
+    """An output was added, or a key drawn, inside of a JAX transformation that hands none on."""
+
+
 class OutputConflictError(WeftError, ValueError):
     """A summary, state update, module output or child context was added twice under one name."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from weft.config.names import did_you_mean
+from weft.core.tracing import current_trace, is_tracing
 from weft.errors import (
     ContextStackError,
     InvalidDescendantError,
@@ -25,6 +26,7 @@ from weft.errors import (
     NoContextError,
     OutputConflictError,
 )
+from weft.hierarchy.untransformed import refused
 from weft.typing import NestedTensor, Tensor
 
 if TYPE_CHECKING:
@@ -66,6 +68,13 @@ class OutputCollection(NamedTuple):
         """Adds what `collection` has at the top level, replacing entries of the same name."""
         for mine, theirs in zip(self, collection, strict=True):
             mine.update(theirs)
+
+
+_ONE_OF = {
+    "summaries": "summary",
+    "state_updates": "state update",
+    "module_outputs": "module output",
+}
 
 
 def new_output_collection() -> OutputCollection:
@@ -131,6 +140,8 @@ class InvocationContext:
             # trace level.
             self._derived = self.prng_key
             del self.prng_key
+        # The trace to which outputs and keys belong: that in which the invocation began.
+        self._trace: Any = current_trace() if self.parent is None else self.parent._trace
         self._child_calls: dict[str, str] = {}
         self._passages: dict[str, InvocationContext] = {}
         # The states of shared modules above this context, where a transformation has cut the chain
@@ -161,12 +172,26 @@ class InvocationContext:
                 here.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
-        if "output_collection" not in override_kwargs:
+        if self._trace is not current_trace() and self.is_foreign():
+            # A pure call, which may be traced several times, as branches and loops are.
+            override_kwargs.setdefault("output_collection", new_output_collection())
+        elif "output_collection" not in override_kwargs:
             override_kwargs["output_collection"] = self._child_outputs(name, module)
         if "state" not in override_kwargs:
             override_kwargs["state"] = self.state_of(module)
         fields = {"is_training": self.is_training, "prng_key": _ChildKey(self, name)}
         return InvocationContext(name, self, module, **{**fields, **override_kwargs})
+
+    def is_foreign(self) -> bool:
+        """Whether a JAX transformation is running that this invocation did not cross.
+
+        Then outputs would leak tracers, and keys be the same for every index.
+        """
+        return self._trace != current_trace() and is_tracing()
+
+    def make_foreign(self) -> None:
+        """Lets this context be as foreign as the one that it was made from."""
+        self._trace = None
 
     def passage(self, name: str) -> "InvocationContext":
         """The context of a child that is only passed through on the way to a descendant."""
@@ -258,6 +283,7 @@ class InvocationContext:
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
             context = self.twin()
+            context._trace = current_trace()
             with set_current_context(context, require_parent=False):
                 result = method_fn(*args, **kwargs)
             return result, context.output_collection
@@ -271,7 +297,7 @@ class InvocationContext:
             prng_key=self.__dict__.get("_derived", self.__dict__.get("prng_key")),
             output_collection=new_output_collection(),
         )
-        twin._shared_states = self._shared_states
+        twin._shared_states, twin._trace = self._shared_states, self._trace
         return twin
 
     def add_summary(self, name: str, value: Any) -> None:
@@ -288,6 +314,8 @@ class InvocationContext:
 
     def _add(self, kind: str, name: str, value: Any) -> None:
         outputs = getattr(self.output_collection, kind)
+        if self.is_foreign():
+            raise refused(self, f"the {_ONE_OF[kind]} {name!r} is added", "a tracer would leak")
         if name in outputs:
             raise OutputConflictError(
                 f"{name!r} is added twice to the {kind} of {self.path()}; use another name."
@@ -296,6 +324,8 @@ class InvocationContext:
 
     def set_state_update(self, value: dict[str, Any]) -> None:
         """Replaces all state updates of this invocation."""
+        if self.is_foreign():
+            raise refused(self, "state updates are set", "a tracer would leak")
         updates = self.output_collection.state_updates
         updates.clear()
         updates.update(value)

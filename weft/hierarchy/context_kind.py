@@ -28,6 +28,7 @@ class _Static(NamedTuple):
     module: "Module | None"
     is_training: bool
     shared: tuple["Module", ...]
+    is_foreign: bool
 
 
 def fork_key(prng_key: Any, n: int) -> Any:
@@ -84,7 +85,13 @@ class ContextKind(Kind):
             }
             groups.append(group_collections(entries, wanted))
             statics.append(
-                _Static(context.name, context.module, context.is_training, tuple(shared))
+                _Static(
+                    context.name,
+                    context.module,
+                    context.is_training,
+                    tuple(shared),
+                    context.is_foreign(),
+                )
             )
         return list(carriers), tuple(statics), groups
 
@@ -102,6 +109,8 @@ class ContextKind(Kind):
             )
             states = entries.get("shared", [])
             context._shared_states = dict(zip(fields.shared, states, strict=False))
+            if fields.is_foreign:
+                context.make_foreign()
             contexts.append(context)
         return None, contexts
 
@@ -119,7 +128,10 @@ class ContextKind(Kind):
         return None, groups, []
 
     def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
-        for context, of_context in zip(outer, groups, strict=True):
+        # A foreign context has nothing in its outputs but the names of children.
+        pairs = zip(outer, groups, strict=True)
+        native = [(context, of) for context, of in pairs if not context.is_foreign()]
+        for context, of_context in native:
             for name, entries in _entries(of_context).items():
                 present = getattr(context.output_collection, name)
                 if twice := sorted(present.keys() & entries.keys()):
@@ -128,7 +140,7 @@ class ContextKind(Kind):
                         "time inside of a "
                         "transformed function; use other names there."
                     )
-        for context, of_context in zip(outer, groups, strict=True):
+        for context, of_context in native:
             for name, entries in _entries(of_context).items():
                 getattr(context.output_collection, name).update(entries)
         return []

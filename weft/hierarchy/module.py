@@ -41,6 +41,7 @@ from weft.hierarchy.context import (
     set_current_context,
 )
 from weft.hierarchy.transforms import propagate_repeated_output_collections, scan_in_context
+from weft.hierarchy.untransformed import refused
 from weft.typing import NestedTensor, Tensor
 
 __all__ = [
@@ -429,8 +430,19 @@ class Module(Configurable):
 
     @property
     def prng_key(self) -> Any:
-        """The PRNG key of the current invocation, or None."""
-        return self.get_invocation_context().prng_key
+        """The PRNG key of the current invocation, or None.
+
+        Raises:
+            ContextTransformError: inside of a JAX transformation that the invocation does not
+                cross.
+        """
+        context = self.get_invocation_context()
+        key = context.prng_key
+        if key is not None and context.is_foreign():
+            raise refused(
+                context, "the PRNG key is read", "every index or iteration would draw the same"
+            )
+        return key
 
     @property
     def state(self) -> Any:

@@ -1,0 +1,238 @@
+"""Transformations of JAX itself around a child's call, which hand no context through."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import Mesh, PartitionSpec
+
+from weft.errors import ContextTransformError
+from weft.hierarchy import transforms
+from weft.hierarchy.base_layer import BaseLayer, RematSpec
+from weft.hierarchy.context import current_context
+from weft.hierarchy.layers import Dropout
+from weft.hierarchy.module import Module, functional
+
+X = jnp.arange(1.0, 4.0)
+
+
+class Child(BaseLayer):
+    """Does what it is told beside its result."""
+
+    def forward(self, x, doing=None):
+        y = jnp.sin(x * self.state["w"])
+        match doing:
+            case "summary":
+                self.add_summary("mean", y.sum())
+            case "state update":
+                self.add_state_update("w", self.state["w"] + 1)
+            case "all state updates":
+                current_context().set_state_update({"w": self.state["w"] + 1})
+            case "module output":
+                self.add_module_output("y", y)
+            case "key":
+                y = y + jax.random.uniform(self.prng_key)
+        return y
+
+
+class Root(BaseLayer):
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("child", Child.default_config())
+        self._add_child("again", Child.default_config().set(remat_spec=RematSpec()))
+        self._add_child("dropout", Dropout.default_config().set(rate=0.5))
+
+    def forward(self, body):
+        return body(self)
+
+
+STATE = {"child": {"w": jnp.float32(0.5)}, "again": {"w": jnp.float32(0.5)}, "dropout": {}}
+
+
+def run(body, key=True, is_training=True):
+    root = Root.default_config().set(name="root").instantiate(parent=None)
+    return functional(
+        root,
+        jax.random.key(0) if key else None,
+        STATE,
+        (body,),
+        is_training=is_training,
+        drop_output_collections=(),
+    )
+
+
+def sharded(f, x):
+    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
+    p = PartitionSpec()
+    return jax.shard_map(f, mesh=mesh, in_specs=p, out_specs=p, check_vma=False)(x)
+
+
+def with_rule(f, x):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: (f(x), None), lambda _, t: (t,))
+    return jax.jit(g)(x)
+
+
+def stepped(f, x):
+    return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, f(x)), (0, x))[1]
+
+
+# Each calls `f`, with the result of `f(X)`; how it is named, and what is to take its place.
+RAW = {
+    "jit": (lambda f, x: jax.jit(f)(x), "jax.jit", "jit"),
+    "vmap": (lambda f, x: jax.vmap(f)(x), "jax.vmap", "vmap"),
+    "grad": (
+        lambda f, x: jax.grad(lambda x: (f(x).sum(), f(x)), has_aux=True)(x)[1],
+        "jax.grad",
+        "grad",
+    ),
+    "value_and_grad": (
+        lambda f, x: jax.value_and_grad(lambda x: (f(x).sum(), f(x)), has_aux=True)(x)[0][1],
+        "jax.value_and_grad",
+        "value_and_grad",
+    ),
+    "vjp": (lambda f, x: jax.vjp(f, x)[0], "jax.vjp", "vjp"),
+    "jvp": (lambda f, x: jax.jvp(f, (x,), (x,))[0], "jax.jvp", "jvp"),
+    "linearize": (lambda f, x: jax.linearize(f, x)[0], "jax.linearize", "jvp"),
+    "jacobian": (
+        lambda f, x: jax.jacrev(lambda x: (f(x), f(x)), has_aux=True)(x)[1],
+        "a Jacobian of JAX",
+        "jvp` or `vjp",
+    ),
+    "checkpoint": (lambda f, x: jax.checkpoint(f)(x), "jax.checkpoint", "remat"),
+    "scan": (
+        lambda f, x: jax.lax.scan(lambda c, y: (c, f(y)), None, x)[1],
+        "jax.lax.scan",
+        "scan_in_context",
+    ),
+    "map": (lambda f, x: jax.lax.map(f, x), "jax.lax.map", "scan_in_context"),
+    "while_loop": (stepped, "jax.lax.while_loop", "while_loop"),
+    "fori_loop": (
+        lambda f, x: jax.lax.fori_loop(0, 2, lambda i, _: f(x), x),
+        "jax.lax.fori_loop",
+        "fori_loop",
+    ),
+    "cond": (lambda f, x: jax.lax.cond(True, f, lambda x: f(x) + 1, x), "jax.lax.cond", "cond"),
+    "switch": (lambda f, x: jax.lax.switch(1, [lambda x: x, f], x), "jax.lax.switch", "switch"),
+    "eval_shape": (
+        lambda f, x: jax.eval_shape(lambda x: f(x), x) and jax.jit(f)(x),
+        "jax.eval_shape",
+        "eval_shape",
+    ),
+    "shard_map": (sharded, "jax.shard_map", "shard_map"),
+    "custom_vjp": (with_rule, "a custom derivative of JAX", "custom_vjp` or `custom_jvp"),
+    "checkify": (lambda f, x: checkify.checkify(f)(x)[1], "checkify", "checkify"),
+    "jit in vmap": (lambda f, x: jax.vmap(jax.jit(f))(x), "jax.jit", "jit"),
+    "vmap in jit": (lambda f, x: jax.jit(jax.vmap(f))(x), "jax.vmap", "vmap"),
+}
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_pure_call_passes(raw):
+    """Also several in one invocation: those of branches, loops, and one after the other."""
+    around, *_ = RAW[raw]
+
+    def body(root):
+        first = around(lambda x: root.child(x), X)
+        return first + around(root.child, X) + root.child(X) + around(root.again, X)
+
+    for is_training in (True, False):
+        with jax.checking_leaks():
+            y, outputs = run(body, is_training=is_training)
+        np.testing.assert_allclose(y, 4 * np.sin(np.asarray(X) * 0.5), rtol=1e-6)
+        assert not jax.tree.leaves(outputs)
+
+
+REFUSED = {
+    "summary": "the summary 'mean' is added",
+    "state update": "the state update 'w' is added",
+    "all state updates": "state updates are set",
+    "module output": "the module output 'y' is added",
+    "key": "the PRNG key is read",
+}
+
+
+@pytest.mark.parametrize("doing", REFUSED)
+@pytest.mark.parametrize("raw", RAW)
+@pytest.mark.parametrize("child", ["child", "again"], ids=["plain", "remat"])
+def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, doing, child):
+    around, of_jax, mend = RAW[raw]
+    with pytest.raises(ContextTransformError) as caught:
+        run(lambda root: around(lambda x: root.children[child](x, doing), X))
+    message = str(caught.value)
+    assert message.startswith(f"{REFUSED[doing]} in 'root.{child}' inside of ")
+    assert of_jax in message and f"{mend}` of `weft.hierarchy.transforms`" in message
+    reason = "draw the same" if doing == "key" else "a tracer would leak"
+    assert reason in message
+    assert current_context() is None
+
+
+@pytest.mark.parametrize("raw", RAW)
+def test_a_transformation_of_the_hierarchy_inside_is_refused_likewise(raw):
+    around, *_ = RAW[raw]
+
+    def body(root):
+        lifted = transforms.remat(lambda x: root.child(x, "summary"))
+        return around(lifted, X)
+
+    with pytest.raises(ContextTransformError, match=r"'mean' is added in 'root\.child'"):
+        run(body)
+
+
+def test_noise_that_would_be_the_same_for_all_rows_is_refused():
+    with pytest.raises(ContextTransformError, match=r"'root.dropout' inside of jax.vmap.*`vmap`"):
+        run(lambda root: jax.vmap(root.dropout)(X))
+    y, _ = run(lambda root: jax.vmap(root.dropout)(X), is_training=False)
+    np.testing.assert_array_equal(y, X)
+
+
+def test_without_a_key_there_is_none_to_refuse():
+    class Asking(Module):
+        def forward(self, x):
+            assert self.prng_key is None
+            return x
+
+    asking = Asking.default_config().set(name="asking").instantiate(parent=None)
+
+    def call(x):
+        return functional(asking, None, {}, (x,), is_training=True)[0]
+
+    np.testing.assert_array_equal(jax.vmap(call)(X), X)
+    y, _ = run(lambda root: jax.vmap(lambda x: root.prng_key is None)(X), key=False)
+    assert y.all()
+
+
+def test_an_invocation_of_its_own_inside_is_whole():
+    def body(root):
+        def of_row(x):
+            state = {"w": jnp.float32(0.5)}
+            return functional(root.child, root_key, state, (x, "summary"), is_training=True)
+
+        root_key = root.prng_key
+        y, outputs = jax.vmap(of_row)(X)
+        root.add_summary("rows", outputs.summaries["mean"])
+        return y
+
+    y, outputs = run(body)
+    np.testing.assert_array_equal(outputs.summaries["rows"], y)
+
+
+def test_the_function_of_a_context_takes_part_in_transformations():
+    def body(root):
+        pure = current_context().functional(lambda x: root.child(x, "summary"))
+        y, outputs = jax.vmap(pure)(X)
+        root.add_summary("rows", outputs.summaries["child"]["mean"])
+        return y
+
+    y, outputs = run(body)
+    np.testing.assert_array_equal(outputs.summaries["rows"], y)
+
+
+def test_what_is_computed_at_once_is_no_transformation():
+    def body(root):
+        with jax.ensure_compile_time_eval():
+            return root.child(X, "summary")
+
+    y, outputs = jax.jit(lambda: run(body))()
+    np.testing.assert_allclose(outputs.summaries["child"]["mean"], y.sum(), rtol=1e-6)
