@@ -6,6 +6,8 @@ more than `MAX_CHUNK_SIZE` bytes is a dict of parts. Typed PRNG keys, which Flax
 of the name of their implementation and their data.
 """
 
+import math
+import re
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -23,6 +25,9 @@ MAX_CHUNK_SIZE = 2**30  # bytes; MessagePack ends at 2**32
 _CHUNKED = "__msgpack_chunked_array__"
 _PRNG_KEY = "__msgpack_prng_key__"
 _NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
+_MAX_AXES = 32  # of an array in JAX, and in NumPy before 2.0
+_DTYPE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}(\[[0-9A-Za-z]{1,8}\])?")
+_OF_STRINGS = re.compile(r"(str|bytes)([0-9]+)")
 
 
 def _name(*path: str) -> str:
@@ -114,29 +119,53 @@ def _ext_of(x: Any) -> "msgpack.ExtType":
     return msgpack.ExtType(_NDARRAY if isinstance(x, np.ndarray) else _SCALAR, msgpack.packb(parts))
 
 
-def _dtype_named(name: str) -> np.dtype:
+def _dtype_named(name: Any) -> np.dtype:
+    if not (isinstance(name, str) and _DTYPE.fullmatch(name)):
+        raise ValueError(f"{name!r} is not the name of a dtype")
     # NumPy names its dtypes of strings by their bits, and does not know these names itself.
-    if name.startswith("str") and name != "str":
-        return np.dtype(f"<U{int(name[3:]) // 32}")
-    if name.startswith("bytes") and name != "bytes":
-        return np.dtype(f"S{int(name[5:]) // 8}")
+    kind = _OF_STRINGS.fullmatch(name)
     try:
-        return jnp.dtype(name)
-    except TypeError as error:
-        raise DamagedBytesError(f"they hold an array of an unknown dtype, {name!r}") from error
+        if kind is not None:
+            dtype = np.dtype(
+                f"<U{int(kind[2]) // 32}" if kind[1] == "str" else f"S{int(kind[2]) // 8}"
+            )
+        else:
+            dtype = jnp.dtype(name)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"they hold an array of an unknown dtype, {name!r}") from error
+    if dtype.hasobject or dtype.names or dtype.type is np.void or not dtype.itemsize:
+        raise ValueError(f"they hold an array of the dtype {name!r}, which has no form as bytes")
+    return dtype
+
+
+def _shape_of(value: Any, dtype: np.dtype, num_elements: int) -> tuple[int, ...]:
+    """A shape that NumPy can make of so many elements."""
+    if not (isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)):
+        raise ValueError(f"{value!r} is not the shape of an array")
+    # Also of an empty array the other sizes have to be such as there can be.
+    largest = math.prod(n for n in value if n) * dtype.itemsize
+    if len(value) > _MAX_AXES or largest >= 2**63 or math.prod(value) != num_elements:
+        raise ValueError(f"an array of the shape {list(value)} is not made of {num_elements} items")
+    return tuple(value)
 
 
 def _value_of(code: int, data: bytes) -> Any:
+    """What an extension type stands for; a ValueError if the data does not say."""
     import msgpack
 
-    if code == _COMPLEX:
-        return complex(*msgpack.unpackb(data))
-    if code not in (_NDARRAY, _SCALAR):
+    if code not in (_NDARRAY, _COMPLEX, _SCALAR):
         return msgpack.ExtType(code, data)
-    shape, name, buffer = msgpack.unpackb(data)
+    parts = msgpack.unpackb(data)
+    if code == _COMPLEX:
+        if not (isinstance(parts, list) and [type(x) for x in parts] == [float, float]):
+            raise ValueError(f"{parts!r} is not a complex number")
+        return complex(*parts)
+    if not (isinstance(parts, list) and len(parts) == 3 and isinstance(parts[2], bytes)):
+        raise ValueError("an array consists of a shape, a dtype and bytes")
+    shape, name, buffer = parts
     dtype = _dtype_named(name)
     array = np.frombuffer(buffer, dtype) if buffer else np.empty(0, dtype)
-    array = array.reshape(shape)
+    array = array.reshape(_shape_of(shape, dtype, array.size))
     return array if code == _NDARRAY else array[()]
 
 
@@ -147,12 +176,33 @@ def _joined(x: Any) -> Any:
     if not isinstance(x, dict):
         return x
     if _CHUNKED in x:
-        shape = tuple(x["shape"][str(i)] for i in range(len(x["shape"])))
-        chunks = [x["chunks"][str(i)] for i in range(len(x["chunks"]))]
-        return np.concatenate(chunks).reshape(shape)
+        return _joined_chunks(_numbered(x.get("shape")), _numbered(x.get("chunks")))
     if _PRNG_KEY in x:
-        return jax.random.wrap_key_data(jnp.asarray(x["data"]), impl=x[_PRNG_KEY])
+        return _key_of(x[_PRNG_KEY], x.get("data"))
     return {key: _joined(value) for key, value in x.items()}
+
+
+def _numbered(x: Any) -> list[Any]:
+    if not (isinstance(x, dict) and all(str(i) in x for i in range(len(x)))):
+        raise ValueError("the parts of a large array are not numbered")
+    return [x[str(i)] for i in range(len(x))]
+
+
+def _joined_chunks(shape: list[Any], chunks: list[Any]) -> np.ndarray:
+    fits = chunks and all(isinstance(c, np.ndarray) and c.ndim == 1 for c in chunks)
+    if not fits or len({chunk.dtype for chunk in chunks}) > 1:
+        raise ValueError("the parts of a large array are not arrays of one dtype")
+    size = sum(chunk.size for chunk in chunks)
+    return np.concatenate(chunks).reshape(_shape_of(shape, chunks[0].dtype, size))
+
+
+def _key_of(impl: Any, data: Any) -> jax.Array:
+    if not (isinstance(impl, str) and isinstance(data, np.ndarray) and data.dtype == np.uint32):
+        raise ValueError("a PRNG key has the name of an implementation, and data of uint32")
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
@@ -189,7 +239,9 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
 
     try:
         return _joined(msgpack.unpackb(encoded_pytree, ext_hook=_value_of, strict_map_key=False))
-    except (ValueError, KeyError) as error:
+    # TypeError: a list as the key of a dict. The rest is for `msgpack`, which has an error for each
+    # way in which bytes can end.
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise DamagedBytesError(
             f"the {len(encoded_pytree)} bytes are not what msgpack_serialize writes: {error}. "
             "Look whether the file was written and read as a whole, in binary mode."
