@@ -138,7 +138,7 @@ def test_where_no_type_is_declared_the_value_tells():
 def test_a_union_says_what_was_wrong():
     with pytest.raises(NoConversion) as error:
         convert("os.system", InstantiableConfig | None, read)
-    assert "may not speak of 'os.system'" in str(error.value.cause)
+    assert "may not name 'os.system'" in str(error.value.cause)
 
 
 def test_a_name_that_may_not_be_spoken_of():

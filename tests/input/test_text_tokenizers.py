@@ -1,3 +1,4 @@
+import os
 import pickle
 import sys
 
@@ -107,6 +108,10 @@ def test_sentencepiece(pieces):
 def test_files_that_are_no_tokenizers(kind, folder):
     with pytest.raises(TokenizerError, match=r"cannot read the tokenizer gone \(No such file"):
         kind("gone")
+    # Numbers are files that are open already; they stay open.
+    with pytest.raises(TokenizerError, match="is read from a path, but got 0; give the path of"):
+        kind(0)
+    os.fstat(0)
     pytest.importorskip("tokenizers" if kind is HuggingFaceTokenizer else "sentencepiece")
     (folder / "text").write_text("no tokenizer")
     with pytest.raises(TokenizerError, match=r"text is not (a|an) [\w. ]+: \w+Error: .*; give the"):

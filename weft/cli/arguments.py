@@ -78,13 +78,25 @@ def _add_overrides(parser: Any) -> None:
     )
 
 
+def _add_allow(parser: Any) -> None:
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a package, module, function or class of yours that the text of a config may name, "
+        "and have called; may be given several times",
+    )
+
+
 def _add_train(commands: Any) -> None:
     train = _add(
         commands,
         "train",
         "train",
         "train a recipe, or go on with a run",
-        usage="weft train [-h] [--mesh AXIS=SIZE,...] [RECIPE] [path.to.field=value ...]",
+        usage="weft train [-h] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
+        "[path.to.field=value ...]",
         epilog="Examples:\n"
         "  weft train\n"
         "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n"
@@ -99,6 +111,7 @@ def _add_train(commands: Any) -> None:
         "dir=runs/name, max_step=1000, seed=1",
     )
     _add_mesh(train)
+    _add_allow(train)
 
 
 def _add_launch(commands: Any) -> None:
@@ -164,7 +177,7 @@ def _add_place(
         "launch",
         summary,
         usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
-        "[RECIPE] [path.to.field=value ...]",
+        "[--allow NAME] [RECIPE] [path.to.field=value ...]",
         epilog="Fields of the job, each with --job:\n"
         f"{fields}"
         "  env.NAME=VALUE            a variable for each process\n"
@@ -199,6 +212,7 @@ def _add_place(
         metavar="RECIPE path.to.field=value",
         help="as of `weft train`; after all options",
     )
+    _add_allow(place)
     return place
 
 
@@ -228,6 +242,8 @@ def _add_config(commands: Any) -> None:
     diff.set_defaults(action="diff")
     for name in ("a", "b"):
         diff.add_argument(name, metavar=name.upper(), help=_RECIPE)
+    _add_allow(show)
+    _add_allow(diff)
 
 
 def _add_sample(commands: Any) -> None:
@@ -242,6 +258,7 @@ def _add_sample(commands: Any) -> None:
         help="0 for the likeliest token each time, 1 for the model's own odds (%(default)s)",
     )
     sample.add_argument("--seed", type=int, default=0, help="another text for another number")
+    _add_allow(sample)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -293,6 +310,7 @@ def _add_export(commands: Any) -> None:
         metavar="GB",
         help="larger than this, several files are written (%(default)g)",
     )
+    _add_allow(export)
 
 
 def _add_tabulate(commands: Any) -> None:
@@ -301,6 +319,7 @@ def _add_tabulate(commands: Any) -> None:
     )
     tabulate.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     _add_overrides(tabulate)
+    _add_allow(tabulate)
 
 
 def _add_lr_find(commands: Any) -> None:
@@ -309,7 +328,7 @@ def _add_lr_find(commands: Any) -> None:
         "lr-find",
         "lr_find",
         "suggest a learning rate, from a short run in which it grows",
-        usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [RECIPE] "
+        usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
     )
     for name, default, what in (("min", 1e-6, "first"), ("max", 1.0, "last")):
@@ -326,6 +345,7 @@ def _add_lr_find(commands: Any) -> None:
         metavar="RECIPE path.to.field=value",
         help="as of `weft train`; after all options",
     )
+    _add_allow(find)
 
 
 def _add_mesh(parser: Any) -> None:
@@ -352,6 +372,7 @@ def _add_check(commands: Any) -> None:
     )
     check.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     _add_overrides(check)
+    _add_allow(check)
     _add_mesh(check)
     check.add_argument(
         "--devices",

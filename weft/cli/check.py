@@ -33,7 +33,7 @@ from weft.trainer.training_batches import batch_partition
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints what is to be known of a recipe on a mesh; the exit code is 1 if it does not fit."""
-    cfg = load_config(arguments.recipe, arguments.overrides)
+    cfg = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
     cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
     mesh = build_mesh(cfg.mesh_shape, cfg.mesh_axis_names, devices)

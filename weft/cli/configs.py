@@ -1,6 +1,6 @@
 """From what people write to a trainer config: a recipe's name, a file, a run's directory."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ from weft.trainer.run_record import CONFIG_FILE
 from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 
-def load_config(name: str, overrides: Iterable[str] = ()) -> Any:
+def load_config(name: str, overrides: Iterable[str] = (), *, allow: Sequence[str] = ()) -> Any:
     """Makes the config that a name stands for, and lets its modifiers change it.
 
     Args:
         name: A recipe; or the path of a file that holds the text of a config; or a run's directory.
         overrides: Strings `path=value`. Of a recipe, those that name one of its arguments, such as
             `data_dir=texts`, are given to it.
+        allow: What texts may name besides the usual, as of `weft.config.from_text`.
 
     Raises:
         UnknownConfigError: if there is no such recipe, file or directory.
@@ -31,19 +32,44 @@ def load_config(name: str, overrides: Iterable[str] = ()) -> Any:
         config = recipes[name](**{k: value for k, _, value in given if k in known})
         overrides = ["".join(o) for o in given if o[0] not in known]
     elif Path(name).exists():
-        config = run_config(name) if Path(name).is_dir() else _read(Path(name))
+        is_run = Path(name).is_dir()
+        config = run_config(name, allow=allow) if is_run else _read(Path(name), allow)
     elif "/" in name:
         raise UnknownConfigError(f"there is no file or directory {name!r}, and no such recipe.")
     else:
         raise UnknownConfigError(f"unknown recipe {name!r}. {did_you_mean(name, recipes)}")
-    return apply_config_modifiers(apply_overrides(config, overrides, source="command line"))
+    config = apply_overrides(config, overrides, allow=allow, source="command line")
+    return apply_config_modifiers(config)
 
 
-def run_config(directory: str) -> Any:
+def load_run(name: str, overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> Any:
+    """Makes a config as `load_config` does, of a run that will write in the config's `dir`.
+
+    Args:
+        name: as of `load_config`.
+        overrides: likewise.
+        allow: likewise.
+
+    Raises:
+        CommandLineError: if the directory is that of a file's text alone. The file may come from
+            elsewhere, so whoever runs it names the directory.
+    """
+    config = load_config(name, overrides, allow=allow)
+    named = any(override.partition("=")[0].strip() == "dir" for override in overrides)
+    if name not in named_trainer_configs() and not Path(name).is_dir() and not named:
+        raise CommandLineError(
+            f"{name!r} would write in dir={config.dir!r}. A file does not decide where: add "
+            "dir=PATH to the command line."
+        )
+    return config
+
+
+def run_config(directory: str, *, allow: Sequence[str] = ()) -> Any:
     """Reads the config of a run.
 
     Args:
         directory: The run's.
+        allow: as of `load_config`.
 
     Raises:
         CommandLineError: if it is not the directory of a run.
@@ -56,12 +82,12 @@ def run_config(directory: str) -> Any:
             f"{directory!r} {what}: there is no {path}. Name the directory of a run, "
             "the value of `dir` that it was trained with."
         )
-    return _read(path).set(dir=directory)
+    return _read(path, allow).set(dir=directory)
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, allow: Sequence[str]) -> Any:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise CommandLineError(f"cannot read {str(path)!r}: {error}") from None
-    return from_text(text, source=str(path))
+    return from_text(text, source=str(path), allow=allow)

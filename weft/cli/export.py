@@ -26,7 +26,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the files, and says which."""
-    cfg = run_config(arguments.dir)
+    cfg = run_config(arguments.dir, allow=arguments.allow)
     _check(arguments)
     model: Any
     model, params = restore_model(cfg, step=arguments.step)

@@ -6,7 +6,7 @@ import re
 import sys
 from typing import Any
 
-from weft.cli.configs import load_config
+from weft.cli.configs import load_run
 from weft.cli.output import go_on_without_output
 from weft.cli.train import split_arguments
 from weft.config import apply_overrides
@@ -54,17 +54,18 @@ def make_job(arguments: argparse.Namespace) -> Any:
     """
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     try:
-        load_config(recipe, overrides)
+        load_run(recipe, overrides, allow=arguments.allow)
     except WeightsReadError as error:
         if arguments.where != "k8s":
             raise
         print(f"weft launch: not checked, as it is not on this machine: {error}", file=sys.stderr)
     here = arguments.where == "local"
     program = [sys.executable, "-m", "weft"] if here else ["weft"]
+    options = [word for name in arguments.allow for word in ("--allow", name)]
     cfg = JOBS[arguments.where].default_config()
     cfg.set(
         name=job_name(recipe),
-        command=[*program, "train", recipe, *overrides],
+        command=[*program, "train", *options, recipe, *overrides],
         num_processes=arguments.num_processes,
     )
     return apply_overrides(cfg, arguments.job, source="--job").instantiate()

@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the losses by rate, and the rate at which they fall fastest."""
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     search = find_learning_rate(
-        load_config(recipe, overrides),
+        load_config(recipe, overrides, allow=arguments.allow),
         min_rate=arguments.min,
         max_rate=arguments.max,
         num_steps=arguments.steps,

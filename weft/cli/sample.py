@@ -20,7 +20,7 @@ from weft.trainer.run_record import CHECKPOINTS_DIR
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the prompt and what the model adds to it."""
-    cfg = run_config(arguments.dir)
+    cfg = run_config(arguments.dir, allow=arguments.allow)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:
         raise CommandLineError(

@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table of a recipe's model."""
-    cfg = load_config(arguments.recipe, arguments.overrides)
+    cfg = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
     model = build_model(cfg)
     specs = parameter_specs(model, rules_of(cfg).parameters)
     flops = forward_flops(cfg, model, specs)

@@ -13,7 +13,7 @@ import jax
 from rich.console import Console
 
 import weft
-from weft.cli.configs import load_config
+from weft.cli.configs import load_run
 from weft.cli.display import Display, loss_text, make_display
 from weft.cli.generate import find_tokenizer, generate, generates
 from weft.cli.meshes import on_mesh
@@ -50,13 +50,16 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     chosen = {"--mesh-selector": arguments.mesh_selector, "--mesh": arguments.mesh}
     cfg = on_mesh(
-        load_config(recipe, overrides), selector=arguments.mesh_selector, mesh=arguments.mesh
+        load_run(recipe, overrides, allow=arguments.allow),
+        selector=arguments.mesh_selector,
+        mesh=arguments.mesh,
     )
     check_run_dir(cfg)
     named = named_trainer_configs().get(recipe)
     if named is not None and not named.prepare(cfg, _train_before):
         return _stopped_code()
     options = [word for option in chosen.items() if option[1] is not None for word in option]
+    options += [word for name in arguments.allow for word in ("--allow", name)]
     return _conclude(*_run(recipe, cfg), [*options, recipe, *overrides])
 
 

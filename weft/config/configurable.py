@@ -104,6 +104,11 @@ class Configurable:
 
     define_fields(Config)
 
+    # What the text of a config decides only if its reader allows this class: the names of fields,
+    # such as where to write, or True for all, where objects act outside of a run's directory. See
+    # `weft.config.references`.
+    _needs_allow: "bool | tuple[str, ...]" = ()
+
     def __init__(self, config: Config):
         self._config = config.clone()
 

@@ -1,17 +1,18 @@
 """The names by which a text may speak of classes and functions, and what it may do with them.
 
-A text may come from a stranger. Reading it must not run code that it chooses, and neither must
-instantiating what was read. So there are two questions about a dotted name:
+A text may come from a stranger. Neither reading it nor instantiating what was read may run code
+that it chooses. So a dotted name means something in three cases only:
 
-*May the text name it?* What lies in a trusted package may be named, and so may configs and
-configurable classes of any module that the program has imported already, since their authors meant
-them to be configured. Modules are only imported from a list, never because a text says so.
+- it is listed in `weft.config.vocabulary`, function by function, and used as the list says;
+- it is a configurable class, or a class of configs, of Weft or of a module that the program has
+  imported already: their authors made them to be configured. A class whose objects act outside of
+  the run names in `_needs_allow` what a text may not decide;
+- whoever reads the text allows it: `allow=("my_package",)`. That is trust in all that the package
+  or module defines, or in the one function or class that is named.
 
-*May it be called with arguments from the text?* That is what the config of a function or of a
-foreign class, and a partial, amount to. Only packages whose functions do nothing but compute are
-trusted with that: `numpy.load` may be named, not called.
-
-Whoever reads a text of their own adds packages with `allow`; they are trusted with both.
+No module is imported because a text names it, except those of the list, public modules of Weft, and
+what is allowed. Names lead through modules to what these define themselves, never on to modules
+that they have imported.
 """
 
 import enum
@@ -19,37 +20,31 @@ import importlib
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from weft.config.configurable import Configurable
 from weft.config.names import did_you_mean
 from weft.config.values import ConfigNode
+from weft.config.vocabulary import BUILTINS, ENUMS, RECORDS, TARGETS, VALUES
 from weft.errors import ConfigReferenceError
 
-NAMEABLE = ("weft", "jax", "optax", "numpy", "ml_dtypes")
-CALLABLE = ("weft", "optax", "jax.nn")
-# These start processes, write or delete files, or import modules by names that they are given.
-# A test looks through weft for what belongs here.
-_NOT_CALLABLE = (
-    *("weft.cli", "weft.config", "weft.interop", "weft.launch", "weft.recipes"),
-    *("weft.serialization", "weft.trainer.checkpoint_dirs", "weft.trainer.checkpoint_index"),
-    *("weft.trainer.checkpoint_manifest", "weft.trainer.event_file"),
-    *("weft.trainer.python_savables", "weft.trainer.run_record", "weft.trainer.state_storage"),
-    *("weft.training.checkpoints", "weft.nnx.display", "weft.input.file_cache"),
-    *("weft.trainer.companions", "weft.trainer.meeting", "weft.trainer.stacks"),
-    *("weft.trainer.status_page", "weft._on_demand"),
-)
-# Of these, what makes models and data.
-_CALLABLE_THERE = ("weft.recipes.digits", "weft.recipes.lm_nnx")
-_NOT_IMPORTABLE = ("weft.cli", "weft.launch")
-_IMPORTABLE = (
-    *("jax", "jax.lax", "jax.nn", "jax.nn.initializers", "jax.numpy", "jax.random"),
-    *("jax.sharding", "ml_dtypes", "numpy", "optax"),
-)
-_BUILTINS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, object)
+Use = Literal["value", "target", "partial", "record"]
+"""What a text does with a name: use it as a value or a class of configs, configure it with
+`config_for_function` or `config_for_class`, bind arguments to it, or fill its fields."""
+
+_LISTED = {
+    "value": VALUES,
+    "target": VALUES | TARGETS,
+    "partial": VALUES,
+    "record": RECORDS,
 }
+_MODULES = frozenset(
+    module
+    for name in VALUES | TARGETS | RECORDS | ENUMS
+    for module in [name[:i] for i, char in enumerate(name) if char == "."]
+)
+# Their modules start processes or are made of commands.
+_NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 
 
 def reference_to(obj: Any) -> str | None:
@@ -65,7 +60,7 @@ def reference_to(obj: Any) -> str | None:
     if isinstance(name, str):
         if "<" in name:
             return None
-        if _BUILTINS.get(name) is obj:
+        if BUILTINS.get(name) is obj:
             return name
         if not _is_private(module) and _find(module, name.split(".")) is obj:
             return f"{module}.{name}"
@@ -123,44 +118,94 @@ def _find(module: str, names: Sequence[str]) -> Any:
     return found
 
 
-def resolve_reference(name: str, *, allow: Sequence[str] = (), call: bool = False) -> Any:
+def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
     """Returns the class, function or enum member that a text speaks of.
 
     Args:
         name: the dotted name.
-        allow: packages or modules that are trusted beside the usual ones.
-        call: whether it is to be called with arguments that the text chooses.
+        allow: packages, modules, functions or classes that whoever reads the text trusts.
+        use: what the text does with it.
 
     Raises:
-        ConfigReferenceError: if there is no such thing, or the text may not name or call it.
+        ConfigReferenceError: if there is no such thing, or the text may not use it so.
     """
-    if name in _BUILTINS:
-        return _BUILTINS[name]
+    if name in BUILTINS:
+        return BUILTINS[name]
     module, rest = _split(name, allow)
     found = _find(module, rest) if module else _ABSENT
-    trusted = _within(name, (*NAMEABLE, *allow))
-    if found is _ABSENT and not (trusted and module):
-        raise ConfigReferenceError(
-            f"{name!r} is not known. A text can speak of what lies in {', '.join(NAMEABLE)}, and "
-            "of configurable classes in modules that are imported already. "
-            f"If it is yours, import its module and pass allow=({name.partition('.')[0]!r},)."
+    if found is not _ABSENT and _may_use(found, name, allow, use):
+        return found
+    raise ConfigReferenceError(_refusal(found, name, module, allow, use))
+
+
+def is_allowed(cls: type, allow: Sequence[str]) -> bool:
+    """Returns whether whoever reads a text trusts this class or its module.
+
+    Args:
+        cls: the class.
+        allow: as of `resolve_reference`.
+    """
+    return _within(f"{cls.__module__}.{cls.__qualname__}", allow)
+
+
+def _may_use(found: Any, name: str, allow: Sequence[str], use: Use) -> bool:
+    if name in _LISTED[use] or (_within(name, allow) and _is_at_home(found, name)):
+        return True
+    if use == "value" and isinstance(found, enum.Enum):
+        return name.rpartition(".")[0] in ENUMS
+    # A call of such a class would go around the checks of the fields that a text sets.
+    return use == "value" and _is_configurable(found) and not _acts_outside(found, allow)
+
+
+def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use) -> str:
+    if found is not _ABSENT and _acts_outside(found, allow):
+        return (
+            f"a text may not name {name!r}: {found.__qualname__} acts outside of the run, such as "
+            f"by connections or commands. {_how_to_allow(name)}"
         )
-    if found is _ABSENT:
-        members = [n for n in vars(sys.modules[module]) if not n.startswith("_")]
-        raise ConfigReferenceError(
-            f"there is no {'.'.join(rest)!r} in {module}. {did_you_mean(rest[0], members)}"
+    if found is not _ABSENT and _within(name, allow):
+        return f"a text may not name {name!r}: {name.rpartition('.')[0]} only imports it."
+    if name in TARGETS:
+        return (
+            f"a text may not name {name!r} here: it reads files. Write it as "
+            f"config_for_function({name})(…), or set this value in a program."
         )
-    if not (_is_configurable(found) or (trusted and _is_at_home(found, name))):
-        raise ConfigReferenceError(
-            f"a text may not speak of {name!r}: it is neither configurable nor in a trusted "
-            f"package. If you trust the text, pass allow=({name.rpartition('.')[0]!r},)."
-        )
-    if call and not (_within(name, allow) or _is_harmless(found, name)):
-        raise ConfigReferenceError(
-            f"a text may not have {name!r} called with arguments that it chooses. "
-            f"If you trust the text, pass allow=({name!r},)."
-        )
-    return found
+    known = sorted(VALUES | TARGETS | RECORDS)
+    home, _, last = name.rpartition(".")
+    near = [entry for entry in known if entry.rpartition(".")[0] == home]
+    if module and _within(name, ("weft", *allow)):
+        near += [f"{module}.{n}" for n, x in vars(sys.modules[module]).items() if _is_public(n, x)]
+    elsewhere = [entry for entry in known if entry.rpartition(".")[2] == last]
+    mend = (
+        f" Did you mean {elsewhere[0]!r}?"
+        if elsewhere and name not in elsewhere
+        else f" {did_you_mean(name, near)}"
+        if found is _ABSENT and near
+        else ""
+    )
+    return (
+        f"a text may not name {name!r}{_AS[use]}: it is neither listed in weft.config.vocabulary "
+        f"nor a configurable class of an imported module.{mend} {_how_to_allow(name)}"
+    )
+
+
+_AS = {
+    "value": "",
+    "target": " as what it configures",
+    "partial": " as what functools.partial binds",
+    "record": " as a record",
+}
+
+
+def _how_to_allow(name: str) -> str:
+    return (
+        f"If you trust it, allow it: from_text(…, allow=({name!r},)), or --allow {name} on the "
+        "command line."
+    )
+
+
+def _is_public(name: str, found: Any) -> bool:
+    return not name.startswith("_") and _is_configurable(found)
 
 
 def _split(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
@@ -170,16 +215,16 @@ def _split(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
         return "", names
     for end in range(len(names) - 1, 0, -1):
         module = ".".join(names[:end])
+        if _is_private(module) and not _within(module, allow):
+            continue
         if module in sys.modules or _import(module, allow):
             return module, names[end:]
     return "", names
 
 
 def _import(module: str, allow: Sequence[str]) -> bool:
-    listed = module in _IMPORTABLE or (
-        _within(module, ("weft", *allow)) and not _within(module, _NOT_IMPORTABLE)
-    )
-    if not listed or _is_private(module):
+    of_weft = _within(module, ("weft",)) and not _within(module, _NOT_IMPORTABLE)
+    if not (module in _MODULES or of_weft or _within(module, allow)) or _is_private(module):
         return False
     try:
         importlib.import_module(module)
@@ -195,13 +240,8 @@ def _is_configurable(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, ConfigNode | Configurable)
 
 
-def _is_harmless(found: Any, name: str) -> bool:
-    """Whether a call does nothing but compute, judged by its name and by where it is defined."""
-    defined = str(getattr(found, "__module__", ""))
-    return _within(name, CALLABLE) and not any(
-        _within(where, _NOT_CALLABLE) and not _within(where, _CALLABLE_THERE)
-        for where in (name, defined)
-    )
+def _acts_outside(cls: type, allow: Sequence[str]) -> bool:
+    return getattr(cls, "_needs_allow", ()) is True and not is_allowed(cls, allow)
 
 
 def _is_at_home(found: Any, name: str) -> bool:

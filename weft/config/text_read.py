@@ -3,43 +3,52 @@
 Python's own parser turns the text into a syntax tree; this file gives a meaning to a few of its
 nodes (literals, containers, dotted names, calls of the kinds that `weft.config.text_write` writes)
 and refuses all others. A record is filled field by field, past its constructor, so that no code
-runs. `weft.config.references` decides which names a text may use.
+runs. `weft.config.references` decides which names a text may use, and how.
 """
 
 import ast
+import contextlib
 import functools
 import importlib
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weft.config.config import ConfigBase
 from weft.config.configurable import Configurable
-from weft.config.functions import config_for_class, config_for_function
+from weft.config.functions import CallConfig, config_for_class, config_for_function
 from weft.config.names import did_you_mean
 from weft.config.origins import Origin
-from weft.config.references import resolve_reference
+from weft.config.references import Use, is_allowed, resolve_reference
 from weft.config.required import REQUIRED
+from weft.config.values import join_path, values_equal
+from weft.config.vocabulary import RECORDS
 from weft.errors import ConfigError, ConfigReferenceError, ConfigTextError
 
+# What `repr` writes in decimal digits; Python refuses to write more.
+_MAX_INT_BITS = 14_000
 _NAMES = {"REQUIRED": REQUIRED, "inf": math.inf, "nan": math.nan}
 
 
 def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
     """Reads a config from the text that `to_text` wrote.
 
-    No code runs that the text chooses, neither now nor when the config is instantiated: it may
-    speak of Weft, optax, JAX and NumPy, and of configurable classes whose modules the program has
-    imported. Nothing is imported because the text names it.
+    No code runs that the text chooses, neither now nor when the config is instantiated. It may name
+    what `weft.config.vocabulary` lists, function by function, and configurable classes of Weft and
+    of modules that the program has imported. Fields that act outside of a run, such as
+    `compilation_cache_dir`, keep their defaults, which is logged. See "Texts from elsewhere" in
+    docs/config.md.
 
     Args:
         text: the text.
-        allow: further packages, modules or functions that are trusted, such as your own package.
+        allow: dotted names of further packages, modules, functions or classes that are trusted,
+            such as your own package; they are imported where the text names them.
         source: what the text is called in errors and as the origin of its values: a file's path.
 
     Raises:
         ConfigTextError: if this is not how a config is written.
-        ConfigReferenceError: for a name that is unknown, or that the text may not speak of.
+        ConfigReferenceError: for a name that is unknown, or that the text may not use so.
         UnknownFieldError: for a field that a config does not have.
         InvalidConfigValueError: for a value that a field does not accept.
     """
@@ -73,6 +82,7 @@ class _Reader:
     def __init__(self, allow: Sequence[str], source: str):
         self.allow = allow
         self.source = source
+        self.path = ""
 
     def read(self, node: ast.expr) -> Any:
         reader = self._readers.get(type(node))
@@ -84,17 +94,33 @@ class _Reader:
         where = f"{self.source}:{getattr(node, 'lineno', 1)}: " if self.source else ""
         return kind(where + message)
 
-    def _resolve(self, node: ast.expr, name: str, *, call: bool = False) -> Any:
+    def _resolve(self, node: ast.expr, name: str, use: Use = "value") -> Any:
         try:
-            return resolve_reference(name, allow=self.allow, call=call)
+            return resolve_reference(name, allow=self.allow, use=use)
         except ConfigReferenceError as error:
-            raise self._error(node, str(error), ConfigReferenceError) from None
+            path = f"{self.path}: " if self.path else ""
+            raise self._error(node, f"{path}{error}", ConfigReferenceError) from None
+
+    @contextlib.contextmanager
+    def _inside(self, suffix: str) -> Iterator[None]:
+        """Reads what lies at a suffix (`.name`, `[2]`) of the present path, for errors."""
+        before, self.path = self.path, join_path(self.path, suffix)
+        try:
+            yield
+        finally:
+            self.path = before
+
+    def _read_at(self, suffix: str, node: ast.expr) -> Any:
+        with self._inside(suffix):
+            return self.read(node)
 
     # Values.
 
     def _constant(self, node: ast.Constant) -> Any:
         if isinstance(node.value, complex) or node.value is Ellipsis:
             raise self._error(node, f"cannot read {ast.unparse(node)}")
+        if type(node.value) is int and node.value.bit_length() > _MAX_INT_BITS:
+            raise self._error(node, f"a number has more than {_MAX_INT_BITS} bits")
         return node.value
 
     def _negative(self, node: ast.UnaryOp) -> Any:
@@ -105,14 +131,16 @@ class _Reader:
 
     def _sequence(self, node: Any) -> Any:
         kind = {ast.List: list, ast.Tuple: tuple, ast.Set: set}[type(node)]
-        return self._hashed(node, lambda: kind(self.read(child) for child in node.elts))
+        items = [self._read_at(f"[{i}]", child) for i, child in enumerate(node.elts)]
+        return self._hashed(node, lambda: kind(items))
 
     def _dict(self, node: ast.Dict) -> dict:
         pairs = []
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
                 raise self._error(node, "a config has no ** in a dict")
-            pairs.append((self.read(key), self.read(value)))
+            name = self.read(key)
+            pairs.append((name, self._read_at(f"[{name!r}]", value)))
         result = self._hashed(node, lambda: dict(pairs))
         if len(result) < len(pairs):
             raise self._error(node, "a key is given twice")
@@ -149,7 +177,9 @@ class _Reader:
             owner = self._resolve(node, name.removesuffix(".Config"))
             if isinstance(owner, type) and issubclass(owner, Configurable):
                 return self._fill(node, owner.Config(klass=owner))
-        cls = self._resolve(node, name)
+        cls = self._resolve(node, name, "record" if name in RECORDS else "value")
+        if isinstance(cls, type) and issubclass(cls, CallConfig):
+            raise self._error(node, "write config_for_function(…)(…) or config_for_class(…)(…)")
         if isinstance(cls, type) and issubclass(cls, ConfigBase):
             return self._fill(node, cls())
         if isinstance(cls, type) and _is_numpy_scalar(cls):
@@ -166,7 +196,7 @@ class _Reader:
             raise self._error(
                 node, "only config_for_function(…) and config_for_class(…) make a config"
             )
-        target = self._resolve(head.args[0], self._dotted(head.args[0]), call=True)
+        target = self._resolve(head.args[0], self._dotted(head.args[0]), "target")
         try:
             config = maker(target)
         except ConfigError as error:
@@ -177,17 +207,37 @@ class _Reader:
         if node.args:
             raise self._error(node, "the fields of a config are given by name, as dim=8")
         for name, child in self._named(node):
-            value = self.read(child)
+            value = self._read_at(f".{name}", child)
             if name == config._target and not _may_be_made(config, value):
                 raise self._error(
                     child, f"a text may not set {name!r} to this value", ConfigReferenceError
                 )
+            if self._is_left_out(config, name, value):
+                self._say_left_out(child, config, name, value)
+                continue
             try:
                 setattr(config, name, value)
             except ConfigError as error:
                 raise self._error(child, str(error), type(error)) from None
             config._origins[name] = Origin(self.source, child.lineno)
         return config
+
+    def _is_left_out(self, config: ConfigBase, name: str, value: Any) -> bool:
+        """Whether this is the user's to decide: where to write, what to listen to."""
+        made = config._field_values().get(config._target or "")
+        kept = getattr(made, "_needs_allow", ())
+        if not isinstance(made, type) or kept is True or name not in kept:
+            return False
+        default = config._fields()[name].default()
+        return not (is_allowed(made, self.allow) or value is None or values_equal(value, default))
+
+    def _say_left_out(self, node: ast.expr, config: ConfigBase, name: str, value: Any) -> None:
+        line = f"{self.source}:{node.lineno}: " if self.source else ""
+        logging.getLogger(__name__).warning(
+            "%s%s=%.80r is not taken from a text, as it acts outside of the run. If you want it, "
+            "set it yourself: %s=… on the command line, or in a program.",
+            *(line, join_path(self.path, f".{name}"), value, join_path(self.path, f".{name}")),
+        )
 
     def _named(self, node: ast.Call) -> list[tuple[str, ast.expr]]:
         if any(keyword.arg is None for keyword in node.keywords):
@@ -215,7 +265,7 @@ class _Reader:
                 f"Write config_for_function({name})(…).",
                 ConfigReferenceError,
             )
-        values = {key: self.read(value) for key, value in self._named(node)}
+        values = {key: self._read_at(f".{key}", value) for key, value in self._named(node)}
         unknown = [key for key in values if key not in fields]
         if unknown or node.args or (new is None and len(values) != len(fields)):
             wrong = (
@@ -258,8 +308,8 @@ class _Reader:
     def _partial(self, node: ast.Call) -> Any:
         if not node.args:
             raise self._error(node, "functools.partial needs the name of a function")
-        function = self._resolve(node.args[0], self._dotted(node.args[0]), call=True)
-        named = {name: self.read(value) for name, value in self._named(node)}
+        function = self._resolve(node.args[0], self._dotted(node.args[0]), "partial")
+        named = {name: self._read_at(f".{name}", value) for name, value in self._named(node)}
         if not callable(function):
             raise self._error(node, f"{ast.unparse(node.args[0])} cannot be called")
         return functools.partial(function, *map(self.read, node.args[1:]), **named)

@@ -8,6 +8,7 @@ Both need the extra `text`. No text gives a special token, also if it spells one
 """
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -32,6 +33,11 @@ class _FileTokenizer:
 
     def __init__(self, path: str, *, eos_token: str | None = None, pad_token: str | None = None):
         self._arguments = (path, eos_token, pad_token)
+        if not isinstance(path, str | os.PathLike):
+            # `open` takes a number for a file that is already open, and closes it.
+            raise TokenizerError(
+                f"a tokenizer is read from a path, but got {path!r}; give the path of its file"
+            )
         try:
             with open(path, "rb") as file:
                 content = file.read()

@@ -47,6 +47,8 @@ class Job(Configurable):
     {'JAX_NUM_PROCESSES': '1'}
     """
 
+    _needs_allow = True  # it is made of commands
+
     @config_class
     class Config(Configurable.Config):
         """Configures a Job.

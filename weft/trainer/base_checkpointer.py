@@ -19,6 +19,8 @@ from weft.typing import Nested
 class BaseCheckpointer(Module):
     """Base of the checkpointers. As a context manager, it stops at the end of the block."""
 
+    _needs_allow = ("dir",)  # a trainer sets it
+
     @config_class
     class Config(Module.Config):
         """Configures a BaseCheckpointer.

@@ -71,6 +71,8 @@ def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
 class BaseWriter(Module):
     """Base of the writers. A subclass defines `__call__` and `log_config`."""
 
+    _needs_allow = ("dir",)  # a trainer sets it
+
     @config_class
     class Config(Module.Config):
         """Configures a BaseWriter.

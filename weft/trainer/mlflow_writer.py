@@ -22,6 +22,8 @@ class MLflowWriter(PeriodicWriter):
         MissingExtraError: If the package mlflow is not installed.
     """
 
+    _needs_allow = True  # it opens connections
+
     @config_class
     class Config(PeriodicWriter.Config):
         """Configures an MLflowWriter.

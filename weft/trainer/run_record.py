@@ -209,7 +209,8 @@ def _changes(path: Path, cfg: Any) -> list[str]:
     except OSError as error:
         raise RunDirError(f"{path} cannot be read: {error}. Name another directory.") from error
     try:
-        before = from_text(text, source=str(path))
+        # It is compared, and nothing is made from it.
+        before = from_text(text, source=str(path), allow=("weft.trainer",))
     except ConfigError:
         # It holds what no text can, such as a lambda; two of its kind look the same in both.
         return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))

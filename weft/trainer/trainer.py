@@ -91,6 +91,8 @@ logger = logging.getLogger(__name__)
 class SpmdTrainer(Module):
     """Trains a model on a mesh of devices."""
 
+    _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
+
     @config_class
     class Config(Module.Config):
         """Configures a SpmdTrainer.

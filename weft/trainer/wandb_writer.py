@@ -25,6 +25,8 @@ class WandBWriter(PeriodicWriter):
         MissingExtraError: If the package wandb is not installed.
     """
 
+    _needs_allow = True  # it opens connections
+
     @config_class
     class Config(PeriodicWriter.Config):
         """Configures a WandBWriter.
