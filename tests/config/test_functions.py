@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import attrs
+import flax.nnx
 import jax.numpy as jnp
 import optax
 import pytest
@@ -40,6 +41,18 @@ def gather(first, /, second=2, *args, key=0, **kwargs):
 class Schedule:
     def __init__(self, peak: float, warmup: int = 10):
         self.peak, self.warmup = peak, warmup
+
+
+class Passing(type):
+    def __call__(cls, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+class Called(metaclass=Passing):
+    """Called by a metaclass that passes all arguments on, as modules of Flax NNX are."""
+
+    def __init__(self, size: int, scale: float = 1.0):
+        self.size, self.scale = size, scale
 
 
 class Layer(Configurable):
@@ -331,3 +344,18 @@ def test_maybe_instantiate_leaves_plain_configs():
 
     data = Data()
     assert maybe_instantiate([data])[0] is data
+
+
+def test_a_class_that_a_metaclass_calls_has_the_parameters_of_its_constructor():
+    cfg = config_for_class(Called)
+    assert sorted(cfg.keys()) == ["klass", "scale", "size"]
+    made = cfg.set(size=3).instantiate()
+    assert (made.size, made.scale) == (3, 1.0)
+    with pytest.raises(ConfigTypeError):
+        cfg.set(size="large")
+    assert sorted(config_for_class(type("Open", (Called,), {})).keys()) == sorted(cfg.keys())
+
+
+def test_modules_of_flax_nnx_have_fields():
+    cfg = config_for_class(flax.nnx.Linear).set(in_features=3, out_features=2)
+    assert cfg.instantiate(rngs=flax.nnx.Rngs(0)).kernel.shape == (3, 2)

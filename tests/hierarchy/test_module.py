@@ -322,7 +322,7 @@ def test_a_function_or_class_with_name_and_parent_makes_a_child():
         def __init__(self, name, parent):
             pass
 
-    def half(name):
+    def nothing():
         return None
 
     root, _ = make(1)
@@ -332,8 +332,9 @@ def test_a_function_or_class_with_name_and_parent_makes_a_child():
         root._add_child("x", config_for_function(elsewhere))
     with pytest.raises(ChildConfigError, match="an object of type NoModule, which has no place"):
         root._add_child("x", config_for_class(NoModule))
-    with pytest.raises(ChildConfigError, match="function with parameters `name` and `parent`"):
-        root._add_child("x", config_for_function(half))
+    message = "function with parameters `name` and `parent`.* `weft.interop.as_hierarchy` takes"
+    with pytest.raises(ChildConfigError, match=message):
+        root._add_child("x", config_for_function(nothing))
     assert "x" not in root.children
 
 

@@ -1,3 +1,9 @@
+from typing import Any
+
+import equinox
+import flax.linen
+import flax.nnx
+import haiku
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from tests.interop.layers import DENSE, KEY, NAMED, RANDOM, SHAPE, STATEFUL, X
 from weft import linen, nnx
-from weft.config import REQUIRED, Required, config_class, config_for_class
+from weft.config import REQUIRED, Required, config_class, config_for_class, config_for_function
 from weft.core.axis_rules import logical_axis_rules
 from weft.core.meta import unbox
 from weft.errors import (
+    LayerInputsError,
     LayerMethodError,
     LayerVariablesError,
     ParameterSpecError,
@@ -53,6 +60,70 @@ def test_a_layer_of_any_library_is_a_layer_of_the_hierarchy(make):
     assert y.shape == (4, 2)
     np.testing.assert_allclose(y, again, rtol=1e-6)
     assert outputs.state_updates == {}
+
+
+class Parent(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        inner: Required[Any] = REQUIRED
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("inner", cfg.inner)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def parent_of(inner):
+    return Parent.default_config().set(name="parent", inner=inner).instantiate(parent=None)
+
+
+CHILDREN = {
+    "nnx": lambda: config_for_class(nnx.Linear).set(in_features=3, out_features=2),
+    "flax-nnx": lambda: config_for_class(flax.nnx.Linear).set(in_features=3, out_features=2),
+    "nnx-object": lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+    "function": lambda: config_for_function(lambda rngs: nnx.Linear(3, 2, rngs=rngs)),
+    "equinox": lambda: _Mapped(KEY),
+    "linen": lambda: as_hierarchy(linen.Dense(2), inputs=SHAPE),
+    "linen-config": lambda: as_hierarchy(
+        config_for_class(linen.Dense).set(features=2), inputs=SHAPE
+    ),
+    "haiku": lambda: as_hierarchy(haiku.transform(lambda x: haiku.Linear(2)(x)), inputs=SHAPE),
+}
+
+
+class _Mapped(equinox.Module):
+    linear: equinox.nn.Linear
+
+    def __init__(self, key):
+        self.linear = equinox.nn.Linear(3, 2, key=key)
+
+    def __call__(self, x):
+        return jax.vmap(self.linear)(x)
+
+
+@over(CHILDREN)
+def test_a_layer_of_any_library_is_a_child_like_any_other(make):
+    layer = parent_of(make())
+    state = layer.initialize_parameters_recursively(KEY)
+    assert sorted(x.shape for x in jax.tree.leaves(state["inner"])) in (
+        [(2,), (2, 3)],
+        [(2,), (3, 2)],
+    )
+    y, _ = run(layer, state)
+    assert y.shape == (4, 2) and layer.inner.path() == "parent.inner"
+
+
+@pytest.mark.parametrize(
+    "child",
+    [linen.Dense(2), config_for_class(linen.Dense).set(features=2), flax.linen.Dense(2)],
+    ids=["module", "config", "flax"],
+)
+def test_a_child_whose_parameters_follow_from_inputs_says_how_to_give_them(child):
+    message = r"parent.inner holds a Dense, .* say weft.interop.as_hierarchy\(layer, inputs="
+    with pytest.raises(LayerInputsError, match=message):
+        parent_of(child).initialize_parameters_recursively(KEY)
 
 
 def test_layouts_are_mesh_axes():

@@ -6,9 +6,10 @@ import pytest
 
 from tests.interop.layers import DENSE, KEY, RANDOM, STATEFUL, X, normal
 from weft import linen, nnx
-from weft.core.meta import Partitioned
+from weft.core.meta import Partitioned, unbox
 from weft.errors import InvalidRngError, LayerVariablesError
-from weft.interop import InNNX, as_nnx
+from weft.hierarchy.module import functional
+from weft.interop import InNNX, as_hierarchy, as_linen, as_nnx
 from weft.interop.nnx import NNXModel
 from weft.nnx import bridge
 
@@ -233,3 +234,85 @@ def test_what_was_made_in_a_call_is_taken_again():
     _, twice = model.apply(once, X, rngs={}, mutable=["intermediates"])
     assert len(once["intermediates"]["seen"]) == 1
     assert len(twice["intermediates"]["seen"]) == 2
+
+
+class Normed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.BatchNorm(use_running_average=True)(linen.Dense(4)(x))
+
+
+class Around(nnx.Module):
+    """Layers of Linen, whose variables follow from an input, among others."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(3, 3, rngs=rngs)
+        self.nested = [bridge.ToNNX(Normed(), rngs), as_nnx(linen.Dense(2), rngs=rngs)]
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        self.sow(nnx.Intermediate, "seen", x)
+        for layer in (self.first, *self.nested):
+            x = layer(x)
+        return x
+
+
+class Within(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return as_linen(Around)(x)
+
+
+PLACES = {
+    "linen": lambda: as_linen(Around),
+    "to_linen": lambda: bridge.to_linen(Around),
+    "in linen": lambda: Within(),
+    "function": lambda: bridge.to_linen(lambda rngs: Around(rngs)),
+}
+GUESTS = ("nested", 0, "Dense_0", "kernel"), ("nested", 0, "BatchNorm_0", "scale")
+
+
+def _made_by_hand():
+    return bridge.lazy_init(Around(nnx.Rngs(0)), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("make", PLACES.values(), ids=PLACES)
+def test_linen_in_an_object_in_linen_is_initialized_by_the_inputs(make):
+    module, x = make(), jnp.ones((2, 3))
+    variables = unbox(module.init(jax.random.key(0), x))
+    (y, changed) = module.apply(variables, x, mutable=["batch_stats"])
+    assert y.shape == (2, 2) and "intermediates" not in variables
+    inner = {col: v.get("InLinen_0", v) for col, v in variables.items()}
+    shapes = jax.tree.map(jnp.shape, inner["params"]["nested"])
+    by_hand = nnx.to_pure_dict(nnx.state(_made_by_hand(), nnx.Param))["nested"]
+    assert {str(k): v for k, v in shapes.items()} == jax.tree.map(
+        jnp.shape, {str(k): v for k, v in by_hand.items()}
+    )
+    assert inner["batch_stats"]["calls"] == 0
+    after = changed["batch_stats"]
+    assert after.get("InLinen_0", after)["calls"] == 1
+    # What was made is what is used.
+    zeros = jax.tree.map(jnp.zeros_like, variables)
+    assert not module.apply(zeros, x, mutable=["batch_stats"])[0].any()
+
+
+def test_linen_in_an_object_in_the_hierarchy_is_initialized_by_the_inputs():
+    x = jnp.ones((2, 3))
+    cfg = as_hierarchy(Around, inputs=(jax.ShapeDtypeStruct((2, 3), "float32"),))
+    layer = cfg.set(name="layer").instantiate(parent=None)
+    state = layer.initialize_parameters_recursively(jax.random.key(0))
+    assert state["params"]["nested"]["0"]["Dense_0"]["kernel"].shape == (3, 4)
+    out, side = functional(layer, jax.random.key(1), state, (x,), is_training=False)
+    assert out.shape == (2, 2)
+    assert side.state_updates["batch_stats"]["calls"] == 1
+    assert state["batch_stats"]["calls"] == 0
+
+
+def test_what_an_object_holds_already_is_kept():
+    made = _made_by_hand()
+    made.late = bridge.ToNNX(linen.Dense(5), nnx.Rngs(1))
+    module = as_linen(made)
+    variables = unbox(module.init(jax.random.key(7), jnp.ones((2, 3))))
+    kernel = variables["params"]["nested"][0]["Dense_0"]["kernel"]
+    np.testing.assert_array_equal(kernel, made.nested[0].Dense_0["kernel"][...])

@@ -240,7 +240,15 @@ def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Pa
     import inspect  # here, since it doubles the time that importing this package takes
 
     try:
-        return inspect.signature(target).parameters
+        parameters = inspect.signature(target).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        if not kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
+            return parameters
+        if not isinstance(target, type) or type(target).__call__ is type.__call__:
+            return parameters
+        # What calls the class passes all arguments on; its constructor has their names.
+        _, *own = inspect.signature(target.__init__).parameters.items()
+        return dict(own)
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
             f"{config_type._maker} cannot read the parameters of {_name(target)}: {error}. "

@@ -96,7 +96,8 @@ def _unknown(trace: _Trace) -> list[bool]:
 def _computed(trace: _Trace, unknown: list[bool]) -> Any:
     jaxpr, inputs = trace.needs([not u for u in unknown])
     given = [x for x, needed in zip(trace.arrays, inputs, strict=True) if needed]
-    known = iter(jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
+    # Constants come out as arrays of NumPy, which could be changed in place.
+    known = map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in trace.closed.out_avals]
     values = iter(s if u else next(known) for s, u in zip(shapes, unknown, strict=True))
     return trace.structure.unflatten(next(values) if x is _TRACED else x for x in trace.results)

@@ -19,6 +19,10 @@ class LayerVariablesError(InteropError, ValueError):
     """Variables do not fit the layer that they are given to."""
 
 
+class LayerInputsError(InteropError, TypeError):
+    """The parameters of a layer follow from inputs that were not given."""
+
+
 class LayerMethodError(InteropError, AttributeError):
     """A layer has no method of a name."""
 

@@ -8,6 +8,7 @@ one and makes the whole a pure function.
 
 import contextlib
 import functools
+import importlib
 import inspect
 import logging
 import threading
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, Union
 import jax
 
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
-from weft.config.functions import CallConfig
+from weft.config.functions import CallConfig, ClassConfigBase
 from weft.config.names import did_you_mean
 from weft.core.tracing import with_room_in_trace
 from weft.errors import (
@@ -25,6 +26,7 @@ from weft.errors import (
     ChildNameConflictError,
     InvalidDescendantError,
     OutputConflictError,
+    UnknownLayerError,
 )
 from weft.hierarchy.context import (
     ContextStack,
@@ -164,9 +166,16 @@ def _note_path(error: Exception, module: "Module", method: str) -> None:
         error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
 
 
-def _takes_a_place(config: Any) -> bool:
-    """Whether a config of a function or class takes what a child is given: name and parent."""
-    return isinstance(config, CallConfig) and {"name", "parent"} <= set(config.keys())
+def _child_config(x: Any) -> InstantiableConfig:
+    """The config of a child, which for a layer of another library is that of what holds it."""
+    if isinstance(x, Module.Config):
+        return x
+    # The adapters know all ways of writing, so they are above; only other layers ask for them.
+    interop = importlib.import_module("weft.interop")
+    makes = x.klass if isinstance(x, ClassConfigBase) else None
+    is_layer = makes is not None and interop.recognition.adapter_of(makes)
+    takes_a_place = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
+    return x if takes_a_place and not is_layer else interop.as_hierarchy(x)
 
 
 class Module(Configurable):
@@ -262,13 +271,14 @@ class Module(Configurable):
         children = f" of {', '.join(self._children)}" if self._children else ""
         return f"<{type(self).__name__} {self.path()}{children}>"
 
-    def _add_child(self, name: str, child_config: InstantiableConfig, **kwargs: Any) -> "Module":
+    def _add_child(self, name: str, child_config: Any, **kwargs: Any) -> "Module":
         """Creates a child.
 
         Args:
             name: of the child, new among the children and attributes of this module.
             child_config: of a module, complete but for its name; also the config of a function or
-                class that takes `name` and `parent` and makes the module.
+                class that takes `name` and `parent` and makes the module, or a layer of any other
+                library, its class or its config (see `weft.interop.as_hierarchy`).
             **kwargs: for the child's `__init__`, beside its config and parent.
 
         Raises:
@@ -284,12 +294,14 @@ class Module(Configurable):
                 "give the child another name."
             )
         wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
-        if not isinstance(child_config, Module.Config) and not _takes_a_place(child_config):
+        try:
+            child = _child_config(child_config).clone(name=name).instantiate(parent=self, **kwargs)
+        except UnknownLayerError as error:
             raise ChildConfigError(
                 f"{wrong}expected the config of a Module, such as `Linear.default_config()`, or of "
-                "a function with parameters `name` and `parent` that makes a Module."
-            )
-        child = child_config.clone(name=name).instantiate(parent=self, **kwargs)
+                "a function with parameters `name` and `parent` that makes a Module, or a layer of "
+                "any library that `weft.interop.as_hierarchy` takes."
+            ) from error
         if not isinstance(child, Module):
             raise ChildConfigError(
                 f"{wrong}it makes an object of type {type(child).__name__}, which has no place in "
@@ -304,7 +316,7 @@ class Module(Configurable):
         return child
 
     def _add_descendant(
-        self, names: str | Sequence[str], child_config: InstantiableConfig, **kwargs: Any
+        self, names: str | Sequence[str], child_config: Any, **kwargs: Any
     ) -> "Module":
         """Creates a child of a descendant.
 

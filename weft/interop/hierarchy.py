@@ -19,7 +19,7 @@ from weft.core.logical import (
     names_to_mesh_axes,
 )
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
-from weft.errors import LayerMethodError, ParameterSpecError, UnknownLayerError
+from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
 from weft.hierarchy.module import Module, functional, nowrap
 from weft.interop.bridge.variables import NNXMeta
@@ -208,8 +208,17 @@ class InHierarchy(BaseLayer):
             self.config.inputs,
         )
         # As in training: statistics that only a batch can begin have to be made.
-        with use_eager_sharding(False):  # that they are laid out is for the specs to say
-            made = self._model.init({"default": key}, *inputs, training=True)
+        try:
+            with use_eager_sharding(False):  # that they are laid out is for the specs to say
+                made = self._model.init({"default": key}, *inputs, training=True)
+        except TypeError as error:
+            if inputs:
+                raise
+            raise LayerInputsError(
+                f"{self.path()} holds a {self._model.name}, whose parameters follow from what it "
+                f"is called with, and was given no inputs ({error}); say "
+                "weft.interop.as_hierarchy(layer, inputs=(jax.ShapeDtypeStruct(shape, dtype),))."
+            ) from error
         dtype = self._dtype_that_is_set()
         return {
             col: _cast(entries, dtype) if dtype and self._model.trains(col) else entries

@@ -11,7 +11,7 @@ from weft.core.filters import DenyList, Filter, in_filter
 from weft.core.known import known_or_shape
 from weft.core.meta import global_mesh_defined, unbox
 from weft.errors import InvalidRngError
-from weft.interop.bridge.to_nnx import ToNNX
+from weft.interop.bridge.to_nnx import ToNNX, initializing
 from weft.interop.bridge.variables import collection_of, to_linen_var, to_nnx_var
 from weft.interop.models import (
     Model,
@@ -231,13 +231,17 @@ class NNXModel(Model):
 
     def _attach(self, module: Any, extra: Mapping[Path, Any]) -> None:
         """Gives a module what was sown in it before, or otherwise made in a call."""
-        places = dict(self.nnx.iter_graph(module))
+        places, kinds = dict(self.nnx.iter_graph(module)), (self.nnx.Pytree, ToNNX)
         strays = []
-        for (col, *above, name), value in extra.items():
-            if isinstance(places.get(tuple(above)), self.nnx.Pytree):
-                setattr(places[tuple(above)], name, self._new(col, value))
+        for (col, *path), value in extra.items():
+            ends = [n for n in range(len(path)) if isinstance(places.get(tuple(path[:n])), kinds)]
+            holder = places[tuple(path[: ends[-1]])] if ends else None
+            if ends and ends[-1] == len(path) - 1:
+                setattr(holder, path[-1], self._new(col, value))
+            elif isinstance(holder, ToNNX):
+                holder._hold(tuple(path[ends[-1] :]), self._new(col, value))
             else:
-                strays.append(shown((col, *above, name)))
+                strays.append(shown((col, *path)))
         if strays:
             warnings.warn(
                 f"{self.name} was given variables that it has no place for: {', '.join(strays)}.",
@@ -250,8 +254,35 @@ class NNXModel(Model):
     # Using it.
 
     def init(self, rngs, *args, training=None, method=None, **kwargs):
-        leaves = self.collections(self.make(rngs))
+        module = self.make(rngs)
+        self.begin(module, args, kwargs, method, training)
+        leaves = self.collections(module)
         return nested({path: self.boxed(leaf) for path, leaf in leaves.items()})
+
+    def begin(
+        self, module: Any, args: Any, kwargs: Any, method: Any, training: bool | None = None
+    ) -> None:
+        """Makes the variables of layers of other libraries in the module, by a call of it.
+
+        All else that the call changes is as it was before.
+
+        Args:
+            module: as `make` gives it.
+            args: of the call.
+            kwargs: of the call, by name.
+            method: what is called.
+            training: whether this is a part of training; None leaves the module as it is.
+        """
+        graph = [x for _, x in nnx.iter_graph(module)]
+        if all(x._held() for x in graph if isinstance(x, ToNNX)):
+            return
+        before = [(x, x.get_raw_value()) for x in graph if isinstance(x, nnx.Variable)]
+        with initializing():
+            self.call(module, args, kwargs, method, training)
+        for variable, value in before:
+            variable.set_raw_value(value)
+        there = {id(variable) for variable, _ in before}
+        nnx.pop(module, lambda _, x: isinstance(x, nnx.Intermediate) and id(x) not in there)
 
     def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
         module, before, made = self.with_values(variables, rngs, mutable)

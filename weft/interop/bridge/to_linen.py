@@ -62,6 +62,7 @@ class ToLinen(linen.Module):
         variables = self.variables
         if self.is_initializing() and not any(variables.values()):
             module = self._first(model, rngs)
+            model.begin(module, args, kwargs, nnx_method)
             leaves = model.collections(module)
             self._put(nested({path: model.boxed(leaf) for path, leaf in leaves.items()}))
             return model.call(module, args, kwargs, nnx_method)

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Self, TypeVar
 
 from weft.core.filters import Filter
@@ -170,11 +170,16 @@ class ToNNX(Module):
                 new[path] = to_nnx_var(col, x, lay_out=self._lays_out(x))
             else:
                 before.set_raw_value(to_nnx_var(col, x, lay_out=False).get_raw_value())
-        for (*above, name), variable in new.items():
-            at: Any = self
-            for part in above:
-                at = _below(at, part)
-            _set(at, name, variable)
+        for path, variable in new.items():
+            self._hold(path, variable)
+
+    def _hold(self, path: Path, variable: Any) -> None:
+        """Sets an attribute, or an entry of the dicts of submodules, which are made."""
+        *above, name = path
+        at: Any = self
+        for part in above:
+            at = _below(at, part)
+        _set(at, name, variable)
 
 
 _SET_BY_MODE = ("deterministic",)
@@ -225,9 +230,16 @@ def lazy_init(fn: F, *args: Any, **kwargs: Any) -> F:
     if isinstance(fn, ToNNX):
         fn.lazy_init(*args, **kwargs)
         return fn  # pyright: ignore[reportReturnType]
+    with initializing():
+        fn(*args, **kwargs)
+    return fn
+
+
+@contextlib.contextmanager
+def initializing() -> Iterator[None]:
+    """Within it, the first call of each `ToNNX` makes its variables."""
     before, _pass.done = _pass.done, []
     try:
-        fn(*args, **kwargs)
+        yield
     finally:
         _pass.done = before
-    return fn
