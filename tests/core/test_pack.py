@@ -184,10 +184,12 @@ def test_a_failure_leaves_the_scope_as_it_was():
 
 
 def test_scopes_of_one_tree_are_lifted_alike():
-    from weft.core.scope_kind import ScopeKind
+    from weft.core.scope_kind import ScopeKind, Select
 
     root = bind({})
     with pytest.raises(
         RoleError, match="probe: the scope '/a' is below '/', which is lifted other"
     ):
-        ScopeKind("probe").split([root, root.push("a")], [(True,), (False,)])
+        ScopeKind("probe").split(
+            [root, root.push("a")], [((Select(True), None),), ((Select(False), None),)]
+        )

@@ -58,26 +58,40 @@ def test_only_what_was_written_to_has_changed():
     trunk.put("params", ("a",), "b", 3)
     trunk.put("state", (), "y", {"z": 1})
     changes = trunk.changes()
-    assert changes == {"params": {"a": {"b": 3}}, "state": {"y": {"z": 1}}}
+    assert changes == {"params": {"a": {"b": 3}}}
+    trunk.put("state", (), "y", {"z": 2})
+    changes = trunk.changes()
+    assert changes == {"params": {"a": {"b": 3}}, "state": {"y": {"z": 2}}}
     changes["state"]["y"]["z"] = 5
-    assert trunk.entries("state", ("y",)) == {"z": 1}
+    assert trunk.entries("state", ("y",)) == {"z": 2}
+
+
+def test_what_is_written_again_as_it_was_has_not_changed():
+    value = [1.5, {"a": 2.5}]
+    trunk = Trunk({"state": {"x": value, "y": 0}}, True)
+    trunk.put("state", (), "x", [value[0], dict(value[1])])
+    trunk.put("state", (), "y", 1)
+    trunk.put("state", (), "y", 0)
+    assert trunk.changes() == {}
+    trunk.put("state", (), "x", [value[0], value[1]["a"]])
+    assert trunk.changes() == {"state": {"x": [1.5, 2.5]}}
 
 
 def test_the_first_values_of_what_was_made_are_kept():
     trunk = Trunk({"state": {"old": 0}}, True)
     trunk.put("state", (), "old", 1)
     trunk.put("state", ("a",), "new", 2)
-    assert trunk.firsts == {}
+    assert trunk.made == {"state": {"a": {"new": 2}}}
     trunk.put("state", ("a",), "new", 3)
     trunk.put("state", ("a",), "new", 4)
-    assert trunk.firsts == {"state": {"a": {"new": 2}}}
+    assert trunk.made == {"state": {"a": {"new": 2}}}
 
 
 def test_a_first_value_that_is_a_dict_does_not_change_with_it():
     trunk = Trunk({}, True)
     trunk.put("state", (), "x", {"n": 0})
     trunk.put("state", (), "x", {"n": 1})
-    assert trunk.firsts == {"state": {"x": {"n": 0}}}
+    assert trunk.made == {"state": {"x": {"n": 0}}}
 
 
 def test_copies_of_mappings():

@@ -164,3 +164,18 @@ def test_propagation_leaves_no_empty_summaries():
         new_output_collection(), child_name_prefix="iter", target_output_collection=target
     )
     assert target == new_output_collection()
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_a_body_in_scans_is_traced_once(depth):
+    traces = []
+
+    def nested(child, x, depth=depth):
+        if depth == 0:
+            traces.append(1)
+            return child(x)
+        body = lambda x, _: (nested(child, x, depth - 1), None)  # noqa: E731
+        return scan_in_context(body, carry=x, xs=jnp.arange(2))[0]
+
+    jax.eval_shape(lambda x: run(lambda child: nested(child, x)), jnp.float32(1))
+    assert len(traces) == 1

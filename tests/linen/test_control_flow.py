@@ -317,3 +317,57 @@ def test_a_sum_that_one_branch_sows(choose):
     m = model(lambda self, x: choose(x < 3, adds, lambda self, x: x, self, x))
     assert m.apply({}, 1.0, mutable="sown")[1] == {"sown": {"sum": 1.0}}
     assert m.apply({}, 3.0, mutable="sown")[1] == {"sown": {"sum": 0.0}}
+
+
+# State that is made and changed in nested loops, see tests/core/lift/test_nested_state.py.
+
+RUNS = []
+
+
+class Noted(nn.Module):
+    """Counts how often it ran, in its state and in Python."""
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        RUNS.append(1)
+        count = self.variable("counts", "n", lambda: jnp.float32(10))
+        count.value += 1
+        return x, None
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+def test_a_body_is_traced_once_and_once_more_for_each_scan_that_carries_what_it_makes(depth):
+    program = Noted
+    for _ in range(depth):
+        program = nn.scan(program, variable_carry="counts", length=2)
+    RUNS.clear()
+    made = program().init(KEY, 0.0, None)
+    assert len(RUNS) <= depth + 1
+    RUNS.clear()
+    _, applied = program().apply({}, 0.0, None, mutable=["counts"])
+    assert len(RUNS) <= depth + 1
+    assert made == applied == {"counts": {"n": 10 + 2**depth}}
+    RUNS.clear()
+    program().apply(made, 0.0, None, mutable=["counts"])
+    assert len(RUNS) == 1
+
+
+def test_a_decode_loop_over_scanned_layers_begins_with_their_initial_state():
+    layers = nn.scan(Noted, variable_axes={"counts": 0}, length=3)
+    for length in (0, 1, 4):
+        times = nn.scan(layers, variable_carry="counts", length=length)
+        _, state = times().apply({}, 0.0, None, mutable=["counts"])
+        assert state["counts"]["n"].tolist() == [10 + length] * 3
+
+
+def test_a_branch_that_is_not_taken_leaves_scanned_layers_as_they_begin():
+    class Chosen(nn.Module):
+        @nn.compact
+        def __call__(self, taken):
+            layers = nn.scan(Noted, variable_axes={"counts": 0}, length=3)(name="layers")
+            run = lambda m, layers: layers(0.0, None)[0]  # noqa: E731
+            return nn.cond(taken, run, lambda m, layers: 0.0, self, layers)
+
+    for taken in (False, True):
+        _, state = Chosen().apply({}, taken, mutable=["counts"])
+        assert state["counts"]["layers"]["n"].tolist() == [10 + taken] * 3

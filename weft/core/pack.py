@@ -110,7 +110,7 @@ class _Trip:
         outs: Sequence[Filter],
     ):
         self._kind, self._tree, self._outs = kind, tree, outs
-        self._filters = [(*ins, *rngs)] * len(scopes)
+        self._filters = [tuple((where, None) for where in (*ins, *rngs))] * len(scopes)
         self._outer, self._static, groups = kind.split(scopes, self._filters)
         self._roots = [i for i, fields in enumerate(self._static) if hasattr(fields, "mutable")]
         self._mutable = [scopes[i].mutable for i in self._roots]

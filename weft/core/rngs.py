@@ -10,13 +10,19 @@ where one run draws n keys, the loop's keys begin after the next n. While the bo
 not known yet, and it is traced once. So the number that is folded in there is the result of an
 operation without operands, `digest`, which becomes a constant when the program is compiled or
 evaluated. By then the loop's trace has ended.
+
+A body that makes state which a scan carries or shares is run once more before the loop, to make it.
+That run draws m keys of a stream in a scope, each run that finds the state draws n. State that is
+carried is made with the keys of the first iteration, which are m + 1 to 2m as for a body whose
+every iteration makes it; state that is shared with the keys 1 to m of the run before, as Flax does.
+All iterations draw the keys m + 1 to m + n.
 """
 
 import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -194,15 +200,46 @@ class Counts:
         """Takes over what was drawn in a transformation; the inverse of `below`."""
         self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
 
-    def end(self) -> FrozenCounts:
-        """What the counts are after the transformation: a loop that began here ends."""
+    def end(self, made: "Made | None" = None) -> FrozenCounts:
+        """What the counts are after the transformation: a loop that began here ends.
+
+        Args:
+            made: where the body has made state that the loop carries or shares. Then this was a run
+                before the loop, and the loop goes on counting where it has ended.
+        """
         if not self._begun.begins:
             return self.freeze()
         before = dict(self._begun.table)
         draws = {key: count - before.get(key, 0) for key, count in self._table.items()}
-        self._loops[-1][0].draws = draws
-        table = frozenset((key, before.get(key, 0) + 2 * n) for key, n in draws.items())
+        skipped = draws if made is None else made.skipped(draws)
+        self._loops[-1][0].draws = skipped
+        runs = 2 if made is None else 1
+        table = frozenset((key, before.get(key, 0) + runs * n) for key, n in draws.items())
         return FrozenCounts(table, self._begun.loops)
+
+
+class Made(NamedTuple):
+    """The scopes in which a scan's body has made state, as paths.
+
+    Attributes:
+        carried: where it is carried from one iteration to the next: made with the keys of the first
+            iteration.
+        shared: where it is the same in all iterations: made with the keys of the run before.
+    """
+
+    carried: frozenset[Path]
+    shared: frozenset[Path]
+
+    def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
+        """Which of the keys that one run draws the loop skips, before the state is made."""
+        drawing = sorted({path for path, _ in draws}, key=len, reverse=True)
+
+        def scope_of(made: Path) -> Path | None:
+            """The scope whose keys it was made with: the nearest one that has drawn any."""
+            return next((path for path in drawing if made[: len(path)] == path), None)
+
+        carried, shared = ({scope_of(path) for path in paths} for paths in self)
+        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
 
 
 def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:

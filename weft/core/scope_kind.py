@@ -2,7 +2,10 @@
 
 Of the scopes that a call is given, only roots cross: those that are not below another one. What is
 below is found again from its root. A group of a scope's state is a triple: variables, PRNG streams,
-and the first values of variables that were made and written to again (see `Trunk.firsts`).
+and what was made. What comes back has only variables whose values have changed; those that the call
+has made come with their initial values in `made`, and are among the variables only if they were
+written to again. So initial values go through every transformation as other values do, along the
+same axes.
 """
 
 import dataclasses
@@ -23,10 +26,11 @@ from weft.core.filters import (
     union_filters,
 )
 from weft.core.frozen_dict import FrozenDict
-from weft.core.rngs import Counts, FrozenCounts, Path, Stream, for_loop, larger
+from weft.core.rngs import Counts, FrozenCounts, Made, Path, Stream, for_loop, larger
 from weft.core.scope import Scope
+from weft.core.trunk import Trunk
 from weft.errors import ForkError, ReturnedScopeError, RoleError
-from weft.lifting import Kind
+from weft.lifting import CARRY, Kind, Roles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +49,17 @@ class Select:
 
 
 class Group(NamedTuple):
-    """A part of a scope's state."""
+    """A part of a scope's state.
+
+    Attributes:
+        variables: by collection, scope and name.
+        streams: the PRNG streams.
+        made: the initial values of variables that the call has made, nested as `variables`.
+    """
 
     variables: dict[str, Any]
     streams: dict[str, Stream]
-    firsts: dict[str, Any]
+    made: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +67,18 @@ class _Root:
     """What of a scope is no array. Where it is in its tree makes no difference.
 
     Attributes:
-        settled: whether the function has run once before, to make what it shares.
-        within_settled: whether a function around it has.
+        carried: the collections that a loop carries.
+        shared: the collections that are the same for all.
+        settled: whether this function, or one around it, has run once before to make its state.
     """
 
     mutable: Any
     flags: FrozenDict
     counts: FrozenCounts
     lifts: Any
+    carried: Any
+    shared: Any
     settled: bool = False
-    within_settled: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
     debug_path: Path = dataclasses.field(default=(), compare=False)
 
@@ -96,6 +108,9 @@ class ScopeKind(Kind):
     data_transform: Callable[[Any, Any], tuple[Any, Any]] | None = None
     carriers_are_leaves: ClassVar[bool] = True
 
+    def wanted(self, roles: Roles) -> tuple[Any, ...]:
+        return tuple((_as_select(where), role) for where, role in roles)
+
     def changing(self, static: Any, mutable: Any) -> Any:
         """The static half of a scope with other collections that can be changed."""
         return dataclasses.replace(static, mutable=mutable)
@@ -114,10 +129,9 @@ class ScopeKind(Kind):
         groups: list[tuple[Group, ...]] = []
         for i, (scope, wanted) in enumerate(zip(carriers, filters, strict=True)):
             scope._check_valid()
-            wanted = tuple(map(_as_select, wanted))
             below = _below_another(carriers, i)
             if below is not None:
-                if tuple(map(_as_select, filters[below.root])) != wanted:
+                if filters[below.root] != wanted:
                     raise RoleError(
                         f"{self.transformation}: the scope {scope.path_text!r} is below "
                         f"{carriers[below.root].path_text!r}, which is lifted otherwise; lift both "
@@ -130,8 +144,8 @@ class ScopeKind(Kind):
             trunk = scope._trunk
             found = {col: trunk.entries(col, scope._below) for col in trunk.collections}
             variables = {col: entries for col, entries in found.items() if entries}
-            of_vars = group_collections(variables, [where.variables for where in wanted])
-            of_rngs = group_collections(scope.rngs, [where.rngs for where in wanted])
+            of_vars = group_collections(variables, [where.variables for where, _ in wanted])
+            of_rngs = group_collections(scope.rngs, [where.rngs for where, _ in wanted])
             if not any(of_rngs):
                 # No key can be drawn inside, so it makes no difference which loops are around.
                 counts = FrozenCounts(counts.table)
@@ -145,8 +159,10 @@ class ScopeKind(Kind):
                     canonical(_mutable_inside(scope, wanted)),
                     scope.flags,
                     counts,
-                    canonical(_union_of([where.variables for where in wanted])),
-                    within_settled=trunk.settled,
+                    canonical(_union_of([where.variables for where, _ in wanted])),
+                    _canonical_of(wanted, CARRY),
+                    _canonical_of(wanted, None),
+                    settled=trunk.settled,
                     path=scope.path,
                     debug_path=scope.debug_path,
                 )
@@ -174,7 +190,7 @@ class ScopeKind(Kind):
             )
             scope._trunk.lifted_by = self.transformation
             scope._trunk.lifts = from_canonical(fields.lifts)
-            scope._trunk.settled = fields.settled or fields.within_settled
+            scope._trunk.settled = fields.settled
             scope._counts = Counts(fields.counts)
 
         def found(fields: _Below) -> Scope:
@@ -198,13 +214,12 @@ class ScopeKind(Kind):
                 drawn.append(None)
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
                 continue
-            drawn.append(scope._counts.end())
-            where = [_as_select(w).variables for w in wanted]
-            of_vars = group_collections(scope._trunk.changes(), where)
-            of_firsts = group_collections(scope._trunk.firsts, where)
-            groups.append(
-                tuple(Group(v, {}, firsts) for v, firsts in zip(of_vars, of_firsts, strict=True))
-            )
+            trunk = scope._trunk
+            drawn.append(scope._counts.end(_made_for_loop(trunk, fields)))
+            where = [select.variables for select, _ in wanted]
+            of_vars = group_collections(trunk.changes(), where)
+            of_made = group_collections(trunk.made, where)
+            groups.append(tuple(Group(v, {}, m) for v, m in zip(of_vars, of_made, strict=True)))
             scope.invalidate()
         return tuple(drawn), groups, []
 
@@ -218,8 +233,8 @@ class ScopeKind(Kind):
             if drawn.table:
                 scope._counts.update_below(scope._below, drawn)
             for group in of_scope:
-                if group is not None and (group.firsts or group.variables):
-                    _write(scope, group.firsts, only_new=True)
+                if group is not None and (group.made or group.variables):
+                    _write(scope, group.made, only_new=True)
                     _write(scope, group.variables)
         return []
 
@@ -243,45 +258,39 @@ class ScopeKind(Kind):
         change = meta.add_axis if sign > 0 else meta.remove_axis
         return group._replace(
             variables=change(group.variables, axis, metadata),
-            firsts=change(group.firsts, axis, metadata),
+            made=change(group.made, axis, metadata),
         )
 
-    def creates(self, static, where) -> bool:
-        # In a function that runs for the second time, what is shared has most likely been made by
-        # the first: so d loops around each other run a body d + 1 times and not 2 ** d.
+    def may_create(self, static, where) -> bool:
+        of_vars = _as_select(where).variables
         return any(
             isinstance(s, _Root)
-            and not (s.settled or s.within_settled)
-            and s.flags.get("initializing", False)
-            and not is_filter_empty(
-                intersect_filters(_as_select(where).variables, from_canonical(s.mutable))
-            )
+            and not is_filter_empty(intersect_filters(of_vars, from_canonical(s.mutable)))
             for s in static
         )
 
     def created(self, before: Group, after: Group) -> Group | None:
-        made = _difference(after.variables, before.variables, after.firsts)
-        return Group(made, {}, {}) if made else None
+        return Group(after.made, {}, {}) if after.made else None
 
     def union(self, group: Group, other: Group) -> Group:
-        return group._replace(variables=_union(group.variables, other.variables))
+        variables = _union(_union(group.variables, other.made), other.variables)
+        return group._replace(variables=variables)
 
-    def begun(self, made: Group | None, result: Group | None) -> Group:
-        first = made.variables if made is not None else {}
-        if result is None:
-            return Group(first, {}, first)
-        return Group(result.variables, {}, _union(first, result.firsts))
+    def begun(self, made: Group | None, result: Group | None) -> Group | None:
+        if made is None or result is None:
+            return result
+        return result._replace(made=_union(made.variables, result.made))
 
     def in_loop(self, static, after=None):
+        if not self.foresees:
+            return static
         return tuple(
-            dataclasses.replace(s, counts=for_loop(s.counts, counts))
-            if self.foresees and isinstance(s, _Root) and not s.settled
-            else s
+            dataclasses.replace(s, counts=for_loop(s.counts, counts)) if isinstance(s, _Root) else s
             for s, counts in zip(static, after or (None,) * len(static), strict=True)
         )
 
     def follow(self, static, before):
-        drawn = before or (None,) * len(static)
+        drawn = before if before and self.foresees else (None,) * len(static)
         return tuple(
             dataclasses.replace(s, counts=d or s.counts, settled=True)
             if isinstance(s, _Root)
@@ -311,11 +320,24 @@ def _union_of(filters: Sequence[Filter]) -> Filter:
     return functools.reduce(union_filters, filters) if filters else False
 
 
-def _mutable_inside(scope: Scope, wanted: Sequence[Select]) -> Filter:
+def _canonical_of(wanted: Sequence[tuple[Select, Any]], role: Any) -> Any:
+    """Which collections have a role."""
+    return canonical(_union_of([where.variables for where, r in wanted if r is role]))
+
+
+def _made_for_loop(trunk: Trunk, fields: _Root) -> Made | None:
+    """Where a function has made state that a loop around it must begin with."""
+    carried, shared = (
+        frozenset(trunk.made_in(from_canonical(where))) for where in (fields.carried, fields.shared)
+    )
+    return Made(carried, shared) if carried or shared else None
+
+
+def _mutable_inside(scope: Scope, wanted: Sequence[tuple[Select, Any]]) -> Filter:
     """Which of the collections that cross can be changed."""
     if scope.mutable is False:
         return False
-    changeable = [intersect_filters(where.variables, where.out) for where in wanted]
+    changeable = [intersect_filters(where.variables, where.out) for where, _ in wanted]
     return intersect_filters(scope.mutable, _union_of(changeable))
 
 
@@ -340,28 +362,15 @@ def _write(scope: Scope, group: Mapping[str, Any], only_new: bool = False) -> No
 
     def walk(col: str, path: Path, entries: Mapping[str, Any]) -> None:
         for name, value in entries.items():
-            if type(value) is dict:
+            there = trunk.entries(col, path)
+            if type(value) is dict and value and isinstance(there.get(name, {}), Mapping):
                 walk(col, (*path, name), value)
-            elif not (only_new and name in trunk.entries(col, path)):
+            elif not (only_new and name in there):
                 trunk.put(col, path, name, value)
 
     for col, entries in group.items():
         if scope.is_mutable_collection(col):
             walk(col, scope._below, entries)
-
-
-def _difference(after: Mapping[str, Any], before: Any, firsts: Any) -> dict[str, Any]:
-    """The entries that are new, with the values that they were made with."""
-    made = {}
-    for name, value in after.items():
-        old = before.get(name) if isinstance(before, Mapping) else None
-        first = firsts.get(name) if isinstance(firsts, Mapping) else None
-        if type(value) is dict:
-            if new := _difference(value, old, first):
-                made[name] = new
-        elif old is None:
-            made[name] = value if first is None else first
-    return made
 
 
 def _union(a: Any, b: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
 """The variables that the scopes of one tree share."""
 
+import operator
 from collections.abc import Mapping
 from typing import Any
+
+import jax
 
 from weft.core.filters import Filter, in_filter
 from weft.core.rngs import Path
@@ -26,7 +29,7 @@ class Trunk:
         lifts: which collections that transformation takes inside.
         settled: whether the function that runs on it has run once before, to make variables.
         trace: the JAX trace in which the tree was made.
-        firsts: nested likewise, what variables were made with that were written to again since.
+        made: the variables that were made, with their initial values, nested as in `collections`.
     """
 
     def __init__(self, variables: VariableDict, mutable: Filter, path: Path = ()):
@@ -39,9 +42,9 @@ class Trunk:
         self.lifts: Filter = True
         self.settled = False
         self.trace = current_trace()
-        self.firsts: dict[str, Any] = {}
-        self._created: set[tuple[str, Path, str]] = set()
-        self._written: dict[tuple[str, Path, str], None] = {}
+        self.made: dict[str, Any] = {}
+        self._made: set[tuple[str, Path, str]] = set()
+        self._written: dict[tuple[str, Path, str], Any] = {}
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
         """What a collection has in one scope.
@@ -62,18 +65,32 @@ class Trunk:
         self.entries(col, path)
         entries = _descend(self.collections, col, path)
         if name not in entries:
-            self._created.add((col, path, name))
-        elif (col, path, name) in self._created:
-            _descend(self.firsts, col, path).setdefault(name, copied(entries[name]))
-        self._written[col, path, name] = None
+            self._made.add((col, path, name))
+            _descend(self.made, col, path)[name] = copied(value)
+        else:
+            self._written.setdefault((col, path, name), copied(entries[name]))
         _put(entries, name, copied(value))
 
     def changes(self) -> dict[str, Any]:
-        """The variables that were made or written to, nested as in `collections`."""
+        """The variables that were changed, nested as in `collections`."""
         found: dict[str, Any] = {}
-        for col, path, name in self._written:
-            _descend(found, col, path)[name] = copied(self.entries(col, path)[name])
+        for (col, path, name), before in self._written.items():
+            value = self.entries(col, path)[name]
+            if not _is_same(before, value):
+                _descend(found, col, path)[name] = copied(value)
         return found
+
+    def made_in(self, where: Filter) -> set[Path]:
+        """The scopes in which variables of some collections were made."""
+        return {path for col, path, _ in self._made if in_filter(where, col)}
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    """Whether a value has the same structure as before, with the same leaves in it."""
+    if before is now:
+        return True
+    (old, old_tree), (new, new_tree) = map(jax.tree.flatten, (before, now))
+    return old_tree == new_tree and all(map(operator.is_, old, new))
 
 
 def _descend(collections: dict[str, Any], col: str, path: Path) -> dict[str, Any]:

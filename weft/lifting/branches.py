@@ -1,19 +1,21 @@
 """cond and switch: one of several functions runs, and the state comes out alike.
 
-What only some of the branches make is made for all of them before, and passes unchanged through the
-others. Every branch begins with the same state and the same counters.
+What only some of the branches make gets its initial value before, from the first branch that makes
+it, and passes unchanged through those that do not. Every branch begins with the same state and the
+same counters.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from weft.errors import BranchStructureError
-from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
+from weft.lifting.creation import Traced, groups, with_begun
 from weft.lifting.crossing import (
     Kind,
     Parcel,
@@ -56,38 +58,52 @@ def switch(
 
     def call(index: Any, *args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)
-        units = Units.of_cargo(cargo)
-
-        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-            after = static
-            for branch in branches:
-                after, values = with_created(
-                    kind, branch, static, units, values, values, (None,), again=True
-                )
-            return after, values
-
-        def choose(static: Any, values: list[Any]) -> Results:
-            results = chosen(static, units.having(values), index)
-            joined, kept = results.static.value
-            # What no branch has changed is what there was, so that a loop around may share it.
-            found = _by_path(
-                [v for v, is_group in zip(values, units.is_group, strict=True) if is_group]
-            )
-            of_groups = jax.tree_util.tree_map_with_path(
-                lambda path, new: found[path] if path in kept else new,
-                [group for parcel in results.parcels for group in parcel.groups],
-            )
-            whole = iter(of_groups)
-            parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
-            return results._replace(static=Static(joined), parcels=parcels)
-
         static, _ = cargo.static.value
-        results = traced_with_state(
-            kind, choose, create, static, units.values, units, in_loop=False
-        )
-        return commit(kind, outer, results)
+        return commit(kind, outer, chosen(static, Units.of_cargo(cargo), index))
 
     return call
+
+
+class _Branch:
+    """A branch that was traced once; leaves of groups are known by their paths.
+
+    Attributes:
+        static: the static half that it has collected.
+        made: each group's new entries as they were made, or None; like the next two, with the
+            number of a result of the trace in place of each array.
+        left: all entries of each group, as it leaves them.
+        returned: its own results.
+        first: the numbers in `made` by path.
+        whole: the numbers in `left` by path.
+        changed: the paths of what differs from what it found.
+    """
+
+    def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
+        self.fn = fn
+        self.static: Static = Static(None)
+        self.changed: list[Any] = []
+
+        def of_values(values: list[Any]) -> tuple[Any, ...]:
+            inside = units.having(values)
+            results = run(kind, lambda args: fn(*args), inside.cargo(static))
+            of_groups = groups(inside, results)
+            made = [kind.created(before, after) for before, after, _ in of_groups]
+            whole = [kind.union(before, after) for before, after, _ in of_groups]
+            found = _by_path([before for before, _, _ in of_groups])
+            self.changed = [p for p, x in _by_path(whole).items() if found.get(p) is not x]
+            self.static = results.static
+            return made, whole, results.packed
+
+        self.traced = Traced(fn, of_values, units.values)
+        self.shapes = self.traced.shapes
+        count = itertools.count()
+        numbers = jax.tree.map(lambda _: next(count), self.shapes)
+        self.made, self.left, self.returned = numbers
+        self.first, self.whole = _by_path(self.made), _by_path(self.left)
+
+    def leaves(self, values: list[Any]) -> list[Any]:
+        """The results of the trace."""
+        return jax.tree.leaves(self.traced(values))
 
 
 def _chosen(
@@ -98,43 +114,78 @@ def _chosen(
     units: Units,
     index: Any,
 ) -> Results:
-    """The switch on pure values; the static half also says what no branch has changed."""
-    traced: list[Results] = []
-    unchanged: list[frozenset[Any]] = []
+    """The switch on pure values."""
+    traced = [_Branch(kind, branch, static, units) for branch in branches]
+    names = names or [f"branch {i}" for i in range(len(branches))]
+    _check_results(traced, names)
+    joined = kind.join(static, [branch.static.value for branch in traced])
+    first = dict.fromkeys(path for branch in traced for path in branch.first)
+    changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
+    if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
+        _check_alike(kind, static, traced, names, first)
+    initial = _initial(traced, units.values, first)
 
-    def one(branch: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-        def of_values(values: list[Any]) -> Any:
-            inside = units.having(values)
-            cargo = inside.cargo(static)
-            results = run(kind, lambda args: branch(*args), cargo)
-            if has_created(kind, inside, results, (None,)):
-                raise StateCreated
-            # All that there was comes back, since another branch may change it.
-            of_groups = groups(inside, results)
-            wholes = [kind.union(before, after) for before, after, _ in of_groups]
-            found = _by_path([before for before, _, _ in of_groups])
-            after = _by_path(wholes)
-            unchanged.append(frozenset(p for p, x in after.items() if found.get(p) is x))
-            whole = iter(wholes)
-            parcels = [Parcel(tuple(next(whole) for _ in p.groups)) for p in results.parcels]
-            results = results._replace(parcels=parcels)
-            traced.append(jax.tree.map(jax.typeof, results))
-            return results.parcels, results.packed
+    def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
+        def of_values(values: list[Any], initial: list[Any]) -> Any:
+            leaves = branch.leaves(values)
+            # What this branch does not make is as another one makes it.
+            made_elsewhere = dict(zip(first, initial, strict=True))
 
-        return named_after(branch, of_values)
+            def pick(path: Any, own: dict[Any, int]) -> Any:
+                return leaves[own[path]] if path in own else made_elsewhere[path]
 
+            return (
+                [pick(path, branch.whole) for path in changed],
+                [pick(path, branch.first) for path in first],
+                jax.tree.map(leaves.__getitem__, branch.returned),
+            )
+
+        return named_after(branch.fn, of_values)
+
+    of_branches = [one(branch) for branch in traced]
     try:
-        chosen = jax.lax.switch(index, [one(branch) for branch in branches], units.values)
+        after, begun, packed = jax.lax.switch(index, of_branches, units.values, initial)
     except TypeError:
-        names = names or [f"branch {i}" for i in range(len(branches))]
-        if len(traced) < len(branches):
-            raise  # it is the index that does not fit
-        _check_results(traced, names)
-        kind.join(static, [r.static.value for r in traced])
-        _check_alike(kind, static, traced, names)
-        raise
-    joined = kind.join(static, [r.static.value for r in traced])
-    return Results(Static((joined, frozenset.intersection(*unchanged))), *chosen)
+        _check_alike(kind, static, traced, names, first)
+        raise  # it is the index that does not fit
+    after, begun = dict(zip(changed, after, strict=True)), dict(zip(first, begun, strict=True))
+    before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
+    made = functools.reduce(functools.partial(_united, kind), [branch.made for branch in traced])
+    # All groups as any branch leaves them, with what it does not make itself.
+    there = _united(kind, _united(kind, before, made), traced[0].left)
+    found = _by_path(before)
+    made, whole = (
+        jax.tree_util.tree_map_with_path(lambda path, _, of=of: of[path], groups)
+        for groups, of in ((made, begun), (there, {**found, **after}))
+    )
+    rest = iter(whole)
+    sizes = [size for size in units.layout.sizes if size is not None]
+    parcels = [Parcel(tuple(itertools.islice(rest, size))) for size in sizes]
+    collected = type(traced[0].static)(joined)
+    return with_begun(kind, Results(collected, parcels, packed), made)
+
+
+def _united(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
+    """Groups with the entries of others, where there are any."""
+    return [
+        a if b is None else b if a is None else kind.union(a, b)
+        for a, b in zip(made, more, strict=True)
+    ]
+
+
+def _initial(traced: Sequence[_Branch], values: list[Any], first: dict[Any, None]) -> list[Any]:
+    """The initial values of what only some of the branches make, from the first that does.
+
+    None for what each of them makes by itself.
+    """
+    found: dict[Any, Any] = {}
+    rest = [path for path in first if not all(path in branch.first for branch in traced)]
+    for branch in traced:
+        paths = [path for path in rest if path in branch.first and path not in found]
+        if paths:
+            computed = branch.traced.only([branch.first[path] for path in paths], values)
+            found.update(zip(paths, computed, strict=True))
+    return [found.get(path) for path in first]
 
 
 def cond(
@@ -161,43 +212,49 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
     return dict(jax.tree_util.tree_leaves_with_path(of_groups))
 
 
-def _check_results(traced: Sequence[Results], names: Sequence[str]) -> None:
+def _check_results(traced: Sequence[_Branch], names: Sequence[str]) -> None:
     """Raises BranchStructureError where the trees of branches' results differ."""
-    trees = [jax.tree.structure(r.packed, is_leaf=is_parcel) for r in traced]
+    trees = [jax.tree.structure(branch.shapes[2], is_leaf=is_parcel) for branch in traced]
     for name, tree in zip(names[1:], trees[1:], strict=False):
         if tree != trees[0]:
             raise BranchStructureError(
                 f"{name} returns another structure than {names[0]}: {tree} instead of {trees[0]}; "
-                "what branches return is alike."
+                "the branches return the same structure."
             )
 
 
-def _check_alike(kind: Kind, static: Any, traced: Sequence[Results], names: Sequence[str]) -> None:
+def _check_alike(
+    kind: Kind, static: Any, traced: Sequence[_Branch], names: Sequence[str], made: dict[Any, None]
+) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
-    for name, results in zip(names[1:], traced[1:], strict=False):
-        ours, theirs = _by_place(kind, static, results), _by_place(kind, static, traced[0])
-        for at in ours.keys() ^ theirs.keys():
+    by_place = [_by_place(kind, static, branch) for branch in traced]
+    passing = {kind.place(static, path[1:]) for path in made}
+    theirs = by_place[0]
+    for name, ours in zip(names[1:], by_place[1:], strict=False):
+        for at in (ours.keys() ^ theirs.keys()) - passing:
             has, has_not = (name, names[0]) if at in ours else (names[0], name)
             raise BranchStructureError(
-                f"{at} is there after {has}, and not after {has_not}; what branches return, and "
-                "leave in the state, is alike."
+                f"{at} is there after {has}, and not after {has_not}; the branches return, and "
+                "leave in the state, the same structure."
             )
-        for at, a in theirs.items():
-            b = ours[at]
-            if (a.shape, a.dtype) != (b.shape, b.dtype):
+    shapes: dict[str, tuple[str, Any]] = {}
+    for name, ours in zip(names, by_place, strict=True):
+        for at, here in ours.items():
+            before, there = shapes.setdefault(at, (name, here))
+            if (here.shape, here.dtype) != (there.shape, there.dtype):
                 raise BranchStructureError(
-                    f"{at} is {b.str_short()} in {name}, and {a.str_short()} in {names[0]}; what "
-                    "branches return, and leave in the state, is alike."
+                    f"{at} is {here.str_short()} in {name}, and {there.str_short()} in {before}; "
+                    "the branches return, and leave in the state, the same shapes and dtypes."
                 )
 
 
-def _by_place(kind: Kind, static: Any, results: Results) -> dict[str, Any]:
-    """All values of the results, by where they are."""
-    found = {}
-    for parcel in results.parcels:
-        for path, x in jax.tree_util.tree_leaves_with_path(parcel):
-            found[kind.place(static, path[1:])] = x
-    for path, x in jax.tree_util.tree_leaves_with_path(results.packed, is_leaf=is_parcel):
+def _by_place(kind: Kind, static: Any, branch: _Branch) -> dict[str, Any]:
+    """The types of all results, by where they are."""
+    _, whole, packed = branch.shapes
+    found = {
+        kind.place(static, path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(whole)
+    }
+    for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_parcel):
         if is_parcel(x):
             for inside, value in jax.tree_util.tree_leaves_with_path(x):
                 found[kind.place(static, inside[1:])] = value

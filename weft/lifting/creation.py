@@ -1,144 +1,194 @@
-"""State that a loop's body, or only one of several branches, makes.
+"""State that a loop's body, or only some of several branches, make.
 
-A loop carries what it begins with, and branches return alike. So new state is made before: the body
-is traced once as it would run first, and of that trace only the initial values of the new state are
-computed. What the body then finds is as if it had been there before.
+A loop carries what it begins with, and branches return the same structure, so new state is made
+before. Each function is first traced as its first run finds the state:
+
+- A loop's body that makes nothing which the loop carries or shares is traced once: that trace is
+  the loop. If it makes such state, the initial values are computed from that trace, with the inputs
+  and keys of the first iteration, and the body is traced a second time, on the state that is there.
+- Branches are traced once each. What only some of them make gets its initial value before.
+
+So the innermost of d loops around each other, each of which carries or shares what it makes, is
+traced d + 1 times: the first trace of a loop contains both traces of the loop inside of it, and in
+its second trace the state is there. It makes no difference whether a model is initialized.
+State that each iteration has for itself, along an axis, needs no second trace.
+
+Where no such state can be made, since no collection of the call can be changed, JAX traces the body
+by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.core
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from weft.lifting.crossing import Kind, Parcel, Results, Units, run
-from weft.lifting.structure import traced_by_structure
+from weft.errors import CarryStructureError
+from weft.lifting.crossing import Kind, Parcel, Results, Units
+from weft.lifting.names import named_after
+from weft.lifting.roles import CARRY
 
 
-class StateCreated(Exception):
-    """Raised in a body that makes state which must have been made before."""
-
-
-def traced_with_state(
-    kind: Kind,
-    loop: Callable[[Any, list[Any]], Results],
-    create: Callable[[Any, list[Any]], tuple[Any, list[Any]]],
-    static: Any,
-    values: list[Any],
-    units: Units,
-    in_loop: bool = True,
-) -> Results:
-    """Traces a loop, after its body has made its state if it makes any.
-
-    Where a model is initialized that is expected, so that the body is traced twice. Elsewhere it is
-    not, so that the body is traced once.
+class Traced:
+    """A function of arrays that is traced once and evaluated as often as needed.
 
     Args:
+        named: the user's function, whose name JAX is given.
+        fn: the function, of pytrees of arrays; it returns a pytree of arrays.
+        *args: with which it is traced.
+    """
+
+    def __init__(self, named: Callable[..., Any], fn: Callable[..., Any], *args: Any):
+        self._fn = fn
+        leaves, tree = jax.tree.flatten(args)
+        trees: list[Any] = []
+
+        def of_leaves(*leaves: Any) -> list[Any]:
+            outputs, out_tree = jax.tree.flatten(fn(*tree.unflatten(leaves)))
+            trees.append(out_tree)
+            return outputs
+
+        with jax.disable_jit(False):
+            self._closed = jax.make_jaxpr(named_after(named, of_leaves))(*leaves)
+        (self._tree,) = trees
+
+    @property
+    def shapes(self) -> Any:
+        """The result, with types in place of arrays."""
+        return self._tree.unflatten(self._closed.out_avals)
+
+    def __call__(self, *args: Any) -> Any:
+        """The result. Without jit the function runs again, so that its user can step through it."""
+        if is_untraced():
+            return self._fn(*args)
+        consts = self._closed.consts
+        leaves = jax.tree.leaves(args)
+        return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
+
+    def only(self, outputs: Sequence[int], *args: Any) -> list[Any]:
+        """Some leaves of the result, computed without the others."""
+        wanted = set(outputs)
+        used = [i in wanted for i in range(len(self._closed.out_avals))]
+        jaxpr, inputs = dce_jaxpr(self._closed.jaxpr, used)
+        leaves = [x for x, is_used in zip(jax.tree.leaves(args), inputs, strict=True) if is_used]
+        results = iter(jax.core.eval_jaxpr(jaxpr, self._closed.consts, *leaves))
+        found = {i: next(results) for i, is_used in enumerate(used) if is_used}
+        return [found[i] for i in outputs]
+
+
+def is_untraced() -> bool:
+    """Whether loops run as Python does, in `jax.disable_jit()`."""
+    return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Made(NamedTuple):
+    """What a run of a body has made that must be there before the loop.
+
+    Attributes:
+        tree: the structure of a list with the new entries of each group, or None.
+        static: the static half that the run has collected.
+    """
+
+    tree: Any
+    static: Any
+
+
+def body_with_state(
+    transformation: str,
+    kind: Kind,
+    make: Callable[[Any, Units], Any],
+    static: Any,
+    units: Units,
+    first: Callable[[Any], tuple[Any, ...]],
+    *,
+    counts: bool,
+) -> tuple[Any, Callable[..., Any], list[Any]]:
+    """A loop's body, after the state was made that it makes.
+
+    Args:
+        transformation: the loop's name, for errors.
         kind: whose carriers cross.
-        loop: takes the static half and the values that cross; raises `StateCreated`.
-        create: takes and gives the same, with the new state.
+        make: makes the body from a static half and units: a function of arrays. After a run its
+            `collected` is the static half of what comes back, or its `made` says what was made,
+            which it then returns.
         static: the kind's static half.
-        values: the values of `units` as they cross.
         units: what crosses.
-        in_loop: whether the body runs as a scan's, see `Kind.in_loop`.
+        first: from such a body to the arguments of its first run.
+        counts: whether keys are counted as in a scan, see `Kind.in_loop`.
 
     Returns:
-        What `loop` returns, with the state that was made before.
+        The body, the function to hand to the loop, and what was made of each group, or None.
     """
-    creates = any(
-        is_group and not isinstance(role, int) and kind.creates(static, where)
+    inside = kind.in_loop(static) if counts else static
+    body = make(inside, units)
+    nothing = [None] * sum(units.is_group)
+    is_counted_before = is_untraced() and inside is not static
+    if not (is_counted_before or may_create(kind, static, units)):
+        return body, body, nothing
+    args = first(body)
+    traced = Traced(body.fn, body, *args)
+    if body.made is None:
+        if not is_counted_before:
+            return body, traced, nothing
+        # The body runs as Python does: what its trace tells has to be known before.
+        body = make(kind.in_loop(static, body.collected.value), units)
+        return body, body, nothing
+    tree = body.made.tree
+    made = tree.unflatten(traced.only(range(tree.num_leaves), *args))
+    groups = iter(made)
+    values = [
+        kind.union(value, new) if is_group and (new := next(groups)) is not None else value
+        for value, is_group in zip(units.values, units.is_group, strict=True)
+    ]
+    followed = kind.follow(static, body.made.static if counts else None)
+    body = make(followed, units.having(values))
+
+    def again(*args: Any) -> Any:
+        result = body(*args)
+        if body.made is not None:
+            raise _made_later(transformation, kind, static, body.made.tree)
+        return result
+
+    return body, again, made
+
+
+def may_create(kind: Kind, static: Any, units: Units) -> bool:
+    """Whether a call may make state that must have been made before."""
+    return any(
+        is_group and (role is None or role is CARRY) and kind.may_create(static, where)
         for is_group, role, where in zip(units.is_group, units.roles, units.filters, strict=True)
     )
-    if creates:
-        static, values = create(static, values)
-    try:
-        results = loop(_in_loop(kind, loop, static, values) if in_loop else static, values)
-    except StateCreated:
-        static, values = create(static, values)
-        results = loop(static, values)
-    begun = iter(
-        kind.begun(kind.created(outside, inside), after)
-        for outside, inside, after in zip(
-            _group_values(units.values, units),
-            _group_values(values, units),
-            [group for parcel in results.parcels for group in parcel.groups],
-            strict=True,
-        )
-    )
-    parcels = [Parcel(tuple(next(begun) for _ in parcel.groups)) for parcel in results.parcels]
-    return results._replace(parcels=parcels)
 
 
-def _in_loop(kind: Kind, loop: Callable[..., Results], static: Any, values: list[Any]) -> Any:
-    """The static half for a scan's body."""
-    inside = kind.in_loop(static)
-    untraced = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
-    if untraced and inside is not static:
-        # The body is not traced, but run as it is: what a trace would tell has to be known before.
-        with jax.disable_jit(False):
-            after = jax.eval_shape(lambda: loop(inside, values)).static.value
-        inside = kind.in_loop(static, after)
-    return inside
-
-
-def _group_values(values: Sequence[Any], units: Units) -> list[Any]:
-    return [v for v, is_group in zip(values, units.is_group, strict=True) if is_group]
-
-
-def has_created(kind: Kind, units: Units, results: Results, roles: Sequence[Any]) -> bool:
-    """Whether a run has made state in a group of one of these roles."""
-    return any(
-        role in roles and kind.created(before, after) is not None
+def created(kind: Kind, units: Units, results: Results) -> list[Any] | None:
+    """What a run has made, of each group, that a loop carries or shares; None if nothing."""
+    made = [
+        kind.created(before, after) if role is None or role is CARRY else None
         for before, after, role in groups(units, results)
+    ]
+    return made if any(of_group is not None for of_group in made) else None
+
+
+def _made_later(transformation: str, kind: Kind, static: Any, tree: Any) -> Exception:
+    path, _ = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))[0]
+    return CarryStructureError(
+        f"{transformation}: {kind.place(static, path[1:])} is made only where the body finds "
+        "what its first run has made; a loop begins with all that it carries, so make it in the "
+        "first run, too, or before the loop."
     )
 
 
-def with_created(
-    kind: Kind,
-    fn: Callable[..., Any],
-    static: Any,
-    units: Units,
-    first: Sequence[Any],
-    values: Sequence[Any],
-    roles: Sequence[Any],
-    again: bool = False,
-) -> tuple[Any, list[Any]]:
-    """Runs a body once, for the state that it makes.
-
-    Args:
-        kind: whose carriers cross.
-        fn: the body; it may return anything.
-        static: the kind's static half.
-        units: what crosses.
-        first: the values of `units` as the first run finds them.
-        values: the values of `units` as they are outside.
-        roles: the roles of groups in which state is made; the others make it in each run anew.
-        again: whether the next run begins with the counters of this one, and not with those it
-            left.
-
-    Returns:
-        The static half for the next run, and `values` with the new state.
-    """
-
-    def once(static: Any, units: Units) -> Any:
-        cargo = units.cargo(static)
-        results = run(kind, lambda args: (fn(*args), None)[1], cargo)
-        created = [
-            kind.created(before, after) if role in roles else None
-            for before, after, role in groups(units, results)
-        ]
-        return created, results.static
-
-    # Under jit, so that what the body computes beside is not computed.
-    traced = traced_by_structure(fn, (kind, tuple(roles)), once)
-    created, collected = traced(static, units.having(first))
-    new = iter(created)
-    added = [
-        kind.union(value, made) if is_group and (made := next(new)) is not None else value
-        for value, is_group in zip(values, units.is_group, strict=True)
+def with_begun(kind: Kind, results: Results, made: list[Any]) -> Results:
+    """The results of a loop, with the initial values of what was made before it."""
+    before = iter(made)
+    parcels = [
+        Parcel(tuple(kind.begun(next(before), group) for group in parcel.groups))
+        for parcel in results.parcels
     ]
-    return kind.follow(static, None if again else collected.value), added
+    return results._replace(parcels=parcels)
 
 
 def groups(units: Units, results: Results) -> list[tuple[Any, Any, Any]]:

@@ -104,12 +104,12 @@ class Kind(Protocol):
         """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1)."""
         return group
 
-    def creates(self, static: Any, where: Any) -> bool:
-        """Whether the call is likely to make new state, as when a model is initialized.
+    def may_create(self, static: Any, where: Any) -> bool:
+        """Whether a call may make new state in a group.
 
         Args:
             static: the static half.
-            where: the filter of the group in question.
+            where: the filter of the group.
         """
         return False
 
@@ -121,15 +121,16 @@ class Kind(Protocol):
         return None
 
     def union(self, group: Any, other: Any) -> Any:
-        """A group with the entries of another one, which go before its own."""
+        """A group with the entries of another one, which replace its own."""
         return other
 
     def begun(self, made: Any, result: Any) -> Any:
-        """What a loop leaves of a group, as `commit` is to find it.
+        """What a loop or a branch leaves of a group, as `commit` is to find it.
 
         Args:
-            made: the entries that `created` gave before the loop, or None.
-            result: the group afterwards; None if the loop shared it.
+            made: what `created` gave: the entries made before, with their initial values.
+            result: the group afterwards; it may have initial values of its own, from each
+                iteration of a loop.
         """
         return result
 
@@ -143,12 +144,12 @@ class Kind(Protocol):
         return static
 
     def follow(self, static: Any, before: Any) -> Any:
-        """The static half for a run that comes after another one, which made the new state.
+        """The static half for a run that finds the state which another one has made.
 
         Args:
             static: that of the call.
-            before: the static half that the other one has collected; None if this one begins
-                where the other one began.
+            before: the static half that the other run has collected; None if this one begins
+                with the counters with which the other one began.
         """
         return static
 

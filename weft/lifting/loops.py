@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +18,10 @@ import jax.numpy as jnp
 
 from weft.errors import RoleError
 from weft.lifting import axes
-from weft.lifting.creation import traced_with_state, with_created
+from weft.lifting.creation import Made, body_with_state, with_begun
 from weft.lifting.crossing import (
     Kind,
     Results,
-    Static,
     Units,
     commit,
     depart,
@@ -29,7 +29,7 @@ from weft.lifting.crossing import (
 )
 from weft.lifting.names import named_after
 from weft.lifting.roles import CARRY, FORK
-from weft.lifting.scan import iteration, scan
+from weft.lifting.scan import iteration, own_where_same, scan
 from weft.lifting.structure import traced_by_structure
 
 
@@ -58,29 +58,27 @@ def while_loop(
     """
 
     def pure(static: Any, units: Units) -> Results:
-        traced: list[tuple[Units, Static]] = []
-
-        def at(i: Any, carry: list[Any]) -> Units:
-            return _folded(kind, i, units).merged(CARRY, carry)
+        make = functools.partial(_Body, kind, body_fn)
+        body, run_body, made = body_with_state(
+            "while_loop", kind, make, static, units, lambda body: body.first, counts=False
+        )
+        same: list[bool] = []
 
         def cond(state: tuple[Any, list[Any]]) -> Any:
-            cargo = at(*state).cargo(static)
+            cargo = body.at(*state).cargo(static)
             return run(kind, lambda args: cond_fn(*args), cargo).packed
 
-        def body(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        def noted(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
             i, carry = state
-            inside = at(i, carry)
-            returned, collected = iteration("while_loop", kind, body_fn, CARRY, static, inside)
-            new_carry = returned.with_roles(CARRY)
-            returned.values = [v if role is None else None for v, role in returned.pairs()]
-            traced[:] = [(returned, collected)]
+            new_carry = run_body(i, carry)
+            same[:] = [a is b for a, b in zip(carry, new_carry, strict=True)]
             return i + 1, new_carry
 
         named_after(cond_fn, cond)
-        named_after(body_fn, body)
-        _, carry = jax.lax.while_loop(cond, body, (jnp.int32(0), units.with_roles(CARRY)))
-        returned, collected = traced[0]
-        return Results(collected, *returned.merged(CARRY, carry).packed())
+        named_after(body_fn, noted)
+        _, carry = jax.lax.while_loop(cond, noted, body.first)
+        carry = own_where_same(body.first[1], carry, same)
+        return with_begun(kind, body.results(carry), made)
 
     looped = traced_by_structure((cond_fn, body_fn), kind, pure)
 
@@ -91,19 +89,44 @@ def while_loop(
         if any(isinstance(role, int) for role in units.roles):
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
-        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-            first = _folded(kind, 0, units.having(values)).values
-            roles = (CARRY, None)
-            return with_created(kind, body_fn, static, units, first, values, roles, again=True)
-
-        def loop(static: Any, values: list[Any]) -> Results:
-            return looped(static, units.having(values))
-
         static, _ = cargo.static.value
-        results = traced_with_state(kind, loop, create, static, units.values, units, in_loop=False)
-        return commit(kind, outer, results)
+        return commit(kind, outer, looped(static, units))
 
     return call
+
+
+class _Body:
+    """The body as a function of an iteration's number and of the leaves of the carry."""
+
+    def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
+        self._kind, self.fn, self._static, self._units = kind, fn, static, units
+        carry, self._tree = jax.tree.flatten(units.with_roles(CARRY))
+        self.first = jnp.int32(0), carry
+        self.made: Made | None = None
+
+    def at(self, i: Any, carry: list[Any]) -> Units:
+        """What the i-th iteration finds."""
+        folded = _folded(self._kind, i, self._units)
+        return folded.merged(CARRY, self._tree.unflatten(carry))
+
+    def __call__(self, i: Any, carry: list[Any]) -> list[Any]:
+        inside = self.at(i, carry)
+        returned, self.collected, made = iteration(
+            "while_loop", self._kind, self.fn, CARRY, self._static, inside
+        )
+        if made is not None:
+            leaves, tree = jax.tree.flatten(made)
+            self.made = Made(tree, self.collected.value)
+            return leaves
+        new_carry = jax.tree.leaves(returned.with_roles(CARRY))
+        returned.values = [v if role is None else None for v, role in returned.pairs()]
+        self._returned = returned
+        return new_carry
+
+    def results(self, carry: list[Any]) -> Results:
+        """What the loop returns."""
+        merged = self._returned.merged(CARRY, self._tree.unflatten(carry))
+        return Results(self.collected, *merged.packed())
 
 
 def _folded(kind: Kind, i: Any, units: Units) -> Units:

@@ -12,6 +12,7 @@ same in every iteration.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 
 from weft.errors import CarryStructureError, RoleError
 from weft.lifting import axes
-from weft.lifting.creation import StateCreated, groups, has_created, traced_with_state, with_created
+from weft.lifting.creation import Made, body_with_state, created, groups, with_begun
 from weft.lifting.crossing import (
     Kind,
     Results,
@@ -80,21 +81,10 @@ def scan(
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         n = axes.axis_size(kind, cargo, units, length, "scan")
-        values = axes.enter_axis(kind, units, n, metadata).values
-
-        def create(static: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-            index = n - 1 if reverse or n == 0 else 0
-            first = [
-                _first(*of_unit, index)
-                for of_unit in zip(units.values, values, units.roles, strict=True)
-            ]
-            return with_created(kind, fn, static, units, first, values, (CARRY, None))
-
-        def loop(static: Any, values: list[Any]) -> Results:
-            return looped((static, n), units.having(values))
-
+        # Without iterations there are keys for one nevertheless, see `first` below.
+        entered = axes.enter_axis(kind, units, n or 1, metadata)
         static, _ = cargo.static.value
-        results = traced_with_state(kind, loop, create, static, values, units)
+        results = looped((static, n), entered)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
@@ -107,29 +97,70 @@ def _on_values(
 
     def pure(static: Any, units: Units) -> Results:
         of_kind, n = static
-        # Of leaves and not of trees, since JAX takes what it is given apart again and again.
-        carry, carry_tree = jax.tree.flatten(units.with_roles(CARRY))
-        xs, xs_tree = jax.tree.flatten([_front(v, r) for v, r in units.pairs() if _is_sliced(r)])
-        # The body's results are known only once it was traced; their structure is all that is kept
-        # of them.
-        traced: list[tuple[Units, Static, Any]] = []
+        index = n - 1 if of_loop["reverse"] and n else 0
 
-        def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            sliced, carried = xs_tree.unflatten(xs), carry_tree.unflatten(carry)
-            inside = _filled(units, sliced).merged(CARRY, carried)
-            returned, collected = iteration("scan", kind, fn, out_axes, of_kind, inside)
-            new_carry = jax.tree.leaves(returned.with_roles(CARRY))
-            ys, ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
-            returned.values = [v if role is None else None for v, role in returned.pairs()]
-            traced[:] = [(returned, collected, ys_tree)]
+        def first(body: _Body) -> tuple[Any, Any]:
+            # Without iterations there are keys for one nevertheless, and zeros for all else.
+            return body.carry, [x[index] if x.shape[0] else _zero(x) for x in body.xs]
+
+        make = functools.partial(_Body, kind, fn, out_axes)
+        body, run, made = body_with_state("scan", kind, make, of_kind, units, first, counts=True)
+
+        same: list[bool] = []
+
+        def noted(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            new_carry, ys = run(carry, xs)
+            same[:] = [a is b for a, b in zip(carry, new_carry, strict=True)]
             return new_carry, ys
 
-        carry, ys = jax.lax.scan(named_after(fn, body), carry, xs, length=n, **of_loop)
-        returned, collected, ys_tree = traced[0]
-        stacked = _filled(returned, ys_tree.unflatten(ys), stacked=True)
-        return Results(collected, *stacked.merged(CARRY, carry_tree.unflatten(carry)).packed())
+        xs = body.xs if n else [x[:0] for x in body.xs]
+        carry, ys = jax.lax.scan(named_after(fn, noted), body.carry, xs, length=n, **of_loop)
+        carry = own_where_same(body.carry, carry, same)
+        return with_begun(kind, body.results(carry, ys), made)
 
     return pure
+
+
+class _Body:
+    """The body as a function of the leaves of the carry, and of those of slices.
+
+    Of leaves and not of trees, since JAX takes what it is given apart again and again.
+    """
+
+    def __init__(
+        self, kind: Kind, fn: Callable[..., Any], out_axes: Any, of_kind: Any, units: Units
+    ):
+        self._kind, self.fn, self._out_axes = kind, fn, out_axes
+        self._static, self._units = of_kind, units
+        self.carry, self._carry_tree = jax.tree.flatten(units.with_roles(CARRY))
+        self.xs, self._xs_tree = jax.tree.flatten(
+            [_front(v, r) for v, r in units.pairs() if _is_sliced(r)]
+        )
+        self.made: Made | None = None
+
+    def __call__(self, carry: list[Any], xs: list[Any]) -> Any:
+        sliced, carried = self._xs_tree.unflatten(xs), self._carry_tree.unflatten(carry)
+        inside = _filled(self._units, sliced).merged(CARRY, carried)
+        returned, self.collected, made = iteration(
+            "scan", self._kind, self.fn, self._out_axes, self._static, inside
+        )
+        if made is not None:
+            leaves, tree = jax.tree.flatten(made)
+            self.made = Made(tree, self.collected.value)
+            return leaves
+        # The results are known only once the body was traced; their structure is all that is kept
+        # of them.
+        new_carry = jax.tree.leaves(returned.with_roles(CARRY))
+        ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
+        returned.values = [v if role is None else None for v, role in returned.pairs()]
+        self._returned = returned
+        return new_carry, ys
+
+    def results(self, carry: list[Any], ys: list[Any]) -> Results:
+        """What the loop returns."""
+        stacked = _filled(self._returned, self._ys_tree.unflatten(ys), stacked=True)
+        merged = stacked.merged(CARRY, self._carry_tree.unflatten(carry))
+        return Results(self.collected, *merged.packed())
 
 
 def iteration(
@@ -139,7 +170,7 @@ def iteration(
     out_axes: Any,
     static: Any,
     units: Units,
-) -> tuple[Units, Static]:
+) -> tuple[Units, Static, list[Any] | None]:
     """Runs a loop's body once.
 
     Args:
@@ -151,38 +182,38 @@ def iteration(
         units: what crosses, as the body finds it.
 
     Returns:
-        What comes back, and the static half of it.
+        What comes back, the static half of it, and what the run has made that must be there before
+        the loop, or None. If there is any, nothing else has been looked at.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         RoleError: if it returns or changes something with the role None.
-        StateCreated: if it makes state which must have been made before.
     """
     cargo = units.cargo(static)
     results = run(kind, lambda args: fn(*args), cargo, out_axes)
-    if has_created(kind, units, results, (CARRY, None)):
-        raise StateCreated
     returned = in_results(cargo, results, out_axes)
+    if (made := created(kind, units, results)) is not None:
+        return returned, results.static, made
     _take_over_carry(kind, units, results, returned)
     _check_shared(transformation, kind, static, units, returned)
     _check_carry(transformation, kind, static, units, returned)
-    return returned, results.static
+    return returned, results.static, None
 
 
-def _first(outside: Any, inside: Any, role: Role, index: int) -> Any:
-    """What the first iteration finds of a value; where there is none, something of its shape."""
-    if not _is_sliced(role):
-        return inside
-    if index < 0:
-        if role is FORK:
-            return outside
-        return jax.tree.map(lambda x: jnp.zeros_like(x, shape=_without(x.shape, role)), inside)
-    return jax.tree.map(lambda x: x[index], _front(inside, role))
+def own_where_same(before: list[Any], after: list[Any], same: list[bool]) -> list[Any]:
+    """The leaves that a loop leaves of its carry; those that no iteration changes, as they were."""
+    return [
+        b if is_same and isinstance(b, jax.Array) else a
+        for b, a, is_same in zip(before, after, same, strict=True)
+    ]
 
 
-def _without(shape: tuple[int, ...], axis: Any) -> tuple[int, ...]:
-    axis %= len(shape)
-    return shape[:axis] + shape[axis + 1 :]
+def _zero(x: Any) -> Any:
+    """Zeros of the type that an iteration has of `x`."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = jnp.zeros_like(jax.random.key_data(x), shape=jax.random.key_data(x).shape[1:])
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jnp.zeros_like(x, shape=x.shape[1:])
 
 
 def _is_sliced(role: Role) -> bool:

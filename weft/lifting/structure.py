@@ -3,6 +3,9 @@
 A loop or a branch that runs outside of `jax.jit` is compiled by JAX for the function it is given.
 That is a new one at each call here, so the call itself is put under a `jax.jit` of its own, with
 all that is not an array as structure. Inside of another trace it leaves no mark.
+
+What comes out as it went in is the caller's own value again, so that it counts as unchanged for
+whatever is around, which may share it.
 """
 
 from __future__ import annotations
@@ -33,11 +36,15 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
     """
 
     # Of leaves and not of trees, since JAX takes what it is given apart again and again.
-    def of_leaves(structure: Static, leaves: list[Any], *arrays: Any) -> Any:
+    def of_leaves(structure: Static, leaves: list[Any], *arrays: Any) -> tuple[Any, Static]:
         static, layout, trees = structure.value
         rest = map(_shown, leaves)
         values = [tree.unflatten(itertools.islice(rest, tree.num_leaves)) for tree in trees]
-        return with_room(pure, static, Units(layout, values), *arrays)
+        results, tree = jax.tree.flatten(with_room(pure, static, Units(layout, values), *arrays))
+        given = {id(x): i for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        kept = {i: given[id(x)] for i, x in enumerate(results) if id(x) in given}
+        changed = [x for i, x in enumerate(results) if i not in kept]
+        return changed, Static((tree, tuple(kept.items())))
 
     def make() -> Callable[..., Any]:
         named = fns[-1] if isinstance(fns, tuple) else fns
@@ -51,7 +58,15 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
             of_value, tree = jax.tree.flatten(value)
             leaves.extend(map(_hidden, of_value) if role is None else of_value)
             trees.append(tree)
-        return jitted.value(Static((static, units.layout, tuple(trees))), leaves, *arrays)
+        structure = Static((static, units.layout, tuple(trees)))
+        changed, rest = jitted.value(structure, leaves, *arrays)
+        tree, kept = rest.value
+        if not kept:
+            return tree.unflatten(changed)
+        own, others = dict(kept), iter(changed)
+        return tree.unflatten(
+            leaves[own[i]] if i in own else next(others) for i in range(tree.num_leaves)
+        )
 
     return call
 

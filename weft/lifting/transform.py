@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from weft.lifting.creation import with_begun
 from weft.lifting.crossing import Cargo, Kind, Parcel, Static, commit, depart, is_parcel, run
 
 Groups = tuple[Any, ...]
@@ -36,18 +37,27 @@ def transform(
 
     def call(*args: Any) -> Any:
         outer, cargo = depart(kind, args, in_axes)
+        before = _groups(cargo.packed)
         if initialize is not None:
             results = run(kind, lambda args: fn(*args), cargo)
-            made = iter(map(initialize, _groups(cargo.packed), _groups(results.parcels)))
+            initial = iter(map(initialize, before, _groups(results.parcels)))
             static, roles = cargo.static.value
             static = Static((kind.follow(static, results.static.value), roles))
-            cargo = Cargo(static, _map_parcels(lambda _: next(made), cargo.packed))
+            cargo = Cargo(static, _map_parcels(lambda _: next(initial), cargo.packed))
         found = _map_parcels(map_in, cargo.packed)
         results = run(kind, lambda args: fn(*args), cargo._replace(packed=found))
         left = map(map_out, _groups(found), _groups(results.parcels))
-        return commit(kind, outer, results._replace(parcels=list(map(Parcel, left))))
+        results = results._replace(parcels=list(map(Parcel, left)))
+        # What was made before the second run are initial values.
+        pairs = zip(_flat(before), _flat(_groups(cargo.packed)), strict=True)
+        made = [new if new is not old else None for old, new in pairs]
+        return commit(kind, outer, with_begun(kind, results, made))
 
     return call
+
+
+def _flat(of_carriers: list[Groups]) -> list[Any]:
+    return [group for groups in of_carriers for group in groups]
 
 
 def _groups(packed: Any) -> list[Groups]:

@@ -15,6 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from tests.keys import quick_key
 from weft.core import apply, init, lift
+from weft.core.rngs import Stream
+from weft.errors import CarryStructureError
 
 KEY = quick_key(0)
 
@@ -167,3 +169,203 @@ def nestings():
 @pytest.mark.parametrize("names", list(nestings()), ids=", ".join)
 def test_state_made_and_changed_in_deeper_nestings(names):
     check(*names)
+
+
+# How often a body is traced, see `weft.lifting.creation`.
+
+LOOPS = {"scan", "scan backwards", "scan of none", "while", "while of none", "fori"}
+MIXED = ["scan", "while", "fori", "taken", "not taken", "axis"]
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+@pytest.mark.parametrize("names", [["scan"], ["while"], ["fori"], ["not taken"], MIXED], ids=str)
+def test_a_body_is_traced_once_and_once_more_for_each_loop_that_carries_what_it_makes(names, depth):
+    traces = []
+
+    def body(scope):
+        traces.append(1)
+        count(scope)
+
+    names = (names * depth)[:depth]
+    program = BODY._replace(run=body)
+    for name in reversed(names):
+        program = LAYERS[name](program)
+    most = 1 + sum(name in LOOPS for name in names)
+
+    def run(variables):
+        return apply(program.run, mutable=["state"])(variables)[1]
+
+    shapes = jax.eval_shape(lambda: run({}))
+    assert len(traces) <= most
+    traces.clear()
+    jax.eval_shape(lambda: init(program.run)(KEY))
+    assert len(traces) <= most
+    traces.clear()
+    jax.eval_shape(run, shapes)
+    assert len(traces) == 1
+
+
+# With which keys it is made.
+
+
+def drawing(scope, carry, _=None):
+    """Draws a key of each of two streams, and makes three variables with others."""
+    above = scope.make_rng("noise")
+    child = scope.push("child", reuse=True).rewound()
+    for name, stream in (("a", "noise"), ("b", "params"), ("c", "noise")):
+        child.variable("state", name, lambda s=stream: jax.random.uniform(child.make_rng(s)))
+    child.variable("state", "d", lambda: jax.random.uniform(above))
+    return carry, None
+
+
+RNGS = {"params": KEY, "noise": quick_key(1)}
+
+
+def made_by(program):
+    of_init = init(program)(RNGS)[1]["state"]
+    of_apply = apply(program, mutable=["state"])({}, rngs=RNGS)[1]["state"]
+    jax.tree.map(np.testing.assert_array_equal, of_init, of_apply)
+    return of_init
+
+
+def first_iterations(state, depth):
+    return jax.tree.map(lambda x: x[(0,) * depth], state)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 3])
+@pytest.mark.parametrize("foresees", [True, False])
+def test_a_scan_makes_what_it_carries_with_the_keys_of_its_first_iteration(split, length, foresees):
+    options = {
+        "split_rngs": {"params": split, "noise": split},
+        "check_constancy_invariants": foresees,
+    }
+
+    def program(length, **of_state):
+        loop = lift.scan(drawing, length=length, **options, **of_state)
+        return lambda s: loop(s, None, None)[0]
+
+    carried = made_by(program(length, variable_carry="state"))
+    own = made_by(program(length or 1, variable_axes={"state": 0}))
+    jax.tree.map(np.testing.assert_array_equal, carried, first_iterations(own, 1))
+
+
+def by_hand(split, foresees, draws):
+    """The variables of the first iteration, from keys and their numbers."""
+
+    def first(key):
+        return jax.random.split(key, 3)[0] if split else key
+
+    def value(stream, path, number):
+        at = Stream(first(RNGS[stream])).at(*path, number + draws[path, stream] * foresees)
+        return jax.random.uniform(at.as_key())
+
+    child = {name: value("noise", ("child",), i) for name, i in (("a", 1), ("c", 2))}
+    child |= {"b": value("params", ("child",), 1), "d": value("noise", (), 1)}
+    return {"child": child}
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("loop", ["scan", "fori"])
+def test_the_keys_of_the_first_iteration_by_hand(loop, split):
+    streams = {"params": split, "noise": split}
+
+    def run(scope):
+        if loop == "scan":
+            body = lift.scan(drawing, variable_carry="state", split_rngs=streams, length=3)
+            body(scope, None, None)
+        else:
+            body = lambda i, s, c: drawing(s, c)[0]  # noqa: E731
+            lift.fori_loop(0, 3, body, scope, None, carry_variables="state", split_rngs=streams)
+
+    draws = {((), "noise"): 1, (("child",), "noise"): 2, (("child",), "params"): 1}
+    expected = by_hand(split, loop == "scan", draws)
+    jax.tree.map(np.testing.assert_array_equal, made_by(run), expected)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_while_loop_makes_what_it_carries_with_the_keys_of_its_first_iteration(split):
+    streams = {"params": split, "noise": split}
+
+    def run(scope):
+        body = lambda s, i: (drawing(s, None), i + 1)[1]  # noqa: E731
+        more = lambda s, i: i < 2  # noqa: E731
+        lift.while_loop(more, body, scope, 0, carry_variables="state", split_rngs=streams)
+
+    def first(scope):
+        drawing(scope, None)
+
+    rngs = {name: jax.random.fold_in(key, 0) if split else key for name, key in RNGS.items()}
+    expected = apply(first, mutable=["state"])({}, rngs=rngs)[1]["state"]
+    jax.tree.map(np.testing.assert_array_equal, made_by(run), expected)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_nested_scans_make_what_they_carry_with_the_keys_of_the_first_iterations(split):
+    streams = {"params": split, "noise": split}
+
+    def nested(**of_state):
+        inner = lift.scan(drawing, split_rngs=streams, length=1, **of_state)
+        body = lambda s, c, _: (inner(s, c, None)[0], None)  # noqa: E731
+        outer = lift.scan(body, split_rngs=streams, length=1, **of_state)
+        return lambda s: outer(s, None, None)[0]
+
+    carried = made_by(nested(variable_carry="state"))
+    distinct = {float(x) for x in jax.tree.leaves(carried)}
+    assert len(distinct) == 4
+    # A scan that makes its state runs the body as often as one with an axis, and draws as many
+    # keys in the run before; those that find the state draw fewer.
+    keys = {
+        jax.random.uniform(
+            Stream(RNGS["params"] if not split else twice_split(RNGS["params"]))
+            .at("child", n)
+            .as_key()
+        ).item()
+        for n in range(1, 6)
+    }
+    assert float(carried["child"]["b"]) in keys
+
+
+def twice_split(key):
+    return jax.random.split(jax.random.split(key, 1)[0], 1)[0]
+
+
+def test_shared_state_is_made_with_the_keys_of_the_run_before_whatever_else_is_made():
+    def body(scope, carry, _):
+        kernel = scope.push("dense", reuse=True).rewound()
+        kernel.param("w", lambda key: jax.random.uniform(key))
+        n = scope.push("count", reuse=True).rewound()
+        n.variable("state", "n", lambda: jax.random.uniform(n.make_rng("params")))
+        return carry, None
+
+    options = {"variable_broadcast": "params", "split_rngs": {"params": False}, "length": 2}
+    loop = lift.scan(body, variable_carry="state", **options)
+    variables = init(lambda s: loop(s, None, None)[0])(KEY)[1]
+    w, n = (jax.random.uniform(Stream(KEY).at(*at).as_key()) for at in (("dense", 1), ("count", 2)))
+    assert variables == {"params": {"dense": {"w": w}}, "state": {"count": {"n": n}}}
+
+
+def test_state_that_is_made_only_after_other_state_is_refused():
+    def body(scope, carry, _):
+        name = "later" if scope.has_variable("state", "first") else "first"
+        scope.variable("state", name, lambda: 1.0)
+        return carry, None
+
+    loop = lift.scan(body, variable_carry="state", length=2)
+    with pytest.raises(CarryStructureError, match=r"scan: .*'later'.* is made only where the body"):
+        apply(lambda s: loop(s, None, None)[0], mutable=["state"])({})
+
+
+def test_each_branch_begins_with_the_value_that_it_makes_itself():
+    def makes(start):
+        def branch(scope):
+            n = scope.variable("state", "n", lambda: jnp.float32(start))
+            n.value += 1
+
+        return branch
+
+    def run(scope, index):
+        lift.switch(index, [makes(1), makes(10), lambda scope: None], scope)
+
+    made = [float(apply(run, mutable=["state"])({}, i)[1]["state"]["n"]) for i in range(3)]
+    assert made == [2, 11, 1]

@@ -75,7 +75,7 @@ def test_variables_are_initialized_once_through_nested_maps(depth, loop):
     y, variables = init(f)(KEY, X)
     assert len(runs) == depth + 1 + loop
     plain = init(layer)(KEY, X)[1]["params"]["kernel"]
-    np.testing.assert_array_equal(variables["params"]["kernel"], plain / 2**depth)
+    np.testing.assert_allclose(variables["params"]["kernel"], plain / 2**depth, rtol=1e-6)
     runs.clear()
     np.testing.assert_array_equal(apply(f)(variables, X), y)
     assert len(runs) == 1

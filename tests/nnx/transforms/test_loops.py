@@ -183,3 +183,95 @@ def test_loops_under_jit_and_no_leaks():
         f = nnx.jit(lambda m, n: nnx.while_loop(lambda m: m.n[...] < n, lambda m: m.add(1), m))
         assert f(m, 3.0) is m
     assert float(m.n) == 3
+
+
+# Loops inside of a scan that shares parameters.
+
+
+def add_and_scale(m, x):
+    m.add(m.w[...])
+    return x * m.w[...]
+
+
+def by_fori(lower):
+    def run(m, x):
+        step = lambda i, c: (c[0], add_and_scale(*c))  # noqa: E731
+        return nnx.fori_loop(lower, 2, step, (m, x))[1]
+
+    return run
+
+
+def by_while(m, x):
+    step = lambda c: (c[0], add_and_scale(*c[:2]), c[2] + 1)  # noqa: E731
+    return nnx.while_loop(lambda c: c[2] < 2, step, (m, x, 0))[1]
+
+
+def by_scan(m, x):
+    step = lambda c: (c[0], add_and_scale(*c))  # noqa: E731
+    return nnx.scan(step, in_axes=(nnx.Carry,), out_axes=nnx.Carry, length=2)((m, x))[1]
+
+
+def by_cond(m, x):
+    run = by_fori(0)
+    return nnx.cond(x > 0, run, lambda m, x: x, m, x)
+
+
+def seen_by_vmap(run):
+    def of_both(m, x):
+        # Only what is read crosses with the parameters, which all indices share.
+        scaled = lambda w, x: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[1] * c[0]), (w, x))[1]  # noqa: E731
+        y = nnx.vmap(scaled, in_axes=(None, 0))(m.w, jnp.stack([x, x]))[0]
+        run(m, x)
+        return y
+
+    return of_both
+
+
+INNER = {
+    "fori": by_fori(0),
+    "fori of unknown length": by_fori(jnp.int32(0)),
+    "while": by_while,
+    "scan": by_scan,
+    "cond": by_cond,
+}
+BETWEEN = {
+    "nothing": lambda run: run,
+    "jit": nnx.jit,
+    "remat": nnx.remat,
+    "vmap": seen_by_vmap,
+    "switch": lambda run: lambda m, x: nnx.switch(0, [run, by_cond], m, x),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("inner", INNER)
+def test_what_a_loop_does_not_change_may_be_shared_around_it(inner, between):
+    run = BETWEEN[between](INNER[inner])
+    axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
+    outer = nnx.scan(
+        lambda x, m: run(m, x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, length=2
+    )
+    m = Pair()
+    assert float(outer(jnp.float32(1), m)) == 16
+    assert (float(m.w), float(m.n)) == (2, 8)
+
+
+@pytest.mark.parametrize("depth", range(1, 7))
+@pytest.mark.parametrize("loop", [by_scan, by_while, by_fori(0), by_cond])
+def test_a_body_in_loops_is_traced_once(loop, depth):
+    traces = []
+
+    class Noted(Pair):
+        def add(self, x):
+            traces.append(1)
+            return super().add(x)
+
+    def nested(m, x, depth=depth):
+        if depth == 1:
+            return loop(m, x)
+        step = lambda x, m: nested(m, x, depth - 1)  # noqa: E731
+        axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
+        return nnx.scan(step, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, length=2)(x, m)
+
+    jax.eval_shape(lambda x: nested(Noted(), x), jnp.float32(1))
+    assert len(traces) == 1

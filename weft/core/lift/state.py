@@ -60,10 +60,13 @@ def map_variables(
         return _changed(map_in_fn, groups[0]), *groups[1:]
 
     def map_all_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
-        return _changed(map_out_fn, kind.union(found[0], left[0])), *left[1:]
+        initial = kind.union(found[0], Group({}, {}, left[0].made))
+        made = map_out_fn(initial.variables) if left[0].made else {}
+        changed = _changed(map_out_fn, kind.union(found[0], left[0]))
+        return changed._replace(made=made), *left[1:]
 
     def map_out(found: tuple[Group, ...], left: tuple[Group, ...]) -> tuple[Group, ...]:
-        return map_all_out(found, left) if left[0].variables else left
+        return map_all_out(found, left) if left[0].variables or left[0].made else left
 
     def initialize(before: tuple[Group, ...], after: tuple[Group, ...]) -> tuple[Group, ...]:
         return _changed(map_out_fn, kind.union(before[0], after[0])), *before[1:]
