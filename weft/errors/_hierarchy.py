@@ -16,6 +16,10 @@ class ContextTransformError(WeftError, RuntimeError):
     """An output was added, or a key drawn, inside of a JAX transformation that hands none on."""
 
 
+class LoopOutputError(WeftError, ValueError):
+    """A module adds an output in a loop that has no place for one of each iteration."""
+
+
 class OutputConflictError(WeftError, ValueError):
     """A summary, state update, module output or child context was added twice under one name."""
 

@@ -151,6 +151,25 @@ class ContextKind(Kind):
             for name, value in group.items()
         }
 
+    def fold(self, group: dict[str, Any], i: Any) -> dict[str, Any]:
+        return {
+            name: jax.random.fold_in(value, i)
+            if name == "prng_key" and value is not None
+            else value
+            for name, value in group.items()
+        }
+
+    def place(self, static: tuple[_Static, ...], path: Any) -> str:
+        module = static[0].module
+        shown = static[0].name if module is None else module.path()
+        entry = jax.tree_util.keystr(path, simple=True, separator="/")
+        return f"{entry!r} of the module {shown!r}"
+
+    def place_of(self, context: InvocationContext, kind: str, path: Any) -> str:
+        """Where an output is, by its path in one of the kinds of outputs; for errors."""
+        fields = _Static(context.name, context.module, context.is_training, (), False)
+        return self.place((fields,), (jax.tree_util.DictKey(kind), *path))
+
 
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
     """The entries of all groups."""

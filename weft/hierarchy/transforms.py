@@ -2,7 +2,15 @@
 
 Inside a module's method, a function that calls children reads their state from the context and adds
 outputs to it. These transformations hand the context's entries through, entry by entry, instead of
-closing over them.
+closing over them. What becomes of each:
+
+- Parameters are closed over no more: they are mapped, shared, differentiated or laid out over
+  devices as the transformation says.
+- PRNG keys are those of the untransformed call, but where there are several indexes or iterations:
+  each of these has its own.
+- Outputs come back as they are from `jit`, `remat`, derivatives, `checkify` and branches, and
+  stacked along a new axis 0 from `vmap`, `pmap`, `shard_map` and scans. `while_loop` and
+  `fori_loop` refuse them, and `eval_shape` drops them.
 """
 
 import contextlib
@@ -20,24 +28,47 @@ from weft.hierarchy.context import (
     OutputCollection,
     current_context,
     require_context,
-    set_current_context,
 )
-from weft.hierarchy.context_kind import OUTPUTS, ContextKind
+from weft.hierarchy.context_kind import OUTPUTS
+from weft.hierarchy.control_flow import cond, fori_loop, switch, while_loop
+from weft.hierarchy.derivatives import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
+from weft.hierarchy.in_context import CONTEXTS, in_context, spread
 from weft.lifting import CARRY, FORK, Roles
 from weft.lifting.names import named_after
 
-CONTEXTS = ContextKind()
+__all__ = [
+    "CONTEXTS",
+    "checkify",
+    "cond",
+    "custom_jvp",
+    "custom_vjp",
+    "eval_shape",
+    "fori_loop",
+    "grad",
+    "in_context",
+    "jit",
+    "jvp",
+    "merged_summaries",
+    "pmap",
+    "propagate_repeated_output_collections",
+    "remat",
+    "scan",
+    "scan_in_context",
+    "shard_map",
+    "switch",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+    "while_loop",
+]
+
 Carry = TypeVar("Carry")
+SHARED = jax.sharding.PartitionSpec()
 
 
-def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with a context as an additional first argument, in which it runs."""
-
-    def call(context: InvocationContext, *args: Any) -> Any:
-        with set_current_context(context, require_parent=False):
-            return fn(*args)
-
-    return named_after(fn, call, leading=("context",))
+def _mapped(state_axis: int | None) -> Roles:
+    """What happens to a context along a new axis: keys of its own, outputs stacked."""
+    return Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
 
 def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
@@ -89,12 +120,15 @@ def vmap(
         A function with the arguments and results of `fn`, to be called inside an invocation. Each
         index has its own PRNG key; outputs of modules are stacked along axis 0.
     """
-    roles = Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
     def call(*args: Any) -> Any:
         per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
         lifted = lifting.vmap(
-            CONTEXTS, in_context(fn), in_axes=(roles, *per_arg), out_axes=out_axes, **vmap_kwargs
+            CONTEXTS,
+            in_context(fn),
+            in_axes=(_mapped(state_axis), *per_arg),
+            out_axes=out_axes,
+            **vmap_kwargs,
         )
         return lifted(require_context("vmap"), *args)
 
@@ -144,11 +178,10 @@ def scan(
     named_after(fn, body)
     if remat_kwargs is not None:
         body = lifting.remat(CONTEXTS, body, **{"prevent_cse": False, **remat_kwargs})
-    roles = Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
     return lifting.scan(
         CONTEXTS,
         body,
-        in_axes=(roles, CARRY, 0),
+        in_axes=(_mapped(state_axis), CARRY, 0),
         out_axes=(CARRY, 0),
         length=length,
         unroll=unroll,
@@ -263,3 +296,161 @@ def _merged(*values: Any) -> Any:
     if _is_summable(values[0]):
         return functools.reduce(lambda a, b: a + b, values)
     return jnp.mean(jnp.stack(values), axis=0)
+
+
+# Transformations with the signatures that they have in JAX.
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
+    donate_argnums: int | Sequence[int] = (),
+    inline: bool = False,
+) -> Callable[..., Any]:
+    """`jax.jit` of a function that invokes modules; takes the same arguments.
+
+    Returns:
+        A function with the arguments and results of `fn`, to be called inside an invocation.
+    """
+
+    def shifted(argnums: int | Sequence[int]) -> tuple[int, ...]:
+        at = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        return tuple(i + 1 if i >= 0 else i for i in at)
+
+    lifted = lifting.jit(
+        CONTEXTS,
+        in_context(fn),
+        static_argnums=shifted(static_argnums),
+        static_argnames=static_argnames,
+        donate_argnums=shifted(donate_argnums),
+        inline=inline,
+    )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return lifted(require_context("jit"), *args, **kwargs)
+
+    return named_after(fn, call, leading=())
+
+
+def shard_map(
+    fn: Callable[..., Any],
+    *,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    state_spec: jax.sharding.PartitionSpec = SHARED,
+    axis_names: frozenset[str] = frozenset(),
+    check_vma: bool = True,
+) -> Callable[..., Any]:
+    """`jax.shard_map` of a function that invokes modules.
+
+    Args:
+        fn: the function, of the parts of its arguments on one device.
+        mesh: as for `jax.shard_map`.
+        in_specs: a prefix of the tuple of arguments.
+        out_specs: a prefix of the result.
+        state_spec: how the state is laid out; by default each device has all of it.
+        axis_names: the axes of the mesh that `fn` sees; by default all.
+        check_vma: as for `jax.shard_map`.
+
+    Returns:
+        A function with the arguments and results of `fn`, to be called inside an invocation. Each
+        device has its own PRNG key; outputs of modules are stacked along a new axis 0 of devices.
+    """
+    of_devices = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
+    roles = Roles(
+        (("state", state_spec), ("prng_key", FORK), ("shared", SHARED), (OUTPUTS, of_devices))
+    )
+
+    def of_device(context: InvocationContext, *args: Any) -> Any:
+        result = in_context(fn)(context, *args)
+        for part in context.output_collection:
+            part.update(jax.tree.map(lambda x: jnp.asarray(x)[None], part))
+        return result
+
+    def call(*args: Any) -> Any:
+        is_one = isinstance(in_specs, jax.sharding.PartitionSpec)
+        per_arg = (in_specs,) * len(args) if is_one else tuple(in_specs)
+        lifted = lifting.shard_map(
+            CONTEXTS,
+            named_after(fn, of_device),
+            mesh=mesh,
+            in_specs=(roles, *per_arg),
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+        return lifted(require_context("shard_map"), *args)
+
+    return named_after(fn, call, leading=())
+
+
+def pmap(
+    fn: Callable[..., Any],
+    axis_name: str = "devices",
+    *,
+    state_axis: int | None = 0,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    devices: Sequence[Any] | None = None,
+) -> Callable[..., Any]:
+    """`vmap` with one device for each index; takes the same arguments.
+
+    Args:
+        fn: a function of pytrees.
+        axis_name: the name of the mapped axis for collectives.
+        state_axis: the axis of the state that is mapped, or None if all share the state.
+        in_axes: as for `vmap`.
+        out_axes: likewise.
+        devices: on which to run; by default as many of `jax.devices()` as are needed.
+    """
+
+    def call(*args: Any) -> Any:
+        per_arg = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        lifted = lifting.pmap(
+            CONTEXTS,
+            in_context(fn),
+            axis_name=axis_name,
+            in_axes=(_mapped(state_axis), *per_arg),
+            out_axes=out_axes,
+            devices=devices,
+        )
+        return lifted(require_context("pmap"), *args)
+
+    return named_after(fn, call, leading=())
+
+
+def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[Any, Any]]:
+    """`jax.experimental.checkify.checkify` of a function that invokes modules.
+
+    Args:
+        fn: the function.
+        errors: which checks are made; None for `checkify.user_checks`.
+
+    Returns:
+        A function with the arguments of `fn`, to be called inside an invocation. It returns the
+        error, which may be none, and the result.
+    """
+    lifted = lifting.checkify(CONTEXTS, spread(fn), errors=errors)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return lifted(require_context("checkify"), args, kwargs)
+
+    return named_after(fn, call, leading=())
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`jax.eval_shape` of a function that invokes modules, to be called inside an invocation.
+
+    Nothing is computed, so nothing comes to the outputs of modules.
+
+    Args:
+        fn: the function.
+        *args: its arguments; arrays, or `jax.ShapeDtypeStruct` in their place.
+        **kwargs: likewise.
+    """
+    inputs = Roles(((("state", "prng_key", "shared"), None),))
+    lifted = lifting.eval_shape(CONTEXTS, spread(fn), in_axes=(inputs, None, None))
+    return lifted(require_context("eval_shape"), args, kwargs)

@@ -231,7 +231,7 @@ def _check_alike(
     passing = {kind.place(static, path[1:]) for path in made}
     theirs = by_place[0]
     for name, ours in zip(names[1:], by_place[1:], strict=False):
-        for at in (ours.keys() ^ theirs.keys()) - passing:
+        for at in sorted((ours.keys() ^ theirs.keys()) - passing):
             has, has_not = (name, names[0]) if at in ours else (names[0], name)
             raise BranchStructureError(
                 f"{at} is there after {has}, and not after {has_not}; the branches return, and "

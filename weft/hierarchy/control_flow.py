@@ -1,0 +1,196 @@
+"""Branches, and loops of unknown length, of functions that invoke modules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from weft import lifting
+from weft.errors import BranchStructureError, LoopOutputError, OutputConflictError
+from weft.hierarchy.context import InvocationContext, require_context
+from weft.hierarchy.in_context import CONTEXTS, in_context
+from weft.lifting import CARRY, FORK, Roles
+from weft.lifting.names import named_after
+
+_OF_LOOP = Roles((("prng_key", FORK), (True, None)))
+
+
+def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_val: Any) -> Any:
+    """`jax.lax.while_loop` of functions that invoke modules, to be called inside an invocation.
+
+    The state is the same in each iteration, and each has a PRNG key of its own.
+
+    Args:
+        cond_fn: takes the carry and returns whether to go on.
+        body_fn: takes the carry and returns the next one.
+        init_val: the first carry.
+
+    Raises:
+        LoopOutputError: if one of the functions adds a summary, state update or module output: such
+            a loop has no place for those of each iteration.
+    """
+    lifted = lifting.while_loop(
+        CONTEXTS,
+        _without_outputs(cond_fn, "while_loop"),
+        _without_outputs(body_fn, "while_loop"),
+        in_axes=(_OF_LOOP, CARRY),
+    )
+    return lifted(require_context("while_loop"), init_val)
+
+
+def fori_loop(
+    lower: Any,
+    upper: Any,
+    body_fn: Callable[..., Any],
+    init_val: Any,
+    *,
+    unroll: int | bool | None = None,
+) -> Any:
+    """`jax.lax.fori_loop` of a function that invokes modules; see `while_loop`.
+
+    Args:
+        lower: the first index.
+        upper: the index after the last. With Python numbers the loop can be differentiated in
+            reverse.
+        body_fn: takes the index and the carry and returns the next carry.
+        init_val: the first carry.
+        unroll: how many iterations are written out, where both bounds are Python numbers.
+
+    Raises:
+        LoopOutputError: as for `while_loop`.
+    """
+    of_body = _without_outputs(body_fn, "fori_loop")
+
+    def body(i: Any, context: InvocationContext, carry: Any) -> Any:
+        return of_body(context, i, carry)
+
+    lifted = lifting.fori_loop(
+        CONTEXTS,
+        lower,
+        upper,
+        named_after(body_fn, body),
+        in_axes=(_OF_LOOP, CARRY),
+        unroll=unroll,
+    )
+    return lifted(require_context("fori_loop"), init_val)
+
+
+def _without_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
+    """`fn` in a context, which must add nothing to its outputs."""
+
+    def call(context: InvocationContext, *args: Any) -> Any:
+        result = in_context(fn)(context, *args)
+        for kind, outputs in context.output_collection._asdict().items():
+            for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
+                raise LoopOutputError(
+                    f"{CONTEXTS.place_of(context, kind, path)} is added in a {loop}, which has no "
+                    "place for what each iteration adds. Return it with the carry and add it "
+                    "after the loop, or use `scan_in_context`, which stacks what is added."
+                )
+            outputs.clear()  # the names of children, which may be called outside as well
+        return result
+
+    return named_after(fn, call)
+
+
+def cond(
+    pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
+) -> Any:
+    """`jax.lax.cond` of functions that invoke modules; see `switch`."""
+    index = jnp.asarray(pred, bool).astype(jnp.int32)
+    return _switch("cond", index, (false_fun, true_fun), operands, ("false_fun", "true_fun"))
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """`jax.lax.switch` of functions that invoke modules, to be called inside an invocation.
+
+    Args:
+        index: which of the branches runs.
+        branches: functions of `operands`, with results of the same structure. They add the same
+            summaries and module outputs. A state update that only some of them make leaves the
+            state as it is in the others.
+        *operands: the arguments.
+
+    Raises:
+        OutputConflictError: if a branch invokes a child that was invoked before.
+        BranchStructureError: if results, summaries or module outputs differ in structure, shape or
+            dtype, or the state has no entry for an update that only some branches make.
+    """
+    return _switch("switch", index, tuple(branches), operands, None)
+
+
+def _switch(
+    name: str,
+    index: Any,
+    branches: tuple[Callable[..., Any], ...],
+    operands: tuple[Any, ...],
+    names: tuple[str, ...] | None,
+) -> Any:
+    context = require_context(name)
+    updated: dict[int, set[tuple[str, ...]]] = {}
+    called: set[str] = set()
+
+    def of(i: int, wanted: set[tuple[str, ...]]) -> Callable[..., Any]:
+        def call(inner: InvocationContext, *operands: Any) -> Any:
+            result = in_context(branches[i])(inner, *operands)
+            # What has no output differs from branch to branch, and is no part of the result.
+            outputs = inner.output_collection
+            called.update(set.intersection(*(set(part) for part in outputs)))
+            if twice := sorted(called & context.output_collection.summaries.keys()):
+                raise OutputConflictError(
+                    f"{twice} are invoked in one invocation of {context.path()} and again in a "
+                    f"branch of {name}, where their randomness would be the same. Name the second "
+                    "call: `with child_context('another_name', module=...)`."
+                )
+            for part in outputs:
+                _drop_empty(part)
+            updated[i] = _paths(outputs.state_updates)
+            for path in wanted - updated[i]:
+                _keep_entry(inner.state, outputs.state_updates, path)
+            return result
+
+        return named_after(branches[i], call)
+
+    def run(wanted: set[tuple[str, ...]]) -> Any:
+        lifted = [of(i, wanted) for i in range(len(branches))]
+        return lifting.switch(CONTEXTS, lifted, names=names)(index, context, *operands)
+
+    try:
+        result = run(set())
+    except BranchStructureError:
+        everything = set().union(*updated.values())
+        if all(paths == everything for paths in updated.values()):
+            raise
+        result = run(everything)
+    for child in sorted(called):
+        context.output_collection.child(child)
+    return result
+
+
+def _drop_empty(outputs: dict[str, Any]) -> None:
+    for name, value in list(outputs.items()):
+        if isinstance(value, dict):
+            _drop_empty(value)
+            if not value:
+                del outputs[name]
+
+
+def _paths(outputs: dict[str, Any], above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
+    found = set()
+    for name, value in outputs.items():
+        at = (*above, name)
+        found |= _paths(value, at) if isinstance(value, dict) else {at}
+    return found
+
+
+def _keep_entry(state: Any, updates: dict[str, Any], path: tuple[str, ...]) -> None:
+    """Makes the state's entry at `path` its own update, if there is one."""
+    for name in path:
+        if not isinstance(state, dict) or name not in state:
+            return
+        state = state[name]
+    *above, last = path
+    for name in above:
+        updates = updates.setdefault(name, {})
+    updates[last] = state
