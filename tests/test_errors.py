@@ -1,7 +1,15 @@
+import contextlib
+import copy
+import importlib
 import inspect
+import multiprocessing
+import pickle
+import pkgutil
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
+import weft
 from weft import errors
 
 CLASSES = [c for c in vars(errors).values() if inspect.isclass(c)]
@@ -20,3 +28,60 @@ def test_every_error_is_a_weft_error_that_says_what_it_is(cls):
             if p.default is p.empty
         ]
         assert "what went wrong" in str(cls(*["what went wrong" for _ in required])) or not required
+
+
+def exceptions_of_weft():
+    """Every exception class that Weft defines, public or not."""
+    for module in pkgutil.walk_packages(weft.__path__, "weft."):
+        if "__main__" not in module.name:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
+
+    def below(cls):
+        for sub in cls.__subclasses__():
+            yield sub
+            yield from below(sub)
+
+    found = {cls for cls in below(Exception) if cls.__module__.startswith("weft.")}
+    return sorted(found, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def example(cls):
+    """An error with all arguments and an attribute, and a note."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        error = cls("what went wrong")
+    else:
+        values = {p.name: f"the {p.name}" for p in parameters if p.kind is not p.VAR_KEYWORD}
+        by_position = [values.pop(p.name) for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        error = cls(*by_position, **values)
+    error.seen_at = ("step", 3)
+    error.add_note("a note")
+    return error
+
+
+def test_errors_are_pickled_and_copied_whole():
+    classes = exceptions_of_weft()
+    assert set(CLASSES) <= set(classes)
+    for cls in classes:
+        error = example(cls)
+        protocols = range(pickle.HIGHEST_PROTOCOL + 1)
+        pickled = [pickle.loads(pickle.dumps(error, protocol)) for protocol in protocols]
+        for again in (*pickled, copy.copy(error), copy.deepcopy(error)):
+            assert type(again) is cls
+            assert str(again) == str(error)
+            assert again.args == error.args
+            assert vars(again) == vars(error), cls
+            for name in ("msg", "name", "errno", "filename", "strerror"):
+                assert getattr(again, name, None) == getattr(error, name, None), (cls, name)
+
+
+def test_an_error_comes_out_of_a_worker_process():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as workers:
+        error = workers.submit(_fail).exception()
+    assert isinstance(error, errors.NameInUseError)
+    assert str(error) == str(errors.NameInUseError("param", "kernel", "Dense"))
+
+
+def _fail():
+    raise errors.NameInUseError("param", "kernel", "Dense")
