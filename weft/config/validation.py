@@ -1,6 +1,7 @@
 """Which names a config field may have and which values it may hold."""
 
 import _thread
+import functools
 import io
 import keyword
 import sys
@@ -10,6 +11,8 @@ from typing import Any
 
 from weft.config.values import ConfigNode, join_path, parts
 from weft.errors import InvalidConfigNameError, InvalidConfigValueError
+
+_METHODS = (types.MethodType, types.BuiltinFunctionType)
 
 _validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 
@@ -49,7 +52,9 @@ def validate_config_field_value(value: Any) -> None:
 
     Raises:
         InvalidConfigValueError: for an instance of a `Configurable`, and for values that stand for
-            a moment of a running program: modules, open files, locks, generators, tracers.
+            a moment of a running program: modules, open files, sockets, threads, processes, locks,
+            queues, generators and iterators, weak references, tracers; also where a method of one,
+            or a partial, holds it.
     """
     check_value(value, path="")
 
@@ -73,6 +78,8 @@ def _check(value: Any, path: str, around: tuple[int, ...]) -> None:
     _check_leaf(value, path)
     if isinstance(value, set | frozenset):
         children = [("{…}", child) for child in value]
+    elif isinstance(value, functools.partial):
+        children = [(".args", value.args), (".keywords", value.keywords), (".func", value.func)]
     else:
         children = parts(value) or []
     if not children:
@@ -92,13 +99,74 @@ _KINDS: tuple[tuple[tuple[type, ...], str], ...] = (
     ((types.ModuleType,), "a Python module"),
     ((io.IOBase,), "an open file"),
     ((types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType), "a generator"),
-    ((_thread.LockType, _thread.RLock), "a lock"),
+    ((_thread.LockType, _thread.RLock, _thread._local), "a lock"),
     ((types.FrameType, types.TracebackType), "a frame of the running program"),
+    ((map, zip, filter, enumerate, reversed), "an iterator"),
 )
+# By name, since few programs import these.
+_KINDS_BY_NAME: dict[str, str] = {
+    f"{module}.{name}": kind
+    for kind, modules in {
+        "a lock": {
+            "threading": "Condition Event Semaphore Barrier",
+            "multiprocessing.synchronize": "SemLock Condition Event Barrier",
+            "asyncio.locks": "Lock Event Condition Semaphore",
+        },
+        "a thread": {"threading": "Thread"},
+        "a process": {"multiprocessing.process": "BaseProcess", "subprocess": "Popen"},
+        "a pool of workers": {
+            "concurrent.futures._base": "Executor",
+            "multiprocessing.pool": "Pool",
+            "multiprocessing.managers": "BaseManager",
+        },
+        "a result that is awaited": {
+            "concurrent.futures._base": "Future",
+            "_asyncio": "Future Task",
+            "asyncio.events": "AbstractEventLoop",
+        },
+        "a queue": {
+            "queue": "Queue",
+            "_queue": "SimpleQueue",
+            "asyncio.queues": "Queue",
+            "multiprocessing.queues": "Queue SimpleQueue",
+        },
+        "a connection": {
+            "_socket": "socket",
+            "multiprocessing.connection": "_ConnectionBase Listener",
+            "sqlite3": "Connection Cursor",
+            "selectors": "BaseSelector",
+            "socketserver": "BaseServer",
+        },
+        "an open file": {
+            "mmap": "mmap",
+            "tempfile": "_TemporaryFileWrapper TemporaryDirectory",
+        },
+        "a context variable": {"_contextvars": "ContextVar Token Context"},
+        "a weak reference": {"weakref": "ReferenceType"},
+        "an iterator": {
+            "builtins": "list_iterator tuple_iterator set_iterator dict_keyiterator "
+            "dict_valueiterator dict_itemiterator range_iterator str_ascii_iterator iterator",
+            "itertools": "count cycle repeat chain islice accumulate product",
+        },
+    }.items()
+    for module, names in modules.items()
+    for name in names.split()
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of(cls: type) -> str | None:
+    """What of a running program the objects of a class are; None for plain values."""
+    kind = next((kind for classes, kind in _KINDS if issubclass(cls, classes)), None)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return kind or next((_KINDS_BY_NAME[name] for name in names if name in _KINDS_BY_NAME), None)
 
 
 def _check_leaf(value: Any, path: str) -> None:
-    kind = next((kind for classes, kind in _KINDS if isinstance(value, classes)), None)
+    owner = getattr(value, "__self__", None) if isinstance(value, _METHODS) else None
+    if owner is not None and not isinstance(owner, type | types.ModuleType):
+        _check_leaf(owner, path)
+    kind = _kind_of(type(value))
     if kind is None:
         jax_core = getattr(sys.modules.get("jax"), "core", None)
         if not isinstance(value, getattr(jax_core, "Tracer", ())):
