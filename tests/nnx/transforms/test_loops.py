@@ -6,6 +6,7 @@ import pytest
 from weft import nnx
 from weft.errors import CarryStructureError, LoopStructureError, SharedObjectError
 from weft.errors import TransformArgumentError as ArgumentError
+from weft.nnx import Carry
 
 MODES = pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
 
@@ -275,3 +276,42 @@ def test_a_body_in_loops_is_traced_once(loop, depth):
 
     jax.eval_shape(lambda x: nested(Noted(), x), jnp.float32(1))
     assert len(traces) == 1
+
+
+TREES = pytest.mark.parametrize("mode", [{"graph_updates": False}, {"graph": False}], ids=str)
+
+
+@TREES
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "scan", "shared by scan", "axis"])
+def test_a_body_that_replaces_a_variable_without_graph_updates_is_refused(loop, mode):
+    def replace(m):
+        m.n = nnx.BatchStat(m.n[...] + 1)
+        return m
+
+    m, n = Pair(jnp.ones(2), jnp.zeros(2)), 2
+    loops = {
+        "while_loop": lambda: nnx.while_loop(lambda m: m.n[0] < 3, replace, m, **mode),
+        "fori_loop": lambda: nnx.fori_loop(0, n, lambda i, m: replace(m), m, **mode),
+        "scan": lambda: nnx.scan(replace, in_axes=Carry, out_axes=Carry, length=n, **mode)(m),
+        "shared by scan": lambda: nnx.scan(
+            lambda x, m: x + replace(m).n[0],
+            in_axes=(Carry, None),
+            out_axes=Carry,
+            length=n,
+            **mode,
+        )(0.0, m),
+        "axis": lambda: nnx.scan(lambda m: replace(m).n[...], in_axes=0, out_axes=0, **mode)(m),
+    }
+    with pytest.raises(LoopStructureError, match=r"the body replaces the variable at \w+\.n"):
+        loops[loop]()
+    assert m.n[...].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("axes", [None, nnx.StateAxes({...: None})], ids=["None", "StateAxes"])
+def test_iterations_that_share_a_count_of_keys_draw_the_same_ones(axes):
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    once = nnx.clone(dropout)(jnp.ones(16))
+    body = lambda c, drop, x: (c, drop(x))  # noqa: E731
+    _, masks = nnx.scan(body, in_axes=(Carry, axes, 0))(0.0, dropout, jnp.ones((3, 16)))
+    np.testing.assert_array_equal(masks, jnp.stack([once] * 3))
+    assert int(dropout.rngs.count[...]) == 0

@@ -35,6 +35,7 @@ from weft.nnx.graph import (
 )
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
+from weft.nnx.rngs import RngCount
 from weft.nnx.spmd import add_axis, remove_axis
 from weft.nnx.transforms.calls import (
     argument_at,
@@ -197,10 +198,13 @@ class ObjectKind(Kind):
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.looks_the_same()):
+            if self.is_loop and not inner.looks_the_same():
+                _check_replaced(static, carriers, inner)
             for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
                 if variable is not None and _is_changed(variable, inner, n):
                     i, g = static.places[n]
-                    groups[i][g][n] = variable
+                    if not self._begins_again(variable, filters[i][g]):
+                        groups[i][g][n] = variable
             if not new:
                 note_values(list(range(len(inner.values))), static.graphdef.paths)
                 return None, groups, new_groups
@@ -223,7 +227,8 @@ class ObjectKind(Kind):
                 (groups, new_groups)[part][i][g][key] = leaf
             elif _is_changed(leaf, inner, key):
                 i, g = static.places[key]
-                groups[i][g][key] = leaf
+                if not self._begins_again(leaf, filters[i][g]):
+                    groups[i][g][key] = leaf
             keys.append(key)
         if is_same:
             return None, groups, new_groups
@@ -232,6 +237,11 @@ class ObjectKind(Kind):
         if self.is_loop and self.structure:
             _check_loop(static, flat, origins, grouping)
         return _Changed(flat.graphdef, origins, tuple(keys)), groups, new_groups
+
+    def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
+        """Whether a change is left behind: of a count of keys that all iterations share."""
+        is_shared = self.is_loop and self.structure and wanted[1] is None
+        return is_shared and isinstance(leaf, RngCount)
 
     def _check_captured(self, flat: Flat, inner: _Inner, static: _Static) -> None:
         """Refuses objects from outside, and where structure stays outside those that went in."""
@@ -473,6 +483,16 @@ def _write(leaf: Any, owner: Any, value: Any) -> None:
     object.__setattr__(leaf, "_value", value._value)
     if metadata_key(value) != metadata_key(leaf):
         leaf.set_metadata(dict(value._metadata))
+
+
+def _check_replaced(static: _Static, carriers: Sequence[Any], inner: _Inner) -> None:
+    """Refuses another variable in the place of one that went in."""
+    flat = take_apart((tuple(carriers), ()), with_metadata=False)
+    now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
+    values = _values(static, inner.objects, inner.values)
+    for path, (variable, _) in zip(static.graphdef.paths, values, strict=True):
+        if variable is not None and now.get(path, variable) is not variable:
+            raise changed_in_loop(path, "replaces the variable")
 
 
 def _check_loop(

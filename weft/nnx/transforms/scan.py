@@ -40,7 +40,8 @@ def scan(
         unroll: as for `jax.lax.scan`.
         _split_transpose: as for `jax.lax.scan`.
         in_axes: for each argument `Carry`, an axis, or None for what all iterations share; for an
-            object also `StateAxes`.
+            object also `StateAxes`. Where a count of keys (`RngCount`) is shared, each iteration
+            draws the same keys, and the count stays as it was.
         out_axes: for each result `Carry` or the axis along which it is stacked; a single one if
             there is one result. Arguments that are no carry come back as they went.
         transform_metadata: see `nnx.vmap`.
@@ -51,7 +52,8 @@ def scan(
         TransformArgumentError: if a carry has no counterpart among the results, or the body
             returns another object than it was given.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        LoopStructureError: if it changes attributes or references of a carried or shared object.
+        LoopStructureError: if it changes attributes or references of a carried or shared object;
+            without graph updates, if it replaces a variable.
         RoleError: if it changes what is shared.
 
     Example:
