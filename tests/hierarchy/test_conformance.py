@@ -294,6 +294,24 @@ def test_a_state_update_of_one_branch_leaves_the_state_where_the_other_is_taken(
     updated = W + jnp.sin(X * W).mean()
     assert_equal(y, jnp.sin(X * W * (1 if taken else 2)))
     assert_equal(outputs.state_updates, {"child": {"w": updated if taken else W}, "other": {}})
+    assert traces == ["updating"]
+
+
+@pytest.mark.parametrize("taken", [True, False])
+@pytest.mark.parametrize("outer", ["jit", "remat", "vmap", "scan", "cond", "vjp"])
+def test_a_state_update_of_one_branch_inside_of_another_transformation(outer, taken):
+    def body(root):
+        def chosen(x):
+            def updating(x):
+                return root.child(x, "state_updates")
+
+            return transforms.cond(taken, updating, lambda x: x, x)
+
+        return ALL[outer](chosen, X)
+
+    _, outputs = run(body)
+    (update,) = jax.tree.leaves(outputs.state_updates)
+    assert_equal(update.reshape(()), W + jnp.sin(X * W).mean() if taken else W)
 
 
 def test_a_child_that_was_invoked_before_is_named_in_a_branch():

@@ -159,6 +159,14 @@ class ContextKind(Kind):
             for name, value in group.items()
         }
 
+    def created(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+        """The state's entries that a call updates, which another branch leaves as they are."""
+        entries = _entries_at(before.get("state", {}), after.get("state_updates", {}))
+        return {"state_updates": entries} if entries else None
+
+    def union(self, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        return _merged(*({k: v for k, v in g.items() if k in OUTPUTS} for g in (group, other)))
+
     def place(self, static: tuple[_Static, ...], path: Any) -> str:
         module = static[0].module
         shown = static[0].name if module is None else module.path()
@@ -174,3 +182,24 @@ class ContextKind(Kind):
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
     """The entries of all groups."""
     return {name: value for group in groups for name, value in (group or {}).items()}
+
+
+def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
+    """The entries of a nested state at the places of updates, where it has some."""
+    found: dict[str, Any] = {}
+    if isinstance(state, dict):
+        for name, update in updates.items():
+            entry = state.get(name)
+            if isinstance(update, dict):
+                if below := _entries_at(entry, update):
+                    found[name] = below
+            elif entry is not None:
+                found[name] = entry
+    return found
+
+
+def _merged(a: Any, b: Any) -> Any:
+    """Nested dicts with the entries of both, of which those of `b` go before."""
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return b
+    return {**a, **{name: _merged(a[name], x) if name in a else x for name, x in b.items()}}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from weft import lifting
-from weft.errors import BranchStructureError, LoopOutputError, OutputConflictError
+from weft.errors import LoopOutputError, OutputConflictError
 from weft.hierarchy.context import InvocationContext, require_context
 from weft.hierarchy.in_context import CONTEXTS, in_context
 from weft.lifting import CARRY, FORK, Roles
@@ -128,12 +128,11 @@ def _switch(
     names: tuple[str, ...] | None,
 ) -> Any:
     context = require_context(name)
-    updated: dict[int, set[tuple[str, ...]]] = {}
     called: set[str] = set()
 
-    def of(i: int, wanted: set[tuple[str, ...]]) -> Callable[..., Any]:
+    def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
         def call(inner: InvocationContext, *operands: Any) -> Any:
-            result = in_context(branches[i])(inner, *operands)
+            result = in_context(branch)(inner, *operands)
             # What has no output differs from branch to branch, and is no part of the result.
             outputs = inner.output_collection
             called.update(set.intersection(*(set(part) for part in outputs)))
@@ -145,24 +144,12 @@ def _switch(
                 )
             for part in outputs:
                 _drop_empty(part)
-            updated[i] = _paths(outputs.state_updates)
-            for path in wanted - updated[i]:
-                _keep_entry(inner.state, outputs.state_updates, path)
             return result
 
-        return named_after(branches[i], call)
+        return named_after(branch, call)
 
-    def run(wanted: set[tuple[str, ...]]) -> Any:
-        lifted = [of(i, wanted) for i in range(len(branches))]
-        return lifting.switch(CONTEXTS, lifted, names=names)(index, context, *operands)
-
-    try:
-        result = run(set())
-    except BranchStructureError:
-        everything = set().union(*updated.values())
-        if all(paths == everything for paths in updated.values()):
-            raise
-        result = run(everything)
+    lifted = lifting.switch(CONTEXTS, [in_branch(branch) for branch in branches], names=names)
+    result = lifted(index, context, *operands)
     for child in sorted(called):
         context.output_collection.child(child)
     return result
@@ -174,23 +161,3 @@ def _drop_empty(outputs: dict[str, Any]) -> None:
             _drop_empty(value)
             if not value:
                 del outputs[name]
-
-
-def _paths(outputs: dict[str, Any], above: tuple[str, ...] = ()) -> set[tuple[str, ...]]:
-    found = set()
-    for name, value in outputs.items():
-        at = (*above, name)
-        found |= _paths(value, at) if isinstance(value, dict) else {at}
-    return found
-
-
-def _keep_entry(state: Any, updates: dict[str, Any], path: tuple[str, ...]) -> None:
-    """Makes the state's entry at `path` its own update, if there is one."""
-    for name in path:
-        if not isinstance(state, dict) or name not in state:
-            return
-        state = state[name]
-    *above, last = path
-    for name in above:
-        updates = updates.setdefault(name, {})
-    updates[last] = state
