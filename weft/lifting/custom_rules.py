@@ -32,8 +32,8 @@ def custom_vjp(
         backward_fn: takes that, and a cotangent of the result; returns one gradient for each
             argument, and for each group of state, that is DIFF, in order.
         wrt: a prefix of the arguments: DIFF where `backward_fn` gives a gradient, None elsewhere.
-        of_state: whether `backward_fn` also takes the cotangents of what was changed: the groups of
-            each carrier.
+        of_state: whether `backward_fn` also takes the cotangents of what was changed, which are the
+            groups of each carrier, and the static half that was collected.
 
     Returns:
         A function like `fn`. What `fn` changes comes from `forward_fn` where derivatives are taken.
@@ -51,8 +51,9 @@ def custom_vjp(
             return results._replace(packed=value), residuals
 
         def backward(residuals: Any, cotangents: Results) -> tuple[list[Any], None]:
-            of_parcels = ([parcel.groups for parcel in cotangents.parcels],) if of_state else ()
-            return list(backward_fn(residuals, cotangents.packed, *of_parcels)), None
+            static, groups = cotangents.static.value, [p.groups for p in cotangents.parcels]
+            more = (groups, static) if of_state else ()
+            return list(backward_fn(residuals, cotangents.packed, *more)), None
 
         with_rule = jax.custom_vjp(named_after(fn, pure))
         with_rule.defvjp(named_after(forward_fn, forward), named_after(backward_fn, backward))

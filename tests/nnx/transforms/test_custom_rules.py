@@ -145,3 +145,64 @@ def test_as_a_method():
         lambda m, x: (Scaled.scaled(m, x), None), lambda r, g: (nnx.State({"w": 4 * g[1]}), None)
     )
     assert float(nnx.grad(lambda m: m.scaled(3.0))(Scaled()).w[...]) == 4.0
+
+
+class Pair(nnx.Module):
+    """A parameter, a count, and something static."""
+
+    def __init__(self, w=2.0):
+        self.w, self.n, self.k = nnx.Param(jnp.array(w)), nnx.BatchStat(jnp.zeros(())), 3
+
+
+@pytest.mark.parametrize("modes", [{}, {"graph": False}, {"graph_updates": False}], ids=str)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_cotangents_of_a_returned_object(modes, is_nested):
+    @nnx.custom_vjp(**modes)
+    def scaled(pair, x):
+        made = Pair(pair.w[...] * x)
+        return (x, [made, Pair()]) if is_nested else made
+
+    def bwd(residuals, g):
+        pair, x = residuals
+        out_g = g[1] if not modes else g
+        seen.append(type(out_g[1][0] if is_nested else out_g))
+        w_g = (out_g[1][0] if is_nested else out_g).w[...]
+        pair_g = nnx.clone(pair)
+        pair_g.w[...], pair_g.n[...] = 10 * x * w_g, 0.0
+        return pair_g, pair.w[...] * w_g
+
+    seen = []
+    scaled.defvjp(lambda pair, x: (scaled(pair, x), (pair, x)), bwd)
+
+    def loss(pair, x):
+        out = scaled(pair, x)
+        return 7 * (out[1][0] if is_nested else out).w[...]
+
+    grads, x_g = nnx.grad(loss, argnums=(0, 1), **modes)(Pair(), 3.0)
+    assert grads.w[...] == 210 and x_g == 14
+    assert seen == [nnx.State if not modes else Pair]
+
+
+def test_updates_g_has_the_cotangents_of_what_a_call_changed():
+    @nnx.custom_vjp(graph=False)
+    def f(pair, variable, x, rest):
+        pair.n[...] = pair.w * x
+        variable[...] *= x
+        return x * 1.0
+
+    seen = []
+
+    def bwd(residuals, g, *, updates_g):
+        seen.append((g, updates_g))
+        return jax.tree.map(jnp.zeros_like, residuals)
+
+    f.defvjp(lambda *args: (f(*args), args), bwd)
+
+    def loss(pair, variable, x, rest):
+        return f(pair, variable, x, rest) + 5 * pair.n[...] + 3 * variable[...]
+
+    args = Pair(), nnx.Param(jnp.array(1.0)), 3.0, {"a": nnx.Param(jnp.ones(2)), "b": 1.0}
+    nnx.grad(loss, graph=False)(*args)
+    ((g, (pair, variable, x, rest)),) = seen
+    assert g == 1 and pair.n[...] == 5 and pair.w is None and pair.k == 3
+    assert variable[...] == 3 and x is None and rest == {"a": None, "b": None}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from weft.lifting import DIFF, Roles
 from weft.lifting.crossing import Static
 from weft.nnx.assembling import put_together
 from weft.nnx.filters import Everything, to_predicate
-from weft.nnx.graph import take_apart
+from weft.nnx.graph import key_of, take_apart
 from weft.nnx.naming import origin
 from weft.nnx.splitting import state
 from weft.nnx.state import from_flat_state, shown_path, to_flat_state
@@ -93,6 +95,29 @@ class _Objects:
                 result.append(from_flat_state(items.items()))
         return self._tree.unflatten(result)
 
+    def updates(self, groups: Sequence[dict[int, Any]]) -> Any:
+        """The tree of the arguments, with None for all but the variables in the groups."""
+        keep = {
+            (path[1], path[2:])
+            for n, (path, _) in enumerate(self._leaves)
+            if any(n in group for group in groups)
+        }
+        numbers = itertools.count()
+
+        def pruned(x: Any) -> Any:
+            if not is_object(x):
+                return None
+            i = next(numbers)
+
+            def at(path: Any, leaf: Any) -> Any:
+                return leaf if (i, tuple(map(key_of, path))) in keep else None
+
+            return jax.tree_util.tree_map_with_path(at, x, is_leaf=is_variable)
+
+        is_variable = lambda x: isinstance(x, Variable)  # noqa: E731
+        given = self.as_given(groups, None, is_whole=True)
+        return jax.tree.map(pruned, given, is_leaf=is_object)
+
     def as_units(self, name: str, given: Any) -> list[Any]:
         """What a rule returns for each argument, as the engine wants it: objects first.
 
@@ -142,6 +167,14 @@ class _Objects:
                 "where the argument has no variable that is differentiated; take it out."
             )
         return group
+
+
+def _parameters_of(fn: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters, as far as they are known."""
+    try:
+        return frozenset(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return frozenset()
 
 
 def _zeros_like(leaf: Any) -> Any:
@@ -233,8 +266,11 @@ class CustomVjp(_WithRule):
             bwd: takes the arguments of `nondiff_argnums`, what `fwd` left and `g`; returns a tuple
                 with a gradient for each other argument, None for zeros: for an object a `State` or
                 an object of its class. `g` is a pair: cotangents of the arguments' state after the
-                call (a `State` for an object, None for an array), and the cotangent of the result.
-                Where objects are plain pytrees `g` is the latter alone.
+                call (a `State` for an object, None for an array), and the cotangent of the result,
+                with a `State` for an object. Where objects are plain pytrees `g` is the cotangent
+                of the result alone, with an object for an object; a `bwd` with a parameter
+                `updates_g` is also given the cotangents of the variables that the call changed, in
+                the tree of the arguments, with None for all else.
         """
         self._rules = fwd, bwd
 
@@ -247,13 +283,18 @@ class CustomVjp(_WithRule):
             values = [x.get_raw_value() if isinstance(x, Variable) else x for x in flat.leaves]
             return result, (Static(flat.graphdef), values)
 
-        def backward(residuals: Any, cotangent: Any, of_state: Any) -> list[Any]:
+        takes_updates = "updates_g" in _parameters_of(bwd)
+
+        def backward(residuals: Any, cotangent: Any, of_state: Any, collected: Any) -> list[Any]:
             graphdef, values = residuals
-            g = cotangent
+            g = self._kind.cotangents(collected, cotangent)
+            groups = [{n: x for group in of for n, x in group.items()} for of in of_state]
+            more: dict[str, Any] = {}
             if self._kind.structure:
-                groups = [{n: x for group in of for n, x in group.items()} for of in of_state]
-                g = objects.as_given(groups, None, is_whole=False), cotangent
-            given = bwd(*fixed, put_together(graphdef.value, values)[0], g)
+                g = objects.as_given(groups, None, is_whole=False), g
+            elif takes_updates:
+                more = {"updates_g": objects.updates(groups)}
+            given = bwd(*fixed, put_together(graphdef.value, values)[0], g, **more)
             return objects.as_units(self.name, given)
 
         return lifting.custom_vjp(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ import jax
 from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import Kind, Roles
+from weft.lifting.crossing import Parcel, is_parcel
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.graph import (
@@ -37,6 +39,7 @@ from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.rngs import RngCount
 from weft.nnx.spmd import add_axis, remove_axis
+from weft.nnx.state import from_flat_state
 from weft.nnx.transforms.calls import (
     argument_at,
     captured_output,
@@ -299,6 +302,34 @@ class ObjectKind(Kind):
             _write(leaf, owner, value)
         make_changes(changes)
         return list(new)
+
+    def cotangents(self, static: _Changed | None, packed: Any) -> Any:
+        """Cotangents of a result, as the function of a rule knows them.
+
+        Args:
+            static: what was collected.
+            packed: the cotangents; for an object that is new its groups. In its place comes a
+                `State`, or where objects are plain pytrees an object of its class.
+        """
+        if static is None:
+            return packed
+        results = dict(static.graphdef.root.attributes)[1]
+        keys = dict(zip(static.graphdef.paths, static.keys, strict=True))
+        numbers = itertools.count()
+
+        def unpacked(x: Any) -> Any:
+            if not isinstance(x, Parcel):
+                return x
+            i, found = next(numbers), dict(_entries([x.groups]))
+            at = {p[2:]: found[n] for p, n in keys.items() if p[:2] == (1, i) and n in found}
+            if list(at) == [()]:
+                return at[()]
+            if self.structure:
+                return from_flat_state(at.items())
+            graphdef = GraphDef(results.attributes[i][1], list(at))
+            return put_together(graphdef, at.values())[0]
+
+        return jax.tree.map(unpacked, packed, is_leaf=is_parcel)
 
     def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
         change = add_axis if sign > 0 else remove_axis
