@@ -1,4 +1,5 @@
 import jax
+import numpy as np
 import pytest
 
 from weft.errors import RoleError
@@ -36,10 +37,34 @@ def test_a_prefix_is_spread_over_the_leaves():
 
 
 def test_a_prefix_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(RoleError, match=r"in_axes=\(0, 1\) does not fit"):
+    with pytest.raises(RoleError, match=r"in_axes=\(0, 1\) has 2 entries, and the call"):
         broadcast_roles((0, 1), (1, 2, 3), is_leaf, "in_axes")
 
 
 def test_the_leaves_of_a_prefix():
     leaves = jax.tree.leaves((None, 0, FORK, Roles((("a", 0),))), is_leaf=is_role)
     assert leaves == [None, 0, FORK, Roles((("a", 0),))]
+
+
+@pytest.mark.parametrize(
+    ("prefix", "tree", "words"),
+    [
+        ((0, 0), (1,), "in_axes=(0, 0) has 2 entries, and the call has 1 argument by position"),
+        (
+            (0, {"a": 0}),
+            (1, {"b": 1}),
+            "has a dict of 1 entry (['a']) at in_axes[1], where args[1] is a dict of 1 entry",
+        ),
+        ((0, [0, 0]), (1, np.ones(1)), "a list of 2 entries at in_axes[1], where args[1] is one"),
+        (
+            (Roles(((True, 0),)), (0, 0)),
+            (1, (1,)),
+            "in_axes has a tuple of 2 entries, where what it speaks of is a tuple of 1 entry",
+        ),
+    ],
+)
+def test_a_prefix_that_does_not_fit_shows_the_first_difference(prefix, tree, words):
+    with pytest.raises(RoleError) as error:
+        broadcast_roles(prefix, tree, lambda x: False, "in_axes")
+    assert words in str(error.value) and "PyTreeDef" not in str(error.value)
+    assert str(error.value).endswith("Give one entry for all, or one for each.")

@@ -27,10 +27,10 @@ class Jitted:
     def __init__(self, shared: "AtFirstCall[_Shared]"):
         self._shared = shared
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._shared.value(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(...).lower`; nothing is committed before what is compiled is called."""
         return self._shared.value.lower(*args, **kwargs)
 
@@ -66,7 +66,7 @@ class _Shared:
         self._static_argnums, self._static_argnames = static_argnums, static_argnames
         self._jitted = jax.jit(named_after(fn, pure, leading=("static",)), **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._run(self._jitted, args, kwargs)
 
     def _run(self, jitted: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -74,7 +74,7 @@ class _Shared:
         packed, packed_kwargs = cargo.packed
         return commit(self._kind, outer, jitted(cargo.static, *packed, **packed_kwargs))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         _, cargo = self._depart(args, kwargs)
         packed, packed_kwargs = cargo.packed
         return Lowered(self._jitted.lower(cargo.static, *packed, **packed_kwargs), self._run)

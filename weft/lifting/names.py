@@ -44,21 +44,32 @@ def named_after(
         >>> pure.__name__, str(inspect.signature(pure))
         ('train_step', '(static, /, state, batch)')
     """
-    inner = fn
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    named = inner if hasattr(inner, "__name__") else type(inner)
-    source = inspect.unwrap(inner)
-    pure.__name__ = named.__name__
-    pure.__qualname__ = getattr(named, "__qualname__", named.__name__)
-    pure.__wrapped__ = (  # pyright: ignore[reportFunctionMemberAccess]
-        source if hasattr(source, "__code__") else type(source).__call__
-    )
+    takes_name(fn, pure)
     # JAX would otherwise follow `__wrapped__` to a signature that `pure` does not have.
     pure.__signature__ = (  # pyright: ignore[reportFunctionMemberAccess]
         _UNNAMED if leading is None else _signature(fn, leading, left_out)
     )
     return pure
+
+
+def takes_name(fn: Callable[..., Any], wrapper: F) -> F:
+    """Gives a function the name and the source line of the one that it calls.
+
+    Args:
+        fn: as for `named_after`.
+        wrapper: changed and returned. It is still compared by value, see `weft.lifting.functions`.
+    """
+    inner = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    named = inner if hasattr(inner, "__name__") else type(inner)
+    source = inspect.unwrap(inner)
+    wrapper.__name__ = named.__name__
+    wrapper.__qualname__ = getattr(named, "__qualname__", named.__name__)
+    wrapper.__wrapped__ = (  # pyright: ignore[reportFunctionMemberAccess]
+        source if hasattr(source, "__code__") else type(source).__call__
+    )
+    return wrapper
 
 
 def _signature(

@@ -86,10 +86,63 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
 
     try:
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
-    except ValueError as error:
-        raise RoleError(
-            f"{what}={prefix!r} does not fit what it speaks of: expected one role, or a pytree "
-            "prefix of "
-            f"{jax.tree.structure(tree, is_leaf=is_leaf)}. {error}"
-        ) from None
+    except ValueError:
+        # What is said of carriers is not part of what the user gave there.
+        is_whole = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
+        given = f"{what}={prefix!r}" if is_whole else what
+        misfit = _misfit(prefix, tree, is_leaf, what if is_whole else "")
+        raise RoleError(f"{given} {misfit}") from None
     return flat
+
+
+def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> str:
+    """Where a prefix and a tree differ first, in words; without places, if `what` is empty."""
+    of_results = what.startswith("out")
+    whole = "the result" if of_results else "the arguments"
+    mend = "Give one entry for all, or one for each."
+
+    def find(role: Any, x: Any, path: str) -> str | None:
+        of_role, of_x = _entries(role, is_role), _entries(x, is_leaf)
+        if of_role is None:
+            return None
+        place = whole if not path else f"{'the result' if of_results else 'args'}{path}"
+        if of_x is None or type(role) is not type(x) or list(of_role) != list(of_x):
+            if (
+                what
+                and not path
+                and not of_results
+                and isinstance(role, tuple)
+                and of_x is not None
+            ):
+                return (
+                    f"has {_counted(of_role, 'entry', 'entries')}, and the call has "
+                    f"{_counted(of_x, 'argument', 'arguments')} by position. {mend}"
+                )
+            there, at = _shown(x, of_x), f" at {what}{path}" if what else ""
+            place = place if what else "what it speaks of"
+            return f"has {_shown(role, of_role)}{at}, where {place} is {there}. {mend}"
+        found = (find(of_role[key], of_x[key], path + key) for key in of_role)
+        return next((words for words in found if words is not None), None)
+
+    return find(prefix, tree, "") or f"does not fit {whole}. {mend}"
+
+
+def _entries(x: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
+    """The entries of a container, by key in words; None for a leaf."""
+    if x is not None and is_leaf(x):
+        return None
+    found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    if len(found) == 1 and found[0][1] is x:
+        return None
+    return {jax.tree_util.keystr(path): value for path, value in found}
+
+
+def _shown(x: Any, entries: dict[str, Any] | None) -> str:
+    if entries is None:
+        return "an array" if isinstance(x, jax.Array) else f"one {type(x).__name__}"
+    keys = f" ({', '.join(entries)})" if isinstance(x, dict) and entries else ""
+    return f"a {type(x).__name__} of {_counted(entries, 'entry', 'entries')}{keys}"
+
+
+def _counted(entries: dict[str, Any], one: str, several: str) -> str:
+    return f"{len(entries)} {one if len(entries) == 1 else several}"

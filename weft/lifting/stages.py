@@ -62,7 +62,7 @@ class Lowered(Stage):
 class Compiled(Stage):
     """A compiled function; has the attributes of `jax.stages.Compiled`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls it.
 
         Args:

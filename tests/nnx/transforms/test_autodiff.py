@@ -266,3 +266,23 @@ def test_tangents_that_do_not_fit_are_refused():
         CallMismatchError, match="jvp: the function returns an object where its result"
     ):
         nnx.jvp(lambda m: m.w, (m,), (m,))
+
+
+class Shared(nnx.Module):
+    def __init__(self, variable):
+        self.a, self.b = variable, nnx.Param(jnp.array(5.0))
+
+
+def test_each_argument_has_the_gradient_of_what_several_share():
+    modes = {"graph_updates": False, "argnums": (0, 1)}
+    variable = nnx.Param(jnp.array(2.0))
+    grads = nnx.grad(lambda a, b: a[...] * b[...] ** 2, **modes)(variable, variable)
+    assert [type(g) for g in grads] == [nnx.Param] * 2 and grads[0] is not grads[1]
+    assert [g[...] for g in grads] == [12, 12]
+    left, right = Shared(variable), Shared(variable)
+    of_left, of_right = nnx.grad(lambda x, y: x.a * y[0].a + x.b, **modes)(left, [right])
+    assert of_left.a[...] == of_right[0].a[...] == 4 and type(of_left) is Shared
+    assert of_left.b[...] == 1 and of_right[0].b[...] == 0
+    same = nnx.grad(lambda x, y: x.a * y.b, **modes)(left, left)
+    assert [g.a[...] for g in same] == [5, 5] and [g.b[...] for g in same] == [2, 2]
+    assert same[0].a is not same[1].a

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tests.nnx.transforms.looks import is_like_plain, look, same, work
 from weft import nnx
 from weft.errors import (
+    CallMismatchError,
     CapturedObjectError,
     InconsistentAliasError,
     TraceContextError,
@@ -645,3 +646,59 @@ def test_layouts_by_spec_under_a_mesh_with_explicit_axes():
         state = nnx.StateSharding({nnx.Param: PartitionSpec("x"), ...: PartitionSpec()})
         nnx.jit(lambda m: m.w.set_value(m.w + 1), in_shardings=(state,))(model)
         assert model.w[...].sharding.spec == PartitionSpec("x")
+
+
+NAMES = ["donated_state", "state", "donated", "kept", "rest", "named", "self", "static", "args"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", ["static", "donate"])
+def test_arguments_may_have_any_name(name, option):
+    made: dict = {}
+    exec(f"def f(model, {name}):\n    return model.w[...] * {name}", made)
+    given = {"static": 3.0, "donate": jnp.array(3.0)}[option]
+    for how in ({f"{option}_argnames": name}, {f"{option}_argnums": 1}):
+        f, model = nnx.jit(made["f"], **how), Model(jnp.array(2.0))
+        assert f(model, given * 1) == 6 and f(model, **{name: given * 1}) == 6
+        assert f(**{"model": model, name: given * 1}) == 6
+        assert f.lower(model, **{name: given * 1}).as_text()
+    exec(f"def g({name}, *, x):\n    return {name}.w[...] * x", made)
+    g = nnx.jit(made["g"], donate_argnames=name)
+    assert g(Model(jnp.array(2.0)), x=3.0) == g(**{name: Model(jnp.array(2.0)), "x": 3.0}) == 6
+
+
+def test_what_is_compiled_has_the_names_of_the_user():
+    @nnx.jit
+    def train_step(model, batch, *, scale):
+        return (model.w * batch["x"] * scale).sum()
+
+    batch = {"x": jnp.ones(3)}
+    text = train_step.lower(Model(jnp.ones(3)), batch, scale=2.0).as_text(debug_info=True)
+    assert "jit_train_step" in text and "jit(train_step)" in text
+    assert "batch['x']" in text and "scale" in text
+    assert "rest[" not in text and "jit(pure)" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"static_argnums": 3},
+            r"jit\(f\): static_argnums has 3, and the function takes 2 arg",
+        ),
+        ({"donate_argnums": -3}, "donate_argnums has -3"),
+        ({"donate_argnames": "z"}, "donate_argnames has 'z', and the function has the arguments m"),
+    ],
+)
+def test_arguments_that_the_function_does_not_have(options, words):
+    def f(m, x):
+        return x
+
+    with pytest.raises(TransformArgumentError, match=words):
+        nnx.jit(f, **options)
+
+
+def test_layouts_for_other_arguments_than_there_are():
+    f = nnx.jit(lambda m, x=0: m, in_shardings=(None,))
+    with pytest.raises(CallMismatchError, match="in_shardings has 1 entries, and the call has 2"):
+        f(Model(), 1.0)

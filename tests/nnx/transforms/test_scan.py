@@ -121,7 +121,7 @@ def test_the_body_returns_what_out_axes_speak_of():
         TransformArgumentError, match="the body returns NoneType, and out_axes says"
     ):
         nnx.scan(lambda c, x: None)(0.0, XS)
-    with pytest.raises(RoleError, match=r"out_axes=\(CARRY, 0\) does not fit"):
+    with pytest.raises(RoleError, match=r"out_axes=\(CARRY, 0\) has a tuple of 2 entries"):
         nnx.scan(lambda c, x: (c, x, x))(0.0, XS)
     with pytest.raises(RoleError, match=r"shared by all iterations .* at the result"):
         nnx.scan(lambda c, x: (c, x), out_axes=(Carry, None))(jnp.zeros(()), XS)

@@ -98,9 +98,9 @@ def test_what_is_no_axis_is_refused():
 
 def test_a_prefix_that_does_not_fit_is_shown():
     pair = Pair(jnp.ones(3), jnp.ones(3))
-    with pytest.raises(RoleError, match=r"in_axes=\(0, 0\) does not fit what it speaks of"):
+    with pytest.raises(RoleError, match=r"in_axes=\(0, 0\) has 2 entries, and the call has 1 arg"):
         nnx.vmap(lambda m: None, in_axes=(0, 0))(pair)
-    with pytest.raises(RoleError, match=r"out_axes=\(0, 0, 0\) does not fit what it speaks of"):
+    with pytest.raises(RoleError, match=r"out_axes=\(0, 0, 0\) has a tuple of 3 entries at"):
         nnx.vmap(lambda m: (m.w * 1, 2.0), out_axes=(0, 0, 0))(pair)
 
 

@@ -92,7 +92,7 @@ def make_jaxpr(
             make_jaxpr, graph=graph, graph_updates=graph_updates, static_argnums=static_argnums
         )
     kind = ObjectKind("make_jaxpr", *references_and_structure(graph, graph_updates))
-    static = StaticArguments(f, static_argnums)
+    static = StaticArguments("make_jaxpr", "static_argnums", f, static_argnums)
     fn = recorded(taking_named(static.fn))
 
     def call(kwargs: dict[str, Any], *args: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,10 @@ import jax
 from weft import lifting
 from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
+from weft.lifting.names import takes_name
 from weft.nnx.assembling import put_together
 from weft.nnx.filters import Everything, OfType, Path, PathIn, Predicate, to_predicate
-from weft.nnx.graph import GraphDef, VariableDef, take_apart
+from weft.nnx.graph import Flat, GraphDef, VariableDef, take_apart
 from weft.nnx.kinds import Param
 from weft.nnx.naming import origin
 from weft.nnx.splitting import state
@@ -285,7 +286,7 @@ def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[...,
             )
         return result
 
-    return checked
+    return takes_name(f, checked)
 
 
 def _differentiated(
@@ -387,32 +388,49 @@ class _Wanted:
         """
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
-        paths = take_apart((tuple(found), ())).graphdef.paths
-        made = [jax.tree.map(_shape_of, arg, is_leaf=is_object) for arg in args]
+        flat = take_apart((tuple(found), ()))
+        paths, numbers = flat.graphdef.paths, {key: n for n, key in enumerate(_identities(flat))}
 
-        def of_object(x: Any, gradient: Any, is_whole: bool) -> Any:
+        def shape_of(x: Any) -> Any:
+            if not is_object(x):
+                return 0
+            own = take_apart(x)
+            return _Shape(own.graphdef, tuple(numbers[key] for key in _identities(own)))
+
+        made = [jax.tree.map(shape_of, arg, is_leaf=is_object) for arg in args]
+
+        def of_object(every: Mapping[int, Any], is_whole: bool, x: Any, gradient: Any) -> Any:
             if not isinstance(x, _Shape):
                 return gradient
+            if is_whole:
+                # Each object has its own copy of a gradient that several have.
+                return put_together(x.graphdef, [every[n] for n in x.numbers])[0]
             items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
             if x.graphdef.root.__class__ is VariableDef:
                 return items[0][1] if items else None
-            if not is_whole:
-                return from_flat_state(items)
-            by_path = dict(items)
-            return put_together(x.graphdef, [by_path[path] for path in x.graphdef.paths])[0]
+            return from_flat_state(items)
 
         def as_users_know(grads: tuple[Any, ...]) -> list[Any]:
+            is_shape = lambda x: isinstance(x, _Shape)  # noqa: E731
+            every: dict[int, Any] = {}
+
+            def note(x: Any, gradient: Any) -> None:
+                if isinstance(x, _Shape):
+                    every.update(gradient[0])
+
+            for i in filters:
+                jax.tree.map(note, made[i], grads[i], is_leaf=is_shape)
             return [
-                None
-                if i not in filters
-                else jax.tree.map(
+                jax.tree.map(
                     functools.partial(
-                        of_object, is_whole=filters[i] is None and not self._kind.structure
+                        of_object, every, filters[i] is None and not self._kind.structure
                     ),
                     shape,
                     gradient,
-                    is_leaf=lambda x: isinstance(x, _Shape),
+                    is_leaf=is_shape,
                 )
+                if i in filters
+                else None
                 for i, (shape, gradient) in enumerate(zip(made, grads, strict=True))
             ]
 
@@ -429,10 +447,18 @@ class _Wanted:
 
 
 class _Shape(NamedTuple):
-    """Stands for an object, without its values."""
+    """Stands for an object, without its values.
+
+    Attributes:
+        graphdef: its description.
+        numbers: which of the values of all arguments its values are.
+    """
 
     graphdef: GraphDef
+    numbers: tuple[int, ...]
 
 
-def _shape_of(x: Any) -> Any:
-    return _Shape(take_apart(x).graphdef) if is_object(x) else 0
+def _identities(flat: Flat) -> list[Any]:
+    """What tells each value from others: the variable, or the owner and the attribute."""
+    at = zip(flat.leaves, flat.owners, strict=True)
+    return [id(leaf) if owner is None else (id(owner[0]), owner[1]) for leaf, owner in at]

@@ -16,6 +16,7 @@ from weft import lifting
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
 from weft.lifting.crossing import Static
+from weft.lifting.names import takes_name
 from weft.nnx.assembling import put_together
 from weft.nnx.filters import Everything, to_predicate
 from weft.nnx.graph import key_of, take_apart
@@ -26,6 +27,7 @@ from weft.nnx.transforms.calls import (
     MISSING,
     Call,
     by_position,
+    check_argnums,
     check_unbound,
     opened,
     parameter_names,
@@ -212,12 +214,13 @@ class _WithRule:
             else tuple(nondiff_argnums)
         )
         self._fixed = frozenset(x for x in given if isinstance(x, int))
+        check_argnums(self.name, "nondiff_argnums", fun, self._fixed)
         self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = by_position(self._fun, args, kwargs)
         at = {i + len(args) if i < 0 else i for i in self._fixed}
@@ -232,7 +235,7 @@ class _WithRule:
                 every = (next(given) if i in at else next(rest) for i in range(len(args)))
                 return fn(*every, **kwargs)
 
-            return call
+            return takes_name(fn, call)
 
         names = [x for i, x in enumerate(parameter_names(self._fun)) if i not in at]
         specs = ("nondiff_argnums", "the result")
@@ -300,8 +303,8 @@ class CustomVjp(_WithRule):
         return lifting.custom_vjp(
             self._kind,
             recorded(bound(self._fun)),
-            recorded(forward),
-            backward,
+            recorded(takes_name(fwd, forward)),
+            takes_name(bwd, backward),
             wrt=objects.roles(),
             of_state=True,
         )
@@ -334,7 +337,10 @@ class CustomJvp(_WithRule):
             return rule(*fixed, others, objects.as_given(groups, arrays, is_whole))
 
         return lifting.custom_jvp(
-            self._kind, recorded(bound(self._fun)), pushed, wrt=objects.roles()
+            self._kind,
+            recorded(bound(self._fun)),
+            takes_name(rule, pushed),
+            wrt=objects.roles(),
         )
 
 

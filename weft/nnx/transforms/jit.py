@@ -20,13 +20,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from weft.core.tracing import TraceState, current_trace, is_tracing
+from weft.errors import TransformArgumentError
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.lifting.stages import Lowered, Traced
 from weft.nnx.graph import Flat, flat_of_variables
 from weft.nnx.naming import origin
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
-from weft.nnx.transforms.calls import MISSING, check_unbound, opened, parameter_names
+from weft.nnx.transforms.calls import MISSING, check_argnums, check_unbound, opened, parameter_names
 from weft.nnx.transforms.calls import Call as OpenCall
 from weft.nnx.transforms.jit_aot import Call
 from weft.nnx.transforms.jit_program import (
@@ -125,7 +126,7 @@ class JitWrapped:
         self._last: _Plan | None = None
         self._has_hidden = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         plan = self._last
         # What follows is the price of a call.
         if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
@@ -257,11 +258,11 @@ class JitWrapped:
         outputs = program.jitted(*program.values_of(found.flat), *found.rest, **found.named)
         return program.finish(found.flat, outputs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """As `jax.jit(...).lower`; objects stay as they are."""
         return self.trace(*args, **kwargs).lower()
 
-    def trace(self, *args: Any, **kwargs: Any) -> Traced:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """As `jax.jit(...).trace`; objects stay as they are."""
         return self._or_anew(self._traced, args, kwargs)
 
@@ -272,7 +273,7 @@ class JitWrapped:
         traced = program.jitted.trace(*values, *found.rest, **found.named)
         return Traced(traced, Call(program, self._options, args, kwargs).run)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """What a call would return, with shapes in place of arrays; objects stay as they are."""
         return eval_shape(self._fn, *args, **kwargs)
 
@@ -359,29 +360,50 @@ def jit(
         return functools.partial(jit, **options, **others, **modes)
     check_unbound("jit", fun)
     kind = ObjectKind("jit", *references_and_structure(graph, graph_updates))
-    static = _both_ways(fun, static_argnums, static_argnames)
-    donated = _both_ways(fun, donate_argnums, donate_argnames)
+    static = _both_ways(fun, "static", static_argnums, static_argnames)
+    donated = _both_ways(fun, "donate", donate_argnums, donate_argnames)
     given = tuple((name, value) for name, value in others.items() if value)
     shardings = as_roles(in_shardings), as_roles(out_shardings)
     return JitWrapped(fun, Options(kind, *shardings, *static, *donated, given))
 
 
 def _both_ways(
-    fun: Callable[..., Any], argnums: Any, argnames: Any
+    fun: Callable[..., Any], name: str, argnums: Any, argnames: Any
 ) -> tuple[frozenset[int], frozenset[str]]:
     """Arguments by position and by name, however they were given."""
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
         # To read a signature takes long, and most often there is nothing to look up in it.
-        parameters = inspect.signature(fun).parameters.values() if numbers or names else ()
+        parameters = [*inspect.signature(fun).parameters.values()] if numbers or names else []
     except (TypeError, ValueError):
         return frozenset(numbers), frozenset(names)
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    check_argnums("jit", f"{name}_argnums", fun, numbers)
+    _check_argnames(f"{name}_argnames", fun, parameters, names)
     numbers = {i % len(by_position) if i < 0 and by_position else i for i in numbers}
     by_name = {p.name: i for i, p in enumerate(by_position) if p.kind is p.POSITIONAL_OR_KEYWORD}
     more = {name for name, i in by_name.items() if i in numbers}
     return frozenset(numbers | {by_name[n] for n in names if n in by_name}), frozenset(names | more)
+
+
+def _check_argnames(
+    what: str,
+    fun: Callable[..., Any],
+    parameters: Sequence[inspect.Parameter],
+    names: Iterable[str],
+) -> None:
+    """Raises TransformArgumentError for names of arguments that the function does not have."""
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+    for unknown in names:
+        if unknown not in there:
+            raise TransformArgumentError(
+                f"nnx.jit({getattr(fun, '__name__', type(fun).__name__)}): {what} has {unknown!r}, "
+                f"and the function has the arguments {', '.join(there) or '(none)'}; give names "
+                "that it has."
+            )
 
 
 def jit_partial(fun: Callable[..., Any], *partial_args: Any, **options: Any) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ values has changed all that the engine brings back.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,11 @@ import jax
 
 from weft.core.layout import constrain_like_jit
 from weft.core.tracing import current_trace
-from weft.errors import TransformArgumentError
+from weft.errors import CallMismatchError, TransformArgumentError
 from weft.lifting import Roles
 from weft.lifting.crossing import Cargo, Parcel, Results, Static, commit, run
 from weft.lifting.functions import by_value
+from weft.lifting.names import named_after
 from weft.lifting.roles import broadcast_roles, is_role
 from weft.lifting.stack import with_room
 from weft.nnx.filters import Everything
@@ -136,20 +138,31 @@ class Program:
         self._shardings: list[Any] = []
         if options.in_shardings is not None:
             self._shardings = [layout.roles[i][g][1] for i, g in layout.static.places]
-        self.jitted = jax.jit(self._pure, **self._jit_options())
 
-    def _jit_options(self) -> dict[str, Any]:
-        of, layout = self._options, self.layout
+        def pure(donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
+            return self._pure(donated, kept, rest, named)
+
+        left_out, leading = (*layout.at, *layout.names), ("donated_state", "state")
+        named_after(fn, pure, leading=leading, left_out=left_out)
+        self.jitted = jax.jit(pure, **self._jit_options(inspect.signature(pure)))
+
+    def _jit_options(self, signature: inspect.Signature) -> dict[str, Any]:
+        of, layout, parameters = self._options, self.layout, signature.parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        by_name = [p.name for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
         def shifted(argnums: Iterable[int]) -> tuple[int, ...]:
-            left = (i for i in argnums if i not in layout.at)
-            return tuple(sorted(2 + i - sum(at < i for at in layout.at) for i in left))
+            kept = (i for i in argnums if i not in layout.at and i < layout.n_args)
+            return tuple(sorted(2 + i - sum(at < i for at in layout.at) for i in kept))
+
+        def present(names: Iterable[str]) -> tuple[str, ...]:
+            return tuple(sorted(name for name in names if takes_any or name in by_name))
 
         result: dict[str, Any] = dict(of.others)
         result["static_argnums"] = shifted(of.static_argnums)
-        result["static_argnames"] = tuple(sorted(of.static_argnames))
+        result["static_argnames"] = present(of.static_argnames)
         result["donate_argnums"] = (0, *shifted(of.donate_argnums))
-        result["donate_argnames"] = tuple(sorted(of.donate_argnames))
+        result["donate_argnames"] = present(of.donate_argnames)
         if of.in_shardings is not None:
             donated, kept = ([self._shardings[n] for n in at] for at in (self.donated, self.kept))
             rest = enumerate(_per_argument(of.in_shardings, layout.n_args))
@@ -160,7 +173,7 @@ class Program:
             result["out_shardings"] = (out, None, None, None, None)
         return result
 
-    def _pure(self, donated: list[Any], kept: list[Any], /, *rest: Any, **named: Any) -> Any:
+    def _pure(self, donated: Any, kept: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if by_value(self._user_fn) != self._seen:
             raise FunctionChanged
         layout, values = self.layout, self._in_order(donated, kept)
@@ -385,7 +398,14 @@ def _shapes(x: Any) -> Any:
 
 
 def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
-    return shardings if isinstance(shardings, tuple | list) else [shardings] * n
+    if not isinstance(shardings, tuple) or isinstance(shardings, Roles):
+        return [shardings] * n
+    if len(shardings) != n:
+        raise CallMismatchError(
+            f"nnx.jit: in_shardings has {len(shardings)} entries, and the call has {n} arguments "
+            "by position; give one entry for each of them, or one sharding for all."
+        )
+    return shardings
 
 
 def _without_state(shardings: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from weft import lifting
 from weft.lifting import CARRY
+from weft.lifting.names import takes_name
 from weft.nnx.naming import origin
 from weft.nnx.transforms.calls import Call, opened, parameter_names, recorded
 from weft.nnx.transforms.carry import with_objects, without_objects
@@ -116,4 +117,4 @@ def _read(x: Any) -> Any:
 
 
 def _boxing(body_fun: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *args: without_objects(args[-1], body_fun(*args))
+    return takes_name(body_fun, lambda *args: without_objects(args[-1], body_fun(*args)))

@@ -126,7 +126,7 @@ def pmap(
         return functools.partial(pmap, in_axes=in_axes, out_axes=out_axes, **options)
     if devices is None and (backend is not None or axis_size is not None):
         devices = jax.devices(backend)[:axis_size]
-    static = StaticArguments(f, static_broadcasted_argnums)
+    static = StaticArguments("pmap", "static_broadcasted_argnums", f, static_broadcasted_argnums)
     mapped = lifting.pmap(
         ObjectKind("pmap", *references_and_structure(graph, graph_updates)),
         recorded(static.fn),

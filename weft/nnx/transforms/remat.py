@@ -47,7 +47,7 @@ def remat(
             graph=graph,
             graph_updates=graph_updates,
         )
-    static = StaticArguments(f, static_argnums)
+    static = StaticArguments("remat", "static_argnums", f, static_argnums)
     lifted = lifting.remat(
         ObjectKind("remat", *references_and_structure(graph, graph_updates)),
         recorded(taking_named(static.fn)),

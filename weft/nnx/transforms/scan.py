@@ -11,6 +11,7 @@ import jax
 
 from weft import lifting
 from weft.errors import TransformArgumentError
+from weft.lifting.names import takes_name
 from weft.nnx.transforms.calls import MISSING, only_by_position, recorded, transformed
 from weft.nnx.transforms.carry import with_objects, without_objects
 from weft.nnx.transforms.kind import ObjectKind
@@ -124,7 +125,7 @@ def _shown(axes: Any) -> str:
 
 
 def _boxing(f: Callable[..., Any], pairs: _Pairs) -> Callable[..., Any]:
-    return lambda *args: _changed(args, f(*args), pairs, without_objects)
+    return takes_name(f, lambda *args: _changed(args, f(*args), pairs, without_objects))
 
 
 def _changed(args: Any, result: Any, pairs: _Pairs, change: Callable[[Any, Any], Any]) -> Any:
