@@ -31,6 +31,7 @@ from weft.core.filters import (
 from weft.core.frozen_dict import FrozenDict
 from weft.core.known import known_part
 from weft.core.rngs import Counts, Path, Stream, check_keys
+from weft.core.tracebacks import entry_point
 from weft.core.tracing import current_trace, with_room_in_trace
 from weft.core.trunk import Trunk, VariableDict, copied
 from weft.core.variable import MISSING, Variable, check_shape
@@ -541,6 +542,7 @@ def apply(
         (3, {'state': {'calls': 3}})
     """
 
+    @entry_point
     @functools.wraps(fn)
     def applied(variables: VariableDict, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
         if not isinstance(variables, Mapping):
@@ -576,6 +578,7 @@ def init(
         (6.0, {'params': {'factor': 2.0}})
     """
 
+    @entry_point
     @functools.wraps(fn)
     def initialize(rngs: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(rngs, Mapping):

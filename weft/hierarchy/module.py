@@ -20,6 +20,7 @@ import jax
 from weft.config import REQUIRED, Configurable, InstantiableConfig, Required, config_class
 from weft.config.functions import CallConfig, ClassConfigBase
 from weft.config.names import did_you_mean
+from weft.core.tracebacks import entry_point
 from weft.core.tracing import with_room_in_trace
 from weft.errors import (
     ChildConfigError,
@@ -522,6 +523,7 @@ class Module(Configurable):
             jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
 
 
+@entry_point
 def functional(
     module: Module,
     prng_key: Tensor | None,

@@ -19,6 +19,7 @@ from weft import core
 from weft.core.filters import Filter, union_filters
 from weft.core.frozen_dict import FrozenDict
 from weft.core.scope import Scope
+from weft.core.tracebacks import entry_point
 from weft.errors import (
     ApplyModuleInvalidMethodError,
     AssignSubModuleError,
@@ -330,6 +331,7 @@ class Module(ModuleVariables):
             raise CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
 
+    @entry_point
     def apply(
         self,
         variables: Mapping[str, Any],
@@ -364,6 +366,7 @@ class Module(ModuleVariables):
         run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
         return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
 
+    @entry_point
     def init_with_output(
         self,
         rngs: Any,
@@ -383,6 +386,7 @@ class Module(ModuleVariables):
         )
         return core.init(run, mutable, flags)(rngs, *args, **kwargs)
 
+    @entry_point
     def init(
         self,
         rngs: Any,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from weft import lifting
+from weft.core.tracebacks import entry_point
 from weft.lifting.crossing import depart, run
 from weft.nnx.naming import origin
 from weft.nnx.splitting import as_abstract
@@ -27,6 +28,7 @@ from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
 
 
+@entry_point
 def eval_shape(
     f: Callable[..., Any],
     *args: Any,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from weft import lifting
+from weft.core.tracebacks import entry_point
 from weft.errors import CallMismatchError, TransformArgumentError, TransformOptionError
 from weft.lifting import DIFF, Roles
 from weft.lifting.names import takes_name
@@ -116,6 +117,7 @@ def grad(
         return functools.partial(grad, **options)
     both = _differentiated("grad", f, **options)
 
+    @entry_point
     @functools.wraps(f)
     def gradients(*args: Any, **kwargs: Any) -> Any:
         result, grads = both(*args, **kwargs)
@@ -124,6 +126,7 @@ def grad(
     return gradients
 
 
+@entry_point
 def vjp(
     f: Callable[..., Any] = MISSING,
     *primals: Any,
@@ -178,6 +181,7 @@ def vjp(
     return (out, jax.tree_util.Partial(pullback, backward), *aux)
 
 
+@entry_point
 def jvp(
     f: Callable[..., Any] = MISSING,
     primals: tuple[Any, ...] = MISSING,

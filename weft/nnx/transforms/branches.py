@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from weft import lifting
+from weft.core.tracebacks import entry_point
 from weft.errors import TransformArgumentError
 from weft.nnx.naming import origin
 from weft.nnx.transforms.calls import Call, opened, recorded
@@ -13,6 +14,7 @@ from weft.nnx.transforms.kind import ObjectKind
 from weft.nnx.transforms.modes import references_and_structure
 
 
+@entry_point
 def cond(
     pred: Any,
     true_fun: Callable[..., Any],
@@ -51,6 +53,7 @@ def cond(
         return chosen(pred, *operands)
 
 
+@entry_point
 def switch(
     index: Any,
     branches: Sequence[Callable[..., Any]],

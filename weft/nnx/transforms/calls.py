@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from weft.core.tracebacks import hide_frames
 from weft.errors import (
     CallMismatchError,
     CapturedObjectError,
@@ -286,12 +287,16 @@ def transformed(
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            args, kwargs = by_position(fn, args, kwargs)
-        if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
-            args = _with_defaults(fn, args, len(in_axes))
-        with opened(Call(transformation, fn, args, specs, named=kwargs, place=place)):
-            return call(kwargs, *args)
+        try:
+            if kwargs:
+                args, kwargs = by_position(fn, args, kwargs)
+            if isinstance(in_axes, tuple | list) and len(args) < len(in_axes):
+                args = _with_defaults(fn, args, len(in_axes))
+            with opened(Call(transformation, fn, args, specs, named=kwargs, place=place)):
+                return call(kwargs, *args)
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     return wrapper
 

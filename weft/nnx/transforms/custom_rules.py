@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft import lifting
+from weft.core.tracebacks import entry_point
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
 from weft.lifting.crossing import Static
@@ -220,6 +221,7 @@ class _WithRule:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @entry_point
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if kwargs:
             args, kwargs = by_position(self._fun, args, kwargs)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
+from weft.core.tracebacks import hide_frames
 from weft.core.tracing import TraceState, current_trace, is_tracing
 from weft.errors import TransformArgumentError
 from weft.lifting.functions import AtFirstCall, by_value
@@ -127,39 +128,43 @@ class JitWrapped:
         self._has_hidden = False
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        plan = self._last
-        # What follows is the price of a call.
-        if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
-            return self._call_as_found(args, kwargs)
-        for i, ref in plan.at:
-            if args[i] is not ref():
-                return self._call_as_found(args, kwargs)
-        donated, kept = plan.donated, plan.kept
         try:
-            result, of_donated, of_kept, more, written = plan.jitted(
-                [variable._value for variable in donated] if donated else donated,
-                [variable._value for variable in kept] if kept else kept,
-                *args[plan.n_first :],
-            )
-        except (HiddenObject, FunctionChanged):
-            plan = None
-        except (TypeError, ValueError):
-            # It may be about what the plan is not for: an object in a container, or a sharding.
-            if plan.n_args == len(args) and not has_objects(args[plan.n_first :]):
-                raise
-            plan = None
-        if plan is None:
-            return self._call_as_found(args, kwargs)
-        if more is not None or plan.trace is not current_trace():
-            outputs = result, of_donated, of_kept, more, written
-            return plan.program.finish(plan.flat(), outputs)
-        if of_donated:
-            any(map(_set_value, donated, of_donated))  # all of them: each gives None
-        if of_kept:
-            at = written.at
-            changed = kept if len(at) == len(kept) else [kept[i] for i in at]
-            any(map(_set_value, changed, of_kept))
-        return result
+            plan = self._last
+            # What follows is the price of a call.
+            if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
+                return self._call_as_found(args, kwargs)
+            for i, ref in plan.at:
+                if args[i] is not ref():
+                    return self._call_as_found(args, kwargs)
+            donated, kept = plan.donated, plan.kept
+            try:
+                result, of_donated, of_kept, more, written = plan.jitted(
+                    [variable._value for variable in donated] if donated else donated,
+                    [variable._value for variable in kept] if kept else kept,
+                    *args[plan.n_first :],
+                )
+            except (HiddenObject, FunctionChanged):
+                plan = None
+            except (TypeError, ValueError):
+                # It may be about what the plan is not for: an object in a container, or a sharding.
+                if plan.n_args == len(args) and not has_objects(args[plan.n_first :]):
+                    raise
+                plan = None
+            if plan is None:
+                return self._call_as_found(args, kwargs)
+            if more is not None or plan.trace is not current_trace():
+                outputs = result, of_donated, of_kept, more, written
+                return plan.program.finish(plan.flat(), outputs)
+            if of_donated:
+                any(map(_set_value, donated, of_donated))  # all of them: each gives None
+            if of_kept:
+                at = written.at
+                changed = kept if len(at) == len(kept) else [kept[i] for i in at]
+                any(map(_set_value, changed, of_kept))
+            return result
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call for which the last plan does not hold."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from weft import lifting
+from weft.core.tracebacks import entry_point
 from weft.lifting import CARRY
 from weft.lifting.names import takes_name
 from weft.nnx.naming import origin
@@ -18,6 +19,7 @@ from weft.nnx.variables import Variable
 T = TypeVar("T")
 
 
+@entry_point
 def while_loop(
     cond_fun: Callable[[T], Any],
     body_fun: Callable[[T], T],
@@ -65,6 +67,7 @@ def while_loop(
         return with_objects(init_val, loop(init_val))
 
 
+@entry_point
 def fori_loop(
     lower: Any,
     upper: Any,
