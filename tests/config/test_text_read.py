@@ -334,6 +334,7 @@ def test_hostile_values_inside_of_a_config(text, tmp_path):
         ("value={1: 2, True: 3}", ConfigTextError, "cfg.txt:2: a key is given twice"),
         ("klass=int", ConfigReferenceError, "a text may not set 'klass' to this value"),
         ("value=complex(x=1)", ConfigTextError, "complex takes no names here"),
+        ("value=numpy.float32(" + "9" * 400 + ")", ConfigTextError, "int too large to convert"),
         ("value=complex('1')", ConfigTextError, "complex does not take these values"),
         ("value=numpy.dtype('x')", ConfigTextError, "cfg.txt:2: data type 'x' not understood"),
         ("value=functools.partial()", ConfigTextError, "needs the name of a function"),

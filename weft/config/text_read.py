@@ -291,7 +291,7 @@ class _Reader:
             raise self._error(node, f"{self._dotted(node.func)} does not take these values")
         try:
             return cls(*arguments)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise self._error(node, str(error)) from None
 
     def _numpy_scalar(self, node: ast.Call, cls: Any) -> Any:
