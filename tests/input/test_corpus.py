@@ -1,11 +1,15 @@
+import bz2
 import gzip
 import json
+import lzma
+import os
 import sysconfig
 
 import pytest
 
 from weft.errors import CorpusReadError, EmptyCorpusError, InputReadError
 from weft.input.corpus import Corpus, TextFile, folder_corpus, is_held_out, stdlib_corpus
+from weft.input.files import text_dataset
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +131,10 @@ def test_empty_part_names_the_fraction():
 def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "locked.txt").write_text("x")
 
-    def refuse(self):
+    def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("pathlib.Path.read_bytes", refuse)
+    monkeypatch.setattr("weft.input.corpus.open_file", refuse)
     with pytest.raises(
         CorpusReadError, match=r"locked\.txt \(Permission denied\); make it readable"
     ):
@@ -170,3 +174,43 @@ def test_rows_of_parquet_files_are_documents(tmp_path):
     parquet.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
     corpus = folder_corpus(str(tmp_path))
     assert [f.text for f in corpus.files] == [b"one", b"two"]
+
+
+BINARY = {
+    "gzip": (gzip.compress(b"text"), "at byte 0 begins gzip data; unpack it first, as by `gunzip`"),
+    "bzip2": (bz2.compress(b"text"), "begins bzip2 data; unpack it first, as by `bunzip2`"),
+    "xz": (lzma.compress(b"text"), "begins xz data; unpack it first, as by `unxz`"),
+    "zip": (b"PK\x03\x04rest", "begins zip data; unpack it first, as by `unzip`"),
+    "zstd": (b"\x28\xb5\x2f\xfdrest", "begins zstd data; unpack it first, as by `unzstd`"),
+    "NUL": (b"some text\0 and more", "byte 9 is 0, as in binary files"),
+    "latin": ("text né".encode("latin-1"), r"in UTF-8: byte 6 is 0xe9 .*iconv"),
+    "UTF-16": ("text".encode("utf-16"), "byte 3 is 0, as in binary files"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), BINARY.values(), ids=BINARY)
+def test_what_is_not_text_is_refused_with_file_place_and_mend(tmp_path, data, message):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(data)
+    with pytest.raises(
+        CorpusReadError, match=rf"b\.txt is not text.*{message}.*leave the file out"
+    ):
+        folder_corpus(str(tmp_path))
+    assert len(folder_corpus(str(tmp_path), exclude=["b.txt"]).files) == 1
+    for document in ("file", "line"):
+        documents = text_dataset(str(tmp_path / "*"), document=document)
+        assert documents[0] == {"text": b"text"}
+        with pytest.raises(InputReadError, match=rf"b\.txt is not text.*{message}"):
+            [documents[i] for i in range(len(documents))]
+
+
+@pytest.mark.parametrize("text", ["", "BZh is not all", "PKZIP", "né ✓ \x1b[0m\r\n\t\f", "%PDF"])
+def test_text_that_looks_a_little_like_it_is_read(tmp_path, text):
+    (tmp_path / "a.txt").write_bytes(b"x" * (not text) + text.encode())
+    assert folder_corpus(str(tmp_path)).files[0].text.decode().endswith(text)
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    assert [file.name for file in folder_corpus(str(tmp_path)).files] == ["a.txt"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.errors import CorpusReadError, EmptyCorpusError
+from weft.serialization.foreign import open_file
 
 Split = Literal["train", "held_out"]
 
@@ -189,7 +190,8 @@ def folder_corpus(
 
     Raises:
         EmptyCorpusError: If no file fits.
-        CorpusReadError: If a file cannot be read, or two files would have the same name.
+        CorpusReadError: If a file cannot be read, is compressed, binary or not in UTF-8, or two
+            files would have the same name.
         InputReadError: If a record cannot be read or has no text; it names the record.
     """
     roots = [Path(p) for p in ([paths] if isinstance(paths, str) else paths)]
@@ -270,11 +272,57 @@ def _fits(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in (pattern, pattern.removeprefix("**/")))
 
 
+# How files begin that hold text in another form, and what unpacks them.
+_PACKED = {
+    b"\x1f\x8b": ("gzip", "gunzip"),
+    b"PK\x03\x04": ("zip", "unzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "unzstd"),
+    b"\xfd7zXZ\x00": ("xz", "unxz"),
+    b"BZh": ("bzip2", "bunzip2"),
+    b"\x04\x22\x4d\x18": ("lz4", "unlz4"),
+    b"\x89PNG": ("PNG", None),
+    b"%PDF-": ("PDF", None),
+}
+
+
+def text_fault(data: bytes) -> str | None:
+    r"""What is wrong with data that should be text in UTF-8, and the mend; None for text.
+
+    A model would learn compressed or binary data as if they were text.
+
+    Args:
+        data: the whole content.
+
+    >>> text_fault("né".encode()), text_fault(b"a\0b")
+    (None, 'is not text: byte 1 is 0, as in binary files; leave the file out')
+    """
+    for start, (kind, program) in _PACKED.items():
+        if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
+            mend = f"unpack it first, as by `{program}`" if program else "take the text out of it"
+            return f"is not text: at byte 0 begins {kind} data; {mend}, or leave the file out"
+    if (at := data.find(b"\0")) >= 0:
+        return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return (
+            f"is not text in UTF-8: byte {error.start:,} is 0x{data[error.start]:02x} "
+            f"({error.reason}); convert it, as by `iconv -f ISO-8859-1 -t UTF-8`, or leave the "
+            "file out"
+        )
+    return None
+
+
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open_file(path) as file:
+            data = file.read()
     except OSError as error:
         raise CorpusReadError(
             f"cannot read {path} ({error.strerror or error}); make it readable or exclude it from "
             "the corpus"
         ) from error
+    fault = text_fault(data)
+    if fault is not None:
+        raise CorpusReadError(f"{path} {fault} (`exclude` of the corpus)")
+    return data

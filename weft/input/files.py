@@ -11,13 +11,16 @@ ArrayRecord files are read by `weft.input.grain.array_record_dataset`.
 
 import functools
 import gzip
+import zlib
 from collections.abc import Sequence
 from typing import Literal
 
 from weft.errors import InputReadError
+from weft.input.corpus import text_fault
 from weft.input.line_files import JsonLinesFile, LineFile, file_fingerprint
 from weft.input.records import NamedSource, RecordDataset, matching_files
 from weft.input.table_files import ParquetFile
+from weft.serialization.foreign import open_file
 
 
 def text_dataset(
@@ -90,15 +93,17 @@ class _WholeFiles:
         return f"{len(self)} files"
 
     def __getitem__(self, index: int) -> bytes:
+        path = self._paths[index]
         try:
-            with open(self._paths[index], "rb") as file:
+            with open_file(path) as file:
                 data = file.read()
-            return gzip.decompress(data) if self._paths[index].endswith(".gz") else data
-        except (OSError, EOFError) as error:
+            data = gzip.decompress(data) if path.endswith(".gz") else data
+        except (OSError, EOFError, zlib.error) as error:
             what = getattr(error, "strerror", None) or error
             raise InputReadError(
-                f"cannot read {self._paths[index]} ({what}); mend it, or leave it out"
+                f"cannot read {path} ({what}); mend it, or leave it out"
             ) from error
+        return data
 
     def describe(self, index: int) -> str:
         return self._paths[index]
@@ -117,7 +122,11 @@ class _Texts:
         return repr(self._source)
 
     def __getitem__(self, index: int) -> dict[str, bytes]:
-        return {"text": self._source[index]}
+        data = self._source[index]
+        fault = text_fault(data)
+        if fault is not None:
+            raise InputReadError(f"{self.describe(index)} {fault}")
+        return {"text": data}
 
     def describe(self, index: int) -> str:
         return self._source.describe(index)

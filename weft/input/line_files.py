@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import shutil
+import zlib
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from weft.errors import InputReadError
 from weft.input.file_cache import made_once
+from weft.serialization.foreign import open_file, parse_json
 
 _CHUNK = 16 * 2**20
 _NEWLINE, _RETURN = b"\n\r"
@@ -71,7 +73,7 @@ class LineFile:
         # Not mapped: a file that is cut short while it is mapped kills the process that reads it.
         # Not kept open: a dataset may have more files than a process may open.
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open_file(self.path, buffering=0) as file:
                 data = os.pread(file.fileno(), end - start, start)
         except OSError as error:
             raise InputReadError(
@@ -94,7 +96,7 @@ class LineFile:
             with gzip.open(self.path) as packed:
                 try:
                     shutil.copyfileobj(packed, out, _CHUNK)
-                except (OSError, EOFError) as error:
+                except (OSError, EOFError, zlib.error) as error:
                     raise InputReadError(f"{self.path} cannot be unpacked: {error}") from error
 
         num_bytes = _GZIP_FACTOR * self.num_bytes
@@ -131,10 +133,13 @@ class JsonLinesFile(LineFile):
     def __getitem__(self, index: int) -> Any:
         line = self.line(index)
         try:
-            return json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            column = error.colno if isinstance(error, json.JSONDecodeError) else error.start + 1
-            what = error.msg if isinstance(error, json.JSONDecodeError) else error.reason
+            return parse_json(line)
+        except ValueError as error:
+            column, what = 1, str(error)
+            if isinstance(error, json.JSONDecodeError):
+                column, what = error.colno, error.msg
+            elif isinstance(error, UnicodeDecodeError):
+                column, what = error.start + 1, error.reason
             shown = line.decode(errors="replace")[max(column - 21, 0) : column + 19]
             raise InputReadError(
                 f"{self.path}, line {self.line_number(index)}, column {column}: {what}, in "

@@ -7,15 +7,17 @@
 Both need the extra `text`. No text gives a special token, also if it spells one.
 """
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from weft.errors import MissingExtraError, TokenizerError
+from weft.serialization.foreign import open_file
 
 
 class _FileTokenizer:
@@ -39,14 +41,17 @@ class _FileTokenizer:
                 f"a tokenizer is read from a path, but got {path!r}; give the path of its file"
             )
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 content = file.read()
         except OSError as error:
             raise TokenizerError(
                 f"cannot read the tokenizer {path} ({error.strerror or error}); give the path of "
                 "its file"
             ) from error
-        self._load(path, content)
+        with self._library("read"):
+            self._load(path, content)
+        if self._num_tokens() == 0:
+            raise TokenizerError(f"{path} has no tokens; give the file of a trained tokenizer")
         self.vocab_size = self._num_tokens()
         self.eos_id = self._special(path, "eos_token", eos_token)
         self.pad_id = self._special(path, "pad_token", pad_token)
@@ -92,15 +97,31 @@ class _FileTokenizer:
             texts: As for `encode`.
         """
         words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
-        return [np.array(ids, np.int32) for ids in self._encode(words)]
+        with self._library("encode"):
+            return [np.array(ids, np.int32) for ids in self._encode(words)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids, without `eos_id` and `pad_id`."""
         values = np.asarray(ids).reshape(-1).tolist()
         limit = self._num_tokens()
-        return self._decode(
-            [i for i in values if i < limit and i not in (self.eos_id, self.pad_id)]
-        )
+        known = [i for i in values if 0 <= i < limit and i not in (self.eos_id, self.pad_id)]
+        with self._library("decode"):
+            return self._decode(known)
+
+    @contextlib.contextmanager
+    def _library(self, what: str) -> Iterator[None]:
+        """Turns what the library raises, such as a panic of Rust, into a TokenizerError."""
+        try:
+            yield
+        except (TokenizerError, MissingExtraError):
+            raise
+        except BaseException as error:
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                raise TokenizerError(
+                    f"{self._arguments[0]} cannot {what} a text: {type(error).__name__}: {error}; "
+                    "give the file that the tokenizer was saved to"
+                ) from error
+            raise
 
     @cached_property
     def token_num_bytes(self) -> np.ndarray:
