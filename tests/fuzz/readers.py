@@ -1,6 +1,7 @@
 """What the fuzzers of readers share: valid data that is damaged, and what a reader may do."""
 
 import contextlib
+import copy
 import json
 import os
 import resource
@@ -74,7 +75,7 @@ def _changed(draw: st.DrawFn, value: Any) -> Any:
         else []
     )
     if not keys or draw(st.integers(0, 5)) == 0:
-        return draw(st.sampled_from(ODD))
+        return copy.deepcopy(draw(st.sampled_from(ODD)))
     key = draw(st.sampled_from(keys))
     change = draw(st.sampled_from(["below", "below", "below", "drop", "copy"]))
     if change == "drop":

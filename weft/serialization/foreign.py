@@ -7,30 +7,39 @@ deeply is a `ValueError`, and text that is printed loses the characters that con
 """
 
 import json
+import math
 import os
 import stat
-from typing import IO, Any
+from collections.abc import Sequence
+from typing import Any
+
+MAX_AXES = 32
+"""How many axes an array may have, in JAX and in NumPy before 2.0."""
 
 MAX_JSON_BYTES = 2**28
 """How large a file of JSON may be; the index of the largest published models has a few MB."""
 
 
-def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
     """Opens a regular file to be read; never waits for a writer.
 
     Args:
         path: of the file.
+        buffering: as of `open`.
 
     Raises:
         OSError: if there is no such file, or it is a directory, a FIFO, a socket or a device.
-        ValueError: if the path is not one, as with a NUL.
     """
     # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        fd = os.open(path, flags)
+    except ValueError as error:  # a NUL in the path, or half of a surrogate pair
+        raise OSError(f"{os.fspath(path)!r} is not a path: {error}") from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(f"{os.fspath(path)!r} is not a regular file")
-    return open(fd, "rb")
+    return open(fd, "rb", buffering)
 
 
 def read_json_file(path: str | os.PathLike[str]) -> Any:
@@ -66,6 +75,20 @@ def parse_json(data: str | bytes | bytearray) -> Any:
         return json.loads(data if isinstance(data, str) else data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
+    """Whether there can be an array of this shape; also of an empty one NumPy refuses large sizes.
+
+    Args:
+        shape: its sizes.
+        itemsize: bytes of an element.
+
+    >>> is_possible_shape([0, 3], 4), is_possible_shape([0, 2**62], 4)
+    (True, False)
+    """
+    largest = math.prod(size for size in shape if size) * itemsize
+    return len(shape) <= MAX_AXES and min(shape, default=0) >= 0 and largest < 2**63
 
 
 def printable(text: str) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.errors import DamagedBytesError, UnserializableValueError
+from weft.serialization.foreign import is_possible_shape
 from weft.serialization.state_dicts import from_state_dict, is_prng_key, to_state_dict
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ MAX_CHUNK_SIZE = 2**30  # bytes; MessagePack ends at 2**32
 _CHUNKED = "__msgpack_chunked_array__"
 _PRNG_KEY = "__msgpack_prng_key__"
 _NDARRAY, _COMPLEX, _SCALAR = 1, 2, 3  # extension types
-_MAX_AXES = 32  # of an array in JAX, and in NumPy before 2.0
 _DTYPE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}(\[[0-9A-Za-z]{1,8}\])?")
 _OF_STRINGS = re.compile(r"(str|bytes)([0-9]+)")
 
@@ -142,9 +142,7 @@ def _shape_of(value: Any, dtype: np.dtype, num_elements: int) -> tuple[int, ...]
     """A shape that NumPy can make of so many elements."""
     if not (isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)):
         raise ValueError(f"{value!r} is not the shape of an array")
-    # Also of an empty array the other sizes have to be such as there can be.
-    largest = math.prod(n for n in value if n) * dtype.itemsize
-    if len(value) > _MAX_AXES or largest >= 2**63 or math.prod(value) != num_elements:
+    if not is_possible_shape(value, dtype.itemsize) or math.prod(value) != num_elements:
         raise ValueError(f"an array of the shape {list(value)} is not made of {num_elements} items")
     return tuple(value)
 

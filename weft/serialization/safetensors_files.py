@@ -26,11 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from weft.errors import WeightsMismatchError, WeightsReadError, WeightsWriteError
+from weft.serialization.foreign import is_possible_shape, open_file, read_json_file
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _SHOWN = 8
+_LARGEST_ITEM_BYTES = 8
 
 # The format's names of dtypes. There are others, which NumPy cannot hold.
 _DTYPES = {
@@ -273,8 +275,9 @@ class TensorFiles:
         from safetensors import SafetensorError, safe_open
 
         try:
+            open_file(file).close()  # a FIFO would be waited for
             opened = self._stack.enter_context(safe_open(file, framework="np"))
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise WeightsReadError(
                 f"{str(file)!r} cannot be read as a safetensors file: {error}. Copy it again."
             ) from error
@@ -282,7 +285,13 @@ class TensorFiles:
         found = {}
         for name in opened.keys():  # noqa: SIM118 - it is no dict
             part = opened.get_slice(name)
-            found[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), file)
+            stored = StoredTensor(tuple(part.get_shape()), part.get_dtype(), file)
+            if not is_possible_shape(stored.shape, _LARGEST_ITEM_BYTES):
+                raise WeightsReadError(
+                    f"{name!r} in {str(file)!r} has the shape {list(stored.shape)}, which no array "
+                    "can have. Copy the file again."
+                )
+            found[name] = stored
         return found
 
     def __enter__(self) -> "TensorFiles":
@@ -336,7 +345,7 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
     if not path.name.endswith(INDEX_SUFFIX):
         return {path: None}
     try:
-        where = json.loads(path.read_text())["weight_map"]
+        where = read_json_file(path)["weight_map"]
         files: dict[Path, list[str]] = {}
         for name, file in where.items():
             files.setdefault(path.parent / Path(file).name, []).append(name)
@@ -345,7 +354,7 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
             f"{str(path)!r} cannot be read as the index of safetensors files ({error!r}). Copy it "
             "again."
         ) from error
-    missing = [file.name for file in files if not file.exists()]
+    missing = [file.name for file in files if not os.path.exists(file)]
     if missing:
         raise WeightsReadError(
             f"{str(path)!r} names files that are not beside it: {', '.join(missing)}. Copy all "

@@ -12,7 +12,6 @@ digest, which is what makes a restore as fast as plain reads.
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from weft.serialization.foreign import parse_json
 from weft.trainer.checkpoint_index import is_key_dtype, key_implementation
 from weft.trainer.checkpoint_manifest import Manifest
 
@@ -81,13 +81,13 @@ class _Reader:
         header = bytearray(self._size(".zarray"))
         self._fill(".zarray", memoryview(header))
         try:
-            content = json.loads(header)
+            content = parse_json(header)
             self._chunk = tuple(map(int, content["chunks"]))
             self._shape = tuple(map(int, content["shape"]))
             self._dtype = _stored_dtype(content["dtype"])
             plain = (content["compressor"], content["filters"], content["order"])
             self._separator = content.get("dimension_separator", ".")
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise self._fault(".zarray", f"describes no array ({error})") from error
         chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
         if plain != (None, None, "C") or not chunks_fit or self._dtype.hasobject:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from weft.config import similar_names
 from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
 from weft.hierarchy.parameter_spec import TensorSpec
+from weft.serialization.foreign import read_json_file
 from weft.trainer.python_savables import PythonSavable
 from weft.typing import Nested
 
@@ -180,12 +181,11 @@ def read_index_file(ckpt_dir: str) -> list[tuple[str, Any]]:
     """
     path = os.path.join(ckpt_dir, INDEX)
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json_file(path)
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, not {_VERSION}")
         return [(str(path), entry) for path, entry in content["index"]]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the index of a checkpoint ({error}). "
             "Restore another step, or with the version of Weft that wrote it.",

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from weft.errors import MissingExtraError
+from weft.serialization.foreign import open_file, read_json_file
 from weft.trainer.checkpoint_dirs import files_below, fsync
 
 MANIFEST = "manifest.json"
@@ -38,6 +39,11 @@ class Manifest:
         self._dir = ckpt_dir
         self.facts: dict[str, Any] = dict(content["facts"])
         self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
+        for path, entry in self.files.items():
+            if type(entry.get("size")) is not int or not isinstance(entry.get(_DIGEST), str):
+                raise ValueError(f"it does not say what {path!r} holds")
+            if os.path.isabs(path) or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is not below the checkpoint")
 
     def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
         """Reads a file and says what is wrong with it.
@@ -111,15 +117,14 @@ def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
         The manifest, or what is wrong with it.
     """
     try:
-        with open(os.path.join(ckpt_dir, MANIFEST), encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json_file(os.path.join(ckpt_dir, MANIFEST))
         digest = content.pop(_DIGEST)
         if content["version"] != _VERSION:
             return f"{MANIFEST}: is of version {content['version']}, not {_VERSION}"
         manifest = Manifest(ckpt_dir, content)
     except FileNotFoundError:
         return f"{MANIFEST}: is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})"
     if _digest_of_json(content) != digest:
         return f"{MANIFEST}: its content has changed"
@@ -169,7 +174,7 @@ def _digest_of_file(path: str, into: memoryview | None = None) -> str:
     """The digest of a file, whose content is left in `into` if that is given."""
     digest, at = _xxh3(), 0
     block = memoryview(bytearray(_BLOCK_BYTES)) if into is None else None
-    with open(path, "rb", buffering=0) as file:
+    with open_file(path, buffering=0) as file:
         while True:
             place = into[at : at + _BLOCK_BYTES] if into is not None else block
             assert place is not None

@@ -37,6 +37,7 @@ from weft.errors import (
     DamagedCheckpointError,
 )
 from weft.hierarchy.module import Module
+from weft.serialization.foreign import read_json_file
 from weft.trainer.base_checkpointer import BaseCheckpointer
 from weft.trainer.checkpoint_dirs import (
     STEP_NUM_DIGITS,
@@ -507,11 +508,10 @@ def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
     if not os.path.exists(path):
         return None
     try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
+        content = read_json_file(path)
         if not isinstance(content, dict):
             raise ValueError("it is no dict")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the state of a policy ({error}).",
             damage=[f"{_POLICY_STATE}: cannot be read ({error})"],

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from weft.errors import CheckpointStateError, CheckpointStructureError, DamagedCheckpointError
+from weft.serialization.foreign import read_json_file
 
 _BYTES = "base64"
 
@@ -109,11 +110,10 @@ def _read(path: str, directory: str) -> dict[str, Any]:
 
 def _load(file: str) -> dict[str, Any]:
     try:
-        with open(file, encoding="utf-8") as f:
-            content = json.load(f)
+        content = read_json_file(file)
         if not (isinstance(content, dict) and content.keys() & {_BYTES, "state"}):
             raise ValueError(f"it holds neither {_BYTES!r} nor 'state'")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{file!r} cannot be read as the state of an object ({type(error).__name__}: {error}). "
             "Restore another checkpoint.",

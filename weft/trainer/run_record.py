@@ -24,6 +24,7 @@ import jax
 import weft
 from weft.config import ConfigBase, diff, from_text, maybe_instantiate, to_text
 from weft.errors import ConfigError, RunDirError
+from weft.serialization.foreign import read_json_file
 
 CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
@@ -137,7 +138,10 @@ def read_record(directory: str) -> dict[str, Any]:
     """
     path = Path(directory, RECORD_FILE)
     try:
-        return json.loads(path.read_text())
+        record = read_json_file(path)
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+        return record
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -53,7 +53,7 @@ def decoder_config(
     """
     stack = RepeatedTransformerLayer.default_config().set(num_layers=num_layers, layer=layer)
     return Decoder.default_config().set(
-        vocab_size=s.get("vocab_size"),
+        vocab_size=s.size("vocab_size"),
         dim=dim,
         transformer=stack,
         output_norm=norm,

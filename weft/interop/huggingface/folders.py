@@ -20,6 +20,7 @@ from weft.interop.huggingface.family import Family, hidden_dim
 from weft.interop.huggingface.gpt2 import GPT2
 from weft.interop.huggingface.llama import LLAMA, QWEN2, QWEN3
 from weft.interop.huggingface.settings import Settings
+from weft.serialization.foreign import read_json_file
 from weft.serialization.safetensors_files import (
     MAX_SHARD_BYTES,
     PendingTensor,
@@ -75,7 +76,9 @@ def huggingface_model_config(
 def _settings(folder: _PathLike) -> Settings:
     path = Path(folder) / CONFIG
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json_file(path)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
         raise WeightsReadError(
             f"{str(path)!r} cannot be read ({error}). Name the folder of a Hugging Face checkpoint."
@@ -85,13 +88,14 @@ def _settings(folder: _PathLike) -> Settings:
 
 def _family(settings: Settings) -> Family:
     kind: Any = settings.values.get("model_type")
-    if kind not in FAMILIES:
+    if not (isinstance(kind, str) and kind in FAMILIES):
         raise settings.refusal("model_type", kind, f"can be {' or '.join(map(repr, FAMILIES))}")
     quantization = settings.values.get("quantization_config")
     if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise HuggingFaceConfigError(
             f"the weights of {settings.source} are quantized "
-            f"({quantization.get('quant_method', 'by an unknown method')}), and plain ones can be "
+            f"({method or 'by an unknown method'}), and plain ones can be "
             "read. Choose the checkpoint that they were made from."
         )
     return FAMILIES[kind]

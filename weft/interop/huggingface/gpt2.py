@@ -21,7 +21,7 @@ from weft.interop.huggingface.family import (
     norm_entries,
     special_tokens,
 )
-from weft.interop.huggingface.settings import Settings
+from weft.interop.huggingface.settings import MAX_LAYERS, Settings
 
 
 def _read(s: Settings) -> Model.Config:
@@ -29,14 +29,17 @@ def _read(s: Settings) -> Model.Config:
     s.require("scale_attn_by_inverse_layer_idx", False)
     s.require("add_cross_attention", False)
     s.require("tie_word_embeddings", True)
-    dim, num_layers = s.get("n_embd"), s.get("n_layer")
-    norm = LayerNorm.default_config().set(eps=s.get("layer_norm_epsilon", 1e-5))
+    dim, num_layers = s.size("n_embd"), s.size("n_layer", most=MAX_LAYERS)
+    heads = s.size("n_head")
+    if dim % heads:
+        raise s.refusal("n_head", heads, f"divides n_embd={dim}")
+    norm = LayerNorm.default_config().set(eps=s.number("layer_norm_epsilon", 1e-5))
     layer = TransformerLayer.default_config()
     layer.self_attention.set(
         norm=norm,
         dropout=s.dropout("resid_pdrop", 0.1),
         attention=MultiheadAttention.default_config().set(
-            num_heads=s.get("n_head"),
+            num_heads=heads,
             mask=CausalAttentionBias.default_config(),
             input_linear=FusedQKVLinear.default_config(),
             dropout=s.dropout("attn_pdrop", 0.1),
@@ -44,14 +47,14 @@ def _read(s: Settings) -> Model.Config:
     )
     layer.feed_forward.set(
         norm=norm,
-        hidden_dim=s.get("n_inner", 4 * dim),
+        hidden_dim=s.size("n_inner", 4 * dim),
         activation=s.activation("activation_function", "gelu_new"),
         dropout=s.dropout("resid_pdrop", 0.1),
         hidden_dropout=Dropout.default_config().set(rate=0.0),
     )
     decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
     decoder.emb.pos_emb = LearnedPositionalEmbedding.default_config().set(
-        shape=(s.get("n_positions", 1024),)
+        shape=(s.size("n_positions", 1024),)
     )
     decoder.emb.dropout = s.dropout("embd_pdrop", 0.1)
     return Model.default_config().set(decoder=decoder)
@@ -79,7 +82,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 
 def _entries(s: Settings) -> list[Entry]:
-    heads = s.get("n_head")
+    heads = s.size("n_head")
     attention, ff = "self_attention.attention", "feed_forward"
     fused = f"{attention}.i_proj.qkv_proj"
     return [

@@ -28,7 +28,7 @@ from weft.interop.huggingface.family import (
     norm_entries,
     special_tokens,
 )
-from weft.interop.huggingface.settings import Settings, rotary_settings
+from weft.interop.huggingface.settings import MAX_LAYERS, Settings, rotary_settings
 
 
 class _Variant(NamedTuple):
@@ -52,26 +52,35 @@ class _Variant(NamedTuple):
 
 
 def _variant(s: Settings) -> _Variant:
-    kind, heads = s.get("model_type"), s.get("num_attention_heads")
-    bias = kind == "qwen2" or s.get("attention_bias", False)
+    kind, heads, dim = s.get("model_type"), s.size("num_attention_heads"), s.size("hidden_size")
+    bias = kind == "qwen2" or s.flag("attention_bias", False)
+    head_dim = s.size("head_dim", 128 if kind == "qwen3" else max(dim // heads, 1))
+    if head_dim % 2:
+        raise s.refusal("head_dim", head_dim, "can be even, as halves of it are rotated")
+    kv_heads = s.size("num_key_value_heads", heads if kind == "llama" else 32)
+    if heads % kv_heads:
+        raise s.refusal("num_key_value_heads", kv_heads, f"divides num_attention_heads={heads}")
     return _Variant(
         qkv_bias=bias,
         output_bias=bias and kind != "qwen2",
-        mlp_bias=kind == "llama" and s.get("mlp_bias", False),
+        mlp_bias=kind == "llama" and s.flag("mlp_bias", False),
         qk_norm=kind == "qwen3",
-        head_dim=s.get("head_dim", 128 if kind == "qwen3" else s.get("hidden_size") // heads),
-        kv_heads=s.get("num_key_value_heads", heads if kind == "llama" else 32),
+        head_dim=head_dim,
+        kv_heads=kv_heads,
     )
 
 
 def _read(s: Settings) -> Model.Config:
     s.require("use_sliding_window", False)
-    for kind in s.get("layer_types", []):
+    kinds = s.get("layer_types", [])
+    if not isinstance(kinds, list):
+        raise s.refusal("layer_types", kinds, "can be a list")
+    for kind in kinds:
         if kind != "full_attention":
             raise s.refusal("layer_types", kind, "can be 'full_attention'")
     s.require("pretraining_tp", 1)
-    v, dim, heads = _variant(s), s.get("hidden_size"), s.get("num_attention_heads")
-    norm = RMSNorm.default_config().set(eps=s.get("rms_norm_eps", 1e-6))
+    v, dim, heads = _variant(s), s.size("hidden_size"), s.size("num_attention_heads")
+    norm = RMSNorm.default_config().set(eps=s.number("rms_norm_eps", 1e-6))
     qkv = RoFormerQKVLinear.default_config().set(
         rope_pos_emb_layer=s.rotary(),
         input_linear=GroupedQKVLinear.default_config().set(num_kv_heads=v.kv_heads),
@@ -97,12 +106,13 @@ def _read(s: Settings) -> Model.Config:
     layer.self_attention.attention.output_linear.bias = v.output_bias
     layer.feed_forward.set(
         norm=norm,
-        hidden_dim=s.get("intermediate_size"),
+        hidden_dim=s.size("intermediate_size"),
         activation=(s.activation("hidden_act", "silu"), "linear"),
     )
     layer.feed_forward.linear1.bias = layer.feed_forward.linear2.bias = v.mlp_bias
-    decoder = decoder_config(s, layer, num_layers=s.get("num_hidden_layers"), dim=dim, norm=norm)
-    if not s.get("tie_word_embeddings", False):
+    num_layers = s.size("num_hidden_layers", most=MAX_LAYERS)
+    decoder = decoder_config(s, layer, num_layers=num_layers, dim=dim, norm=norm)
+    if not s.flag("tie_word_embeddings", False):
         decoder.lm_head = LmHead.default_config()
     return Model.default_config().set(decoder=decoder)
 
@@ -138,7 +148,7 @@ def _write(cfg: Any) -> dict[str, Any]:
 
 
 def _entries(s: Settings) -> list[Entry]:
-    v, heads = _variant(s), s.get("num_attention_heads")
+    v, heads = _variant(s), s.size("num_attention_heads")
     attention, ff = "self_attention.attention", "feed_forward"
     qkv = f"{attention}.i_proj"
     entries = [
@@ -147,7 +157,7 @@ def _entries(s: Settings) -> list[Entry]:
         *norm_entries("layers.{}.input_layernorm", "self_attention.norm"),
         *norm_entries("layers.{}.post_attention_layernorm", f"{ff}.norm"),
     ]
-    if not s.get("tie_word_embeddings", False):
+    if not s.flag("tie_word_embeddings", False):
         entries.append(Entry("lm_head.weight", "decoder.lm_head.weight", SAME))
     for name, count in (("q_proj", heads), ("k_proj", v.kv_heads), ("v_proj", v.kv_heads)):
         theirs, ours = f"layers.{{}}.self_attn.{name}", f"{qkv}.i_proj.{name}"

@@ -18,6 +18,10 @@ ACTIVATIONS = {
     **{"gelu_new": "nn.gelu", "gelu_pytorch_tanh": "nn.gelu", "quick_gelu": "quick_gelu"},
 }
 
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 10_000
+_LEAST_FACTOR = 1e-6
+
 NO_PADDING = -1
 """The id that pads where a tokenizer has none: no token is mistaken for it."""
 
@@ -54,6 +58,54 @@ class Settings:
             )
         return default[0]
 
+    def size(self, name: str, *default: int, most: int = MAX_SIZE) -> int:
+        """A number of heads, layers, features or tokens.
+
+        Args:
+            name: Its name.
+            default: What it is if it is missing or null.
+            most: The largest that there can be.
+
+        Raises:
+            HuggingFaceConfigError: if it is not a whole number from 1 to `most`.
+        """
+        value = self.get(name, *default)
+        if type(value) is not int or not 1 <= value <= most:
+            raise self.refusal(name, value, f"can be a whole number from 1 to {most}")
+        return value
+
+    def number(self, name: str, *default: float, least: float = 0.0, most: float = 1e30) -> float:
+        """A rate, a factor or the like.
+
+        Args:
+            name: Its name.
+            default: What it is if it is missing or null.
+            least: The smallest that there can be.
+            most: The largest.
+
+        Raises:
+            HuggingFaceConfigError: if it is not such a number.
+        """
+        value = self.get(name, *default)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise self.refusal(name, value, f"can be a number from {least:g} to {most:g}")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Whether something is so.
+
+        Args:
+            name: Its name.
+            default: What it is if it is missing or null.
+
+        Raises:
+            HuggingFaceConfigError: if it is neither true nor false.
+        """
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, value, "can be true or false")
+        return value
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuses a setting that has no counterpart.
 
@@ -89,7 +141,7 @@ class Settings:
             default: What it is if it is missing.
         """
         value = self.get(name, default)
-        if value not in ACTIVATIONS:
+        if not (isinstance(value, str) and value in ACTIVATIONS):
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, ACTIVATIONS))}")
         return ACTIVATIONS[value]
 
@@ -100,15 +152,17 @@ class Settings:
             name: Of the setting, a rate.
             default: What it is if it is missing.
         """
-        return Dropout.default_config().set(rate=float(self.get(name, default)))
+        return Dropout.default_config().set(rate=self.number(name, default, most=1.0))
 
     def special_tokens(self) -> dict[str, int]:
         """The ids that pad and end; of several that end, the first."""
-        eos = self.get("eos_token_id", NO_PADDING)
-        return {
-            "pad_token_id": self.get("pad_token_id", NO_PADDING),
-            "eos_token_id": eos[0] if isinstance(eos, list) else eos,
-        }
+        ids = {name: self.get(name, NO_PADDING) for name in ("pad_token_id", "eos_token_id")}
+        for name, value in ids.items():
+            if isinstance(value, list) and value and name == "eos_token_id":
+                ids[name] = value = value[0]
+            if type(value) is not int or not NO_PADDING <= value <= MAX_SIZE:
+                raise self.refusal(name, value, f"can be the id of a token, or {NO_PADDING}")
+        return ids
 
     def rotary(self) -> RoFormerSinusoidalPositionalEmbedding.Config:
         """How positions are rotated.
@@ -119,14 +173,16 @@ class Settings:
         self.require("partial_rotary_factor", 1, 1.0)
         # Since 2025 all is in "rope_parameters"; before, the base stood beside "rope_scaling".
         values = self.get("rope_parameters", None) or self.get("rope_scaling", {})
+        if not isinstance(values, dict):
+            raise self.refusal("rope_parameters", values, "can be an object")
         rope = Settings(values, f"{self.source}: rope_parameters")
         rope.require("partial_rotary_factor", 1, 1.0)
         kind = values.get("rope_type", values.get("type", "default"))
-        if kind not in _ROTARY:
+        if not (isinstance(kind, str) and kind in _ROTARY):
             raise rope.refusal("rope_type", kind, f"can be {' or '.join(map(repr, _ROTARY))}")
-        theta = float(values.get("rope_theta", self.get("rope_theta", 10000.0)))
-        length = values.get("original_max_position_embeddings")
-        length = length or self.get("max_position_embeddings", 2048)
+        theta = rope.number("rope_theta", self.number("rope_theta", 10000.0, least=1.0), least=1.0)
+        length = self.size("max_position_embeddings", 2048)
+        length = rope.size("original_max_position_embeddings", length)
         return _ROTARY[kind](rope, length).set(theta=theta)
 
 
@@ -136,7 +192,7 @@ def _plain(rope: Settings, length: int) -> Any:
 
 def _linear(rope: Settings, length: int) -> Any:
     """All frequencies are divided, which is YaRN without exceptions; the length does not count."""
-    factor = rope.get("factor")
+    factor = rope.number("factor", least=_LEAST_FACTOR)
     return YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=1,
         scaling_factor=factor,
@@ -149,23 +205,27 @@ def _yarn(rope: Settings, length: int) -> Any:
     for name in ("mscale", "mscale_all_dim"):
         rope.require(name)
     rope.require("truncate", True)
-    factor = rope.get("factor")
+    factor = rope.number("factor", least=_LEAST_FACTOR)
     magnitude = yarn_magnitude(factor)
     return YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=length,
         scaling_factor=factor,
-        attn_factor=rope.get("attention_factor", magnitude) / magnitude,
-        beta_fast=float(rope.get("beta_fast", 32.0)),
-        beta_slow=float(rope.get("beta_slow", 1.0)),
+        attn_factor=rope.number("attention_factor", magnitude) / magnitude,
+        beta_fast=rope.number("beta_fast", 32.0, least=_LEAST_FACTOR),
+        beta_slow=rope.number("beta_slow", 1.0, least=_LEAST_FACTOR),
     )
 
 
 def _llama3(rope: Settings, length: int) -> Any:
+    low = rope.number("low_freq_factor", least=_LEAST_FACTOR)
+    high = rope.number("high_freq_factor", least=_LEAST_FACTOR)
+    if not low < high:
+        raise rope.refusal("high_freq_factor", high, f"can be above low_freq_factor={low:g}")
     return Llama3SinusoidalPositionalEmbedding.default_config().set(
-        original_max_seq_length=rope.get("original_max_position_embeddings"),
-        scaling_factor=rope.get("factor"),
-        low_freq_factor=rope.get("low_freq_factor"),
-        high_freq_factor=rope.get("high_freq_factor"),
+        original_max_seq_length=rope.size("original_max_position_embeddings"),
+        scaling_factor=rope.number("factor", least=_LEAST_FACTOR),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 
