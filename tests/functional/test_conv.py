@@ -97,7 +97,8 @@ def test_conv_transpose_agrees_with_lax(padding, transpose_kernel):
     w = jnp.array(array(3, 2, 4, 3) if transpose_kernel else array(3, 2, 3, 4))
     b = jnp.array(array(4))
     options = {"strides": (2, 3), "padding": padding, "transpose_kernel": transpose_kernel}
-    expected = lax.conv_transpose(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options) + b
+    expected = lax.conv_transpose(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
+    expected += b[None, None, None]
     np.testing.assert_allclose(conv_transpose(x, w, b, **options), expected, rtol=1e-4, atol=1e-5)
 
 

@@ -152,5 +152,5 @@ def test_another_einsum_multiplies():
 @pytest.mark.parametrize("dtype", ["bool", "int32", "bfloat16"])
 def test_a_bias_of_any_dtype_is_added_as_numpy_adds_it(dtype, of_bias):
     x, weight, bias = jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype), jnp.ones(2, of_bias)
-    y, expected = dense(x, weight, bias), dense(x, weight) + bias
+    y, expected = dense(x, weight, bias), dense(x, weight) + bias[None]
     assert y.dtype == expected.dtype and (y == expected).all()

@@ -28,13 +28,19 @@ OTHER = draw(2, 2, 7, 6)
 
 def by_hand(params, x, other, mask=None):
     def project(name, x):
-        return jnp.einsum("bld,dhf->blhf", x, params[name]["kernel"]) + params[name]["bias"]
+        return (
+            jnp.einsum("bld,dhf->blhf", x, params[name]["kernel"])
+            + params[name]["bias"][None, None]
+        )
 
     query, key, value = project("query", x), project("key", other), project("value", other)
     logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
     logits = logits if mask is None else jnp.where(mask, logits, -1e30)
     found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
-    return jnp.einsum("bqhf,hfo->bqo", found, params["out"]["kernel"]) + params["out"]["bias"]
+    return (
+        jnp.einsum("bqhf,hfo->bqo", found, params["out"]["kernel"])
+        + params["out"]["bias"][None, None]
+    )
 
 
 def test_by_hand():

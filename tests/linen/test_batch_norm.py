@@ -27,7 +27,7 @@ def test_averages_follow_the_batches_and_are_used_in_evaluation():
     close(updates["batch_stats"]["mean"], mean)
     close(updates["batch_stats"]["var"], var)
     y, kept = layer.apply({**variables, **updates}, X, True, mutable=["batch_stats"])
-    close(y, (X - mean) / np.sqrt(var))
+    close(y, (X - np.asarray(mean)[None, None]) / np.sqrt(var)[None, None])
     assert jax.tree.all(jax.tree.map(jnp.array_equal, kept, updates))
 
 
@@ -42,7 +42,7 @@ def test_what_is_masked_does_not_count():
 
 
 def test_parts_of_a_batch_weigh_as_much_as_counts_in_them():
-    mask = (jnp.arange(8) % 4 < jnp.array([1, 4])[:, None]).reshape(2, -1)[:, :4, None, None]
+    mask = (jnp.arange(8)[None] % 4 < jnp.array([1, 4])[:, None]).reshape(2, -1)[:, :4, None, None]
     parts = X.reshape(2, 4, 5, 6)
     layer = BatchNorm(False, momentum=0.0, axis_name="parts")
     variables = layer.init(KEY, X)

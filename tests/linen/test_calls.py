@@ -47,7 +47,7 @@ class Wrapper(Module):
 
     @compact
     def __call__(self, x):
-        return self.inner(x) + self.param("bias", jax.nn.initializers.ones, (2,))
+        return self.inner(x) + self.param("bias", jax.nn.initializers.ones, (1, 2))
 
 
 def test_a_wrapper_leaves_no_mark():

@@ -59,7 +59,7 @@ def test_a_plain_method_makes_nothing():
 
         @compact
         def __call__(self, x):
-            return self.layer(x) + self.bias(x)
+            return self.layer(x) + self.bias(x)[None]
 
     class Outer(Module):
         @compact

@@ -204,7 +204,7 @@ class Pairs(nnx.Module):
 
     def __call__(self, x):
         for layer in self.layers:
-            x = jnp.tanh(x @ layer.kernel[...] + layer.bias[...])
+            x = jnp.tanh(x @ layer.kernel[...] + layer.bias[None])
         return x
 
 

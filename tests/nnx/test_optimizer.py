@@ -38,7 +38,7 @@ class Model(nnx.Module):
         self.mean = nnx.BatchStat(jnp.zeros(3))
 
     def __call__(self, x):
-        return x @ self.kernel + self.layers[0].bias
+        return x @ self.kernel + self.layers[0].bias[None]
 
 
 def ones_like(model, wrt=nnx.Param):
@@ -59,7 +59,7 @@ def test_a_model_learns():
     x, y = jnp.eye(2), jnp.array([[1.0, 0, 2], [3, 1, 0]])
 
     def loss(params):
-        return jnp.mean((x @ params["kernel"] + params["layers"][0]["bias"] - y) ** 2)
+        return jnp.mean((x @ params["kernel"] + params["layers"][0]["bias"][None] - y) ** 2)
 
     losses = []
     for _ in range(60):

@@ -196,7 +196,7 @@ FAILURES = {
     "both group sizes": (lambda nnx: gn(nnx, 2, 2), "num_groups=2 and group_size=2: give one"),
     "no group size": (lambda nnx: gn(nnx, None, None), "num_groups=None and group_size=None"),
     "default groups": (lambda nnx: gn(nnx, group_size=2), "num_groups=32 and group_size=2"),
-    "groups of none": (lambda nnx: gn(nnx, 0), "expected a positive number of groups"),
+    "groups of none": (lambda nnx: gn(nnx, 0), "num_groups=0; expected a positive integer"),
     "uneven groups": (lambda nnx: gn(nnx, 5), "cannot be cut into 5 equal groups"),
     "uneven group size": (lambda nnx: gn(nnx, None, 5), "cut into groups of group_size=5"),
     "examples as channels": (

@@ -59,6 +59,7 @@ from weft.functional.embedding import (
     alibi_bias,
     alibi_slopes,
     apply_rotary,
+    as_ids,
     attend,
     lookup,
     rotary_frequencies,
@@ -109,6 +110,7 @@ from weft.functional.sampling import (
     top_k_logits,
     top_p_logits,
 )
+from weft.functional.sizes import check_sizes
 from weft.functional.statistics import (
     compute_mean_square_with_segment_ids,
     moments,
@@ -125,6 +127,7 @@ __all__ = [
     "promote_dtype",
     "same_ndim",
     "to_ndim",
+    "check_sizes",
     # linear
     "dense",
     "dense_general",
@@ -165,6 +168,7 @@ __all__ = [
     "drop_tokens",
     # embedding
     "lookup",
+    "as_ids",
     "attend",
     "sinusoidal_positions",
     "rotary_sincos",

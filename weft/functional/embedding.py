@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Num
@@ -30,12 +32,39 @@ def lookup(
         ids: negative ones count from the end.
         out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
 
+    Raises:
+        ArgumentValueError: if ids of NumPy do not fit into the integers of JAX.
+
     >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
     """
+    ids = as_ids(ids)
     if out_sharding is not None:
         return table.at[ids].get(mode="fill", out_sharding=out_sharding)
     return jnp.take(table, ids, axis=0, mode="fill")
+
+
+def as_ids(ids: Any) -> Array:
+    """Returns ids as an array of JAX, which has 32 bits for them unless x64 is enabled.
+
+    Raises:
+        ArgumentValueError: if an id needs more bits; JAX would make another id of it.
+
+    >>> as_ids([3, 1]).tolist()
+    [3, 1]
+    """
+    if not isinstance(ids, jax.Array):
+        ids = np.asarray(ids)
+        kept = jax.dtypes.canonicalize_dtype(ids.dtype)
+        if kept != ids.dtype and ids.size and jnp.issubdtype(kept, jnp.integer):
+            ends = int(ids.min()), int(ids.max())
+            if ends[0] < jnp.iinfo(kept).min or ends[1] > jnp.iinfo(kept).max:
+                raise ArgumentValueError(
+                    f"ids of dtype {ids.dtype} lie between {ends[0]} and {ends[1]}, and JAX keeps "
+                    f"{kept} of them, in which they would be other ids; give ids within the table, "
+                    "or enable jax_enable_x64."
+                )
+    return jnp.asarray(ids)
 
 
 def attend(

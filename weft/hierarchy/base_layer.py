@@ -18,6 +18,7 @@ from weft.errors import (
     MissingStateError,
     ParameterSpecError,
 )
+from weft.functional.sizes import check_sizes
 from weft.hierarchy import transforms
 from weft.hierarchy.context import child_context, fold_in_name
 from weft.hierarchy.module import Module, nowrap
@@ -168,8 +169,10 @@ class BaseLayer(Module):
 
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
         """`_create_layer_parameter_specs`, with every field filled in."""
-        specs = {}
+        specs, path = {}, self.path()
+        check_sizes(path, **{k: v for k, v in self.config.items() if k.endswith("_dim")})
         for name, spec in self._create_layer_parameter_specs().items():
+            check_sizes(f"{path}.{name}", shape=tuple(spec.shape))
             names = tuple(spec.partition_spec)
             try:
                 mesh_axes = names_to_mesh_axes(names)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from weft import functional
 from weft.errors import ArgumentValueError
 from weft.functional.attention_cache import attention_cache_step
 from weft.linen.attention_functions import dot_product_attention, dot_product_attention_weights
@@ -137,6 +138,12 @@ class MultiHeadDotProductAttention(Module):
             ParameterGivenTwiceError: if `deterministic` is given twice, or never.
             InvalidRngError: if there is no stream to draw from.
         """
+        functional.check_sizes(
+            type(self).__name__,
+            num_heads=self.num_heads,
+            qkv_features=self.qkv_features,
+            out_features=self.out_features,
+        )
         inputs_k, inputs_v = self._inputs(inputs_q, inputs_k, inputs_v, inputs_kv)
         heads = (self.num_heads, self._head_features(inputs_q))
         query = self._projection("query", heads)(inputs_q)

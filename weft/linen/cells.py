@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from weft import functional
 from weft.functional.initializers import lecun_normal, ones, orthogonal, zeros
 from weft.functional.recurrent import gru_step, mgu_step
 from weft.linen.initializers import Initializer
@@ -103,6 +104,7 @@ class SimpleCell(RNNCellBase):
             carry: the state.
             inputs: the input.
         """
+        functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new = of_input(name="i")(inputs) + of_state(name="h")(carry)
         carry = self.activation_fn(new + carry if self.residual else new)
@@ -158,6 +160,7 @@ class GRUCell(RNNCellBase):
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
         """One step; see `SimpleCell`."""
+        functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
         carry = gru_step(
@@ -223,6 +226,7 @@ class MGUCell(RNNCellBase):
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
         """One step; see `SimpleCell`."""
+        functional.check_sizes(type(self).__name__, features=self.features)
         new_bias = self.activation_bias_init
         of_input, of_state = linear_maps(self, self.forget_bias_init)
         new_of_input = of_input(bias_init=new_bias, name="in")

@@ -60,6 +60,9 @@ class _Conv(Module):
             ArgumentValueError: if the padding is unknown, or has no meaning here.
             ScopeParamShapeError: if the parameters that were given are for other sizes.
         """
+        functional.check_sizes(
+            type(self).__name__, features=self.features, kernel_size=self.kernel_size
+        )
         window = window_of(self, inputs)
         n = len(window)
         sizes = (self.strides, self.kernel_dilation, self.input_dilation)

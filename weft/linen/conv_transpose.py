@@ -84,6 +84,9 @@ class ConvTranspose(Module):
             ArgumentValueError: if the padding is unknown.
             ScopeParamShapeError: if the parameters that were given are for other sizes.
         """
+        functional.check_sizes(
+            type(self).__name__, features=self.features, kernel_size=self.kernel_size
+        )
         window = window_of(self, inputs)
         n = len(window)
         strides = functional.per_axis(self.strides, n)

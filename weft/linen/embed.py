@@ -53,6 +53,9 @@ class Embed(Module):
 
     def setup(self) -> None:
         """Makes the table."""
+        functional.check_sizes(
+            type(self).__name__, num_embeddings=self.num_embeddings, features=self.features
+        )
         shape = (self.num_embeddings, self.features)
         self.embedding: Any = self.param("embedding", self.embedding_init, shape, self.param_dtype)
 
@@ -65,9 +68,9 @@ class Embed(Module):
             inputs: the ids; negative ones count from the end.
 
         Raises:
-            ArgumentValueError: if the ids are no integers.
+            ArgumentValueError: if the ids are no integers, or too large for those of JAX.
         """
-        inputs = jnp.asarray(inputs)
+        inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ArgumentValueError(
                 f"Embed {path_of(self)} was asked for ids of dtype {inputs.dtype}; expected "

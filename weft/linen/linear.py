@@ -78,6 +78,7 @@ class Dense(Module):
             ArgumentShapeError: if the input has no axis.
             ScopeParamShapeError: if the parameters that were given are for another size.
         """
+        functional.check_sizes(type(self).__name__, features=self.features)
         shape = jnp.shape(inputs)
         if not shape:
             raise ArgumentShapeError(
@@ -154,6 +155,7 @@ class DenseGeneral(Module):
             ArgumentShapeError: if `batch_dims` are not the first axes, or the input lacks an axis.
             ScopeParamShapeError: if the parameters that were given are for other sizes.
         """
+        functional.check_sizes(type(self).__name__, features=self.features)
         sizes = jnp.shape(inputs)
         features = _as_tuple(self.features)
         axis, batch_dims = self._axes(sizes)

@@ -77,6 +77,7 @@ class LSTMCell(RNNCellBase):
         Returns:
             The next memory and output, and the output.
         """
+        functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
         of_input, of_state = linear_maps(self)
         of_input = functools.partial(of_input, use_bias=False)
@@ -137,6 +138,7 @@ class OptimizedLSTMCell(RNNCellBase):
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
         """One step; see `LSTMCell`."""
+        functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
         params = functools.partial(
             _LinearParams, features=self.features, param_dtype=self.param_dtype
@@ -211,6 +213,9 @@ class ConvLSTMCell(RNNCellBase):
         self, carry: Carry, inputs: Float[Array, "*batch_and_space channels"]
     ) -> tuple[Carry, Float[Array, "*batch_and_space features"]]:
         """One step; see `LSTMCell`."""
+        functional.check_sizes(
+            type(self).__name__, features=self.features, kernel_size=self.kernel_size
+        )
         c, h = carry
         conv = functools.partial(
             Conv,
@@ -247,6 +252,7 @@ class _LinearParams(Module):
 
     @compact
     def __call__(self, size: int) -> tuple[Array, Any]:
+        functional.check_sizes(type(self).__name__, features=self.features)
         kernel = self.param("kernel", self.kernel_init, (size, self.features), self.param_dtype)
         if self.bias_init is None:
             return kernel, None

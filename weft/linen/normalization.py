@@ -211,6 +211,9 @@ class GroupNorm(Module):
             ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or
                 the last axis is not among the `reduction_axes`.
         """
+        functional.check_sizes(
+            type(self).__name__, num_groups=self.num_groups, group_size=self.group_size
+        )
         channels = x.shape[-1]
         num_groups = functional.number_of_groups(channels, self.num_groups, self.group_size)
         axes = group_norm_axes(self.reduction_axes, x.shape)

@@ -54,7 +54,7 @@ def test_functions_made_anew_are_compiled_once_and_closures_keep_their_values():
         np.testing.assert_allclose(run(scale), X * scale, rtol=1e-6)
     for i in range(20):
         np.testing.assert_allclose(run(float(i)), X * i, rtol=1e-6)
-        array = jnp.full((3,), i)
+        array = jnp.full((1, 3), i)
         np.testing.assert_allclose(apply(lift.jit(lambda s, x, a=array: x * a))({}, X), X * i)
 
 

@@ -14,7 +14,7 @@ def test_a_linear_map_of_the_last_axis():
     x = jax.random.normal(KEY, (2, 3))
     y, variables = init(dense)(KEY, x, 4, bias_init=jax.nn.initializers.ones)
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
-    np.testing.assert_allclose(y, x @ kernel + bias, rtol=1e-5)
+    np.testing.assert_allclose(y, x @ kernel + bias[None], rtol=1e-5)
     np.testing.assert_array_equal(apply(dense)(variables, x, 4), y)
 
 

@@ -24,7 +24,7 @@ def test_the_average_follows_the_batches():
     np.testing.assert_allclose(changed["batch_stats"]["mean"], mean, rtol=1e-5)
     variables = {**variables, **changed}
     y = apply(batch_norm)(variables, X, use_running_average=True)
-    expected = (X - mean) / np.sqrt(changed["batch_stats"]["var"] + 1e-5)
+    expected = np.asarray(X - mean[None, None]) / np.sqrt(changed["batch_stats"]["var"] + 1e-5)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -33,7 +33,7 @@ def close(x, y):
 
 def by_hand(layer, x, other, mask=None):
     def project(linear, x):
-        return jnp.einsum("bld,dhf->blhf", x, linear.kernel[...]) + linear.bias[...]
+        return jnp.einsum("bld,dhf->blhf", x, linear.kernel[...]) + linear.bias[None, None]
 
     query, key, value = (
         project(layer.query, x),
@@ -43,7 +43,7 @@ def by_hand(layer, x, other, mask=None):
     logits = jnp.einsum("bqhf,bkhf->bhqk", query, key) / jnp.sqrt(query.shape[-1])
     logits = logits if mask is None else jnp.where(mask, logits, -1e30)
     found = jnp.einsum("bhqk,bkhf->bqhf", jax.nn.softmax(logits), value)
-    return jnp.einsum("bqhf,hfo->bqo", found, layer.out.kernel[...]) + layer.out.bias[...]
+    return jnp.einsum("bqhf,hfo->bqo", found, layer.out.kernel[...]) + layer.out.bias[None, None]
 
 
 def test_by_hand():

@@ -19,7 +19,7 @@ def test_a_gru_is_the_step_of_functional():
     h, x = jnp.ones((2, 4)), jnp.arange(6.0).reshape(2, 3)
     expected = gru_step(
         h,
-        jnp.split(x @ cell.dense_i.kernel[...] + cell.dense_i.bias[...], 3, -1),
+        jnp.split(x @ cell.dense_i.kernel[...] + cell.dense_i.bias[None], 3, -1),
         jnp.split(h @ cell.dense_h.kernel[...], 3, -1),
     )
     carry, y = cell(h, x)

@@ -29,7 +29,7 @@ def test_it_adds_a_product_of_low_rank():
     expected = X @ layer.lora_a[...] @ layer.lora_b[...]
     np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-6)
     added = LoRA(4, 2, 5, base_module=lambda x, scale: scale * x[:, :1], rngs=nnx.Rngs(0))
-    np.testing.assert_allclose(added(X, scale=2.0), 2 * X[:, :1] * jnp.ones(5), rtol=1e-6)
+    np.testing.assert_allclose(added(X, scale=2.0), 2 * X[:, :1] * np.ones((1, 5)), rtol=1e-6)
 
 
 def test_low_rank_parameters_are_learned_while_others_stay():

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from weft import functional
 from weft.errors import ArgumentShapeError, ArgumentValueError, MissingCacheError
 from weft.functional.attention_cache import attention_cache_step
 from weft.functional.initializers import zeros
@@ -137,6 +138,13 @@ class MultiHeadAttention(Module):
         query_ln_scale_metadata: Metadata = NO_METADATA,
         key_ln_scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            num_heads=num_heads,
+            in_features=in_features,
+            qkv_features=qkv_features,
+            out_features=out_features,
+        )
         self.num_heads, self.in_features = num_heads, in_features
         self.qkv_features = in_features if qkv_features is None else qkv_features
         self.out_features = in_features if out_features is None else out_features

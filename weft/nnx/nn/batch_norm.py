@@ -86,6 +86,7 @@ class BatchNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(type(self).__name__, num_features=num_features)
         self.mean = BatchStat(jnp.zeros((num_features,), jnp.float32))
         self.var = BatchStat(jnp.ones((num_features,), jnp.float32))
         given = rngs, num_features, param_dtype

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from weft import functional
 from weft.errors import CellDefinitionError, InvalidRngError
 from weft.functional.initializers import orthogonal, zeros
 from weft.functional.recurrent import gru_step
@@ -148,6 +149,9 @@ class SimpleCell(RNNCellBase):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, hidden_features=hidden_features
+        )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.dtype = dtype
@@ -249,6 +253,9 @@ class GRUCell(RNNCellBase):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, hidden_features=hidden_features
+        )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.gate_fn = gate_fn

@@ -96,6 +96,12 @@ class Conv(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            in_features=in_features,
+            out_features=out_features,
+            kernel_size=kernel_size,
+        )
         groups = feature_group_count
         if in_features % groups or out_features % groups:
             raise ArgumentShapeError(

@@ -89,6 +89,12 @@ class ConvTranspose(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            in_features=in_features,
+            out_features=out_features,
+            kernel_size=kernel_size,
+        )
         self.kernel_size = functional.per_axis(kernel_size, 1)
         self.in_features = in_features
         self.out_features = out_features

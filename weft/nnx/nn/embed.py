@@ -54,6 +54,9 @@ class Embed(Module):
         rngs: Rngs,
         embedding_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, num_embeddings=num_embeddings, features=features
+        )
         shape = (num_embeddings, features)
         self.embedding = new_param(embedding_init, rngs, shape, param_dtype, embedding_metadata)
         self.num_embeddings = num_embeddings
@@ -74,9 +77,9 @@ class Embed(Module):
             out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
 
         Raises:
-            ArgumentValueError: if the ids are no integers.
+            ArgumentValueError: if the ids are no integers, or too large for those of JAX.
         """
-        inputs = jnp.asarray(inputs)
+        inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ArgumentValueError(
                 f"Embed with num_embeddings={self.num_embeddings} was asked for ids of dtype "

@@ -80,6 +80,9 @@ class Linear(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, out_features=out_features
+        )
         shape = (in_features, out_features)
         self.kernel = new_param(kernel_init, rngs, shape, param_dtype, kernel_metadata)
         self.bias = None
@@ -186,6 +189,9 @@ class LinearGeneral(Module):
         kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, out_features=out_features
+        )
         self.in_features = _as_tuple(in_features)
         self.out_features = _as_tuple(out_features)
         self.axis = _as_tuple(axis)

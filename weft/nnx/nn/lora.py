@@ -80,6 +80,12 @@ class LoRA(Module):
         a_metadata: Metadata = NO_METADATA,
         b_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            in_features=in_features,
+            lora_rank=lora_rank,
+            out_features=out_features,
+        )
         if base_module is not None and not callable(base_module):
             raise ArgumentValueError(
                 f"LoRA was given base_module={base_module!r}, which cannot be called; expected a "
@@ -165,6 +171,12 @@ class LoRALinear(Linear):
         b_metadata: Metadata = NO_METADATA,
         **kwargs: Any,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            in_features=in_features,
+            out_features=out_features,
+            lora_rank=lora_rank,
+        )
         super().__init__(in_features, out_features, rngs=rngs, **kwargs)
         self.lora = LoRA(
             in_features,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from weft import functional
 from weft.functional.initializers import zeros
 from weft.functional.recurrent import lstm_step
 from weft.nnx.nn.cells import (
@@ -82,6 +83,9 @@ class LSTMCell(RNNCellBase):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, hidden_features=hidden_features
+        )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.gate_fn = gate_fn
@@ -203,6 +207,9 @@ class OptimizedLSTMCell(RNNCellBase):
         recurrent_kernel_metadata: Metadata = NO_METADATA,
         bias_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__, in_features=in_features, hidden_features=hidden_features
+        )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.gate_fn = gate_fn

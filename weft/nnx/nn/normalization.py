@@ -82,6 +82,7 @@ class LayerNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(type(self).__name__, num_features=num_features)
         given = rngs, num_features, param_dtype
         self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
         self.bias = optional_param(use_bias, bias_init, *given, bias_metadata)
@@ -172,6 +173,7 @@ class RMSNorm(Module):
         rngs: Rngs,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(type(self).__name__, num_features=num_features)
         given = rngs, num_features, param_dtype
         self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
         self.num_features = num_features
@@ -264,6 +266,12 @@ class GroupNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(
+            type(self).__name__,
+            num_features=num_features,
+            num_groups=num_groups,
+            group_size=group_size,
+        )
         self.feature_axis = -1
         self.num_groups = functional.number_of_groups(num_features, num_groups, group_size)
         self.group_size = num_features // self.num_groups
@@ -366,6 +374,7 @@ class InstanceNorm(Module):
         bias_metadata: Metadata = NO_METADATA,
         scale_metadata: Metadata = NO_METADATA,
     ):
+        functional.check_sizes(type(self).__name__, num_features=num_features)
         given = rngs, num_features, param_dtype
         self.scale = optional_param(use_scale, scale_init, *given, scale_metadata)
         self.bias = optional_param(use_bias, bias_init, *given, bias_metadata)
