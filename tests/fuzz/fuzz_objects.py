@@ -37,7 +37,6 @@ VALUES: tuple[Callable[[], Any], ...] = (
     lambda: jnp.arange(3),
     lambda: np.ones(2, np.float32),
     lambda: nnx.static({"a"}),
-    lambda: nnx.static([1, "b"]),
     lambda: nnx.static(Config(1.0)),
     lambda: Config(2.0, ["c"]),
     lambda: Box(jnp.ones(2)),
@@ -81,7 +80,7 @@ class Model(nnx.Module):
         if large:
             self.b = self.a
             self.buffer, self.numpy = jnp.ones(2), np.ones(3, np.float32)
-            self.config, self.sizes = Config(1.0, ["a"]), nnx.static([1, object])
+            self.config = Config(1.0, ["a"])
 
 
 class World:

@@ -7,11 +7,10 @@ import numpy as np
 
 from tests.fuzz.programs import reference
 from tests.fuzz.programs.ir import COLLECTIONS, START, STREAMS, Program
-from tests.fuzz.programs.making import KNOWN, programs
+from tests.fuzz.programs.making import programs
 from tests.fuzz.programs.scopes import Writer
 from tests.keys import quick_key
 from weft.core import meta
-from weft.errors import RoleError
 
 WAYS = ("core", "linen")
 CASES = programs(WAYS)
@@ -23,14 +22,6 @@ def keys():
 
 
 def check(case: Program) -> None:
-    try:
-        compare(case)
-    except RoleError:
-        if "refusals of what does not change in a loop" not in KNOWN:
-            raise
-
-
-def compare(case: Program) -> None:
     text = Writer(case).source()
     module = {}
     exec(compile(text, "<program>", "exec"), module)
@@ -38,8 +29,7 @@ def compare(case: Program) -> None:
     y, variables = module["initialize"](keys(), jnp.float32(START))
     right = reference.run(case, {}, keys(), jnp.float32(START), COLLECTIONS)
     same("init", y, variables, right)
-    if "traces in init" not in KNOWN:
-        traced("init", module["NOTES"].traces, case, makes=True)
+    traced("init", module["NOTES"].traces, case, makes=True)
     given = {at: entry for at, entry in right.variables.items() if at[0] not in case.dropped}
     module["NOTES"].traces.clear()
     y, variables = module["run"](nested(given), keys(), jnp.float32(START))
@@ -47,12 +37,11 @@ def compare(case: Program) -> None:
     right = reference.run(case, given, keys(), jnp.float32(START), mutable)
     changed = {at: entry for at, entry in right.variables.items() if at[0] in mutable}
     same("apply", y, variables, reference.Result(right.y, changed))
-    if set(given) == set(right.variables):
-        traced("apply", module["NOTES"].traces, case, makes=False)
+    traced("apply", module["NOTES"].traces, case, makes=set(given) != set(right.variables))
 
 
 def traced(what: str, traces: list[str], case: Program, makes: bool) -> None:
-    """A body is traced once; where state is made, once more for each loop and branch around."""
+    """A body is traced once; where state is made, once more for each loop around."""
     depths = dict(Writer(case).depths())
     for name, n in Counter(traces).items():
         most = depths[name] + 1 if makes else 1

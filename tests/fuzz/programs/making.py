@@ -10,13 +10,7 @@ from tests.fuzz.programs.ir import COLLECTIONS, STREAMS, Block, Draw, Level, Pro
 # here with the defect.
 KNOWN = frozenset(
     {
-        "keys of fori_loop in init",
-        "keys of what branches make",
-        "keys of what a loop shares or carries",
-        "one variable made by several branches",
-        "gradients of first values in loops and branches",
-        "traces in init",
-        "refusals of what does not change in a loop",
+        "counts of keys with which while_loop and fori_loop make state",
     }
 )
 LOOPS = ("scan", "fori", "while")
@@ -44,21 +38,16 @@ class Place:
         prefix: of the names of scopes below.
         fixed: the collections that cannot be changed here.
         constant: those whose first values cannot depend on `x` or on keys that differ.
-        split: the streams that differ in some mapped axis around.
         reverse: whether the block is differentiated.
-        plain: whether scopes are not named in this block, since an outer scope's function may run
-            it again.
+        uncounted: whether what is made with a key here does not count it.
     """
 
     depth: int
     prefix: str = ""
     fixed: frozenset[str] = frozenset({"params"})
     constant: frozenset[str] = frozenset()
-    carried: frozenset[str] = frozenset()
     reverse: bool = False
-    fori: bool = False
-    repeated: bool = False
-    cond: bool = False
+    uncounted: bool = False
 
 
 @st.composite
@@ -66,30 +55,19 @@ def uses(draw, place: Place):
     col = draw(st.sampled_from(("st", "cache", "params")))
     firsts = ["const"]
     if col not in place.constant:
-        gradient = "gradients of first values in loops and branches" in KNOWN
-        late = "keys of what a loop shares or carries" in KNOWN and col in place.carried
-        if not (gradient and place.reverse and place.repeated) and not late:
-            firsts.append("x")
-        if (
-            col == "params"
-            and not late
-            and not ("keys of what branches make" in KNOWN and place.cond)
-        ):
+        firsts.append("x")
+        if col == "params" and not place.uncounted:
             firsts.append("key")
     # A name says how the variable is made, so that all uses of one agree.
     wide, boxed, first = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(firsts))
     name = f"{first[0]}{'w' if wide else ''}{'b' if boxed else ''}"
-    if "one variable made by several branches" in KNOWN and place.cond and first == "x":
-        name += place.prefix
     writes = [""] if col in place.fixed else ["", "count", "mix"]
     return Use(col, name, first, draw(st.sampled_from(writes)), wide, boxed)
 
 
 @st.composite
 def levels(draw, place: Place, number: int):
-    kinds = [
-        k for k in KINDS if not ((place.reverse and k == "while") or (place.fori and k == "jit"))
-    ]
+    kinds = [k for k in KINDS if not (place.reverse and k == "while")]
     kind = draw(st.sampled_from(kinds))
     name = f"{place.prefix}{'abcd'[number]}"
     scope = ""
@@ -99,9 +77,11 @@ def levels(draw, place: Place, number: int):
         place,
         depth=place.depth - 1,
         prefix=f"{name}_",
-        fori=place.fori or (kind == "fori" and "keys of fori_loop in init" in KNOWN),
-        cond=place.cond or kind in ("cond", "switch"),
-        repeated=place.repeated or (kind in (*LOOPS, "cond", "switch") and not place.reverse),
+        uncounted=place.uncounted
+        or (
+            kind in ("fori", "while")
+            and "counts of keys with which while_loop and fori_loop make state" in KNOWN
+        ),
     )
     roles, split, size, reverse = (), (), 2, False
     if kind in (*LOOPS, "vmap"):
@@ -126,7 +106,6 @@ def levels(draw, place: Place, number: int):
             inside,
             fixed=place.fixed | shared,
             constant=place.constant | (shared if kind == "vmap" else frozenset()),
-            carried=place.carried | frozenset(c for c, r in roles if not isinstance(r, int)),
         )
         if kind == "scan" and all(not isinstance(r, int) for _, r in roles) and draw(st.booleans()):
             scope = ""
@@ -156,7 +135,7 @@ def blocks(draw, place: Place):
         kind = draw(st.sampled_from(kinds))
         if kind == "use":
             statements.append(draw(uses(place)))
-        elif kind == "draw" and not place.fori:
+        elif kind == "draw":
             statements.append(Draw(draw(st.just("noise"))))
         elif deep < 2:
             here = place if not deep else dataclasses.replace(place, depth=min(place.depth, 1))

@@ -231,10 +231,15 @@ def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
     is_scan = of.kind == "scan"
     drawn: dict[Any, int] = {}
     if is_scan or of.size == 0:
-        probe = state.copy()
-        first = iteration(of, probe, path, roles, 0)
-        block(of.body, first, path, x, 0)
+        last = of.size - 1 if of.reverse and of.size else 0
+        first = iteration(of, state.copy(), path, roles, last)
+        block(of.body, first, path, x + 0.1 * last, last)
         drawn = {at: n - state.counts.get(at, 0) for at, n in first.counts.items()}
+        if is_scan and of.size:
+            # What all share is made by a run before the loop.
+            for at, entry in first.variables.items():
+                if is_inside(at, path) and roles.get(at[0]) is None and at not in state.variables:
+                    state.variables[at] = entry
     before = dict(state.counts)
     begin = {at: before.get(at, 0) + n for at, n in drawn.items()} if is_scan else before
     ys, slices, after = [], {}, dict(before)
@@ -244,7 +249,7 @@ def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
         inside.counts = {**before, **begin}
         x = block(of.body, inside, path, x + 0.1 * k if is_scan else x, k)
         ys.append(x)
-        after = dict(inside.counts)
+        after = {at: max(n, after.get(at, 0)) for at, n in inside.counts.items()}
         slices[k] = inside
         take_over(state, inside, path, roles)
     if not of.size:

@@ -78,7 +78,7 @@ class Writer:
         return head + "\n\n\n" + "\n\n".join(self.done)
 
     def depths(self) -> dict[str, int]:
-        """How many loops and branches are around each block, by its name."""
+        """How many loops are around each block, by its name."""
         self.source()
         return self.depth
 
@@ -133,7 +133,7 @@ class Writer:
 
     def level(self, of: Level, path: tuple[str, ...], depth: int) -> list[str]:
         inside = (*path, of.scope) if of.scope else path
-        depth += {"scan": 1, "fori": 1, "while": 9, "cond": 9, "switch": 9}.get(of.kind, 0)
+        depth += of.kind in ("scan", "fori", "while")
         blocks = [self.block(b, inside, depth) for b in (of.body, *of.others)]
         return getattr(self, of.kind)(of, *blocks)
 
