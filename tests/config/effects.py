@@ -160,7 +160,7 @@ class Search:
         ]
         if quick:
             self.plain = [self.path, self.pickle, "planted_module", 1, [1.0], {"a": self.path}]
-            self.tails = self.tails[:4]
+            self.tails = [*self.tails[:4], self.tails[-1]]
         self.calls = 0
         self.uses: dict[str, int] = {}
         self.found: dict[str, list[str]] = {}

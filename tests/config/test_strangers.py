@@ -159,3 +159,51 @@ def test_no_command_runs_what_the_config_of_a_run_says(
     assert f"context_manager: a text may not name '{MAP}' as what it configures" in error
     assert "config.txt:" in error
     assert sorted(os.listdir(tmp_path)) == ["evil.npy", "evil_module.py", "run"]
+
+
+TRAINER = "weft.trainer.trainer.SpmdTrainer"
+WRITER = "weft.trainer.summary_writer.SummaryWriter"
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [
+        (TRAINER, "compilation_cache_dir", "'/programs'"),
+        (TRAINER, "status_port", "8080"),
+        (WRITER, "dir", "'/home'"),
+        ("weft.trainer.checkpointer.Checkpointer", "dir", "'/home'"),
+    ],
+)
+def test_a_text_does_not_decide_what_acts_outside_of_the_run(cls, field, value, caplog):
+    text = f"{cls}.Config({field}={value})"
+    cfg = from_text(text)
+    assert getattr(cfg, field) == getattr(type(cfg)(klass=cfg.klass), field)
+    assert f"text:1: {field}={value} is not taken from a text, as it acts outside" in caplog.text
+    assert f"set it yourself: {field}=… on the command line" in caplog.text
+    assert repr(getattr(from_text(text, allow=(cls,)), field)) == value
+    caplog.clear()
+    from_text(f"{cls}.Config({field}={to_text(getattr(cfg, field))})")
+    assert not caplog.text
+
+
+def test_a_file_does_not_decide_where_a_run_writes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cfg.txt").write_text(to_text(lm_tiny().set(dir=str(tmp_path / "victim"))))
+    assert main(["train", "cfg.txt", "max_step=1"]) == 2
+    assert "add dir=PATH to the command line" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["cfg.txt"]
+
+
+def test_the_command_line_allows_what_is_the_users(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_schedules.py").write_text("def half(step=0):\n    return 0.5\n")
+    text = to_text(lm_tiny())
+    assert "context_manager=None" in text
+    own = "context_manager=config_for_function(own_schedules.half)(step=1)"
+    (tmp_path / "cfg.txt").write_text(text.replace("context_manager=None", own))
+    show = ["config", "show", str(tmp_path / "cfg.txt")]
+    assert main(show) == 2
+    assert "--allow own_schedules.half" in capsys.readouterr().err
+    assert main([*show, "--allow", "own_schedules"]) == 0
+    assert "config_for_function(own_schedules.half)(" in capsys.readouterr().out
+    monkeypatch.delitem(sys.modules, "own_schedules")
