@@ -14,6 +14,7 @@ from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import iter_children, iter_graph
 from weft.nnx.kinds import Perturbation, variable_type_from_name
 from weft.nnx.pytree import Pytree
+from weft.nnx.scopes import named_call
 from weft.nnx.sown import PLACE
 from weft.nnx.splitting import clone
 from weft.nnx.variables import Variable
@@ -39,6 +40,11 @@ class Module(Pytree):
         >>> Linear(3, 2, rngs=nnx.Rngs(0))(jnp.ones((4, 3))).shape
         (4, 2)
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if inspect.isfunction(call := vars(cls).get("__call__")):
+            cls.__call__ = named_call(call)
 
     def sow(
         self,
