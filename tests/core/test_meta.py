@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -293,6 +294,85 @@ def test_boxes_inside_of_a_tree_in_a_box_are_told():
     box = Partitioned({"a": Partitioned(jnp.ones(2), ("x",))}, ("y",))
     told = meta.add_axis(box, 0, named("l"))
     assert (told.names, told.value["a"].names) == (("l", "y"), ("l", "x"))
+
+
+class Walking(struct.PyTreeNode, AxisMetadata):
+    """Hands all that it is told to what is in it, by the functions for trees."""
+
+    value: Any
+
+    def unbox(self):
+        return meta.unbox(self.value)
+
+    def replace_boxed(self, val):
+        return self.replace(value=meta.replace_boxed(self.value, val))
+
+    def add_axis(self, index, params):
+        return self.replace(value=meta.add_axis(self.value, index, params))
+
+    def remove_axis(self, index, params):
+        return self.replace(value=meta.remove_axis(self.value, index, params))
+
+
+class Calling(Walking):
+    """The same by methods of the box in it."""
+
+    def _of(self, method, *args):
+        is_box = isinstance(self.value, AxisMetadata)
+        return self.replace(value=getattr(self.value, method)(*args)) if is_box else self
+
+    def replace_boxed(self, val):
+        return self._of("replace_boxed", val) if meta.is_axis_metadata(self.value) else Calling(val)
+
+    def add_axis(self, index, params):
+        return self._of("add_axis", index, params)
+
+    def remove_axis(self, index, params):
+        return self._of("remove_axis", index, params)
+
+
+class Silent(struct.PyTreeNode, AxisMetadata):
+    """Knows nothing of axes, and tells nobody of them."""
+
+    value: Any
+
+    def unbox(self):
+        return self.value
+
+    def add_axis(self, index, params):
+        return self
+
+    remove_axis = add_axis
+
+
+SHELLS = {
+    "names": lambda value: Partitioned(value, (None, "data")),
+    "walking": Walking,
+    "calling": Calling,
+    "silent": Silent,
+    "factored": lambda value: Factored(value, (True, False)),
+}
+
+
+def names_in(box):
+    """The names of all boxes of a nest that have some."""
+    own = [box.names] if isinstance(box, Partitioned) else []
+    content = box.array if isinstance(box, Factored) else box.value
+    return own + (names_in(content) if meta.is_axis_metadata(content) else [])
+
+
+@given(st.lists(st.sampled_from(sorted(SHELLS)), min_size=1, max_size=5), st.sampled_from([0, -1]))
+def test_each_box_of_a_nest_is_told_once(shells, index):
+    box = functools.reduce(lambda inner, shell: SHELLS[shell](inner), shells, jnp.ones((2, 3)))
+    params = {PARTITION_NAME: "l", "factored": True}
+    told = meta.add_axis({"w": box}, index, params)["w"]
+    expected = ("l", None, "data") if index == 0 else (None, "data", "l")
+    assert names_in(told) == [expected] * shells.count("names")
+    assert describe(meta.remove_axis({"w": told}, index, params)["w"]) == describe(box)
+    new = np.zeros((2, 3))
+    replaced = meta.replace_boxed({"w": box}, {"w": new})["w"]
+    assert meta.unbox(replaced) is new
+    assert describe(replaced) == describe(box)
 
 
 def test_replace_boxed_keeps_every_level():

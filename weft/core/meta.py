@@ -5,11 +5,13 @@ scale, `jax.eval_shape`) keeps the metadata without knowing of it. A transformat
 axis away from a variable, or adds one, tells the box. Invariant: `add_axis` and `remove_axis` with
 the same arguments are each other's inverse, and metadata has one entry for each axis of the value.
 
-Boxes nest: each level is a kind of metadata of its own, and all of them are told.
+Boxes nest: each level is a kind of metadata of its own, and each is told once. A box may hand what
+it is told to the box in it, or leave that to the functions here, which tell those that were not.
 """
 
 import abc
 import functools
+import operator
 from collections.abc import Callable, Mapping, Set
 from typing import Any, Self, TypeVar
 
@@ -155,8 +157,15 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     def replace(old: Any, new: Any) -> Any:
         if not is_axis_metadata(old):
             return new
-        inner = _content(old)
-        return old.replace_boxed(replace(inner, new) if is_axis_metadata(inner) else new)
+        children, structure = _open(old)
+        if len(children) != 1 or not is_axis_metadata(children[0]):
+            return old.replace_boxed(new)
+        if children[0] is old:  # not a pytree node
+            inner = old.unbox()
+            return old.replace_boxed(replace(inner, new) if is_axis_metadata(inner) else new)
+        # The innermost box holds the value; those around it keep what they know, whether or not
+        # their own replace_boxed would hand the value on.
+        return jax.tree.unflatten(structure, [replace(children[0], new)])
 
     return jax.tree.map(replace, tree, updates, is_leaf=is_axis_metadata)
 
@@ -200,14 +209,44 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     return _tell(lambda box: box.remove_axis(index, params), tree)
 
 
+def _inner(box: AxisMetadata) -> list[Any]:
+    """The outermost boxes in a box."""
+
+    def is_inner(x: Any) -> bool:
+        return is_axis_metadata(x) and x is not box
+
+    return list(filter(is_inner, jax.tree.leaves(box, is_leaf=is_inner)))
+
+
+def _replace_inner(box: AxisMetadata, inner: list[Any]) -> Any:
+    """A box with other boxes in the place of its outermost ones."""
+    rest = iter(inner)
+
+    def is_inner(x: Any) -> bool:
+        return is_axis_metadata(x) and x is not box
+
+    return jax.tree.map(lambda x: next(rest) if is_inner(x) else x, box, is_leaf=is_inner)
+
+
+def _is_unchanged(before: Any, after: Any) -> bool:
+    leaves, structure = jax.tree.flatten(before)
+    leaves_after, structure_after = jax.tree.flatten(after)
+    return structure == structure_after and all(map(operator.is_, leaves, leaves_after))
+
+
 def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
     def tell(box: AxisMetadata) -> Any:
-        told = change(box)
+        return tell_inner(box, change(box))
 
-        def is_inner(x: Any) -> bool:
-            return is_axis_metadata(x) and x is not told
-
-        return jax.tree.map(lambda x: tell(x) if is_inner(x) else x, told, is_leaf=is_inner)
+    def tell_inner(before: AxisMetadata, told: AxisMetadata) -> Any:
+        """Tells the boxes in a box that its own hook has not told."""
+        inner, inner_told = _inner(before), _inner(told)
+        if not inner or len(inner) != len(inner_told):
+            return told
+        pairs = zip(inner, inner_told, strict=True)
+        return _replace_inner(
+            told, [tell(a) if _is_unchanged(b, a) else tell_inner(b, a) for b, a in pairs]
+        )
 
     def at(path: Any, leaf: Any) -> Any:
         if not is_axis_metadata(leaf):
