@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from weft import serialization, struct
-from weft.core import meta
+from weft.core import apply, init, lift, meta
 from weft.core.meta import PARTITION_NAME, AxisMetadata, Partitioned
 from weft.errors import (
     AxisMetadataError,
@@ -547,3 +547,36 @@ def test_the_box_and_the_layouts_of_the_proposal():
     assert specs == {"params": {"kernel": P(None, "data"), "bias": P()}}
     told = meta.add_axis(variables, 0, {Partitioned.AXIS_NAME: "layers"})
     assert told["params"]["kernel"].names == ("layers", None, "data")
+
+
+class Padded(struct.PyTreeNode, AxisMetadata):
+    """A value that is one longer along each axis, where it has the axis of a transformation."""
+
+    value: Any
+
+    def unbox(self):
+        return self.value
+
+    def add_axis(self, index, params):
+        return self.replace(value=jnp.pad(self.value, [(0, 1)] * self.value.ndim))
+
+    def remove_axis(self, index, params):
+        return self.replace(value=self.value[(slice(-1),) * self.value.ndim])
+
+
+def test_hooks_that_change_shapes_are_called_before_axes_are_mapped():
+    def body(scope, x, _=None):
+        return x @ scope.param("w", lambda _: Padded(jnp.eye(3))), None
+
+    x = jnp.arange(3.0)
+    scan = lift.scan(body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+    vmap = lift.vmap(body, variable_axes={"params": 0}, split_rngs={"params": True}, axis_size=2)
+    pmap = lift.pmap(body, {"params": 0}, {"params": True}, devices=jax.devices()[:1])
+    for run, args, n in [
+        (scan, (x, None), 2),
+        (vmap, (jnp.stack([x, x]),), 2),
+        (pmap, (x[None],), 1),
+    ]:
+        (y, _), variables = init(run)(jax.random.key(0), *args)
+        assert variables["params"]["w"].value.shape == (n + 1, 4, 4)
+        np.testing.assert_array_equal(apply(run)(variables, *args)[0], y)

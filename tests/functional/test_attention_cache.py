@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -33,3 +34,13 @@ def test_one_position_at_a_time(query, key, value):
     inputs = (jnp.ones((2, n, 1, 4)) for n in (query, key, value))
     with pytest.raises(ArgumentShapeError, match=r"It decodes .*expects \(2, 1, 1, 4\): give one"):
         attention_cache_step(CACHE, CACHE, jnp.int32(0), *inputs, layer="It")
+
+
+def test_a_step_with_64_bits():
+    with jax.enable_x64(True):
+        empty, new = jnp.zeros((2, 3, 1, 1), jnp.float32), jnp.ones((2, 1, 1, 1))
+        for index in (jnp.int32(1), jnp.int64(1), 1):
+            keys, _, seen = attention_cache_step(empty, empty, index, new, new, new)
+            assert keys.dtype == jnp.float32
+            assert keys[0].ravel().tolist() == [0, 1, 0]
+            assert seen[0].ravel().tolist() == [True, True, False]

@@ -354,3 +354,15 @@ def test_a_collection_that_is_not_lifted_is_named(take):
 def test_reduce_axes_are_refused():
     with pytest.raises(TransformArgumentError, match=r"reduce_axes=\('batch',\): JAX reduces over"):
         model(lambda self, x: nn.vjp(call, Linear(), x, reduce_axes=("batch",))).init(KEY, X)
+
+
+@pytest.mark.parametrize("empty", [{}, {"params": {}}, {"params": {}, "state": {}}])
+def test_jvp_before_there_are_variables(empty):
+    def body(self, x):
+        linear = Linear(2)
+        return nn.jvp(lambda m, x: m(x), linear, (x,), (2 * x,), empty)
+
+    (y, of_y), params = run(body, X)
+    w = params["Linear_0"]["w"]
+    np.testing.assert_allclose(of_y, 2 * X @ w, rtol=1e-6)
+    np.testing.assert_allclose(y, X @ w, rtol=1e-6)

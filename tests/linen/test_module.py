@@ -1,6 +1,7 @@
 import copy
 import dataclasses
 import pickle
+import typing
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.linen.modules import KEY, Affine, Counter, X
+from weft import linen as nn
 from weft.errors import (
     ApplyModuleInvalidMethodError,
     CallUnbindOnUnboundModuleError,
@@ -370,3 +372,9 @@ def test_threads_do_not_see_each_other():
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(run, range(4)))
     assert found == [((2, i + 1), ["first", "rest_0"]) for i in range(4)]
+
+
+@pytest.mark.parametrize("cls", [Module, Affine, nn.RNN, nn.vmap(nn.Dense, {"params": 0})])
+def test_type_hints_are_found(cls):
+    assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls))
+    assert {"parent", "name", *cls._field_names} <= set(typing.get_type_hints(cls.__init__))

@@ -1,8 +1,13 @@
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from tests.linen.modules import KEY, Affine, Counter, X
+from weft import linen as nn
+from weft.linen import summary
 from weft.linen.methods import compact
 from weft.linen.module import Module
 from weft.linen.summary import tabulate
@@ -84,3 +89,44 @@ def test_paths_of_modules():
 def test_errors_of_the_model_come_through():
     with pytest.raises(IndexError, match="out of range"):
         Affine().tabulate(KEY, jax.ShapeDtypeStruct((), jnp.float32))
+
+
+class Step(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(3)(x), None
+
+
+class Rows(nn.Module):
+    """A layer around a transformation of a submodule."""
+
+    make: Callable[..., Any]
+
+    @nn.compact
+    def __call__(self, x):
+        return self.make()(x)
+
+
+SPLIT = {"split_rngs": {"params": True}}
+LIFTED = {
+    "scan": lambda: lambda x: nn.scan(Step, {"params": 0}, length=3, **SPLIT)()(x, None)[0],
+    "vmap": lambda: nn.vmap(nn.Dense, {"params": 0}, **SPLIT)(3),
+    "lstm": lambda: lambda x: nn.RNN(nn.LSTMCell(3))(x[:, None]),
+    "bidirectional": lambda: (
+        lambda x: nn.Bidirectional(nn.RNN(nn.LSTMCell(3)), nn.RNN(nn.GRUCell(3)))(x[:, None])
+    ),
+    "weight norm": lambda: nn.WeightNorm(nn.Dense(3)),
+    "remat of jit": lambda: nn.remat(nn.jit(nn.Dense))(3),
+}
+
+
+@pytest.mark.parametrize("lift", LIFTED)
+def test_flops_of_calls_inside_of_transformations(lift):
+    calls, _ = summary.calls_of(Rows(LIFTED[lift]), KEY, (jnp.ones((2, 3)),), show_repeated=True)
+    dense = [call for call in calls if type(call.module) is nn.Dense]
+    flops = {call.path: summary._flops(call, KEY, with_vjp=False) for call in calls}
+    assert len(flops) > 1
+    assert all(n > 0 for n in flops.values())
+    for call in dense:
+        (rows, columns), features = call.args[0].shape, call.outputs.shape[-1]
+        assert flops[call.path] >= 2 * rows * columns * features

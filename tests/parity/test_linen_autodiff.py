@@ -51,6 +51,13 @@ def jvp_of_a_module(nn, self, x):
     return nn.jvp(lambda dense, x: dense(x), dense, (x,), (2 * x,), tangents)
 
 
+@programs.body()
+def jvp_before_there_are_variables(nn, self, x):
+    dense = nn.Dense(2)
+    tangents = {"params": jax.tree.map(jnp.ones_like, dense.variables.get("params", {}))}
+    return nn.jvp(lambda dense, x: dense(x), dense, (x,), (2 * x,), tangents)
+
+
 @programs.program
 def custom_vjp_of_a_module(nn):
     class Model(nn.Module):

@@ -49,9 +49,8 @@ def attention_cache_step(
             f"values of shape {value.shape}, and its cache expects {expected}: give one position "
             "at a time, and the batch that the cache was made with."
         )
-    start = (*[0] * len(batch), index, 0, 0)
     keys, values = (
-        lax.dynamic_update_slice(cached, new.astype(cached.dtype), start)
+        lax.dynamic_update_slice_in_dim(cached, new.astype(cached.dtype), index, len(batch))
         for cached, new in ((cached_key, key), (cached_value, value))
     )
     seen = jnp.broadcast_to(jnp.arange(length) <= index, (*batch, 1, 1, length))

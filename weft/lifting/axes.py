@@ -15,8 +15,30 @@ from weft.lifting.roles import FORK, Role, Roles, Special, is_role
 Metadata = dict[Any, Any]
 
 
-def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transformation: str) -> int:
-    """The common size of the mapped axes.
+def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:
+    """Raises RoleError where a unit has a role that the transformation does not know."""
+    for role in units.roles:
+        if isinstance(role, Special) and role not in allowed:
+            raise RoleError(
+                f"{transformation} has no role {role!r}; expected an axis, None"
+                + "".join(f", {a!r}" for a in allowed)
+                + "."
+            )
+
+
+def enter_axis(
+    kind: Kind,
+    cargo: Cargo,
+    units: Units,
+    size: int | None,
+    transformation: str,
+    metadata: Metadata,
+    at_least_keys: int = 0,
+) -> tuple[int, Units]:
+    """The size of the mapped axes, and the units as they go in.
+
+    Their metadata is told that the axis goes, which may change the shapes of values. The size is
+    that of the axes then; so many keys are made of each that is forked.
 
     Args:
         kind: whose carriers cross.
@@ -24,10 +46,34 @@ def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transfor
         units: its units.
         size: the size that the user gave, if any.
         transformation: its name, for errors.
+        metadata: handed to axis metadata.
+        at_least_keys: how many keys to make of each at least.
 
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
+
+    def told(value: Any, role: Role, is_group: bool) -> Any:
+        if is_group and isinstance(role, int):
+            return kind.axis(-1, value, role, metadata)
+        return value
+
+    def forked(value: Any, role: Role, is_group: bool) -> Any:
+        return kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
+
+    def each(change: Callable[[Any, Role, bool], Any], units: Units) -> Units:
+        all_units = zip(units.values, units.roles, units.is_group, strict=True)
+        return units.having([change(*unit) for unit in all_units])
+
+    entered = each(told, units)
+    n = _axis_size(kind, cargo, entered, size, transformation)
+    return n, each(forked, entered)
+
+
+def _axis_size(
+    kind: Kind, cargo: Cargo, units: Units, size: int | None, transformation: str
+) -> int:
+    """The common size of the mapped axes."""
 
     def name(i: int, number: int) -> str:
         return units.place(kind, cargo.static.value[0], i, number)
@@ -56,32 +102,6 @@ def axis_size(kind: Kind, cargo: Cargo, units: Units, size: int | None, transfor
         shown = ", ".join(f"{at}: {n}" for at, n in named.items())
         raise AxisSizeError(f"{transformation}: the mapped axes have different sizes ({shown}).")
     return sizes.pop()
-
-
-def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:
-    """Raises RoleError where a unit has a role that the transformation does not know."""
-    for role in units.roles:
-        if isinstance(role, Special) and role not in allowed:
-            raise RoleError(
-                f"{transformation} has no role {role!r}; expected an axis, None"
-                + "".join(f", {a!r}" for a in allowed)
-                + "."
-            )
-
-
-def enter_axis(kind: Kind, units: Units, n: int, metadata: Metadata) -> Units:
-    """The units as they go in: keys forked, metadata told that the axis goes."""
-
-    def enter(value: Any, role: Role, is_group: bool) -> Any:
-        if is_group and role is FORK:
-            return kind.fork(value, n)
-        if is_group and isinstance(role, int):
-            return kind.axis(-1, value, role, metadata)
-        return value
-
-    return units.having(
-        [enter(*unit) for unit in zip(units.values, units.roles, units.is_group, strict=True)]
-    )
 
 
 def leave_axis(

@@ -80,9 +80,8 @@ def scan(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
-        n = axes.axis_size(kind, cargo, units, length, "scan")
         # Without iterations there are keys for one nevertheless, see `first` below.
-        entered = axes.enter_axis(kind, units, n or 1, metadata)
+        n, entered = axes.enter_axis(kind, cargo, units, length, "scan", metadata, at_least_keys=1)
         static, _ = cargo.static.value
         results = looped((static, n), entered)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))

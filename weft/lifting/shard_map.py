@@ -104,7 +104,8 @@ def pmap(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "pmap", (FORK,))
-        n = axes.axis_size(kind, cargo, units, None if devices is None else len(devices), "pmap")
+        size = None if devices is None else len(devices)
+        n, entered = axes.enter_axis(kind, cargo, units, size, "pmap", metadata)
         there = jax.devices() if devices is None else devices
         if n > len(there):
             raise AxisSizeError(
@@ -128,7 +129,7 @@ def pmap(
             out_specs=axes.results_prefix(cargo, out_axes, lambda r: _spec(r, axis_name)),
             check_vma=False,
         )
-        results = jax.jit(named_after(fn, mapped))(axes.enter_axis(kind, units, n, metadata).values)
+        results = jax.jit(named_after(fn, mapped))(entered.values)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call

@@ -49,7 +49,7 @@ def vmap(
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "vmap", (FORK,))
-        n = axes.axis_size(kind, cargo, units, axis_size, "vmap")
+        n, entered = axes.enter_axis(kind, cargo, units, axis_size, "vmap", metadata)
 
         def mapped(packed: Any) -> Results:
             return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
@@ -63,7 +63,7 @@ def vmap(
             spmd_axis_name=spmd_axis_name,
         )
         try:
-            results = batched(axes.enter_axis(kind, units, n, metadata).packed())
+            results = batched(entered.packed())
         except ValueError as error:
             # JAX finds it, and says where it is, after the function ran.
             if found := re.search(r"out_axes\.(\S+), got axis spec None but output", str(error)):

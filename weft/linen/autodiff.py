@@ -1,6 +1,6 @@
 """Derivatives of functions of modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -71,9 +71,14 @@ class _Zeros:
         of_scopes = [jax.tree.map(_zero, shapes) for shapes in self.shapes]
         given = self.carriage.target_structure().flatten_up_to(of_target)
         for (i, path), of_module in zip(_places_of_target(self.carriage), given, strict=True):
-            for col, tangents in of_module.items():
+            for col, tangents in _some(of_module).items():
                 of_scopes[i][col] = _put(of_scopes[i].get(col, {}), path, tangents)
         return Carriage(self.carriage.manifest, of_scopes)
+
+
+def _some(of_module: Mapping[str, Any]) -> dict[str, Any]:
+    """The collections that have tangents; those of variables still to be made are empty."""
+    return {col: tangents for col, tangents in of_module.items() if jax.tree.leaves(tangents)}
 
 
 def _put(variables: Any, path: Path, value: Any) -> Any:
@@ -206,7 +211,7 @@ def jvp(
     """
     boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
     given = carriage.target_structure().flatten_up_to(variable_tangents)
-    cols = sorted({col for of_module in given for col in of_module})
+    cols = sorted({col for of_module in given for col in _some(of_module)})
     of_scopes = _Zeros(carriage, cols).filled(variable_tangents)
     result = lift.jvp(inside(fn), carriage, primals, tangents, of_scopes, variables, rngs)
     arrive(boarding, carriage)

@@ -581,5 +581,7 @@ def _hash(self: Module) -> int:
         raise TypeError(f"{self!r} has no hash: one of its fields has none ({error}).") from error
 
 
+# `typing.get_type_hints` of a subclass's `__init__` looks for names where the subclass is defined.
+Module.__dataclass_fields__["parent"].type = Module | Scope | _Current | None
 Module.__hash__ = _hash
 Module.name = Name()  # pyright: ignore[reportAttributeAccessIssue]

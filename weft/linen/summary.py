@@ -5,6 +5,7 @@ interceptor. FLOPs are those that XLA counts in the lowered call, and nothing is
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import jax
 
 from weft.core import tables
 from weft.core.filters import Filter
+from weft.linen.methods import compact, wrapped
 from weft.linen.running import InterceptorContext, intercept_methods
 from weft.linen.variables import BUT_INTERMEDIATES
 
@@ -32,6 +34,8 @@ class Call:
         args: the arguments; arrays are `jax.ShapeDtypeStruct`.
         kwargs: those with a name.
         outputs: the result, likewise.
+        fn: the method as a function of the module, without the transformations around it.
+        variables: of the module, likewise: those of one index where they are mapped.
     """
 
     module: "Module"
@@ -39,7 +43,9 @@ class Call:
     method: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    fn: Callable[..., Any]
     outputs: Any = None
+    variables: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -77,10 +83,10 @@ def calls_of(
         seen.add(path)
         shapes_in = tables.abstract((tuple(args), dict(kwargs)))
         module = context.module.clone(_reset_names=True)
-        call = Call(module, path, context.method_name, *shapes_in)
+        call = Call(module, path, context.method_name, *shapes_in, fn=_method(context))
         calls.append(call)
         result = next_fun(*args, **kwargs)
-        call.outputs = tables.abstract(result)
+        call.outputs, call.variables = tables.abstract((result, context.module.variables))
         return result
 
     arrays, fill = tables.filled((rngs, args, dict(kwargs)))
@@ -91,6 +97,19 @@ def calls_of(
             return module.init(rngs, *args, mutable=mutable, **kwargs)
 
     return calls, jax.eval_shape(initialize, arrays)
+
+
+def _method(context: InterceptorContext) -> Callable[..., Any]:
+    """The method that runs, as a function that can be called on another copy of the module."""
+    fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
+    if not context.module._state.in_compact:
+        return wrapped(fn)
+
+    @functools.wraps(fn)
+    def run(module: "Module", *args: Any, **kwargs: Any) -> Any:
+        return fn(module, *args, **kwargs)
+
+    return wrapped(compact(run))  # it may be a helper of a compact method
 
 
 def module_paths(
@@ -152,7 +171,7 @@ def tabulate(
         for call in calls:
             if depth is not None and len(call.path) > depth:
                 continue
-            flops = [_flops(call, variables, rngs, with_vjp="vjp" in name) for name in counts]
+            flops = [_flops(call, rngs, with_vjp="vjp" in name) for name in counts]
             of_cols = [
                 "" if call.path in seen else _variables_text(variables[col], call, calls, depth)
                 for col in cols
@@ -199,14 +218,13 @@ def _at(collection: Any, path: Path) -> Mapping[str, Any]:
     return collection if isinstance(collection, Mapping) else {}
 
 
-def _flops(call: Call, variables: dict[str, Any], rngs: Any, with_vjp: bool) -> int:
+def _flops(call: Call, rngs: Any, with_vjp: bool) -> int:
     """The FLOPs that XLA counts in a call, or in a call and the gradient of all that goes in."""
-    given = {col: dict(below) for col, v in variables.items() if (below := _at(v, call.path))}
     arrays, fill = tables.filled((call.args, call.kwargs))
 
     def run(variables: Any, arrays: list[Any]) -> Any:
         args, kwargs = fill(arrays)
-        options = {"rngs": rngs, "mutable": True, "method": call.method}
+        options = {"rngs": rngs, "mutable": True, "method": call.fn}
         return call.module.apply(variables, *args, **options, **kwargs)
 
-    return tables.flops(run, given, arrays, with_vjp=with_vjp)
+    return tables.flops(run, call.variables, arrays, with_vjp=with_vjp)

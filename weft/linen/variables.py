@@ -1,7 +1,7 @@
 """What methods of a module can ask for: variables, PRNG keys, and what `apply` has said."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from weft.core.scope import Scope
 from weft.core.variable import Variable
 from weft.errors import CompactMethodError, PerturbationNotFoundError, UnboundModuleError
 from weft.linen.running import place_is_read
-
-if TYPE_CHECKING:
-    from weft.linen.state import State
+from weft.linen.state import State
 
 T = TypeVar("T")
 BUT_INTERMEDIATES = DenyList("intermediates")
@@ -32,7 +30,7 @@ class ModuleVariables:
     """
 
     scope: Scope | None
-    _state: "State"
+    _state: State
 
     @property
     def _shown(self) -> str:

@@ -145,14 +145,18 @@ def jvp(
     Returns:
         The result and its tangent.
     """
-    of_scopes = _structure_of_scopes(scope).flatten_up_to(variable_tangents)
+    of_scopes = [
+        # Tangents of variables that are still to be made are empty.
+        {col: tangents for col, tangents in of_scope.items() if jax.tree.leaves(tangents)}
+        for of_scope in _structure_of_scopes(scope).flatten_up_to(variable_tangents)
+    ]
     cols = {col for of_scope in of_scopes for col in of_scope}
     lifted = lifting.jvp(
         ScopeKind("jvp"),
         lambda scope, primals: fn(scope, *primals),
         wrt=_wrt(cols, variables, rngs),
     )
-    groups = [Group(dict(of_scope), {}, {}) for of_scope in of_scopes]
+    groups = [Group(of_scope, {}, {}) for of_scope in of_scopes]
     return lifted((scope, tuple(primals)), [*groups, *jax.tree.leaves(tuple(tangents))])
 
 
