@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _WEFT = str(pathlib.Path(__file__).parent.parent) + "/"
 # What has methods like these and is not a layer.
-_MACHINERY = ("core/", "lifting/", "nnx/transforms/", "linen/methods.py", "linen/module.py")
+_MACHINERY = ("core/", "lifting/", "nnx/transforms/", "nnx/scopes.py", "linen/methods.py")
 _OF_LAYERS = ("__call__", "forward")
 
 
