@@ -159,7 +159,10 @@ def test_what_is_fixed_is_compared_by_value():
     assert hash(Fixed([1])) == hash(Fixed([1]))
     assert Fixed(1) != Fixed(1.0) and Fixed(1) != 1
     array = np.ones(1)
-    assert Fixed(array) == Fixed(array) and Fixed(array) != Fixed(np.ones(1))
+    before = Fixed(array)
+    assert before == Fixed(array) == Fixed(np.ones(1))
+    array[0] = 2
+    assert before != Fixed(array)
     assert repr(Fixed([1])) == "[1]"
 
 
