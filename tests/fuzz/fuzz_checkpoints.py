@@ -304,7 +304,7 @@ def fifo(path: Path, damage: Damage, paths: list[Path]) -> None:
 
 def link(path: Path, damage: Damage, paths: list[Path]) -> None:
     remove(path)
-    path.symlink_to([path, path.parent, "nowhere", "/dev/null"][damage.other % 4])
+    path.symlink_to([path, path.parent, "nowhere", "/dev/null", "/dev/zero"][damage.other % 5])
 
 
 def without(path: Path, damage: Damage, paths: list[Path]) -> None:

@@ -51,6 +51,19 @@ def test_to_jax_it_is_a_tree_by_path():
     assert jax.tree.map(lambda x: x, flat).paths == flat.paths == ((1, "c"), ("a",), ("b",))
 
 
+def test_a_list_with_an_attribute_has_a_state_that_jax_takes():
+    """Its keys are integers and a string, also where it is nested."""
+    model = nnx.Dict(layers=nnx.List([nnx.Param(jnp.float32(3))]))
+    model.layers.scale = nnx.Param(jnp.float32(2))
+    state = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state))(nnx.state(model))
+    assert nnx.to_pure_dict(state) == {"layers": {0: 4, "scale": 3}}
+    assert type(state.raw_mapping["layers"]) is dict
+    grads = nnx.grad(lambda m: m.layers[0][...] * m.layers.scale[...])(model)
+    assert jax.tree.leaves(grads) == [2, 3]
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    assert paths == ["['layers'][0].value", "['layers']['scale'].value"]
+
+
 def test_flat_and_back():
     state = example()
     flat = state.flat_state()

@@ -146,8 +146,19 @@ def _plain(nested: Any) -> Any:
 
 
 def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
-    keys = tuple(sorted(state._mapping, key=lambda k: _sort_key((k,))))
-    return tuple(state._mapping[k] for k in keys), keys
+    # Nested dicts flatten as states: JAX does not sort keys that are integers and strings.
+    nested = state._mapping
+    try:
+        keys = tuple(sorted(nested))  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        keys = tuple(sorted(nested, key=lambda k: _sort_key((k,))))
+    values = [nested[k] for k in keys]
+    return tuple([State(v, _copy=False) if type(v) is dict else v for v in values]), keys
+
+
+def _unflatten_state(keys: tuple[Hashable, ...], values: Iterable[Any]) -> State:
+    plain = (v._mapping if isinstance(v, State) else v for v in values)
+    return State(dict(zip(keys, plain, strict=True)), _copy=False)
 
 
 def _flatten_state_with_keys(state: State) -> tuple[Any, tuple[Hashable, ...]]:
@@ -158,7 +169,7 @@ def _flatten_state_with_keys(state: State) -> tuple[Any, tuple[Hashable, ...]]:
 jax.tree_util.register_pytree_with_keys(
     State,
     _flatten_state_with_keys,
-    lambda keys, values: State(dict(zip(keys, values, strict=True)), _copy=False),
+    _unflatten_state,
     _flatten_state,
 )
 
