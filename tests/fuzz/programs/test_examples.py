@@ -1,0 +1,68 @@
+"""Small programs that Weft once got wrong."""
+
+import dataclasses
+
+import pytest
+
+from tests.fuzz.fuzz_programs import WAYS, check
+from tests.fuzz.programs.ir import Block, Draw, Level, Program, Role, Use
+
+COUNT = Use("st", "c", write="count")
+PARAM = Use("params", "c")
+
+
+def roles(st: Role, params: Role = None) -> tuple[tuple[str, Role], ...]:
+    return (("params", params), ("st", st), ("cache", "carry"))
+
+
+def scan(st: Role, *body, size=2, scope="a", params: Role = None):
+    return Level("scan", Block(body), scope=scope, size=size, roles=roles(st, params))
+
+
+def loop(kind, *body, size=2):
+    return Level(kind, Block(body), size=size, roles=roles("carry"))
+
+
+LAYERS = scan(0, COUNT)
+EXAMPLES = {
+    # State that is made and changed under an axis began with its last value.
+    "scan around a scan with an axis": (scan("carry", LAYERS, size=1, scope="b"),),
+    "a scan of none around a scan with an axis": (scan("carry", LAYERS, size=0, scope="b"),),
+    "while around a scan with an axis": (loop("while", LAYERS),),
+    "fori around a scan with an axis": (loop("fori", LAYERS),),
+    "fori around vmap": (loop("fori", dataclasses.replace(LAYERS, kind="vmap")),),
+    "a branch not taken around a scan with an axis": (
+        Level("cond", Block((LAYERS,)), taken=1, others=(Block(),)),
+    ),
+    "the last branch of three around a scan with an axis": (
+        Level("switch", Block((LAYERS,)), taken=2, others=(Block(), Block())),
+    ),
+    # Loops inside of a loop that shares parameters were refused.
+    "fori in fori under shared parameters": (
+        scan("carry", PARAM, loop("fori", loop("fori", COUNT, PARAM))),
+    ),
+    "fori under shared parameters": (scan("carry", PARAM, loop("fori", COUNT, PARAM)),),
+    "while under shared parameters": (scan("carry", PARAM, loop("while", COUNT, PARAM)),),
+    "while, jit and cond under shared parameters": (
+        scan(
+            "carry",
+            loop(
+                "while",
+                Level("jit", Block((Level("cond", Block((COUNT, PARAM)), others=(Block(),)),))),
+            ),
+        ),
+    ),
+    # Bodies were traced 2 ** d times.
+    "three scans that carry what is made": (
+        scan("carry", scan("carry", scan("carry", COUNT, scope="c"), scope="b")),
+    ),
+    "scans, a while and a fori that carry what is made": (
+        scan("carry", loop("while", loop("fori", scan("carry", COUNT, Draw(), scope="b")))),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_it_is_the_python_loop(name, way):
+    check(Program(way, Block(EXAMPLES[name]), dropped=("st",)))
