@@ -54,6 +54,7 @@ class Watch:
     def __init__(self) -> None:
         self.is_on = False
         self.seen: list[str] = []
+        self._open_before = frozenset(map(int, os.listdir("/dev/fd")))
         sys.addaudithook(self._hook)
         # `importlib.import_module` raises no event.
         sys.meta_path.insert(0, self)  # pyright: ignore[reportArgumentType]
@@ -73,12 +74,11 @@ class Watch:
         if self.is_on and self._is_effect(event, arguments):
             self._stop(f"{event}({', '.join(map(_short, arguments))})")
 
-    @staticmethod
-    def _is_effect(event: str, arguments: tuple) -> bool:
+    def _is_effect(self, event: str, arguments: tuple) -> bool:
         if event == "open":
             path, mode, flags = arguments
-            if isinstance(path, int):  # a descriptor: it will be closed
-                return True
+            if isinstance(path, int):  # a descriptor, which is closed with the file
+                return path in self._open_before
             writes = isinstance(mode, str) and set(mode) & set("wax+")
             acts = bool(writes or (isinstance(flags, int) and flags & WRITES))
         else:

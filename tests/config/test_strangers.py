@@ -4,13 +4,24 @@ import contextlib
 import os
 import sys
 
+import jax
 import numpy as np
 import pytest
 
+import weft.linen as nn
 from weft.cli import main
-from weft.config import from_text, to_text
-from weft.errors import WeftError
+from weft.config import REQUIRED, Required, config_class, from_text, to_text
+from weft.config.configurable import needs_allow
+from weft.config.text_read import read_value
+from weft.errors import ConfigError, LayerMethodError, UnknownLayerError, WeftError
+from weft.hierarchy.base_layer import BaseLayer
+from weft.hierarchy.linear import Linear
+from weft.hierarchy.module import functional, method_named
+from weft.hierarchy.shared import RedirectToSharedModule
+from weft.interop.hierarchy import InHierarchy
+from weft.launch.job import Job
 from weft.recipes.lm import lm_tiny
+from weft.trainer.base_writer import BaseWriter
 
 MAP = "weft.traverse_util.path_aware_map"
 EVAL = "weft.jax_utils.partial_eval_by_shape"
@@ -207,3 +218,195 @@ def test_the_command_line_allows_what_is_the_users(tmp_path, monkeypatch, capsys
     assert main([*show, "--allow", "own_schedules"]) == 0
     assert "config_for_function(own_schedules.half)(" in capsys.readouterr().out
     monkeypatch.delitem(sys.modules, "own_schedules")
+
+
+STORAGE = "weft.trainer.storage_builders.TensorStoreStateStorageBuilder"
+IN_HIERARCHY = "weft.interop.hierarchy.InHierarchy"
+CHECKPOINTER = "weft.trainer.checkpointer.Checkpointer"
+JSON_LINES = "weft.trainer.json_lines_writer.JsonLinesWriter"
+COMPOSITE = "weft.trainer.base_writer.CompositeWriter"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # A class that has the field, and the class that acts on it, in either order.
+        f"{TRAINER}.Config(dir='/victim', klass={WRITER})",
+        f"{TRAINER}.Config(klass={WRITER}, dir='/victim')",
+        f"{STORAGE}.Config(dir='/victim', klass={JSON_LINES})",
+        f"{STORAGE}.Config(dir='/victim', klass={CHECKPOINTER})",
+        f"weft.trainer.base_writer.BaseWriter.Config(dir='/victim', klass={JSON_LINES})",
+        f"weft.trainer.base_writer.NoOpWriter.Config(dir='/victim', klass={WRITER})",
+        f"{COMPOSITE}.Config(dir='/victim', writers={{'a': {JSON_LINES}.Config()}})",
+        f"weft.trainer.learning_rate_finder._NoCheckpoints.Config(dir='/victim', "
+        f"klass={CHECKPOINTER})",
+    ],
+)
+def test_the_class_that_is_made_decides_what_is_not_taken(text, caplog):
+    assert from_text(text).dir != "/victim"
+    assert "dir='/victim' is not taken from a text" in caplog.text
+
+
+def test_a_subclass_keeps_what_its_bases_hold_back():
+    class Sub(BaseWriter):
+        _needs_allow = ("other",)
+
+    class Jobs(Job):
+        _needs_allow = ()
+
+    assert needs_allow(Sub) == {"dir", "other"}
+    assert needs_allow(Jobs) is True
+    assert needs_allow(int) == frozenset()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        f"layer={WRITER}, kwargs={{'dir': '/victim', 'name': 'x'}}",
+        f"layer={WRITER}.Config(name='x'), kwargs={{'dir': '/victim'}}",
+        f"layer={CHECKPOINTER}, kwargs={{'dir': '/victim', 'name': 'x'}}",
+        f"layer={TRAINER}, kwargs={{'status_port': 8080, 'name': 'x'}}",
+        f"layer={TRAINER}.Config(dir='/victim', name='x')",
+        f"layer={STORAGE}.Config(dir='/victim', name='x'), kwargs={{'klass': {WRITER}}}",
+    ],
+)
+@pytest.mark.parametrize("holder", [IN_HIERARCHY, "weft.trainer.model.LibraryModel"])
+def test_what_acts_outside_of_a_run_is_not_a_layer(holder, layer):
+    cfg = from_text(f"{holder}.Config({layer}, inputs=(), name='x')")
+    with pytest.raises(UnknownLayerError, match=r"is not a layer|to make a layer of"):
+        cfg.instantiate(parent=None)
+
+
+MODIFIERS = "weft.trainer.trainer_config_modifier"
+SPECS = f"{MODIFIERS}.PartitionSpecModifier.Config(partition_specs="
+MODIFIED = {
+    "dir": SPECS + "{'': {'dir': 'victim'}})",
+    "compilation_cache_dir": SPECS + "{'': {'compilation_cache_dir': 'victim'}})",
+    "status_port": SPECS + "{'': {'status_port': 8080}})",
+    "a writer's dir": SPECS + "{'summary_writer': {'dir': 'victim'}})",
+    "klass": SPECS + f"{{'model': {{'klass': {WRITER}}}}})",
+    "what is carried over": f"{MODIFIERS}.ReplaceLayerConfigModifier.Config("
+    f"target_cls={STORAGE}, source_config={WRITER}.Config())",
+    "in a chain": f"{MODIFIERS}.ChainConfigModifier.Config(config_modifiers=["
+    + SPECS
+    + "{'': {'dir': 'victim'}})])",
+}
+
+
+@pytest.mark.parametrize("command", [["train", "run"], ["tabulate", "run"], ["check", "run"]])
+@pytest.mark.parametrize("kind", MODIFIED)
+def test_a_modifier_in_a_text_sets_layouts_of_layers_only(
+    kind, command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    text = to_text(lm_tiny().set(max_step=1))
+    for before, after in (
+        ("config_modifiers=[]", f"config_modifiers=[{MODIFIED[kind]}]"),
+        ("init_state_builder=None", f"init_state_builder={STORAGE}.Config(dir='victim')"),
+    ):
+        assert before in text
+        text = text.replace(before, after)
+    (tmp_path / "run" / "config.txt").write_text(text)
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    expected = "to carry dir over" if kind.startswith("what") else "layouts and recomputation of"
+    assert expected in error
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "functools.partial(functools.partial, weft.linen.linear.Dense)",
+        f"functools.partial({WRITER}.Config, dir='/victim')",
+        f"functools.partial({WRITER}.Config.set, dir='/victim')",
+        f"config_for_function({TRAINER}.default_config)()",
+        f"config_for_function({WRITER}.Config.instantiate)()",
+        f"config_for_class({STORAGE})()",
+        f"{WRITER}.Config.Config(dir='/victim')",
+        f"{WRITER}.__mro__",
+        f"{WRITER}.__init__",
+        f"{TRAINER}.Config(name={TRAINER}.default_config)",
+        f"{{{WRITER}.Config(): 1}}",
+        "weft.config.Configurable.Config(klass=b'os')",
+        "weft.config.Configurable.Config(klass=(lambda: 1))",
+        "weft.config.Configurable.Config(klass=weft.launch.local.LocalJob)",
+        "weft.trainer.base_writer.BaseWriter.Config(klass=weft.trainer.wandb_writer.WandBWriter)",
+        "weft.config.configurable.Generic",
+        "weft.trainer.trainer.os.system",
+        "weft.linen.module._Current",
+        "weft.linen.containers.Sequential(layers=[weft.input.files.text_dataset])",
+        "config_for_function(weft.input.tfds.tfds_dataset)(name='x', split='a', download=True)",
+        "numpy.dtype([('a', 'O')])",
+        "config_for_function(jax.numpy.float32)(*[1])",
+        "config_for_function(jax.numpy.ones)(**{'shape': 1})",
+        "weft.trainer.mesh.HybridMeshShape(klass=1)",
+        "config_for_function(weft.config.maybe_instantiate)(x=1)",
+        "[x for x in (1,)]",
+        "f'{1}'",
+    ],
+)
+def test_no_other_way_leads_out(text):
+    with pytest.raises(ConfigError):
+        read_value(text)
+
+
+@pytest.mark.parametrize(
+    "method", ["__init__", "_add_child", "config", "children", "default_config", "Config", "emb"]
+)
+def test_a_config_has_only_public_methods_called(method):
+    layer = Linear.default_config().set(name="x", input_dim=2, output_dim=2)
+    assert method_named(layer.instantiate(parent=None), method) is None
+
+
+@pytest.mark.parametrize(
+    "methods", [{"_parent": "forward"}, {"initialize_parameters_recursively": "forward"}]
+)
+def test_a_redirecting_layer_keeps_its_own_methods(methods):
+    cfg = RedirectToSharedModule.default_config().set(name="x", shared_module="shared")
+    with pytest.raises(LayerMethodError, match=r"expected 'forward' or a new public name"):
+        cfg.set(method_map=methods).instantiate(parent=None)
+
+
+class Redirecting(BaseLayer):
+    @config_class
+    class Config(BaseLayer.Config):
+        target: Required[str] = REQUIRED
+
+    def __init__(self, cfg, *, parent):
+        super().__init__(cfg, parent=parent)
+        self._add_child("inner", Linear.default_config().set(input_dim=2, output_dim=2))
+        redirect = RedirectToSharedModule.default_config().set(shared_module="shared")
+        self._add_child("other", redirect.set(method_map={"forward": cfg.target}))
+        self._share_with_descendants(self.inner, shared_module_name="shared")
+
+    def forward(self, x):
+        return self.other(x)
+
+
+def test_a_redirecting_layer_calls_public_methods_only():
+    def run(target):
+        cfg = Redirecting.default_config().set(name="x", target=target)
+        layer = cfg.instantiate(parent=None)
+        state = layer.initialize_parameters_recursively(jax.random.key(0))
+        x = jax.numpy.ones((1, 2))
+        return functional(layer, prng_key=None, state=state, inputs=(x,), is_training=False)[0]
+
+    assert run("forward").shape == (1, 2)
+    with pytest.raises(LayerMethodError, match="Linear has no public method of that name"):
+        run("_share_with_descendants")
+
+
+def test_a_layer_of_a_library_has_only_public_methods_called():
+    text = f"{IN_HIERARCHY}.Config(layer=weft.linen.linear.Dense.Config, inputs=(), name='x')"
+    with pytest.raises(ConfigError):
+        from_text(text)
+    cfg = InHierarchy.default_config().set(name="x", layer=nn.Dense(2))
+    layer = cfg.set(inputs=(jax.numpy.ones((1, 2)),)).instantiate(parent=None)
+    state = layer.initialize_parameters_recursively(jax.random.key(0))
+    inputs = {"inputs": jax.numpy.ones((1, 2))}
+    functional(layer, prng_key=None, state=state, inputs=inputs, is_training=False)
+    inputs["method"] = "__setattr__"
+    with pytest.raises(LayerMethodError, match="'__setattr__' of a Dense; name one of its public"):
+        functional(layer, prng_key=None, state=state, inputs=inputs, is_training=False)

@@ -143,6 +143,20 @@ class Configurable:
         return config_type(klass=cls)
 
 
+def needs_allow(cls: type) -> "bool | frozenset[str]":
+    """Returns what a text may not decide of a class: the names of fields, or True for all of it.
+
+    A class keeps what its bases hold back, whatever its own `_needs_allow` adds.
+
+    Args:
+        cls: any class.
+    """
+    kept = [vars(base).get("_needs_allow", ()) for base in cls.__mro__]
+    return any(names is True for names in kept) or frozenset(
+        name for names in kept if names for name in names
+    )
+
+
 def _reject_object(value: Configurable) -> None:
     kind = type(value).__qualname__
     raise InvalidConfigValueError(

@@ -22,7 +22,7 @@ import types
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from weft.config.configurable import Configurable
+from weft.config.configurable import Configurable, needs_allow
 from weft.config.names import did_you_mean
 from weft.config.values import ConfigNode
 from weft.config.vocabulary import BUILTINS, ENUMS, RECORDS, TARGETS, VALUES
@@ -241,7 +241,7 @@ def _is_configurable(found: Any) -> bool:
 
 
 def _acts_outside(cls: type, allow: Sequence[str]) -> bool:
-    return getattr(cls, "_needs_allow", ()) is True and not is_allowed(cls, allow)
+    return isinstance(cls, type) and needs_allow(cls) is True and not is_allowed(cls, allow)
 
 
 def _is_at_home(found: Any, name: str) -> bool:

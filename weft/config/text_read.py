@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from weft.config.config import ConfigBase
-from weft.config.configurable import Configurable
+from weft.config.configurable import Configurable, needs_allow
 from weft.config.functions import CallConfig, config_for_class, config_for_function
 from weft.config.names import did_you_mean
 from weft.config.origins import Origin
@@ -206,7 +206,9 @@ class _Reader:
     def _fill(self, node: ast.Call, config: ConfigBase) -> ConfigBase:
         if node.args:
             raise self._error(node, "the fields of a config are given by name, as dim=8")
-        for name, child in self._named(node):
+        named = self._named(node)
+        # The class first, wherever the text has it: it tells which fields are the user's to decide.
+        for name, child in sorted(named, key=lambda pair: pair[0] != config._target):
             value = self._read_at(f".{name}", child)
             if name == config._target and not _may_be_made(config, value):
                 raise self._error(
@@ -225,8 +227,10 @@ class _Reader:
     def _is_left_out(self, config: ConfigBase, name: str, value: Any) -> bool:
         """Whether this is the user's to decide: where to write, what to listen to."""
         made = config._field_values().get(config._target or "")
-        kept = getattr(made, "_needs_allow", ())
-        if not isinstance(made, type) or kept is True or name not in kept:
+        if not isinstance(made, type):
+            return False
+        kept = needs_allow(made)
+        if isinstance(kept, bool) or name not in kept:
             return False
         default = config._fields()[name].default()
         return not (is_allowed(made, self.allow) or value is None or values_equal(value, default))

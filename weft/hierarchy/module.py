@@ -62,6 +62,7 @@ __all__ = [
     "current_context",
     "functional",
     "install_context_stack",
+    "method_named",
     "new_output_collection",
     "nowrap",
     "observed_calls",
@@ -97,6 +98,20 @@ def nowrap(fun: F) -> F:
     """Marks a public method that must not open a context when another module calls it."""
     fun._weft_nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
     return fun
+
+
+def method_named(module: "Module", name: str) -> Callable[..., Any] | None:
+    """Returns the method that a config asks for by name, None if the module has no such method.
+
+    Only what a class defines as a public method counts, not its children, fields and properties.
+
+    Args:
+        module: the module.
+        name: of the method.
+    """
+    found = None if name.startswith("_") else inspect.getattr_static(module, name, None)
+    is_method = callable(found) and not isinstance(found, type | staticmethod | Module)
+    return getattr(module, name) if is_method else None
 
 
 def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:

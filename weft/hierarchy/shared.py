@@ -4,8 +4,9 @@ import functools
 from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
+from weft.errors import LayerMethodError
 from weft.hierarchy.base_layer import BaseLayer
-from weft.hierarchy.module import Module
+from weft.hierarchy.module import Module, method_named
 
 
 class RedirectToSharedModule(BaseLayer):
@@ -37,6 +38,11 @@ class RedirectToSharedModule(BaseLayer):
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         for name, target in (cfg.method_map or {"forward": "forward"}).items():
+            if name != "forward" and (name.startswith("_") or hasattr(BaseLayer, name)):
+                raise LayerMethodError(
+                    f"{self.path()} has {name!r} in its method_map, which is not a method that it "
+                    "may redirect; expected 'forward' or a new public name."
+                )
             setattr(self, name, functools.partial(self.redirect, target))
 
     def redirect(self, target: str, *args: Any, **kwargs: Any) -> Any:
@@ -48,4 +54,11 @@ class RedirectToSharedModule(BaseLayer):
             **kwargs: for the method.
         """
         shared = self.get_shared_module(self.config.shared_module).module
-        return getattr(shared, target)(*args, **kwargs)
+        method = method_named(shared, target)
+        if method is None:
+            raise LayerMethodError(
+                f"{self.path()} is to call {target!r} of {shared.path()}, and "
+                f"{type(shared).__name__} has no public method of that name; "
+                "name another in method_map."
+            )
+        return method(*args, **kwargs)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from weft.config import REQUIRED, Required, config_class
+from weft.config.configurable import needs_allow
 from weft.core.axis_rules import composite_rules, get_logical_axis_rules
 from weft.core.filters import DenyList, in_filter
 from weft.core.known import known_part
@@ -21,7 +22,7 @@ from weft.core.logical import (
 from weft.core.meta import Partitioned, is_axis_metadata, unbox
 from weft.errors import LayerInputsError, LayerMethodError, ParameterSpecError, UnknownLayerError
 from weft.hierarchy.base_layer import BaseLayer, ParameterSpec
-from weft.hierarchy.module import Module, functional, nowrap
+from weft.hierarchy.module import Module, functional, method_named, nowrap
 from weft.interop.bridge.variables import NNXMeta
 from weft.interop.models import Model, Path, check_same_paths, flat, nested, one_key, shown
 from weft.interop.recognition import model_of
@@ -43,6 +44,7 @@ class HierarchyModel(Model):
     """
 
     def __init__(self, config: Any, **kwargs: Any):
+        _check_is_layer(config, kwargs)
         made = config.default_config() if isinstance(config, type) else config  # pyright: ignore[reportAttributeAccessIssue]
         self.config = made.clone(**kwargs)
         is_named = self.config.name is not REQUIRED
@@ -62,8 +64,8 @@ class HierarchyModel(Model):
         self, state: Any, key: Any, training: bool | None, method: Any, args: Any, kwargs: Any
     ) -> Any:
         method = "forward" if method in (None, "__call__") else method
-        fn = getattr(self._layer, method, None)
-        if not callable(fn):
+        fn = method_named(self._layer, method)
+        if fn is None:
             raise LayerMethodError(
                 f"{self.name} has no method {method!r}; expected one such as 'forward'."
             )
@@ -147,6 +149,23 @@ def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = 
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _check_is_layer(config: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses what acts outside of a run, and fields that only its own config may set."""
+    cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
+    kept = needs_allow(cls)
+    if kept and not issubclass(cls, BaseLayer):
+        raise UnknownLayerError(
+            f"{cls.__name__} is not a layer: it acts outside of a model, such as by writing files; "
+            "expected a subclass of BaseLayer, or a module that only computes."
+        )
+    set_here = {"klass", *(kept if isinstance(kept, frozenset) else ())} & set(kwargs)
+    if set_here:
+        raise UnknownLayerError(
+            f"{cls.__name__} was given {', '.join(sorted(set_here))} by name; set it in the "
+            "layer's config."
+        )
 
 
 def _shapes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -269,8 +288,17 @@ class InHierarchy(BaseLayer):
 
         Args:
             *args: of the layer.
-            **kwargs: of the layer, and `method`, the name of one of its methods.
+            **kwargs: of the layer, and `method`, the name of one of its public methods.
+
+        Raises:
+            LayerMethodError: if the method is private.
         """
+        method = kwargs.get("method")
+        if isinstance(method, str) and method.startswith("_") and method != "__call__":
+            raise LayerMethodError(
+                f"{self.path()} is to call {method!r} of a {self._model.name}; name one of its "
+                "public methods."
+            )
         wanted = self._variables()
         state: Any = self.state
         given, real = flat(state), {_named(path): path for path in wanted}

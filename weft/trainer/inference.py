@@ -25,7 +25,7 @@ from weft.config.names import did_you_mean
 from weft.core.axis_rules import logical_axis_rules
 from weft.errors import InferenceError
 from weft.hierarchy.base_model import BaseModel
-from weft.hierarchy.module import Module, functional
+from weft.hierarchy.module import Module, functional, method_named
 from weft.input import host_to_global_device_array
 from weft.trainer.checkpoint_index import CheckpointValidationType
 from weft.trainer.mesh import MeshShape, build_mesh
@@ -233,7 +233,7 @@ class InferenceRunner(Module):
         Raises:
             InferenceError: If the model has no such method.
         """
-        if not callable(getattr(self.model, method, None)):
+        if method_named(self.model, method) is None:
             names = [name for name in dir(type(self.model)) if not name.startswith("_")]
             raise InferenceError(
                 f"{self.path()} is to run {method!r} of the model, a "

@@ -20,7 +20,7 @@ from weft.errors import MetricCalculatorError
 from weft.hierarchy.base_layer import BaseLayer
 from weft.hierarchy.context import OutputCollection, fold_in_name
 from weft.hierarchy.metrics import MetricAccumulator
-from weft.hierarchy.module import Module, functional
+from weft.hierarchy.module import Module, functional, method_named
 from weft.input.global_batch import current_mesh
 from weft.trainer.interruption import Interruptible
 from weft.trainer.train_dtype import cast_floats
@@ -126,7 +126,7 @@ class BaseMetricCalculator(Module):
             the outputs, whole on every device, so that each process can read them.
         """
         # Asked now and not at the first evaluation, which may come after hours of training.
-        if not callable(getattr(self._model, method, None)):
+        if method_named(self._model, method) is None:
             names = [name for name in dir(type(self._model)) if not name.startswith("_")]
             raise MetricCalculatorError(
                 f"{self.path()} is to call {method!r} of the model, a "

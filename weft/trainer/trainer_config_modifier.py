@@ -33,9 +33,10 @@ from weft.config import (
     config_for_function,
     maybe_instantiate,
 )
+from weft.config.configurable import needs_allow
 from weft.config.names import did_you_mean
 from weft.errors import ConfigModifierError, UnknownFieldError
-from weft.hierarchy.base_layer import RematSpec
+from weft.hierarchy.base_layer import BaseLayer, RematSpec
 from weft.hierarchy.metrics import MetricAccumulator
 from weft.hierarchy.module import Module
 from weft.trainer.gradient_accumulation import with_minibatch_steps
@@ -66,6 +67,25 @@ def _set_field(modifier: ConfigModifier, config: Any, path: str, field: str, val
             f"field. {did_you_mean(field, config.keys())}"
         )
     setattr(config, field, value)
+
+
+def _set_field_of_layer(
+    modifier: ConfigModifier, cfg: Any, path: str, field: str, value: Any
+) -> None:
+    config: Any = _config_at(modifier, cfg, path)
+    made = getattr(config, "klass", type(config))
+    if not issubclass(made, BaseLayer) or field in {"klass", *_held_back(made)}:
+        raise ConfigModifierError(
+            f"{type(modifier).__name__} is to set {field!r} of {path!r}, and sets layouts and "
+            f"recomputation of layers only. Set {field!r} of {made.__name__} in the config itself."
+        )
+    _set_field(modifier, config, path, field, value)
+
+
+def _held_back(made: Any) -> frozenset[str]:
+    """The fields that whoever runs a config decides, not a text, nor a modifier in it."""
+    names = needs_allow(made) if isinstance(made, type) else frozenset()
+    return frozenset() if isinstance(names, bool) else names
 
 
 def apply_config_modifiers(cfg: Any) -> Any:
@@ -142,7 +162,7 @@ class RematSpecModifier(ConfigModifier):
 
     def __call__(self, cfg: Any) -> Any:
         for path, spec in self.config.remat_policies.items():
-            _set_field(self, _config_at(self, cfg, path), path, "remat_spec", spec)
+            _set_field_of_layer(self, cfg, path, "remat_spec", spec)
         return cfg
 
 
@@ -163,11 +183,10 @@ class PartitionSpecModifier(ConfigModifier):
 
     def __call__(self, cfg: Any) -> Any:
         for path, specs in self.config.partition_specs.items():
-            layer = _config_at(self, cfg, path)
             if not isinstance(specs, Mapping):
                 specs = {"param_partition_spec": specs}
             for field, spec in specs.items():
-                _set_field(self, layer, path, field, spec)
+                _set_field_of_layer(self, cfg, path, field, spec)
         return cfg
 
 
@@ -237,6 +256,14 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         new = self.config.source_config.clone()
         left_out = {"klass", *(self.config.exclude_keys or ())}
         common = set(new.keys()) & set(old.keys()) - left_out
+        # A text sets these fields of what is replaced, but not of what replaces it.
+        decided = sorted(common & _held_back(new.klass) - _held_back(old.klass))
+        if decided:
+            raise ConfigModifierError(
+                f"{type(self).__name__} is to carry {', '.join(decided)} over from "
+                f"{old.klass.__name__} to {new.klass.__name__}, where it acts outside of the run. "
+                f"Set it in source_config, and say exclude_keys={decided!r}."
+            )
         return new.set(**{name: getattr(old, name) for name in sorted(common)})
 
 
