@@ -235,3 +235,21 @@ def test_a_value_that_changes_inside_is_seen(make, compile_):
     for value in (2, 5, 5, 7, 2):
         model.by[0] = value
         assert run(model) == value
+
+
+@pytest.mark.parametrize("calls", ["one more", "in its place", "in a list", "in a dict of tuples"])
+def test_a_later_argument_that_holds_itself(calls):
+    # JAX never returns from such an object, and a limit of recursion that it has used up stays so.
+    model, other = Layer(1.0), Layer(2.0)
+    other.me = other
+    before, later = {
+        "one more": ((model,), (model, other)),
+        "in its place": ((model, 1.0), (model, other)),
+        "in a list": ((model, [1.0]), (model, [other])),
+        "in a dict of tuples": ((model, {"a": (1.0,)}), (model, {"a": (1.0, other)})),
+    }[calls]
+    f = nnx.jit(work)
+    is_like_plain(f, *before)
+    is_like_plain(f, *before)
+    is_like_plain(f, *later)
+    is_like_plain(f, *before)

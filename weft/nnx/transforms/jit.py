@@ -32,6 +32,7 @@ from weft.nnx.transforms.calls import MISSING, check_argnums, check_unbound, ope
 from weft.nnx.transforms.calls import Call as OpenCall
 from weft.nnx.transforms.jit_aot import Call
 from weft.nnx.transforms.jit_program import (
+    MAY_HOLD_OBJECTS,
     Found,
     FunctionChanged,
     HiddenObject,
@@ -42,6 +43,7 @@ from weft.nnx.transforms.jit_program import (
     found_anywhere,
     found_at_top,
     has_objects,
+    holds_objects,
     objects_at_top,
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, watched
@@ -136,18 +138,23 @@ class JitWrapped:
             for i, ref in plan.at:
                 if args[i] is not ref():
                     return self._call_as_found(args, kwargs)
+            rest = args[plan.n_first :]
+            for x in rest:
+                # JAX uses up the recursion limit for good on an object that holds itself.
+                if isinstance(x, MAY_HOLD_OBJECTS) and holds_objects(x):
+                    return self._call_as_found(args, kwargs)
             donated, kept = plan.donated, plan.kept
             try:
                 result, of_donated, of_kept, more, written = plan.jitted(
                     [variable._value for variable in donated] if donated else donated,
                     [variable._value for variable in kept] if kept else kept,
-                    *args[plan.n_first :],
+                    *rest,
                 )
             except (HiddenObject, FunctionChanged):
                 plan = None
             except (TypeError, ValueError):
                 # It may be about what the plan is not for: an object in a container, or a sharding.
-                if plan.n_args == len(args) and not has_objects(args[plan.n_first :]):
+                if plan.n_args == len(args) and not has_objects(rest):
                     raise
                 plan = None
             if plan is None:

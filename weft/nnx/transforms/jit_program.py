@@ -25,6 +25,7 @@ from weft.lifting.roles import broadcast_roles, is_role
 from weft.lifting.stack import with_room
 from weft.nnx.filters import Everything
 from weft.nnx.graph import Flat
+from weft.nnx.pytree import Pytree
 from weft.nnx.transforms.calls import (
     Call,
     current_call,
@@ -35,6 +36,8 @@ from weft.nnx.transforms.calls import (
 )
 from weft.nnx.transforms.kind import ObjectKind, is_object, trace_of
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
+
+MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
 class Options(NamedTuple):
@@ -325,6 +328,16 @@ def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any],
 def has_objects(x: Any) -> bool:
     """Whether there is an object in a pytree."""
     return any(map(is_object, jax.tree.leaves(x, is_leaf=is_object)))
+
+
+def holds_objects(x: Any) -> bool:
+    """Whether `x` is an object or a plain container with one in it, without asking JAX."""
+    if isinstance(x, Pytree | Variable):
+        return True
+    for item in x.values() if isinstance(x, dict) else x:
+        if isinstance(item, MAY_HOLD_OBJECTS) and holds_objects(item):
+            return True
+    return False
 
 
 def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
