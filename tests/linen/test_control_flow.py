@@ -104,6 +104,21 @@ def test_params_that_the_body_makes_are_shared(loop):
 
 @loops
 @pytest.mark.parametrize("split", [True, False])
+def test_a_parameter_after_a_loop_differs_from_those_that_the_body_makes(loop, split):
+    def body(self, x):
+        make = lambda self, x: x + self.param("a", jax.random.uniform)  # noqa: E731
+        x = loop(2, make, self, x, split_rngs={"params": split})
+        return x + self.param("b", jax.random.uniform)
+
+    params = model(body).init(KEY, 0.0)["params"]
+    of_python = model(lambda self, x: [self.param(n, jax.random.uniform) for n in "ab"])
+    expected = of_python.init(KEY, 0.0)["params"]
+    assert params["a"] != params["b"] == expected["b"]
+    assert split or params["a"] == expected["a"]
+
+
+@loops
+@pytest.mark.parametrize("split", [True, False])
 def test_keys_in_a_loop(loop, split):
     def step(self, pair):
         i, keys = pair

@@ -15,7 +15,8 @@ A body that makes state which a scan carries or shares is run once more before t
 That run draws m keys of a stream in a scope, each run that finds the state draws n. State that is
 carried is made with the keys of the first iteration, which are m + 1 to 2m as for a body whose
 every iteration makes it; state that is shared with the keys 1 to m of the run before, as Flax does.
-All iterations draw the keys m + 1 to m + n.
+All iterations draw the keys m + 1 to m + n. The count after the loop is at least the number of the
+last key with which state was made, so that no later key equals it.
 """
 
 import dataclasses
@@ -158,12 +159,15 @@ class FrozenCounts:
         loops: those around, each with the path from its scope to this one.
         begins: whether a loop begins here.
         draws: what one run of that loop's body draws, where it is known already.
+        least: what the counts are at least after the transformation, since its state was made with
+            keys up to these numbers.
     """
 
     table: frozenset[tuple[Key, int]] = frozenset()
     loops: tuple[tuple[Loop, Path], ...] = ()
     begins: bool = False
     draws: frozenset[tuple[Key, int]] | None = None
+    least: frozenset[tuple[Key, int]] = frozenset()
 
 
 class Counts:
@@ -208,14 +212,18 @@ class Counts:
                 before the loop, and the loop goes on counting where it has ended.
         """
         if not self._begun.begins:
-            return self.freeze()
+            return larger(self.freeze(), FrozenCounts(self._begun.least))
         before = dict(self._begun.table)
         draws = {key: count - before.get(key, 0) for key, count in self._table.items()}
         skipped = draws if made is None else made.skipped(draws)
         self._loops[-1][0].draws = skipped
         runs = 2 if made is None else 1
         table = frozenset((key, before.get(key, 0) + runs * n) for key, n in draws.items())
-        return FrozenCounts(table, self._begun.loops)
+        least = frozenset(
+            (key, before.get(key, 0) + 2 * n)
+            for key, n in (made.carrying(draws) if made is not None else {}).items()
+        )
+        return FrozenCounts(table, self._begun.loops, least=least)
 
 
 class Made(NamedTuple):
@@ -232,14 +240,23 @@ class Made(NamedTuple):
 
     def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
         """Which of the keys that one run draws the loop skips, before the state is made."""
+        carried, shared = self._scopes(draws)
+        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
+
+    def carrying(self, draws: Mapping[Key, int]) -> dict[Key, int]:
+        """Which of the keys that one run draws are those of scopes whose state is carried."""
+        carried, _ = self._scopes(draws)
+        return {key: n for key, n in draws.items() if key[0] in carried}
+
+    def _scopes(self, draws: Mapping[Key, int]) -> tuple[set[Path | None], ...]:
+        """The scopes with whose keys state was made that is carried, and that is shared."""
         drawing = sorted({path for path, _ in draws}, key=len, reverse=True)
 
         def scope_of(made: Path) -> Path | None:
             """The scope whose keys it was made with: the nearest one that has drawn any."""
             return next((path for path in drawing if made[: len(path)] == path), None)
 
-        carried, shared = ({scope_of(path) for path in paths} for paths in self)
-        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
+        return tuple({scope_of(path) for path in paths} for paths in self)
 
 
 def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:

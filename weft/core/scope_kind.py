@@ -290,12 +290,16 @@ class ScopeKind(Kind):
         )
 
     def follow(self, static, before):
-        drawn = before if before and self.foresees else (None,) * len(static)
+        def counts(fields: _Root, after: FrozenCounts) -> FrozenCounts:
+            if self.foresees:
+                return after
+            return dataclasses.replace(fields.counts, least=after.table)
+
         return tuple(
-            dataclasses.replace(s, counts=d or s.counts, settled=True)
+            dataclasses.replace(s, counts=counts(s, after), settled=True)
             if isinstance(s, _Root)
             else s
-            for s, d in zip(static, drawn, strict=True)
+            for s, after in zip(static, before, strict=True)
         )
 
     def join(self, static, statics):

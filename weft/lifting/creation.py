@@ -103,8 +103,6 @@ def body_with_state(
     static: Any,
     units: Units,
     first: Callable[[Any], tuple[Any, ...]],
-    *,
-    counts: bool,
 ) -> tuple[Any, Callable[..., Any], list[Any]]:
     """A loop's body, after the state was made that it makes.
 
@@ -117,12 +115,11 @@ def body_with_state(
         static: the kind's static half.
         units: what crosses.
         first: from such a body to the arguments of its first run.
-        counts: whether keys are counted as in a scan, see `Kind.in_loop`.
 
     Returns:
         The body, the function to hand to the loop, and what was made of each group, or None.
     """
-    inside = kind.in_loop(static) if counts else static
+    inside = kind.in_loop(static)
     body = make(inside, units)
     nothing = [None] * sum(units.is_group)
     is_counted_before = is_untraced() and inside is not static
@@ -143,7 +140,7 @@ def body_with_state(
         kind.union(value, new) if is_group and (new := next(groups)) is not None else value
         for value, is_group in zip(units.values, units.is_group, strict=True)
     ]
-    followed = kind.follow(static, body.made.static if counts else None)
+    followed = kind.follow(static, body.made.static)
     body = make(followed, units.having(values))
 
     def again(*args: Any) -> Any:

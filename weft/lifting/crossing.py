@@ -135,11 +135,11 @@ class Kind(Protocol):
         return result
 
     def in_loop(self, static: Any, after: Any = None) -> Any:
-        """The static half for the body of a scan.
+        """The static half for the body of a loop.
 
         Args:
             static: that of the call.
-            after: what the same scan collects, where that is known before.
+            after: what the same loop collects, where that is known before.
         """
         return static
 
@@ -148,8 +148,7 @@ class Kind(Protocol):
 
         Args:
             static: that of the call.
-            before: the static half that the other run has collected; None if this one begins
-                with the counters with which the other one began.
+            before: the static half that the other run has collected.
         """
         return static
 

@@ -60,7 +60,7 @@ def while_loop(
     def pure(static: Any, units: Units) -> Results:
         make = functools.partial(_Body, kind, body_fn)
         body, run_body, made = body_with_state(
-            "while_loop", kind, make, static, units, lambda body: body.first, counts=False
+            "while_loop", kind, make, static, units, lambda body: body.first
         )
         same: list[bool] = []
 

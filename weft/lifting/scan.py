@@ -103,7 +103,7 @@ def _on_values(
             return body.carry, [x[index] if x.shape[0] else _zero(x) for x in body.xs]
 
         make = functools.partial(_Body, kind, fn, out_axes)
-        body, run, made = body_with_state("scan", kind, make, of_kind, units, first, counts=True)
+        body, run, made = body_with_state("scan", kind, make, of_kind, units, first)
 
         same: list[bool] = []
 

@@ -4,6 +4,7 @@ Each transformation has a model of what it does to a variable that its body make
 the initial value looks outside, and what one call does to a value.
 """
 
+import functools
 import random
 from typing import Any, NamedTuple
 
@@ -369,3 +370,79 @@ def test_each_branch_begins_with_the_value_that_it_makes_itself():
 
     made = [float(apply(run, mutable=["state"])({}, i)[1]["state"]["n"]) for i in range(3)]
     assert made == [2, 11, 1]
+
+
+def around(loop, times=2):
+    """A function in a loop without an axis for its state; what it returns is the carry."""
+    carried = {"carry_variables": "state", "split_rngs": {True: False}}
+    more = lambda s, c: c[0] < times  # noqa: E731
+    of_scan = {"variable_broadcast": "params", "variable_carry": "state"}
+    of_scan |= {"split_rngs": {True: False}, "length": times}
+    python_bounds = (0, times), (jnp.int32(0), jnp.int32(times))
+
+    def run(fn):
+        body = lambda s, c: (c[0] + 1, fn(s))  # noqa: E731
+        if loop == "while":
+            return lambda s: lift.while_loop(more, body, s, (0, 0.0), **carried)[1]
+        if loop in ("fori", "fori of dynamic length"):
+            bounds = python_bounds[loop != "fori"]
+            return lambda s: lift.fori_loop(*bounds, lambda i, s, c: fn(s), s, 0.0, **carried)
+        by = {"check_constancy_invariants": loop == "scan"}
+        if loop == "scan that carries params":
+            by |= {"variable_broadcast": False, "variable_carry": ["params", "state"]}
+        scanned = lift.scan(lambda s, c, _: (fn(s), None), **{**of_scan, **by})
+        return lambda s: scanned(s, 0.0, None)[0]
+
+    return run
+
+
+def as_variable(scope, name):
+    return scope.variable("state", name, lambda: jax.random.uniform(scope.make_rng("params"))).value
+
+
+def as_param(scope, name):
+    return scope.param(name, jax.random.uniform)
+
+
+def as_key(scope, name):
+    return jax.random.uniform(scope.make_rng("params"))
+
+
+LOOPS = ["while", "fori", "fori of dynamic length"]
+LOOPS += ["scan", "scan that foresees nothing", "scan that carries params"]
+
+
+@functools.cache
+def drawn():
+    """Numbers made with the first keys of the root scope."""
+    return [jax.random.uniform(Stream(KEY).at(n).as_key()).item() for n in range(1, 16)]
+
+
+@pytest.mark.parametrize("run", [init, apply])
+@pytest.mark.parametrize("made", [as_param, as_variable, as_key])
+@pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
+def test_what_follows_a_loop_has_other_keys_than_what_the_loop_makes(loops, made, run):
+    def looped(scope):
+        return made(scope, "a") + 2 * made(scope, "b")
+
+    for loop in loops:
+        looped = around(loop)(looped)
+
+    def program(scope):
+        inside = looped(scope)
+        return inside, as_param(scope, "c"), as_variable(scope, "d"), as_key(scope, "e")
+
+    if run is init:
+        (inside, *last), variables = init(program)({"params": KEY})
+    else:
+        collections = ["params", "state"]
+        (inside, *last), variables = apply(program, mutable=collections)({}, rngs={"params": KEY})
+    own = drawn()
+    if made is as_key:
+        sums = {own[i] + 2 * own[i + 1]: i + 1 for i in range(len(own) - 1)}
+        (first,) = [n for y, n in sums.items() if abs(y - float(inside)) < 1e-6]
+        number = first + 1
+    else:
+        of_loop = [x for of in variables.values() for name, x in of.items() if name in "ab"]
+        number = max(own.index(x.item()) + 1 for x in of_loop)
+    assert [own.index(x.item()) + 1 for x in last] == [number + 1, number + 2, number + 3]

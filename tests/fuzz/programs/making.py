@@ -6,13 +6,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.programs.ir import COLLECTIONS, STREAMS, Block, Draw, Level, Program, Use
 
-# Where Weft is known to be wrong, so that programs with it are left out; a name is taken out of
-# here with the defect.
-KNOWN = frozenset(
-    {
-        "counts of keys with which while_loop and fori_loop make state",
-    }
-)
 LOOPS = ("scan", "fori", "while")
 KINDS = (
     "child",
@@ -39,7 +32,6 @@ class Place:
         fixed: the collections that cannot be changed here.
         constant: those whose first values cannot depend on `x` or on keys that differ.
         reverse: whether the block is differentiated.
-        uncounted: whether what is made with a key here does not count it.
     """
 
     depth: int
@@ -47,7 +39,6 @@ class Place:
     fixed: frozenset[str] = frozenset({"params"})
     constant: frozenset[str] = frozenset()
     reverse: bool = False
-    uncounted: bool = False
 
 
 @st.composite
@@ -56,7 +47,7 @@ def uses(draw, place: Place):
     firsts = ["const"]
     if col not in place.constant:
         firsts.append("x")
-        if col == "params" and not place.uncounted:
+        if col == "params":
             firsts.append("key")
     # A name says how the variable is made, so that all uses of one agree.
     wide, boxed, first = draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from(firsts))
@@ -73,16 +64,7 @@ def levels(draw, place: Place, number: int):
     scope = ""
     if kind in ("scan", "vmap", "child") or (kind in ("jit", "remat") and draw(st.booleans())):
         scope = name
-    inside = dataclasses.replace(
-        place,
-        depth=place.depth - 1,
-        prefix=f"{name}_",
-        uncounted=place.uncounted
-        or (
-            kind in ("fori", "while")
-            and "counts of keys with which while_loop and fori_loop make state" in KNOWN
-        ),
-    )
+    inside = dataclasses.replace(place, depth=place.depth - 1, prefix=f"{name}_")
     roles, split, size, reverse = (), (), 2, False
     if kind in (*LOOPS, "vmap"):
         size = draw(st.sampled_from([2, 1, 3] if kind == "vmap" else [2, 1, 3, 0]))

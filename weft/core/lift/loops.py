@@ -155,7 +155,8 @@ def while_loop(
         The last carry.
     """
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
-    loop = lifting.while_loop(ScopeKind("while_loop"), cond_fn, body_fn, in_axes=(roles, CARRY))
+    kind = ScopeKind("while_loop", foresees=False)
+    loop = lifting.while_loop(kind, cond_fn, body_fn, in_axes=(roles, CARRY))
     return loop(scope, init)
 
 
