@@ -135,9 +135,6 @@ def test_only_values_of_variables_change():
         nnx.fori_loop(0, 3, lambda i, val: make(val), Pair())
     with pytest.raises(LoopStructureError, match=r"or static value at c\[1\]\.part"):
         nnx.while_loop(lambda c: True, put, (Pair(), nnx.Dict(part=Pair())))
-    m = Pair()
-    nnx.while_loop(lambda m: m.n[...] < 1, lambda m: make(m).add(1), m, graph=False)
-    assert not hasattr(m, "made") and float(m.n) == 1
 
 
 def test_a_carry_keeps_its_shape_and_dtype():
@@ -315,3 +312,74 @@ def test_iterations_that_share_a_count_of_keys_draw_the_same_ones(axes):
     _, masks = nnx.scan(body, in_axes=(Carry, axes, 0))(0.0, dropout, jnp.ones((3, 16)))
     np.testing.assert_array_equal(masks, jnp.stack([once] * 3))
     assert int(dropout.rngs.count[...]) == 0
+
+
+class Attributes(nnx.Module):
+    def __init__(self):
+        self.n = nnx.BatchStat(jnp.zeros(2))
+        self.array = jnp.zeros(2)
+        self.mode = "first"
+
+
+def change_array(m):
+    m.array = m.array + 1
+
+
+def change_static(m):
+    m.mode = "second"
+
+
+def add_attribute(m):
+    m.added = nnx.BatchStat(m.n[...])
+
+
+def remove_attribute(m):
+    del m.mode
+
+
+@TREES
+@pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "fori_loop of arrays", "scan"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (change_array, r"changes the array at \w+\.array"),
+        (change_static, r"changes a reference or static value at \w+\.mode"),
+        (add_attribute, r"makes an attribute at \w+\.added"),
+        (remove_attribute, r"removes the attribute at \w+\.mode"),
+    ],
+)
+def test_a_body_that_changes_attributes_without_graph_updates_is_refused(loop, change, said, mode):
+    def body(m):
+        change(m)
+        m.n[...] += 1
+        return m
+
+    m, bounds = Attributes(), (0, 2)
+    loops = {
+        "while_loop": lambda: nnx.while_loop(lambda m: m.n[0] < 2, body, m, **mode),
+        "fori_loop": lambda: nnx.fori_loop(*bounds, lambda i, m: body(m), m, **mode),
+        "fori_loop of arrays": lambda: nnx.fori_loop(
+            *map(jnp.asarray, bounds), lambda i, m: body(m), m, **mode
+        ),
+        "scan": lambda: nnx.scan(body, in_axes=Carry, out_axes=Carry, length=2, **mode)(m),
+    }
+    with pytest.raises(LoopStructureError, match=f"the body {said}"):
+        loops[loop]()
+    assert m.n[...].tolist() == [0, 0] and m.mode == "first"
+
+
+@TREES
+@pytest.mark.parametrize("axis", [None, 0])
+def test_what_a_scan_shares_or_slices_keeps_its_arrays_and_drops_static_changes(axis, mode):
+    def scanned(change):
+        def body(x, m):
+            change(m)
+            return x + m.n[...].sum()
+
+        loop = nnx.scan(body, in_axes=(Carry, axis), out_axes=Carry, length=2, **mode)
+        return loop(0.0, m)
+
+    m = Attributes()
+    with pytest.raises(LoopStructureError, match=r"the body changes the array at \w+\.array"):
+        scanned(change_array)
+    assert scanned(change_static) == 0 and m.mode == "first"

@@ -12,14 +12,14 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
-from weft.lifting import Kind, Roles
+from weft.lifting import CARRY, Kind, Roles
 from weft.lifting.crossing import Parcel, is_parcel
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
@@ -202,7 +202,7 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.looks_the_same()):
             if self.is_loop and not inner.looks_the_same():
-                _check_replaced(static, carriers, inner)
+                _check_loop_values(static, carriers, filters, inner)
             for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
                 if variable is not None and _is_changed(variable, inner, n):
                     i, g = static.places[n]
@@ -238,7 +238,7 @@ class ObjectKind(Kind):
         origin = {id(x): i for i, x in enumerate(inner.objects)}
         origins = tuple(origin.get(id(x)) for x in flat.objects)
         if self.is_loop and self.structure:
-            _check_loop(static, flat, origins, grouping)
+            _check_loop(static, flat, origins, grouping.is_own)
         return _Changed(flat.graphdef, origins, tuple(keys)), groups, new_groups
 
     def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
@@ -413,6 +413,12 @@ class _Grouping:
         part, i = path[:2]
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
+    def is_own(self, after: Flat, path: Path) -> bool:
+        """Whether each iteration has its own of all values there, or of the whole object."""
+        at = zip(after.graphdef.paths, after.leaves, strict=True)
+        roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
+        return all(isinstance(role, int) for role in roles or self.roles(path))
+
     def is_same(self, path: Path, other: Path) -> bool:
         """Whether the same one thing is said of all that is below either path."""
         of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -516,27 +522,38 @@ def _write(leaf: Any, owner: Any, value: Any) -> None:
         leaf.set_metadata(dict(value._metadata))
 
 
-def _check_replaced(static: _Static, carriers: Sequence[Any], inner: _Inner) -> None:
-    """Refuses another variable in the place of one that went in."""
+def _check_loop_values(
+    static: _Static, carriers: Sequence[Any], filters: Sequence[Wanted], inner: _Inner
+) -> None:
+    """Refuses what a loop without graph updates would drop: all but values of variables.
+
+    Static values and new attributes of objects that the loop does not carry are dropped, as they
+    are in every transformation without graph updates.
+    """
     flat = take_apart((tuple(carriers), ()), with_metadata=False)
     now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
     values = _values(static, inner.objects, inner.values)
-    for path, (variable, _) in zip(static.graphdef.paths, values, strict=True):
+    for n, (path, (variable, value)) in enumerate(zip(static.graphdef.paths, values, strict=True)):
         if variable is not None and now.get(path, variable) is not variable:
             raise changed_in_loop(path, "replaces the variable")
+        if variable is None and _is_changed(now.get(path, value), inner, n):
+            raise changed_in_loop(path, "changes the array")
+    grouping = _Grouping(filters, ())
+
+    def is_dropped(_: Flat, path: Path) -> bool:
+        return not any(role is CARRY for role in grouping.roles(path))
+
+    origin = {id(x): i for i, x in enumerate(inner.objects)}
+    _check_loop(static, flat, [origin.get(id(x)) for x in flat.objects], is_dropped)
 
 
 def _check_loop(
-    static: _Static, after: Flat, origins: Sequence[int | None], grouping: _Grouping
+    static: _Static,
+    after: Flat,
+    origins: Sequence[int | None],
+    may_change: Callable[[Flat, Path], bool],
 ) -> None:
-    """Refuses changes of the graph, but of what each iteration has for itself."""
-
-    def is_own(path: Path) -> bool:
-        """Whether each iteration has its own of all values there, or of the whole object."""
-        at = zip(after.graphdef.paths, after.leaves, strict=True)
-        roles = [grouping.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
-        every = roles or grouping.roles(path)
-        return all(isinstance(role, int) for role in every)
+    """Refuses changes of the graph, but where they may be."""
 
     def compare(a: Any, b: Any, path: Path) -> None:
         if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
@@ -544,7 +561,7 @@ def _check_loop(
             for name in {**old, **new}:
                 if name in old and name in new:
                     compare(old[name], new[name], (*path, name))
-                elif not is_own((*path, name)):
+                elif not may_change(after, (*path, name)):
                     change = "makes an attribute" if name in new else "removes the attribute"
                     raise changed_in_loop((*path, name), change)
             return
@@ -553,7 +570,7 @@ def _check_loop(
             same = type(a) is type(b) and a.index == b_index
         else:
             same = a == b
-        if not same and not is_own(path):
+        if not same and not may_change(after, path):
             raise changed_in_loop(path, "changes a reference or static value")
 
     old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))

@@ -54,7 +54,7 @@ def scan(
             returns another object than it was given.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object;
-            without graph updates, if it replaces a variable.
+            without graph updates, if it replaces a variable or an array that is an attribute.
         RoleError: if it changes what is shared.
 
     Example:
