@@ -20,7 +20,8 @@ fuzz: .venv/.has-dev ## search for defects with random cases; MINUTES=30 for eac
 	@$(BIN)/python -m tests.fuzz --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0) $(ONLY)
 
 soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, freeze and hang several
-	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults
+	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \
+		tests/config/test_effects.py
 
 lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/ruff format --check .

@@ -1,11 +1,14 @@
 """Looks for effects of what the text of a config can have called, in a process of its own.
 
-    python -m tests.config.effects [--quick] [--names NAME,...] [--callables NAME,...]
+    python -m tests.config.effects [--quick] [--planted NAME,... --planted-names NAME,...]
 
 prints as JSON what it has found and how many calls it has made: pairs of a callable and a name, or
 a config class, whose call opened a file to write, changed a folder, started a process, opened a
 connection, read a pickle or imported a planted module. An audit hook of Python sees these, and
-stops them. Without names it tries all of `weft.config.vocabulary` and all configurable classes.
+stops them. It tries all of `weft.config.vocabulary` and all configurable classes.
+
+Planted callables, with planted names as their arguments, are searched first and in the same way;
+what is found there is printed apart, and shows that the search finds something.
 
 The arguments are what a text can give: paths to write, a planted pickle, names of a planted module,
 containers of these, and all other names, with arguments bound to them or not.
@@ -49,9 +52,10 @@ class Stopped(BaseException):
 
 
 class Watch:
-    """Records effects while it is on, and stops them."""
+    """Records effects while it is on, and stops them; each call may take some seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.is_on = False
         self.seen: list[str] = []
         self._open_before = frozenset(map(int, os.listdir("/dev/fd")))
@@ -90,7 +94,7 @@ class Watch:
         self.seen, self.is_on = [], True
         result = None
         try:
-            with _limited():
+            with _limited(self.seconds):
                 result = call()
         except (Exception, Stopped):
             pass
@@ -118,7 +122,7 @@ class _TooLong(Exception):
 
 
 @contextlib.contextmanager
-def _limited(seconds: float = 5.0) -> Iterator[None]:
+def _limited(seconds: float) -> Iterator[None]:
     def stop(*_: object) -> None:
         raise _TooLong
 
@@ -141,7 +145,7 @@ class Search:
     def __init__(self, folder: Path, *, quick: bool = False) -> None:
         import numpy as np
 
-        self.watch = Watch()
+        self.watch = Watch(1.0 if quick else 5.0)
         self.path = str(folder / "written")
         self.pickle = str(folder / "planted.npy")
         np.save(self.pickle, np.array([_Detonates()], object), allow_pickle=True)
@@ -161,6 +165,7 @@ class Search:
         if quick:
             self.plain = [self.path, self.pickle, "planted_module", 1, [1.0], {"a": self.path}]
             self.tails = [*self.tails[:4], self.tails[-1]]
+        self.quick = quick
         self.calls = 0
         self.uses: dict[str, int] = {}
         self.found: dict[str, list[str]] = {}
@@ -180,7 +185,9 @@ class Search:
         results = []
         parameters = _parameters(fn)
         attempts: list[tuple[tuple, dict]] = [((), {}), *((tail, {}) for tail in self.tails)]
-        for value in self.plain:
+        # What JAX computes from a number takes most of the time of a search: to be compiled.
+        skipped = (1,) if self.quick and name.startswith("jax.") else ()
+        for value in (value for value in self.plain if value not in skipped):
             attempts += [((value,), {}), ((value, value), {})]
             required = {p: value for p, (needed, _) in parameters.items() if needed}
             attempts += [((), required)]
@@ -310,37 +317,53 @@ def _resolve(name: str) -> Any:
     raise LookupError(name)
 
 
+def _search_callables(
+    search: Search, callables: Sequence[str], names: Sequence[str], *, of_names: int = 1
+) -> list[str]:
+    """Searches callables, and returns those that call what they are given.
+
+    Args:
+        search: what searches.
+        callables: their names.
+        names: what each that calls its argument is given.
+        of_names: give each callable only one in so many of the names, others to the next one.
+    """
+    values = {name: _resolve(name) for name in names}
+    called = []
+    for name in callables:
+        fn = _resolve(name)
+        search.alone(name, fn)
+        # Only what is called can act.
+        if search.calls_its_argument(name, fn):
+            for other in names[len(called) % of_names :: of_names]:
+                search.pair(name, fn, other, values[other])
+            called.append(name)
+    return called
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--names", default="")
-    parser.add_argument("--callables", default="")
-    parser.add_argument("--quick", action="store_true", help="fewer arguments")
+    parser.add_argument("--planted", default="")
+    parser.add_argument("--planted-names", default="")
+    parser.add_argument("--quick", action="store_true", help="fewer arguments and pairs")
     options = parser.parse_args(argv)
     _import_weft()
-    everything = not options.callables
-    if everything:
-        from weft.config.vocabulary import TARGETS, VALUES
+    from weft.config.vocabulary import TARGETS, VALUES
 
-        callables, names = sorted(VALUES | TARGETS), sorted(VALUES)
-    else:
-        callables, names = options.callables.split(","), options.names.split(",")
+    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         search = Search(Path(folder), quick=options.quick)
-        values: dict[str, Any] = {name: _resolve(name) for name in names}
-        called = []
-        for name in callables:
-            fn = _resolve(name)
-            search.alone(name, fn)
-            # Only what is called can act.
-            if search.calls_its_argument(name, fn):
-                called.append(name)
-                for other, value in values.items():
-                    search.pair(name, fn, other, value)
-        for name in configurables() if everything else ():
+        if options.planted:
+            _search_callables(search, options.planted.split(","), options.planted_names.split(","))
+        result["planted"], search.found = search.found, {}
+        result["called"] = _search_callables(
+            search, sorted(VALUES | TARGETS), sorted(VALUES), of_names=12 if options.quick else 1
+        )
+        for name in configurables():
             search.config(name)
         os.chdir("/")
-    print(json.dumps({"calls": search.calls, "found": search.found, "called": called}))
+    print(json.dumps({**result, "calls": search.calls, "found": search.found}))
 
 
 if __name__ == "__main__":

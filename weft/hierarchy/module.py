@@ -8,7 +8,6 @@ one and makes the whole a pure function.
 
 import contextlib
 import functools
-import importlib
 import inspect
 import logging
 import threading
@@ -187,11 +186,13 @@ def _child_config(x: Any) -> InstantiableConfig:
     if isinstance(x, Module.Config):
         return x
     # The adapters know all ways of writing, so they are above; only other layers ask for them.
-    interop = importlib.import_module("weft.interop")
+    from weft.interop.hierarchy import as_hierarchy
+    from weft.interop.recognition import adapter_of
+
     makes = x.klass if isinstance(x, ClassConfigBase) else None
-    is_layer = makes is not None and interop.recognition.adapter_of(makes)
+    is_layer = makes is not None and adapter_of(makes)
     takes_a_place = isinstance(x, CallConfig) and {"name", "parent"} <= set(x.keys())
-    return x if takes_a_place and not is_layer else interop.as_hierarchy(x)
+    return x if takes_a_place and not is_layer else as_hierarchy(x)
 
 
 class Module(Configurable):

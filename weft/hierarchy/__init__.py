@@ -1,0 +1,1 @@
+"""Layers as nodes of a tree of modules, each made from a config; see `weft.hierarchy.layers`."""
