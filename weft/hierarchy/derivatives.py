@@ -1,6 +1,6 @@
 """Derivatives of functions that invoke modules, and rules of one's own for them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from weft.hierarchy.context import InvocationContext, require_context
 from weft.hierarchy.context_kind import OUTPUTS
 from weft.hierarchy.in_context import CONTEXTS, in_context, spread
 from weft.lifting import DIFF, Roles
+from weft.lifting.argnums import given_at
 from weft.lifting.names import named_after
 
 
@@ -31,8 +32,7 @@ def value_and_grad(
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        wanted = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        at = [range(len(args))[i] for i in wanted]
+        at = given_at("value_and_grad", "argnums", fn, argnums, args)
         lifted = lifting.value_and_grad(
             CONTEXTS,
             spread(fn),
@@ -147,7 +147,8 @@ def custom_vjp(
     """
 
     def call(*args: Any) -> Any:
-        nondiff, diff, together = _divided(args, nondiff_argnums)
+        at = given_at("custom_vjp", "nondiff_argnums", fn, nondiff_argnums, args)
+        nondiff, diff, together = _divided(args, at)
 
         def backward(needed: Any, cotangent: Any) -> list[Any]:
             of_state, *of_args = backward_fn(*nondiff, needed, cotangent)
@@ -181,7 +182,8 @@ def custom_jvp(
     """
 
     def call(*args: Any) -> Any:
-        nondiff, diff, together = _divided(args, nondiff_argnums)
+        at = given_at("custom_jvp", "nondiff_argnums", fn, nondiff_argnums, args)
+        nondiff, diff, together = _divided(args, at)
 
         def rule(tangents: list[Any], context: InvocationContext, diff: tuple[Any, ...]) -> Any:
             of_state, *of_args = tangents
@@ -200,10 +202,9 @@ def custom_jvp(
 
 
 def _divided(
-    args: tuple[Any, ...], nondiff_argnums: Sequence[int]
+    args: tuple[Any, ...], at: Collection[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
     """The arguments without a derivative, those with one, and how to put them together."""
-    at = {range(len(args))[i] for i in nondiff_argnums}
     diff = tuple(x for i, x in enumerate(args) if i not in at)
     kept = [x if i in at else None for i, x in enumerate(args)]
 

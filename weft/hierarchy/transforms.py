@@ -34,6 +34,7 @@ from weft.hierarchy.control_flow import cond, fori_loop, switch, while_loop
 from weft.hierarchy.derivatives import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
 from weft.hierarchy.in_context import CONTEXTS, in_context, spread
 from weft.lifting import CARRY, FORK, Roles
+from weft.lifting.argnums import as_tuple, check_argnums
 from weft.lifting.names import named_after
 
 __all__ = [
@@ -314,10 +315,11 @@ def jit(
     Returns:
         A function with the arguments and results of `fn`, to be called inside an invocation.
     """
+    check_argnums("jit", "static_argnums", fn, static_argnums)
+    check_argnums("jit", "donate_argnums", fn, donate_argnums)
 
     def shifted(argnums: int | Sequence[int]) -> tuple[int, ...]:
-        at = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        return tuple(i + 1 if i >= 0 else i for i in at)
+        return tuple(i + 1 if i >= 0 else i for i in as_tuple(argnums))
 
     lifted = lifting.jit(
         CONTEXTS,

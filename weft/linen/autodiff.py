@@ -9,6 +9,7 @@ import numpy as np
 
 from weft.core import lift
 from weft.core.filters import Filter, in_filter
+from weft.lifting.argnums import check_argnums
 from weft.linen.passengers import Carriage, arrive, board, inside
 
 Fn = Callable[..., Any]
@@ -259,6 +260,8 @@ def custom_vjp(
         [[-1.0], [1.0]]
     """
 
+    check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
+
     def run(mdl: Any, *args: Any) -> Any:
         fns = (fn, forward_fn)
         boarding, carriage, args, _ = board(fns, mdl, args)
@@ -304,6 +307,8 @@ def custom_jvp(
         >>> float(jax.grad(lambda x: Clipped().apply({}, x))(3.0))
         1.0
     """
+
+    check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     def run(mdl: Any, *args: Any) -> Any:
         fns = (fn, jvp_fn)

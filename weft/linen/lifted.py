@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from weft.errors import TransformTargetError
+from weft.lifting.argnums import check_argnums
 from weft.lifting.functions import shared_by_equal_functions
 from weft.lifting.stages import Lowered
 from weft.linen.module import Module
@@ -38,7 +39,7 @@ def transformed(
         return _transformed_class(prefix, build, target, methods, options)
     if isinstance(target, Module) or not callable(target):
         raise TransformTargetError(target)
-    return _transformed_function(build, target, options)
+    return _transformed_function(prefix, build, target, options)
 
 
 def _transformed_class(
@@ -57,7 +58,7 @@ def _transformed_class(
     def make() -> type[Module]:
         token = Token()
         lifted = {
-            name: _transformed_function(build, getattr(cls, name), of_method, token)
+            name: _transformed_function(prefix, build, getattr(cls, name), of_method, token)
             for name, of_method in chosen.items()
         }
         return subclass(cls, prefix, lifted)
@@ -74,8 +75,14 @@ def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Mo
 
 
 def _transformed_function(
-    build: Build, fn: Callable[..., Any], options: dict[str, Any], token: Token | None = None
+    prefix: str,
+    build: Build,
+    fn: Callable[..., Any],
+    options: dict[str, Any],
+    token: Token | None = None,
 ) -> Callable[..., Any]:
+    for what in ("static_argnums", "donate_argnums"):
+        check_argnums(f"linen.{prefix.lower()}", what, fn, options.get(what, ()))
     lifted = build(inside(fn), **options)
 
     @functools.wraps(fn)

@@ -13,6 +13,7 @@ from weft.core.scope import Scope
 from weft.core.scope_kind import Group, ScopeKind, Select
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
+from weft.lifting.argnums import check_argnums
 
 
 def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
@@ -190,6 +191,7 @@ def custom_vjp(
         >>> y.shape
         (2,)
     """
+    check_argnums("lift.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
     def call(scope: Any, *args: Any) -> Any:
@@ -234,6 +236,7 @@ def custom_jvp(
         >>> jax.grad(lambda x: f({"params": {"scale": 2.0}}, x))(3.0)
         Array(10., dtype=float32, weak_type=True)
     """
+    check_argnums("lift.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     @functools.wraps(fn)
     def call(scope: Any, *args: Any) -> Any:
@@ -261,7 +264,8 @@ def _divided(
     args: tuple[Any, ...], nondiff_argnums: Sequence[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
     """The arguments without a derivative, those with one, and how to put them together."""
-    at = {i - 1 for i in nondiff_argnums}
+    n = len(args) + 1
+    at = {i % n - 1 for i in nondiff_argnums}
     diff = tuple(x for i, x in enumerate(args) if i not in at)
     kept = [x if i in at else None for i, x in enumerate(args)]
 

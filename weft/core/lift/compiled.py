@@ -11,6 +11,7 @@ from weft.core.filters import Filter
 from weft.core.lift.common import Fn, shared, spread, taking_all
 from weft.core.scope_kind import ScopeKind
 from weft.errors import TransformArgumentError
+from weft.lifting.argnums import as_tuple, check_argnums
 from weft.lifting.crossing import Static
 
 
@@ -42,7 +43,8 @@ def remat(
             "remat(concrete=True): JAX computes no concrete values in it any more; name the "
             "arguments that have to be concrete in static_argnums."
         )
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    check_argnums("lift.remat", "static_argnums", fn, static_argnums)
+    static = as_tuple(static_argnums)
 
     def of_static(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn(scope, *(x.value if isinstance(x, Static) else x for x in args), **kwargs)
@@ -97,6 +99,8 @@ def jit(
         The function. Its `explain_recompile()` says what differed when it was compiled again, and
         its `lower` is as that of `jax.jit`.
     """
+    check_argnums("lift.jit", "static_argnums", fn, static_argnums)
+    check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)
     lifted = lifting.jit(
         ScopeKind("jit", folds=True),
         fn,

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +23,7 @@ from weft.errors import (
     TransformArgumentError,
 )
 from weft.lifting import CARRY, DIFF
+from weft.lifting.argnums import check_argnums
 from weft.lifting.crossing import Static
 from weft.lifting.names import takes_name
 from weft.nnx.filters import Path, shown_filters
@@ -357,32 +358,6 @@ def check_unbound(transformation: str, fn: Any) -> None:
         )
 
 
-def check_argnums(title: str, what: str, fn: Callable[..., Any], numbers: Iterable[int]) -> None:
-    """Raises TransformArgumentError for positions of arguments that a function does not have.
-
-    Args:
-        title: the transformation, for the error.
-        what: the name of the parameter that has the positions.
-        fn: the function; one whose signature is not known may have any.
-        numbers: the positions.
-    """
-    numbers = list(numbers)
-    try:
-        parameters = inspect.signature(fn).parameters.values() if numbers else ()
-    except (TypeError, ValueError):
-        return
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return
-    n = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    for number in numbers:
-        if not -n <= number < n:
-            raise TransformArgumentError(
-                f"nnx.{title}({getattr(fn, '__name__', type(fn).__name__)}): {what} has {number}, "
-                f"and the function takes {n} argument{'' if n == 1 else 's'} by position; give "
-                "positions that it has."
-            )
-
-
 def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function whose result is noted in the call that is open, for errors."""
 
@@ -410,7 +385,7 @@ class StaticArguments:
 
     def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):
         self._argnums = frozenset((argnums,) if isinstance(argnums, int) else argnums)
-        check_argnums(title, what, fn, self._argnums)
+        check_argnums(f"nnx.{title}", what, fn, self._argnums)
         self.fn = _unboxing(fn) if self._argnums else fn
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

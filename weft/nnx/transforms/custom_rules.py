@@ -16,6 +16,7 @@ from weft import lifting
 from weft.core.tracebacks import entry_point
 from weft.errors import TransformArgumentError
 from weft.lifting import DIFF, Roles
+from weft.lifting.argnums import check_argnums
 from weft.lifting.crossing import Static
 from weft.lifting.names import takes_name
 from weft.nnx.assembling import put_together
@@ -28,7 +29,6 @@ from weft.nnx.transforms.calls import (
     MISSING,
     Call,
     by_position,
-    check_argnums,
     check_unbound,
     opened,
     parameter_names,
@@ -215,7 +215,7 @@ class _WithRule:
             else tuple(nondiff_argnums)
         )
         self._fixed = frozenset(x for x in given if isinstance(x, int))
-        check_argnums(self.name, "nondiff_argnums", fun, self._fixed)
+        check_argnums(f"nnx.{self.name}", "nondiff_argnums", fun, self._fixed)
         self._filters = {x.argnum: x.filter for x in given if isinstance(x, DiffState)}
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

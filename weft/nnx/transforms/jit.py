@@ -22,13 +22,14 @@ from typing import Any
 from weft.core.tracebacks import hide_frames
 from weft.core.tracing import TraceState, current_trace, is_tracing
 from weft.errors import TransformArgumentError
+from weft.lifting.argnums import check_argnums
 from weft.lifting.functions import AtFirstCall, by_value
 from weft.lifting.stages import Lowered, Traced
 from weft.nnx.graph import Flat, flat_of_variables
 from weft.nnx.naming import origin
 from weft.nnx.structure import EPOCH
 from weft.nnx.transforms.abstract import eval_shape
-from weft.nnx.transforms.calls import MISSING, check_argnums, check_unbound, opened, parameter_names
+from weft.nnx.transforms.calls import MISSING, check_unbound, opened, parameter_names
 from weft.nnx.transforms.calls import Call as OpenCall
 from weft.nnx.transforms.jit_aot import Call
 from weft.nnx.transforms.jit_program import (
@@ -391,7 +392,7 @@ def _both_ways(
     except (TypeError, ValueError):
         return frozenset(numbers), frozenset(names)
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    check_argnums("jit", f"{name}_argnums", fun, numbers)
+    check_argnums("nnx.jit", f"{name}_argnums", fun, numbers)
     _check_argnames(f"{name}_argnames", fun, parameters, names)
     numbers = {i % len(by_position) if i < 0 and by_position else i for i in numbers}
     by_name = {p.name: i for i, p in enumerate(by_position) if p.kind is p.POSITIONAL_OR_KEYWORD}

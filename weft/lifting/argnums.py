@@ -1,0 +1,67 @@
+"""Positions of arguments, as `static_argnums` and its like give them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from weft.errors import TransformArgumentError
+
+
+def as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
+    """One position, or several, as a tuple."""
+    return (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+
+def check_argnums(
+    title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int]
+) -> None:
+    """Raises TransformArgumentError for positions of arguments that a function does not have.
+
+    Args:
+        title: the transformation, for the error.
+        what: the name of the parameter that has the positions.
+        fn: the function; one whose signature is not known may have any.
+        argnums: the positions.
+    """
+    numbers = as_tuple(argnums)
+    try:
+        parameters = inspect.signature(fn).parameters.values() if numbers else ()
+    except (TypeError, ValueError):
+        return
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        n = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+        _check(title, what, fn, numbers, n, "takes")
+
+
+def given_at(
+    title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int], args: Sequence[Any]
+) -> list[int]:
+    """Positions among the arguments of a call, counted from 0.
+
+    Args:
+        title: see `check_argnums`.
+        what: see `check_argnums`.
+        fn: see `check_argnums`.
+        argnums: the positions; those below 0 count from the end.
+        args: what the function is called with by position.
+
+    Raises:
+        TransformArgumentError: if the call has no argument at a position.
+    """
+    numbers = as_tuple(argnums)
+    _check(title, what, fn, numbers, len(args), "is called with")
+    return [i % len(args) for i in numbers]
+
+
+def _check(
+    title: str, what: str, fn: Callable[..., Any], numbers: Iterable[int], n: int, has: str
+) -> None:
+    for number in numbers:
+        if not -n <= number < n:
+            raise TransformArgumentError(
+                f"{title}({getattr(fn, '__name__', type(fn).__name__)}): {what} has {number}, "
+                f"and the function {has} {n} argument{'' if n == 1 else 's'} by position; give "
+                "positions that it has."
+            )
