@@ -259,7 +259,6 @@ def custom_vjp(
         >>> jax.grad(lambda p: model.apply(p, x)[0])(params)["params"]["Dense_0"]["kernel"].tolist()
         [[-1.0], [1.0]]
     """
-
     check_argnums("linen.custom_vjp", "nondiff_argnums", fn, nondiff_argnums)
 
     def run(mdl: Any, *args: Any) -> Any:
@@ -307,7 +306,6 @@ def custom_jvp(
         >>> float(jax.grad(lambda x: Clipped().apply({}, x))(3.0))
         1.0
     """
-
     check_argnums("linen.custom_jvp", "nondiff_argnums", fn, nondiff_argnums)
 
     def run(mdl: Any, *args: Any) -> Any:
