@@ -356,6 +356,30 @@ def loops_in_loops(nnx, **mode):
     return m, ys
 
 
+@program(VALUES, TREE)
+def a_shared_variable_that_the_body_writes_to(nnx, **mode):
+    m = nnx.Dict(n=nnx.BatchStat(jnp.zeros(())), w=nnx.Param(jnp.ones(())))
+
+    def body(c, m, x):
+        m.n[...] += m.w[...] * x
+        return c + m.n[...], m.n[...]
+
+    f = nnx.scan(body, in_axes=(nnx.Carry, None, 0), **mode)
+    return m, f(0.0, m, XS), f(0.0, m, XS)
+
+
+@program(VALUES, TREE)
+def shared_keys_that_the_body_draws(nnx, **mode):
+    rngs = nnx.Rngs(0)
+    f = nnx.scan(
+        lambda c, r: (c, jax.random.uniform(r.default())),
+        in_axes=(nnx.Carry, None),
+        length=3,
+        **mode,
+    )
+    return f(0.0, rngs), rngs.default.count[...]
+
+
 @program.each
 def test_programs(program, mode):
     same(program, mode)

@@ -34,7 +34,7 @@ from weft.lifting.crossing import (
     run,
 )
 from weft.lifting.names import named_after
-from weft.lifting.roles import CARRY, FORK, Role
+from weft.lifting.roles import CARRY, FORK, Role, Roles
 from weft.lifting.structure import traced_by_structure
 
 
@@ -49,6 +49,7 @@ def scan(
     unroll: int | bool = 1,
     split_transpose: bool = False,
     metadata: axes.Metadata | None = None,
+    of_carriers: Roles | None = None,
 ) -> Callable[..., Any]:
     """`jax.lax.scan` of a function that takes carriers.
 
@@ -63,6 +64,7 @@ def scan(
         unroll: as for `jax.lax.scan`.
         split_transpose: as for `jax.lax.scan`.
         metadata: handed to axis metadata that gains or loses the axis.
+        of_carriers: the roles of carriers to which `in_axes` gives None.
 
     Raises:
         AxisSizeError: if the scanned axes do not agree.
@@ -77,7 +79,7 @@ def scan(
     looped = traced_by_structure(fn, options, pure)
 
     def call(*args: Any) -> Any:
-        outer, cargo = depart(kind, args, in_axes)
+        outer, cargo = depart(kind, args, in_axes, of_carriers=of_carriers)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
         # Without iterations there are keys for one nevertheless, see `first` below.
@@ -262,11 +264,20 @@ def _check_shared(
                 path, _ = jax.tree_util.tree_leaves_with_path(value)[number]
                 is_state = returned.is_group[i]
                 at = kind.place(static, path) if is_state else f"the result{_text(path)}"
-                raise RoleError(
-                    f"{transformation}: the body returns or changes what is shared by all "
-                    f"iterations (None), at {at}; have it carried from one to the next, or give an "
-                    "axis along which to stack it."
-                )
+                raise RoleError(changes_shared(transformation, at))
+
+
+def changes_shared(transformation: str, at: str) -> str:
+    """The text of an error: a body changes what all iterations share.
+
+    Args:
+        transformation: the loop's name.
+        at: where it is.
+    """
+    return (
+        f"{transformation}: the body returns or changes what is shared by all iterations (None), "
+        f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
+    )
 
 
 _text = jax.tree_util.keystr

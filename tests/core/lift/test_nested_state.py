@@ -372,7 +372,7 @@ def test_each_branch_begins_with_the_value_that_it_makes_itself():
     assert made == [2, 11, 1]
 
 
-def around(loop, times=2):
+def around(loop: str, times: int = 2) -> Any:
     """A function in a loop without an axis for its state; what it returns is the carry."""
     carried = {"carry_variables": "state", "split_rngs": {True: False}}
     more = lambda s, c: c[0] < times  # noqa: E731
@@ -422,9 +422,10 @@ def drawn():
 @pytest.mark.parametrize("made", [as_param, as_variable, as_key])
 @pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
 def test_what_follows_a_loop_has_other_keys_than_what_the_loop_makes(loops, made, run):
-    def looped(scope):
+    def two(scope):
         return made(scope, "a") + 2 * made(scope, "b")
 
+    looped = two
     for loop in loops:
         looped = around(loop)(looped)
 

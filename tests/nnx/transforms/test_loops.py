@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from weft import nnx
-from weft.errors import CarryStructureError, LoopStructureError, SharedObjectError
+from weft.errors import CarryStructureError, LoopStructureError, RoleError, SharedObjectError
 from weft.errors import TransformArgumentError as ArgumentError
 from weft.nnx import Carry
 
@@ -354,12 +354,12 @@ def test_a_body_that_changes_attributes_without_graph_updates_is_refused(loop, c
         m.n[...] += 1
         return m
 
-    m, bounds = Attributes(), (0, 2)
+    m = Attributes()
     loops = {
         "while_loop": lambda: nnx.while_loop(lambda m: m.n[0] < 2, body, m, **mode),
-        "fori_loop": lambda: nnx.fori_loop(*bounds, lambda i, m: body(m), m, **mode),
+        "fori_loop": lambda: nnx.fori_loop(0, 2, lambda i, m: body(m), m, **mode),
         "fori_loop of arrays": lambda: nnx.fori_loop(
-            *map(jnp.asarray, bounds), lambda i, m: body(m), m, **mode
+            jnp.int32(0), jnp.int32(2), lambda i, m: body(m), m, **mode
         ),
         "scan": lambda: nnx.scan(body, in_axes=Carry, out_axes=Carry, length=2, **mode)(m),
     }
@@ -383,3 +383,48 @@ def test_what_a_scan_shares_or_slices_keeps_its_arrays_and_drops_static_changes(
     with pytest.raises(LoopStructureError, match=r"the body changes the array at \w+\.array"):
         scanned(change_array)
     assert scanned(change_static) == 0 and m.mode == "first"
+
+
+class Steps(nnx.Module):
+    def __init__(self):
+        self.n = nnx.BatchStat(jnp.zeros(()))
+        self.w = nnx.Param(jnp.ones((5,)))
+
+
+def counting(traces):
+    def body(c, m):
+        traces.append(1)
+        m.n[...] += m.w[0]
+        return c + m.n[...]
+
+    return body
+
+
+@TREES
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_shared_variable_that_the_body_changes_is_carried_and_no_other(depth, mode):
+    traces, m = [], Steps()
+    loop = counting(traces)
+    for _ in range(depth):
+        loop = nnx.scan(loop, in_axes=(Carry, None), out_axes=Carry, length=3, **mode)
+    times = 3**depth
+    assert loop(0.0, m) == times * (times + 1) / 2 and m.n[...] == times
+    assert len(traces) <= depth + 1
+    assert loop(0.0, m) == 0.5 * times * (3 * times + 1) and m.n[...] == 2 * times
+    assert len(traces) <= depth + 1
+    graphdef, state = nnx.split(m)
+    pure = jax.make_jaxpr(lambda state: loop(0.0, nnx.merge(graphdef, state)))(state)
+    scans = [eqn for eqn in pure.eqns if eqn.primitive.name == "scan"]
+    assert [eqn.params["num_carry"] for eqn in scans] == [2]
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph_updates": False}, {"graph": False}], ids=str)
+def test_what_state_axes_share_or_graph_updates_bring_back_is_not_changed(mode):
+    m, traces = Steps(), []
+    axes = nnx.StateAxes({nnx.BatchStat: None, ...: None}) if mode else None
+    loop = nnx.scan(counting(traces), in_axes=(Carry, axes), out_axes=Carry, length=3, **mode)
+    with pytest.raises(
+        RoleError, match=r"scan: the body returns or changes what is shared .* m\.n"
+    ):
+        loop(0.0, m)
+    assert m.n[...] == 0

@@ -21,6 +21,7 @@ from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import CARRY, Kind, Roles
 from weft.lifting.crossing import Parcel, is_parcel
+from weft.lifting.scan import changes_shared
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
 from weft.nnx.graph import (
@@ -89,6 +90,30 @@ class _Changed(NamedTuple):
     graphdef: GraphDef
     origins: tuple[int | None, ...]
     keys: tuple[int, ...]
+
+
+class SharedChanges(Exception):
+    """Ends a trace of a scan without graph updates: its body changes what all iterations share.
+
+    Attributes:
+        paths: of the variables that it changes, each from its object on.
+        text: of the error, where they cannot be carried.
+    """
+
+    def __init__(self, transformation: str, paths: Sequence[Path]):
+        self.paths = frozenset(path[2:] for path in paths)
+        self.text = changes_shared(transformation, place_of(paths[0]))
+        super().__init__(self.text)
+
+
+@dataclasses.dataclass(frozen=True)
+class AtPaths:
+    """A filter of what is at some paths from its object on."""
+
+    paths: frozenset[Path]
+
+    def __call__(self, path: Path, x: Any) -> bool:
+        return path in self.paths
 
 
 class _Inner(NamedTuple):
@@ -203,11 +228,16 @@ class ObjectKind(Kind):
         if not self.structure or (not new and inner.looks_the_same()):
             if self.is_loop and not inner.looks_the_same():
                 _check_loop_values(static, carriers, filters, inner)
+            shared: list[Path] = []
             for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
                 if variable is not None and _is_changed(variable, inner, n):
                     i, g = static.places[n]
                     if not self._begins_again(variable, filters[i][g]):
                         groups[i][g][n] = variable
+                        if self.is_loop and not self.structure and filters[i][g][1] is None:
+                            shared.append(static.graphdef.paths[n])
+            if shared:
+                raise SharedChanges(self.transformation, shared)
             if not new:
                 note_values(list(range(len(inner.values))), static.graphdef.paths)
                 return None, groups, new_groups

@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from weft import lifting
-from weft.errors import TransformArgumentError
+from weft.errors import RoleError, TransformArgumentError
+from weft.lifting import CARRY, Roles
 from weft.lifting.names import takes_name
 from weft.nnx.transforms.calls import MISSING, only_by_position, recorded, transformed
 from weft.nnx.transforms.carry import with_objects, without_objects
-from weft.nnx.transforms.kind import ObjectKind
+from weft.nnx.transforms.kind import AtPaths, ObjectKind, SharedChanges
 from weft.nnx.transforms.modes import references_and_structure
 from weft.nnx.transforms.symbols import Carry, as_axes
 
@@ -55,7 +56,8 @@ def scan(
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object;
             without graph updates, if it replaces a variable or an array that is an attribute.
-        RoleError: if it changes what is shared.
+        RoleError: if it changes what is shared; without graph updates a variable of an object that
+            is shared with None is carried instead, as in Flax.
 
     Example:
         >>> import jax.numpy as jnp
@@ -72,7 +74,8 @@ def scan(
         options |= {"in_axes": in_axes, "out_axes": out_axes}
         return functools.partial(scan, graph=graph, graph_updates=graph_updates, **options)
     pairs = _pairs(in_axes, out_axes)
-    looped = lifting.scan(
+    looped = functools.partial(
+        lifting.scan,
         ObjectKind("scan", *references_and_structure(graph, graph_updates), is_loop=True),
         recorded(_boxing(f, pairs)),
         in_axes=as_axes(in_axes, "in_axes", has_carry=True),
@@ -83,11 +86,36 @@ def scan(
         split_transpose=_split_transpose,
         metadata=dict(transform_metadata),
     )
+    call = _carrying_what_changes(looped)
+
+    def call_with_objects(*args: Any) -> Any:
+        return _changed(args, call(*args), pairs, with_objects)
+
+    return transformed("scan", f, only_by_position("scan", call_with_objects), in_axes=in_axes)
+
+
+def _carrying_what_changes(looped: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """A loop that carries those of the shared variables which its body is seen to change.
+
+    Args:
+        looped: makes the loop, from the roles of objects that all iterations share.
+    """
+    carried: frozenset[Any] = frozenset()
+    loop = looped()
 
     def call(*args: Any) -> Any:
-        return _changed(args, looped(*args), pairs, with_objects)
+        nonlocal carried, loop
+        try:
+            return loop(*args)
+        except SharedChanges as error:
+            # `StateAxes` say themselves what is carried.
+            if error.paths <= carried:
+                raise RoleError(error.text) from None
+            carried |= error.paths
+        loop = looped(of_carriers=Roles(((AtPaths(carried), CARRY), (True, None))))
+        return call(*args)
 
-    return transformed("scan", f, only_by_position("scan", call), in_axes=in_axes)
+    return call
 
 
 _Pairs = tuple[tuple[int | None, int | None], ...]
