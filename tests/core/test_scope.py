@@ -345,9 +345,11 @@ def test_flags():
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad, jax.vmap, jax.checkpoint])
 def test_a_scope_used_inside_of_a_transformation_that_it_does_not_cross(transform):
     x = jnp.ones(2) if transform is jax.vmap else 1.0
+    name = "remat" if transform is jax.checkpoint else transform.__name__
+    why = "so a tracer would leak into it"
     into = (
-        r" in '/dense' inside of a JAX transformation that the scope does not cross, so a tracer "
-        r"would leak into it; use the lifted transformation"
+        rf" in '/dense' inside of jax.{transform.__name__}, which the scope does not cross, %s; "
+        rf"use `nn.{name}` of weft.linen in its place \(for scopes `lift.{name}` of weft.core"
     )
 
     def used(use):
@@ -357,13 +359,21 @@ def test_a_scope_used_inside_of_a_transformation_that_it_does_not_cross(transfor
 
         return apply(program, mutable=True)(VARIABLES, rngs=KEY)
 
-    with raises(errors.JaxTransformError, "'b' of the collection 'params' is written to" + into):
+    with raises(
+        errors.JaxTransformError, "'b' of the collection 'params' is written to" + into % why
+    ):
         used(lambda scope, x: scope.put_variable("params", "b", x))
-    with raises(errors.JaxTransformError, "a key of the PRNG stream 'params' is drawn" + into):
+    same = "so every index or iteration would draw the same"
+    with raises(
+        errors.JaxTransformError, "a key of the PRNG stream 'params' is drawn" + into % same
+    ):
         used(lambda scope, x: scope.make_rng())
-    with raises(errors.JaxTransformError, "'new' of the collection 'state' is written to" + into):
+    first = "the first value of 'new' of the collection 'state' depends on what is transformed"
+    with raises(errors.JaxTransformError, first + into % why):
         used(lambda scope, x: scope.variable("state", "new", lambda: x))
     used(lambda scope, x: scope.get_variable("params", "b"))
+    used(lambda scope, x: scope.variable("state", "new", lambda: jnp.ones(2)).value + 1)
+    used(lambda scope, x: scope.push("new").param("w", jax.nn.initializers.normal(), (2,)))
 
 
 def test_the_outer_scope_inside_of_a_lifted_function():

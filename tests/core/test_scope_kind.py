@@ -281,7 +281,7 @@ def test_a_scope_is_lifted_where_it_may_be_used():
         lift.remat(lambda scope: scope.put_variable("state", "x", x))(outer)
         return x
 
-    message = "what remat has changed is written in '/' inside of a JAX transformation that the"
+    message = "what remat has changed is written in '/' inside of jax.jit, which the scope does"
     with pytest.raises(JaxTransformError, match=message):
         jax.jit(body)(1.0)
 

@@ -4,9 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
-from jax.sharding import Mesh, PartitionSpec
 
+from tests.raw_transformations import RAW
 from weft.errors import ContextTransformError
 from weft.hierarchy import transforms
 from weft.hierarchy.base_layer import BaseLayer, RematSpec
@@ -62,76 +61,10 @@ def run(body, key=True, is_training=True):
     )
 
 
-def sharded(f, x):
-    mesh = Mesh(np.array(jax.devices()[:1]), ("a",))
-    p = PartitionSpec()
-    return jax.shard_map(f, mesh=mesh, in_specs=p, out_specs=p, check_vma=False)(x)
-
-
-def with_rule(f, x):
-    g = jax.custom_vjp(f)
-    g.defvjp(lambda x: (f(x), None), lambda _, t: (t,))
-    return jax.jit(g)(x)
-
-
-def stepped(f, x):
-    return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, f(x)), (0, x))[1]
-
-
-# Each calls `f`, with the result of `f(X)`; how it is named, and what is to take its place.
-RAW = {
-    "jit": (lambda f, x: jax.jit(f)(x), "jax.jit", "jit"),
-    "vmap": (lambda f, x: jax.vmap(f)(x), "jax.vmap", "vmap"),
-    "grad": (
-        lambda f, x: jax.grad(lambda x: (f(x).sum(), f(x)), has_aux=True)(x)[1],
-        "jax.grad",
-        "grad",
-    ),
-    "value_and_grad": (
-        lambda f, x: jax.value_and_grad(lambda x: (f(x).sum(), f(x)), has_aux=True)(x)[0][1],
-        "jax.value_and_grad",
-        "value_and_grad",
-    ),
-    "vjp": (lambda f, x: jax.vjp(f, x)[0], "jax.vjp", "vjp"),
-    "jvp": (lambda f, x: jax.jvp(f, (x,), (x,))[0], "jax.jvp", "jvp"),
-    "linearize": (lambda f, x: jax.linearize(f, x)[0], "jax.linearize", "jvp"),
-    "jacobian": (
-        lambda f, x: jax.jacrev(lambda x: (f(x), f(x)), has_aux=True)(x)[1],
-        "a Jacobian of JAX",
-        "jvp` or `vjp",
-    ),
-    "checkpoint": (lambda f, x: jax.checkpoint(f)(x), "jax.checkpoint", "remat"),
-    "scan": (
-        lambda f, x: jax.lax.scan(lambda c, y: (c, f(y)), None, x)[1],
-        "jax.lax.scan",
-        "scan_in_context",
-    ),
-    "map": (lambda f, x: jax.lax.map(f, x), "jax.lax.map", "scan_in_context"),
-    "while_loop": (stepped, "jax.lax.while_loop", "while_loop"),
-    "fori_loop": (
-        lambda f, x: jax.lax.fori_loop(0, 2, lambda i, _: f(x), x),
-        "jax.lax.fori_loop",
-        "fori_loop",
-    ),
-    "cond": (lambda f, x: jax.lax.cond(True, f, lambda x: f(x) + 1, x), "jax.lax.cond", "cond"),
-    "switch": (lambda f, x: jax.lax.switch(1, [lambda x: x, f], x), "jax.lax.switch", "switch"),
-    "eval_shape": (
-        lambda f, x: jax.eval_shape(lambda x: f(x), x) and jax.jit(f)(x),
-        "jax.eval_shape",
-        "eval_shape",
-    ),
-    "shard_map": (sharded, "jax.shard_map", "shard_map"),
-    "custom_vjp": (with_rule, "a custom derivative of JAX", "custom_vjp` or `custom_jvp"),
-    "checkify": (lambda f, x: checkify.checkify(f)(x)[1], "checkify", "checkify"),
-    "jit in vmap": (lambda f, x: jax.vmap(jax.jit(f))(x), "jax.jit", "jit"),
-    "vmap in jit": (lambda f, x: jax.jit(jax.vmap(f))(x), "jax.vmap", "vmap"),
-}
-
-
 @pytest.mark.parametrize("raw", RAW)
 def test_a_pure_call_passes(raw):
     """Also several in one invocation: those of branches, loops, and one after the other."""
-    around, *_ = RAW[raw]
+    around = RAW[raw][0]
 
     def body(root):
         first = around(lambda x: root.child(x), X)
@@ -157,7 +90,8 @@ REFUSED = {
 @pytest.mark.parametrize("raw", RAW)
 @pytest.mark.parametrize("child", ["child", "again"], ids=["plain", "remat"])
 def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, doing, child):
-    around, of_jax, mend = RAW[raw]
+    around, of_jax, *names = RAW[raw]
+    mend = "` or `".join({"scan": "scan_in_context"}.get(name, name) for name in names)
     with pytest.raises(ContextTransformError) as caught:
         run(lambda root: around(lambda x: root.children[child](x, doing), X))
     message = str(caught.value)
@@ -170,7 +104,7 @@ def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, doing, child):
 
 @pytest.mark.parametrize("raw", RAW)
 def test_a_transformation_of_the_hierarchy_inside_is_refused_likewise(raw):
-    around, *_ = RAW[raw]
+    around = RAW[raw][0]
 
     def body(root):
         lifted = transforms.remat(lambda x: root.child(x, "summary"))

@@ -8,7 +8,6 @@ from weft.core.meta import Partitioned, with_partitioning
 from weft.errors import (
     CompactMethodError,
     InvalidRngError,
-    JaxTransformError,
     ModifyScopeVariableError,
     NameInUseError,
     PerturbationNotFoundError,
@@ -175,14 +174,3 @@ def test_gradients_of_perturbations_are_those_of_the_values():
     gradient = jax.grad(lambda v: fn.apply(v, X))(variables)["perturbations"]["h"]
     np.testing.assert_allclose(gradient, 6 * X, rtol=1e-6)
     assert fn.apply({}, X) == fn.apply(variables, X)
-
-
-def test_variables_are_not_made_inside_of_what_they_cannot_cross():
-    class Model(Module):
-        @compact
-        def __call__(self, x):
-            layer = Affine()
-            return jax.vmap(lambda x: layer(x))(x)
-
-    with pytest.raises(JaxTransformError, match=r"'/Affine_0' inside of a JAX transformation.*lif"):
-        Model().init(KEY, X)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.core
 
 from weft.core import meta
 from weft.core.filters import (
@@ -30,9 +31,10 @@ from weft.core.filters import (
 )  # fmt: skip
 from weft.core.frozen_dict import FrozenDict
 from weft.core.known import known_part
+from weft.core.raw_transformations import lifted_names, running_transformation
 from weft.core.rngs import Counts, Path, Stream, check_keys
 from weft.core.tracebacks import entry_point
-from weft.core.tracing import current_trace, with_room_in_trace
+from weft.core.tracing import at_trace, current_trace, is_tracing, with_room_in_trace
 from weft.core.trunk import Trunk, VariableDict, copied
 from weft.core.variable import MISSING, Variable, check_shape
 from weft.errors import (
@@ -384,7 +386,7 @@ class Scope:
                 if self.is_collection_empty(col):
                     raise ScopeCollectionNotFound(col, name, self.path_text, self._hint(col))
                 raise ScopeVariableNotFoundError(name, col, self.path_text, self._near(col))
-            self.put_variable(col, name, init_fn(*init_args, **init_kwargs))
+            self._make(col, name, lambda: init_fn(*init_args, **init_kwargs))
         return Variable(self, col, name, unbox)
 
     def param(
@@ -418,11 +420,41 @@ class Scope:
                     hint = self._hint("params")
                     raise ScopeCollectionNotFound("params", name, self.path_text, hint)
                 raise ScopeParamNotFoundError(name, self.path_text, self._near("params"))
-            value = init_fn(self.make_rng("params"), *init_args, **init_kwargs)
-            self.put_variable("params", name, value)
+            value = self._make(
+                "params", name, lambda: init_fn(self.make_rng("params"), *init_args, **init_kwargs)
+            )
         else:
             check_shape(self, name, value, init_fn, init_args, init_kwargs)
         return meta.unbox(value) if unbox else value
+
+    def _make(self, col: str, name: str, first_value: Callable[[], T]) -> T:
+        """Sets a variable to its first value, which is computed where the scope is.
+
+        Inside of a JAX transformation that the scope does not cross, that is outside of it: so the
+        variable is there once, as if it had been made before.
+
+        Raises:
+            JaxTransformError: if the value depends on what is transformed there.
+        """
+        trace = self._trunk.trace()
+        if self._trunk.trace == current_trace() or trace is None:
+            value = first_value()
+            self.put_variable(col, name, value)
+            return value
+        what = (
+            f"the first value of {name!r} of the collection {col!r} depends on what is transformed"
+        )
+        try:
+            with at_trace(trace):
+                value = first_value()
+                leaks = not is_tracing() and any(map(_is_tracer, jax.tree.leaves(value)))
+                if not leaks:
+                    self.put_variable(col, name, value)
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._refused_in_trace(what) from error
+        if leaks:
+            raise self._refused_in_trace(what)
+        return value
 
     # PRNG streams and flags.
 
@@ -449,7 +481,10 @@ class Scope:
                 + (", and lift the stream." if self._trunk.lifted_by else ".")
             )
         self._check_valid()
-        self._check_trace(f"a key of the PRNG stream {stream!r} is drawn")
+        self._check_trace(
+            f"a key of the PRNG stream {stream!r} is drawn",
+            "every index or iteration would draw the same",
+        )
         return self.rngs[stream].at(self._counts.draw((self._below, stream))).as_key()
 
     def has_flag(self, key: str) -> bool:
@@ -470,9 +505,13 @@ class Scope:
         if self.invalid:
             raise InvalidScopeError(self.path_text)
 
-    def _check_trace(self, what: str) -> None:
+    def _check_trace(self, what: str, why: str = "") -> None:
         if self._trunk.trace != current_trace():
-            raise JaxTransformError(what, self.path_text)
+            raise self._refused_in_trace(what, why)
+
+    def _refused_in_trace(self, what: str, why: str = "") -> JaxTransformError:
+        of_jax = running_transformation()
+        return JaxTransformError(what, self.path_text, of_jax, lifted_names(of_jax), why)
 
     def _hint(self, col: str, if_lifted: str = "") -> str:
         if not (by := self._trunk.lifted_by) or in_filter(self._trunk.lifts, col):
@@ -481,6 +520,10 @@ class Scope:
 
     def _near(self, col: str) -> str:
         return "; there are: " + (", ".join(sorted(self._collection(col))) or "none")
+
+
+def _is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 # The ways in and out.

@@ -5,56 +5,54 @@ trace is asked for first, by the function that stands in the place of `find_top_
 later calls cost no more than with an import at the top.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax.core
 
+from weft.core.raw_transformations import lifted_names, running_transformation
 from weft.errors import JaxTransformError
 from weft.lifting.stack import with_room
 
 T = TypeVar("T")
 
-TraceState = Any
+TraceState = weakref.ReferenceType[jax.core.Trace]
+"""A trace, as something that can be compared and does not keep it alive."""
 
 
 def _find_first(operands: tuple[()]) -> Any:
-    global _find_top_trace, _trace_state, _eager, _eager_state
+    global _find_top_trace, _eager
     # Perhaps a trace is running, which is not the one that is asked for, and of which nothing may
     # stay in what is imported.
     with jax.core.eval_context():
-        from jax.extend.core import find_top_trace, get_opaque_trace_state
+        from jax.extend.core import find_top_trace
 
-        _eager, _eager_state = find_top_trace(()), get_opaque_trace_state(convention="flax")
-    _find_top_trace, _trace_state = find_top_trace, get_opaque_trace_state
+        _eager = find_top_trace(())
+    _find_top_trace = find_top_trace
     return find_top_trace(operands)
 
 
 _find_top_trace: Callable[[tuple[()]], Any] = _find_first
-_trace_state: Any = None
 _eager: Any = None
-_eager_state: Any = None
-_latest: tuple[Callable[[], Any], TraceState] = (lambda: None, None)
 
 
 def current_trace() -> TraceState:
-    """The running trace, as something that can be compared and does not keep it alive."""
-    global _latest
-    # It is asked for at each write, and making the answer takes three times as long as this.
-    trace = _find_top_trace(())
-    if trace is _eager:
-        return _eager_state
-    of, state = _latest
-    if of() is not trace:
-        state = _trace_state(convention="flax")
-        _latest = weakref.ref(trace), state
-    return state
+    """The running trace."""
+    return weakref.ref(_find_top_trace(()))
 
 
 def is_tracing() -> bool:
     """Whether a trace is running in which operations are not carried out at once."""
     return _find_top_trace(()) is not _eager
+
+
+def at_trace(trace: jax.core.Trace) -> contextlib.AbstractContextManager[Any]:
+    """A context in which operations belong to a trace further out, which is still running."""
+    from jax.extend.core import set_current_trace
+
+    return set_current_trace(trace)
 
 
 def with_room_in_trace(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -72,4 +70,5 @@ def check_trace_level(base_level: TraceState) -> None:
         JaxTransformError: if another trace is running.
     """
     if base_level != current_trace():
-        raise JaxTransformError()
+        of_jax = running_transformation()
+        raise JaxTransformError(of_jax=of_jax, lifted=lifted_names(of_jax))

@@ -28,14 +28,31 @@ class InvalidScopeError(ScopeError, RuntimeError):
         )
 
 
+# What is for scopes and not for modules.
+_OF_SCOPES = ("checkify", "eval_shape")
+
+
 class JaxTransformError(ScopeError, RuntimeError):
     """A scope was changed inside of a JAX transformation that it does not cross."""
 
-    def __init__(self, what: str = "A scope is used", where: str = "/"):
+    def __init__(
+        self,
+        what: str = "A scope is used",
+        where: str = "/",
+        of_jax: str = "",
+        lifted: tuple[str, ...] = (),
+        why: str = "",
+    ):
+        of_modules = " or ".join(f"`nn.{name}`" for name in lifted if name not in _OF_SCOPES)
+        of_scopes = " or ".join(f"`lift.{name}`" for name in lifted)
+        mend = f"{of_scopes or 'the transformation of the same name'} of weft.core.lift"
+        if of_modules:
+            mend = f"{of_modules} of weft.linen in its place (for scopes {mend})"
+        else:
+            mend += " in its place, or transform the whole `init` or `apply`"
         super().__init__(
-            f"{what} in {where!r} inside of a JAX transformation that the scope does not cross, so "
-            "a tracer would leak into it; use the lifted transformation of the same name "
-            "(in weft.linen, for scopes in weft.core.lift) instead of the one of JAX."
+            f"{what} in {where!r} inside of {of_jax or 'a JAX transformation'}, which the scope "
+            f"does not cross, so {why or 'a tracer would leak into it'}; use {mend}."
         )
 
 

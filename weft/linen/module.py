@@ -573,6 +573,15 @@ def _is_module(x: Any) -> bool:
 
 
 def _hash(self: Module) -> int:
+    if self.scope is not None:
+        # JAX keeps a trace for each function that is equal to the one it has traced. The trace has
+        # the variables of that one inside.
+        raise TypeError(
+            f"{self._shown} is bound to variables, so it has no hash, and `jax.jit`, "
+            "`jax.checkpoint` or `jax.lax.cond` cannot take the module itself as the function. "
+            "Use `nn.jit`, `nn.remat` or `nn.cond` of weft.linen, or a function that calls it: "
+            "`lambda x: module(x)`."
+        )
     try:
         return hash(
             (type(self), name_of(self), *(getattr(self, name) for name in self._field_names))

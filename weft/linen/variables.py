@@ -259,9 +259,8 @@ class ModuleVariables:
         """
         scope = self._bound(f"{name!r} was perturbed")
         if scope.is_mutable_collection(collection) and not scope.has_variable(collection, name):
-            scope.reserve(name, collection)
+            scope.variable(collection, name, lambda: jax.tree.map(jnp.zeros_like, value))
             self._state.note(name, collection)
-            scope.put_variable(collection, name, jax.tree.map(jnp.zeros_like, value))
         if not scope.has_collection(collection):
             return value
         if not scope.has_variable(collection, name):
