@@ -23,6 +23,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Else each process that a test starts would compile all of Weft's sources again, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Users run Weft with it, and the first layer that adds axes silently would stop their program.
+os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 _KEPT_FROM = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 # Many tests compile the same small programs, some in processes of their own: each is compiled once
@@ -52,6 +54,62 @@ def pytest_collection():
     if os.environ.get(_KEPT_FROM) == "0.2":
         os.environ[_KEPT_FROM] = "0"
     return result
+
+
+# Formulas of these tests and examples still add axes silently here and there.
+_ALLOWED = (
+    "tests/cli/",
+    "tests/examples/",
+    "tests/faults/",
+    "tests/launch/",
+    "tests/nnx/",
+    "tests/trainer/test_step_traces.py",
+    "tests/trainer/test_storage_builders.py",
+    "tests/trainer/test_summary.py",
+    "tests/trainer/test_summary_values.py",
+    "tests/trainer/test_summary_writer.py",
+    "tests/trainer/test_svg_chart.py",
+    "tests/trainer/test_throughput.py",
+    "tests/trainer/test_train_dtype.py",
+    "tests/trainer/test_train_step.py",
+    "tests/trainer/test_trainer.py",
+    "tests/trainer/test_trainer_config_modifier.py",
+    "tests/trainer/test_trainer_features.py",
+    "tests/trainer/test_training_batches.py",
+    "tests/trainer/test_update_transformation.py",
+    "tests/trainer/test_variable_stats.py",
+    "tests/trainer/test_wandb_writer.py",
+    "tests/trainer/test_watchdog.py",
+    "tests/trainer/test_writing_processes.py",
+    "weft/",
+)
+
+
+def pytest_itemcollected(item):
+    if item.nodeid.startswith(_ALLOWED):
+        item.add_marker(pytest.mark.rank_promotion("allow"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Lets the tests marked `rank_promotion("allow")` add axes silently, in their processes too.
+
+    A hook and not a fixture, so that it holds for fixtures of a whole module as well.
+    """
+    marker = item.get_closest_marker("rank_promotion")
+    if marker is None:
+        return (yield)
+    import jax
+
+    name, (value,) = "jax_numpy_rank_promotion", marker.args
+    before = jax.config.values[name], os.environ[name.upper()]
+    jax.config.update(name, value)
+    os.environ[name.upper()] = value
+    try:
+        return (yield)
+    finally:
+        jax.config.update(name, before[0])
+        os.environ[name.upper()] = before[1]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -44,7 +44,7 @@ class Decoder(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(256, self.width, name="tokens")(tokens)
         positions = nn.Embed(LENGTH, self.width, name="positions")
-        x = x + positions(jnp.arange(tokens.shape[-1]))
+        x = x + positions(jnp.arange(tokens.shape[-1]))[None]
         # In the backward pass a block is computed again, so that only its input is kept.
         blocks = nn.scan(
             nn.remat(Block, prevent_cse=False),  # a scan needs no protection against it

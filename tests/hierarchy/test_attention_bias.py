@@ -95,7 +95,7 @@ def test_sum_of_masks_is_a_mask():
 
 
 def test_sum_with_an_array():
-    slope = jnp.arange(2.0).reshape(1, 2, 1, 1) * (COLUMNS - ROWS)
+    slope = jnp.arange(2.0).reshape(1, 2, 1, 1) * (COLUMNS - ROWS)[None, None]
     causal = instantiate(CausalAttentionBias.default_config())
     for bias in (causal + slope, slope + causal, TensorAttentionBias.from_tensor(slope) + causal):
         assert bias.eval_shape() == (1, 2, N, N)

@@ -43,7 +43,7 @@ class Affine(BaseLayer):
         }
 
     def forward(self, x):
-        y = jnp.sin(x @ self.parameters["weight"]) + self.parameters["bias"]
+        y = jnp.sin(x @ self.parameters["weight"]) + self.parameters["bias"][None]
         self._add_tensor_stats("y", y)
         return self._remat_name(y, "y")
 

@@ -66,7 +66,7 @@ def test_convolves_with_its_weight(n, padding):
         dimension_numbers=(f"N{axes}C", f"{axes}IO", f"N{axes}C"),
         feature_group_count=2,
     )
-    np.testing.assert_allclose(y, expected + params["bias"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, np.add(expected, params["bias"]), rtol=1e-4, atol=1e-5)
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape
 
 

@@ -52,7 +52,7 @@ def test_agrees_with_lax(cls, window, strides, padding):
     strides = (strides,) if n == 1 else strides
     layout = (f"N{axes}C", f"{axes}IO", f"N{axes}C")
     expected = lax.conv_transpose(x, params["weight"], strides, padding, dimension_numbers=layout)
-    np.testing.assert_allclose(y, expected + params["bias"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, np.add(expected, params["bias"]), rtol=1e-4, atol=1e-5)
     assert tuple(layer.output_shape(input_shape=x.shape)) == y.shape
 
 
@@ -68,7 +68,7 @@ def test_a_transposed_kernel_is_stored_as_that_of_the_convolution():
         x, params["weight"], (2, 2), "SAME", dimension_numbers=layout, transpose_kernel=True
     )
     y = run(layer, params, x)
-    np.testing.assert_allclose(y, expected + params["bias"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y, np.add(expected, params["bias"]), rtol=1e-4, atol=1e-5)
 
 
 def test_groups_have_weights_of_their_own():

@@ -34,14 +34,14 @@ class Adder(BaseLayer):
 
     def prefill_states(self, *, time_step, input_batch, max_sequence_length, **kwargs):
         ids = input_batch["input_ids"]
-        read = jnp.arange(ids.shape[1]) < time_step[:, None]
+        read = jnp.arange(ids.shape[1])[None] < time_step[:, None]
         return {"total": jnp.sum(jnp.where(read, ids, 0), axis=1)}, {}
 
     def extend_step(self, *, cached_states, input_batch, cross_attention_data=None):
         total = cached_states["total"] + input_batch["input_ids"][:, 0]
         self.add_summary("total", total)
         target = total if cross_attention_data is None else total + cross_attention_data[:, 0]
-        logits = 10 * jax.nn.one_hot(target % VOCAB, VOCAB) + self.parameters["weight"][0]
+        logits = 10 * jax.nn.one_hot(target % VOCAB, VOCAB) + self.parameters["weight"][:1]
         return {"total": total}, {"logits": logits[:, None]}
 
     def sample_decode(self, **kwargs):

@@ -28,7 +28,8 @@ def run(layer, state, x, key=None, is_training=False):
 def test_gated(filled, wave):
     ffn, x = layer(structure="nonorm", activation=("nn.tanh", "linear")), wave((2, 3, DIM))
     state = filled(ffn)
-    a, b, c = (state[name] for name in ("linear1_0", "linear1_1", "linear2"))
+    names = ("linear1_0", "linear1_1", "linear2")
+    x, a, b, c = jax.tree.map(np.asarray, (x, *(state[name] for name in names)))
     hidden = np.tanh(x @ a["weight"] + a["bias"]) * (x @ b["weight"] + b["bias"])
     expected = hidden @ c["weight"] + c["bias"]
     np.testing.assert_allclose(run(ffn, state, x)[0], expected, rtol=1e-5, atol=1e-6)
@@ -79,7 +80,7 @@ def test_summaries(filled, wave):
     state["linear1"]["bias"] = jnp.array([-9.0, 0.0, -9.0, 0.0, 0.0, 0.0])
     y, outputs = run(ffn, state, x)
     assert outputs.summaries["dead_neurons/0_nn.relu"] == 2
-    hidden = x @ state["linear1"]["weight"] + state["linear1"]["bias"]
+    hidden = np.add(x @ state["linear1"]["weight"], state["linear1"]["bias"])
     for name, value in (("linear1_outputs", hidden), ("linear2_outputs", y)):
         rms = np.sqrt(np.mean(np.square(value)))
         np.testing.assert_allclose(outputs.summaries[f"rms_norm/{name}"], rms, rtol=1e-5)

@@ -30,7 +30,9 @@ def test_linear_is_weight_times_input_plus_bias():
     layer, params = make(Linear, input_dim=3, output_dim=4)
     assert jax.tree.map(jnp.shape, params) == {"weight": (3, 4), "bias": (4,)}
     y, _ = run(layer, params, X)
-    np.testing.assert_allclose(y, X @ params["weight"] + params["bias"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        y, X @ params["weight"] + params["bias"][None, None], rtol=1e-5, atol=1e-6
+    )
 
 
 def test_linear_without_bias():
@@ -54,7 +56,7 @@ def test_linear_under_jit_and_grad():
     layer, params = make(Linear, input_dim=3, output_dim=4)
     loss = jax.jit(jax.grad(lambda params, x: jnp.sum(run(layer, params, x)[0] ** 2)))
     grads = loss(params, X)
-    y = X @ params["weight"] + params["bias"]
+    y = X @ params["weight"] + params["bias"][None, None]
     np.testing.assert_allclose(grads["bias"], 2 * y.sum((0, 1)), rtol=1e-4)
     np.testing.assert_allclose(grads["weight"], 2 * jnp.einsum("bti,bto->io", X, y), rtol=1e-4)
 
@@ -83,7 +85,7 @@ def test_unit_norm_linear_gives_cosines_for_unit_inputs():
     layer, params = make(UnitNormLinear, input_dim=3, output_dim=4, bias=False)
     x = X / jnp.linalg.norm(X, axis=-1, keepdims=True)
     y, _ = run(layer, params, x)
-    columns = params["weight"] / jnp.linalg.norm(params["weight"], axis=0)
+    columns = params["weight"] / jnp.linalg.norm(params["weight"], axis=0, keepdims=True)
     np.testing.assert_allclose(y, x @ columns, rtol=1e-4, atol=1e-6)
     assert jnp.abs(y).max() <= 1 + 1e-6
 
@@ -93,7 +95,7 @@ def test_multi_linear_applies_every_map():
     assert jax.tree.map(jnp.shape, params) == {"weight": (3, 2, 4), "bias": (2, 4)}
     y, _ = run(layer, params, X)
     for i in range(2):
-        expected = X @ params["weight"][:, i] + params["bias"][i]
+        expected = X @ params["weight"][:, i] + params["bias"][None, None, i]
         np.testing.assert_allclose(y[..., i, :], expected, rtol=1e-5, atol=1e-6)
 
 

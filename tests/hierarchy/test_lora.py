@@ -76,7 +76,7 @@ def test_the_linear_adapter_is_two_products(filled, wave):
     layer, x = made(lora_linear(), input_dim=DIM, output_dim=5), wave((2, 3, DIM))
     state = filled(layer)
     down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
-    base = x @ state["layer"]["weight"] + state["layer"]["bias"]
+    base = np.add(x @ state["layer"]["weight"], state["layer"]["bias"])
     expected = base + (x @ down @ up) * ALPHA / RANK
     np.testing.assert_allclose(run(layer, state, x), expected, rtol=1e-5, atol=1e-6)
 
@@ -86,7 +86,8 @@ def test_the_output_adapter_is_two_products(filled, wave):
     x = wave((2, 3, HEADS, HEAD))
     state = filled(layer)
     down, up = (state["adapter"][name]["weight"] for name in ("lora_down", "lora_up"))
-    base = np.tensordot(x, state["layer"]["weight"], ((2, 3), (1, 2))) + state["layer"]["bias"]
+    weight, bias = map(np.asarray, (state["layer"]["weight"], state["layer"]["bias"]))
+    base = np.tensordot(x, weight, ((2, 3), (1, 2))) + bias
     added = np.tensordot(x, down, ((2, 3), (1, 2))) @ up * ALPHA / RANK
     np.testing.assert_allclose(run(layer, state, x), base + added, rtol=1e-5, atol=1e-6)
 

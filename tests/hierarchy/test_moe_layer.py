@@ -128,7 +128,7 @@ def test_losses_are_weighed_and_added_up():
     state, x = state_of(moe), inputs()
     _, outputs = run(moe, state, x)
     of_gating = outputs.summaries["gating"]
-    columns = state["gate_weight"] / np.linalg.norm(state["gate_weight"], axis=0)
+    columns = state["gate_weight"] / np.linalg.norm(state["gate_weight"], axis=0, keepdims=True)
     cosines = columns.T @ columns
     corr = np.mean([cosines[i, j] ** 2 for i in range(EXPERTS) for j in range(EXPERTS) if i != j])
     np.testing.assert_allclose(outputs.summaries["corr_loss"], corr, rtol=1e-4)

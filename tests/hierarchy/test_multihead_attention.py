@@ -236,7 +236,8 @@ def test_keys_scaled_once_or_in_every_step(filled, x):
     ]
     rms = [np.sqrt(np.mean(np.square(k), axis=-1)) for k in kept]
     assert np.std(rms[0]) > 0.01
-    by_scale = np.sqrt(np.mean(np.square(kept[1] / state["scale_key"]["norm"]["scale"]), axis=-1))
+    scale = state["scale_key"]["norm"]["scale"]
+    by_scale = np.sqrt(np.mean(np.square(np.divide(kept[1], scale)), axis=-1))
     np.testing.assert_allclose(by_scale, 1.0, rtol=1e-3)
 
 

@@ -73,7 +73,7 @@ def test_a_projection_behind_a_pooling(filled):
     )
     state = filled(layer)
     got = run(layer, TOKENS, PADDINGS, state=state)
-    expected = by_hand("first", 2) @ state["proj"]["weight"] + state["proj"]["bias"]
+    expected = by_hand("first", 2) @ state["proj"]["weight"] + state["proj"]["bias"][None, None]
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -46,10 +46,11 @@ def test_to_heads_and_back(bias, filled, wave):
     to, back = linear(MultiheadInputLinear, bias=bias), linear(MultiheadOutputLinear, bias=bias)
     w, v = filled(to), filled(back)
     heads, _ = F(to, None, w, (x,), is_training=False)
-    expected = np.tensordot(x, w["weight"], 1) + w.get("bias", 0.0)
+    expected = np.add(np.tensordot(x, w["weight"], 1), w.get("bias", 0.0))
     np.testing.assert_allclose(heads, expected, rtol=1e-5, atol=1e-6)
     y, _ = F(back, None, v, (heads,), is_training=False)
-    expected = np.tensordot(heads, v["weight"], ((2, 3), (1, 2))) + v.get("bias", 0.0)
+    product = np.tensordot(heads, v["weight"], ((2, 3), (1, 2)))
+    expected = np.add(product, v.get("bias", 0.0))
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 

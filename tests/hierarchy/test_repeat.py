@@ -41,7 +41,7 @@ class Block(BaseLayer):
         return {"scale": ParameterSpec((DIM,))}
 
     def forward(self, x, shift=0.0):
-        y = jnp.tanh(self.dense(x)) * self.parameters["scale"] + shift
+        y = jnp.tanh(self.dense(x)) * self.parameters["scale"][None] + shift
         self.add_summary("mean", y.mean())
         self.add_state_update("scale", self.parameters["scale"] + 1)
         self.add_module_output("y", y)
@@ -79,7 +79,8 @@ def run(module, state, *inputs, **kwargs):
 def by_hand(state, x, shifts):
     ys = []
     for i, shift in enumerate(shifts):
-        x = jnp.tanh(x @ state["layer"]["dense"]["weight"][i]) * state["layer"]["scale"][i] + shift
+        weight, scale = state["layer"]["dense"]["weight"][i], state["layer"]["scale"][i]
+        x = jnp.tanh(x @ weight) * scale[None] + shift
         ys.append(x)
     return x, ys
 

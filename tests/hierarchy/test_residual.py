@@ -34,7 +34,7 @@ class Branch(ResidualLayer):
 
 
 def f(x):
-    return 3 * x + jnp.arange(DIM)
+    return 3 * x + jnp.broadcast_to(jnp.arange(DIM), x.shape)
 
 
 def branch(**fields):
@@ -47,7 +47,7 @@ def run(layer, state, *inputs, key=None):
 
 
 def rms(scale):
-    return lambda x: x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)) * scale
+    return lambda x: np.multiply(x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True)), scale)
 
 
 def scales(state):

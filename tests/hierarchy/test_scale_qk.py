@@ -35,8 +35,8 @@ def test_order_is_norm_dimensions_factor(wave):
     x, scale, param = 5 * wave((1, 2, 3, 4)), jnp.arange(1.0, 5.0), jnp.array([0.0, 1.0, -1.0, 2.0])
     state = {"norm": {"scale": scale}, "per_dim_scale": {"param": param}}
     fields = {"norm": RMSNorm.default_config(), "per_dim_scale": PerDimScale.default_config()}
-    normed = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True)) * scale
-    expected = normed * np.log1p(np.exp(param)) / np.log(2) / 2
+    normed = np.multiply(x / np.sqrt(np.mean(np.square(x), -1, keepdims=True)), scale)
+    expected = np.multiply(normed, np.log1p(np.exp(param))) / np.log(2) / 2
     np.testing.assert_allclose(run(ScaleQuery, x, state, **fields), expected, rtol=1e-4)
     key = run(ScaleKey, x, {"norm": {"scale": scale}}, norm=RMSNorm.default_config())
     np.testing.assert_allclose(key, normed, rtol=1e-4)

@@ -49,7 +49,7 @@ class Average(equinox.Module):
         if not self.inference:
             total = total + x.sum(0)
             state = state.set(self.index, total)
-        return (x - total) * self.factor, state
+        return (x - total[None]) * self.factor[None], state
 
 
 def _laid_out(lib):

@@ -25,7 +25,7 @@ def test_other_arrays_are_constants():
         layers: tuple
 
         def __call__(self, x):
-            return x[self.index] * self.layers[1]
+            return x[self.index] * self.layers[1][None]
 
     model = EquinoxModel(Table([1, 0], (None, jnp.ones(3))))
     variables = model.init({}, X)

@@ -73,7 +73,7 @@ def test_boxes_of_users_are_carried_and_told_of_axes():
     class Own(flax.linen.Module):
         @flax.linen.compact
         def __call__(self, x):
-            return x * self.param("scale", lambda key: Odd(normal(key, (3,))))
+            return x * self.param("scale", lambda key: Odd(normal(key, (3,))))[None]
 
     class Stack(linen.Module):
         @linen.compact
@@ -120,7 +120,7 @@ def test_metadata_and_kinds_of_flax_nnx():
         def __call__(self, x):
             self.n[...] += 1
             self.sow(flax.nnx.Intermediate, "seen", x.sum())
-            return x * self.w
+            return x * self.w[None]
 
     model = FlaxNNXModel(Net)
     variables = model.init({"params": KEY}, X)

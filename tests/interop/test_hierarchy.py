@@ -211,7 +211,7 @@ def test_copies_of_it_are_stacked():
     carry = jax.jit(lambda s: run(stack, s)[0])(state)
     want = X
     for k, b in zip(kernel, state["layer"]["params"]["bias"], strict=True):
-        want = want @ k + b
+        want = want @ k + b[None]
     np.testing.assert_allclose(carry, want, rtol=1e-4, atol=1e-5)
 
 

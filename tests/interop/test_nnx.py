@@ -169,7 +169,7 @@ class Net(nnx.Module):
         self.offset = jnp.ones(3)
 
     def __call__(self, x, noisy=False):
-        x = self.again(self.first(x)) + self.offset
+        x = self.again(self.first(x)) + jnp.broadcast_to(self.offset, x.shape)
         return x + self.noise.normal(x.shape) if noisy else x
 
 

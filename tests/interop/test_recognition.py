@@ -47,7 +47,7 @@ def test_a_library_of_ones_own_has_a_model_of_its_own():
             return {"params": {"offset": 0 * X[0]}}
 
         def apply(self, variables, *args, rngs, mutable, training=None, method=None, **kwargs):
-            return args[0] + variables["params"]["offset"], {}
+            return args[0] + variables["params"]["offset"][None], {}
 
     from weft.interop import as_hierarchy, as_linen, as_nnx
 

@@ -174,7 +174,7 @@ class Sower(nnx.Module):
         self.w, self.calls = nnx.Param(jnp.full(shape, 2.0)), nnx.BatchStat(jnp.array(3.0))
 
     def __call__(self, x):
-        y = x * self.w * self.calls
+        y = x * jnp.broadcast_to(self.w[...], x.shape) * self.calls
         self.sow(nnx.Intermediate, "y", y)
         return y
 

@@ -19,6 +19,8 @@ def test_one_operation_at_a_time():
     same(initialized("dense", X, 5), jit=lambda f: f)
 
 
+# The norms of Flax add axes silently.
+@pytest.mark.rank_promotion("allow")
 def test_half_precision():
     same(initialized("dense", X, 5, dtype=jnp.bfloat16), 2e-2)
     for x in (X, X.astype(jnp.bfloat16)):
@@ -124,6 +126,8 @@ def test_batch_norm_over_a_mapped_axis():
     same(program)
 
 
+# The norms of Flax add axes silently.
+@pytest.mark.rank_promotion("allow")
 @named([{}, {"epsilon": 0.1, "bias": False}, {"scale": False}])
 def test_layer_norm(kwargs):
     same(initialized("layer_norm", X, **kwargs))

@@ -70,7 +70,9 @@ def body(scope, x, boxes=None):
     calls = scope.variable("state", "calls", lambda: jnp.zeros(()))
     if scope.is_mutable_collection("state"):
         calls.value = calls.value + 1.0
-    return jnp.tanh(x @ kernel + bias) + 0 * sum(k.sum() for k in draws(scope)), draws(scope)
+    return jnp.tanh(x @ kernel + jnp.broadcast_to(bias, x.shape)) + 0 * sum(
+        k.sum() for k in draws(scope)
+    ), draws(scope)
 
 
 def around(lib, fn, key=quick_key):

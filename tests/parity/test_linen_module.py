@@ -37,7 +37,9 @@ def affine(nn):
         @nn.compact
         def __call__(self, x):
             x = x @ self.param("kernel", normal, (x.shape[-1], self.features))
-            return x + self.param("bias", normal, (self.features,)) if self.bias else x
+            if not self.bias:
+                return x
+            return x + jnp.broadcast_to(self.param("bias", normal, (self.features,)), x.shape)
 
     return Affine
 
@@ -240,7 +242,7 @@ def a_compact_method_twice(nn):
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return affine(nn)()(x) + self.param("b", normal, (2,))
+            return affine(nn)()(x) + self.param("b", normal, (2,))[None]
 
     class Outer(nn.Module):
         @nn.compact
@@ -695,7 +697,7 @@ def name_scopes_inside_of_name_scopes(nn):
         @nn.compact
         def h(self, x):
             self.sow("state", "seen", x)
-            return affine(nn)()(x) + self.param("b", normal, (2,))
+            return affine(nn)()(x) + self.param("b", normal, (2,))[None]
 
         def __call__(self, x):
             return self.f(self.f(x))

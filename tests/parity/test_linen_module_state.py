@@ -307,7 +307,7 @@ def initializing_from_shapes(nn):
         @nn.compact
         def __call__(self, x):
             mean = self.variable("state", "mean", jnp.zeros, x.shape[-1:])
-            return affine(nn)()(x - mean.value)
+            return affine(nn)()(x - mean.value[None])
 
     shape = jax.ShapeDtypeStruct((3, 2), jnp.float32)
     return 0, (Model().lazy_init(RNGS, shape), jax.eval_shape(Model().init, RNGS, shape) and 0)

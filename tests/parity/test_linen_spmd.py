@@ -115,7 +115,7 @@ def layer(nn, partitioning):
             mean = partitioning.variable_with_axes("stats", "mean", jnp.zeros, 6, axes=("mlp",))
             if self.is_mutable_collection("stats"):
                 mean.value = mean.value + 1
-            return x @ kernel + bias + plain + mean.value, None
+            return x @ kernel + (bias + plain + mean.value)[None], None
 
     return Layer
 

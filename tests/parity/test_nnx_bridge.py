@@ -294,7 +294,7 @@ def net(nnx, nn, bridge):
 
     class Scale(bridge.Module):
         def __call__(self, x):
-            return x * self.param("s", normal, (3,))
+            return x * self.param("s", normal, (3,))[None]
 
     class WithSetup(bridge.Module):
         def setup(self):

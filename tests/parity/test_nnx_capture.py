@@ -67,7 +67,7 @@ def make(nnx):
         def __call__(self, x):
             x = self.perturb("between", self.layers[0](x))
             self.sow(nnx.Cache, "kept", x)
-            return self.again(self.layers[1](x)) + self.bias
+            return self.again(self.layers[1](x)) + self.bias[None]
 
         def first(self, x):
             return self.layers[0](x)

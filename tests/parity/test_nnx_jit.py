@@ -46,7 +46,7 @@ def structure_changed_between_the_calls(nnx, **mode):
         lambda: setattr(model, "k", 3.0),
         lambda: model.layers.append(space.Pair(5.0)),
         lambda: setattr(model, "a", space.Pair(7.0)),
-        lambda: setattr(model.a, "w", nnx.Param(jnp.ones(2))),
+        lambda: setattr(model.a, "w", nnx.Param(jnp.ones((1, 2)))),
         lambda: model.layers.insert(0, space.Pair(jnp.ones((2, 1)))),
         lambda: setattr(model, "k", 1.0),
         lambda: model.a.w.set_metadata(extra=1),

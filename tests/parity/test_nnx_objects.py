@@ -53,7 +53,9 @@ def make(nnx):
             self.features = n_out
 
         def __call__(self, x):
-            return x @ self.kernel + self.bias
+            return x @ self.kernel + jnp.broadcast_to(
+                self.bias[...], (*x.shape[:-1], self.features)
+            )
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -69,7 +71,9 @@ def make(nnx):
         def __call__(self, x):
             self.stat[...] = self.stat * 2
             self.sow(nnx.Intermediate, "seen", x)
-            return self.layers[0](self.again(x)) * self.rngs.dropout.bernoulli(0.5, (3,))
+            x = self.layers[0](self.again(x))
+            kept = self.rngs.dropout.bernoulli(0.5, (3,))
+            return x * jnp.broadcast_to(kept, x.shape)
 
         def set_view(self, deterministic=None):
             if deterministic is not None:

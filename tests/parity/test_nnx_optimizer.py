@@ -23,7 +23,7 @@ def make(nnx):
             self.mean = nnx.BatchStat(jnp.zeros(3))
 
         def __call__(self, x):
-            return x @ self.kernel[...] + self.layers[0].bias[...]
+            return x @ self.kernel[...] + self.layers[0].bias[None]
 
     return Model()
 

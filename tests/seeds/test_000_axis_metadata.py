@@ -15,6 +15,9 @@ from weft import linen as nn
 from weft.core import apply, init, lift, meta
 from weft.core.meta import AxisMetadata
 
+# The programs are of users, who may let JAX add axes.
+pytestmark = pytest.mark.rank_promotion("allow")
+
 TAxisMetadata = TypeVar("TAxisMetadata", bound="AxisMetadata")
 
 

@@ -423,7 +423,7 @@ def test_one_layer_serves_several_sets_of_parameters():
     x = jnp.ones((1, 3))
     for used in (params, rounded, params):
         y, _ = functional(layer, prng_key=None, state=used, inputs=[x], is_training=False)
-        hidden = x @ used["hidden"]["weight"] + used["hidden"]["bias"]
+        hidden = x @ used["hidden"]["weight"] + used["hidden"]["bias"][None]
         np.testing.assert_allclose(y, hidden @ used["out"]["weight"], rtol=1e-5, atol=1e-6)
 
 

@@ -31,7 +31,7 @@ class Weighted(BaseLayer):
         return {"scale": ParameterSpec(shape=(4,), mesh_axes=(None,))}
 
     def forward(self, x):
-        return x * self.state["scale"]
+        return x * self.state["scale"][None]
 
 
 class Rooted(BaseLayer):

@@ -21,7 +21,7 @@ class Scaled(BaseLayer):
         return {"scale": ParameterSpec(shape=(4,), mesh_axes=(None,))}
 
     def forward(self, x):
-        return x * self.state["scale"]
+        return x * self.state["scale"][None]
 
 
 class Block(BaseLayer):

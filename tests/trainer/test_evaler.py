@@ -62,7 +62,7 @@ class Model(BaseLayer):
         return {"weight": ParameterSpec((4,), mesh_axes=("model",))}
 
     def predict(self, input_batch):
-        return jnp.sum(input_batch["x"] * self.parameters["weight"], axis=-1)
+        return jnp.sum(input_batch["x"] * self.parameters["weight"][None], axis=-1)
 
     def forward(self, input_batch):
         y = self.predict(input_batch)

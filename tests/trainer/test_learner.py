@@ -39,8 +39,8 @@ SGD = config_for_function(optimizers.sgd_optimizer).set(
 
 
 def loss_of(params, x):
-    y = (x - params["norm"]["mean"]) * params["norm"]["scale"]
-    return jnp.mean(jnp.square(y @ params["linear"]["w"] + params["linear"]["b"] - 1.0))
+    y = (x - params["norm"]["mean"][None]) * params["norm"]["scale"][None]
+    return jnp.mean(jnp.square(y @ params["linear"]["w"] + params["linear"]["b"][None] - 1.0))
 
 
 def forward(*, model_params, inputs):

@@ -227,7 +227,7 @@ def test_what_a_run_with_everything_leaves(straight):
     averaged = state["ema"].ema["linear"]
     assert not np.array_equal(averaged["weight"], weights(trainer))
     xs, ys = examples_of(is_training=False)
-    loss = np.mean(((xs @ averaged["weight"] + averaged["bias"])[:, 0] - ys) ** 2)
+    loss = np.mean((np.add(xs @ averaged["weight"], averaged["bias"])[:, 0] - ys) ** 2)
     np.testing.assert_allclose(evaluated(recorder, "held_out")[step], loss, rtol=1e-5)
 
     values = reported(directory / "run", "train_train")

@@ -296,7 +296,7 @@ class Decoder(BaseLayer):
         batch: dict[str, Any] = dict(input_batch)
         states: dict[str, Any] = dict(cached_states)
         ids, time_step = batch["input_ids"], states["time_step"]
-        positions = time_step[:, None] + jnp.arange(ids.shape[1])
+        positions = time_step[:, None] + jnp.arange(ids.shape[1])[None]
         states["emb"], x = self.emb.extend_step(
             cached_states=states["emb"],
             input_batch=_embedding_inputs(batch, positions),

@@ -200,6 +200,6 @@ def _prompt_scores(
     scores = jnp.zeros((batch, length - 1), jnp.float32)
     if given is not None:
         size = min(given.shape[1], length - 1)
-        in_prompt = jnp.arange(size) < time_step[:, None]
+        in_prompt = jnp.arange(size)[None] < time_step[:, None]
         scores = scores.at[:, :size].set(jnp.where(in_prompt, given[:, :size], 0.0))
     return loops.add_decoding_dim(scores, num_decodes)

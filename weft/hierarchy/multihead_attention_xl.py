@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from weft import functional
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import ArgumentValueError, LayerConfigError
+from weft.functional.ranks import to_ndim
 from weft.hierarchy.base_layer import ParameterSpec
 from weft.hierarchy.context import child_context
 from weft.hierarchy.module import Module
@@ -144,11 +145,11 @@ class MultiheadAttentionXL(MultiheadAttention):
             logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
         else:
             # A step of decoding has few queries, each at a position of its own.
-            by_distance = functional.attention_logits(q_proj + v, r_proj[None])
+            by_distance = functional.attention_logits(q_proj + to_ndim(v, 4), r_proj[None])
             at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
-            logits = functional.attention_logits(q_proj + u, k_proj) + jnp.take_along_axis(
-                by_distance, at[:, None], axis=-1, mode="clip"
-            )
+            logits = functional.attention_logits(
+                q_proj + to_ndim(u, 4), k_proj
+            ) + jnp.take_along_axis(by_distance, at[:, None], axis=-1, mode="clip")
         if self.config.scale_position is self.ScalePosition.LOGIT:
             with child_context("scale_logits", module=self.scale_query):
                 return self.scale_query.apply_scale_factor(logits)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from weft.functional.ranks import to_ndim
 from weft.hierarchy.base_layer import NestedParameterSpec, ParameterSpec, TensorSpec
 from weft.trainer.optimizer_base import (
     COUNT_SPEC,
@@ -108,7 +109,7 @@ def ema(
 def _from_accumulator(kept: Tensor, scale: Tensor) -> Tensor:
     if not jnp.issubdtype(kept.dtype, jnp.integer):
         return kept
-    return kept.astype(jnp.float32) * scale
+    return kept.astype(jnp.float32) * to_ndim(scale, kept.ndim)
 
 
 def _to_accumulator(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
@@ -116,7 +117,8 @@ def _to_accumulator(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
         return x.astype(dtype), jnp.zeros((1,), jnp.float32)
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=0 if x.ndim else None) / jnp.iinfo(dtype).max
-    return jnp.round(x / jnp.where(scale > 0, scale, 1)).astype(dtype), scale
+    divisor = to_ndim(jnp.where(scale > 0, scale, 1), x.ndim)
+    return jnp.round(x / divisor).astype(dtype), scale
 
 
 class ParamEmaState(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from weft.errors import ArgumentShapeError, ArgumentValueError
+from weft.functional.ranks import positions
 
 
 def shard(xs: Any) -> Any:
@@ -95,5 +96,6 @@ def onehot(
     >>> onehot(jnp.array([0, 2]), 3, 0.75, 0.25).tolist()
     [[0.75, 0.25, 0.25], [0.25, 0.25, 0.75]]
     """
-    hot = jnp.asarray(labels)[..., None] == jnp.arange(num_classes)
+    labels = jnp.asarray(labels)
+    hot = labels[..., None] == positions(num_classes, labels.ndim + 1)
     return jnp.where(hot, jnp.float32(on_value), jnp.float32(off_value))

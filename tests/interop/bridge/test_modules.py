@@ -22,7 +22,8 @@ class Scale(Module):
     by: float = 1.0
 
     def __call__(self, x):
-        return self.by * x * self.param("scale", normal, x.shape[-1:])
+        scale = self.param("scale", normal, x.shape[-1:])
+        return self.by * x * jnp.broadcast_to(scale, x.shape)
 
 
 class Dense(Module):
@@ -115,7 +116,7 @@ def test_a_module_that_is_called_again_shares_what_it_has():
     variables = Twice().init(KEY, X)
     assert shapes(variables) == {"params": {"Outer_0": {"Scale_0": {"scale": (3,)}}}}
     scale = variables["params"]["Outer_0"]["Scale_0"]["scale"]
-    np.testing.assert_allclose(Twice().apply(variables, X), X * scale**2, rtol=1e-5)
+    np.testing.assert_allclose(Twice().apply(variables, X), X * scale[None] ** 2, rtol=1e-5)
 
 
 def test_fields_and_init_of_ones_own():
@@ -150,7 +151,7 @@ def test_axes_have_names():
             a = self.param("a", with_partitioning(normal, ("x", None)), (3, 2))
             b = self.param("b", nn.with_partitioning(normal, ("y",)), (2,))
             assert b.sharding_names == ("y",)
-            return x @ a + b
+            return x @ a + b[None]
 
     with nnx.use_eager_sharding(False):
         variables = Boxed().init(KEY, X)
@@ -172,7 +173,7 @@ def test_submodules_are_transformed():
 
     variables = Mapped().init(KEY, X)
     scale = variables["params"]["Scale_0"]["scale"]
-    np.testing.assert_allclose(Mapped().apply(variables, X), X * scale**2, rtol=1e-5)
+    np.testing.assert_allclose(Mapped().apply(variables, X), X * scale[None] ** 2, rtol=1e-5)
     grads = jax.grad(lambda v: Mapped().apply(v, X).sum())(variables)
     assert jnp.any(grads["params"]["Scale_0"]["scale"])
     assert shapes(jax.eval_shape(Mapped().init, KEY, X)) == shapes(variables)
@@ -186,7 +187,7 @@ def test_modules_and_arrays_that_are_assigned():
             self.linear = nnx.Linear(3, 2, rngs=rngs)
             self.offset = jnp.zeros(2) if self.is_initializing() else jnp.ones(2)
             self.own = nnx.Param(jnp.zeros(2)) if self.is_initializing() else nnx.Param(jnp.ones(2))
-            return self.linear(x) + self.offset + self.own
+            return self.linear(x) + (self.offset + self.own)[None]
 
     y, variables = Assigns().init_with_output(KEY, X)
     assert set(variables) == {"params", "arrays"}
