@@ -62,7 +62,6 @@ _ALLOWED = (
     "tests/examples/",
     "tests/faults/",
     "tests/launch/",
-    "tests/nnx/",
     "tests/trainer/test_step_traces.py",
     "tests/trainer/test_storage_builders.py",
     "tests/trainer/test_summary.py",
