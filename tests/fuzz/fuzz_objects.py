@@ -23,6 +23,14 @@ from tests.nnx.transforms.looks import is_like_plain, look, same, work
 from weft import nnx
 from weft.errors import TraceContextError
 
+
+@dataclasses.dataclass
+class Equal:
+    """Compared by what it holds, and has no hash."""
+
+    k: int
+
+
 NAMES = ("x", "y", "a", "b", "layers", "heads", "scale")
 VALUES: tuple[Callable[[], Any], ...] = (
     lambda: 1,
@@ -47,6 +55,8 @@ VALUES: tuple[Callable[[], Any], ...] = (
     lambda: [Layer(2.0)],
     lambda: {"k": Layer(3.0)},
     lambda: (Layer(4.0), 1),
+    lambda: bytearray(b"ab"),
+    lambda: Equal(1),
 )
 KINDS = (nnx.Param, nnx.BatchStat, nnx.Cache)
 COPIES = (copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m)))
@@ -191,9 +201,9 @@ def do_inside(w: World, s: Step) -> None:
     for _, value in part._items():
         if isinstance(value, Config):
             value.scale = float(s.value)
-        elif isinstance(value, types.SimpleNamespace):
+        elif isinstance(value, types.SimpleNamespace | Equal):
             value.k = s.value
-        elif isinstance(value, collections.deque):
+        elif isinstance(value, collections.deque | bytearray):
             value.append(s.value)
         elif isinstance(value, np.ndarray) and value.ndim:
             value[...] = s.value

@@ -81,7 +81,7 @@ def _described(x, values, seen):
     if isinstance(x, int | float | jax.Array | np.ndarray) and not isinstance(x, bool):
         values.append(x)
         return jnp.shape(x), str(jnp.result_type(x))
-    if x is None or isinstance(x, str | bool):
+    if x is None or isinstance(x, str | bool | bytearray):
         return repr(x)
     if isinstance(x, type):
         return x.__name__
