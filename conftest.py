@@ -59,7 +59,6 @@ def pytest_collection():
 # Formulas of these tests and examples may still add axes silently: not all were run without that.
 _ALLOWED = (
     "tests/cli/",
-    "tests/examples/",
     "tests/faults/",
     "tests/launch/",
     "tests/trainer/test_step_traces.py",
