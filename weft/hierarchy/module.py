@@ -311,9 +311,12 @@ class Module(Configurable):
                 "give the child another name."
             )
         wrong = f"the child {name!r} of {self.path()} was given {child_config!r}; "
+        config = _child_config(child_config)
         try:
-            child = _child_config(child_config).clone(name=name).instantiate(parent=self, **kwargs)
+            child = config.clone(name=name).instantiate(parent=self, **kwargs)
         except UnknownLayerError as error:
+            if config is child_config:  # it names its own path
+                raise
             raise ChildConfigError(
                 f"{wrong}expected the config of a Module, such as `Linear.default_config()`, or of "
                 "a function with parameters `name` and `parent` that makes a Module, or a layer of "
