@@ -9,6 +9,7 @@ and arrays in the order in which they were met.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -18,9 +19,19 @@ import jax
 import numpy as np
 
 from weft.errors import GraphStructureError
+from weft.lifting.functions import Same
 from weft.nnx.filters import Path, to_predicate
 from weft.nnx.pytree import Pytree
-from weft.nnx.structure import PLAIN, UNCHANGING, Fixed, fixed, of_plain
+from weft.nnx.structure import (
+    IMMUTABLE,
+    PLAIN,
+    UNCHANGING,
+    Fixed,
+    cannot_change,
+    changing_parts,
+    fixed,
+    of_plain,
+)
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
 
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
@@ -200,7 +211,7 @@ class _Walk:
             self._leaf(x, path, None)
             metadata = NO_METADATA
             if x._metadata:
-                self.is_sure &= all(map(_cannot_change, x._metadata.values()))
+                self.is_sure &= all(map(cannot_change, x._metadata.values()))
                 metadata = metadata_key(x) if self.with_metadata else NO_METADATA
             return VariableDef(type(x), index, metadata)
         if isinstance(x, Pytree):
@@ -230,7 +241,7 @@ class _Walk:
             if is_data and x is not None:
                 self._leaf(x, path, owner)
                 return _LEAF
-            self.is_sure = self.is_sure and _cannot_change(x)
+            self.is_sure = self.is_sure and cannot_change(x)
             return fixed(x)
         self.is_sure &= isinstance(x, tuple)
         children, tree = below
@@ -241,7 +252,7 @@ class _Walk:
 
     def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
         if not x._watch.marks[name]:
-            self.is_sure &= _cannot_change(value)
+            self.is_sure &= cannot_change(value)
             return fixed(value)
         return self.describe(value, path, (x, name), is_data=True)
 
@@ -277,15 +288,6 @@ def is_array(x: Any) -> bool:
 
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _CONTAINERS = (list, tuple, dict)
-# Some classes of JAX do not show that they have a hash by value.
-_OF_JAX = (
-    jax.sharding.PartitionSpec,
-    jax.sharding.Mesh,
-    jax.sharding.AbstractMesh,
-    jax.sharding.Sharding,
-    jax.Device,
-)
-_IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_OF_JAX)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
@@ -298,21 +300,6 @@ def _check_no_objects(x: Any, path: Path) -> None:
                 f"{type(item).__name__}, and is no pytree for JAX; use nnx.List or nnx.Dict, or "
                 "register the class with jax.tree_util."
             )
-
-
-def _cannot_change(x: Any) -> bool:
-    """Whether a static value keeps its value: what has a hash by value does, and functions."""
-    if isinstance(x, tuple | frozenset):
-        return all(map(_cannot_change, x))
-    if x is None or x is ... or isinstance(x, _IMMUTABLE) or callable(x):
-        return True
-    if type(x).__hash__ in (None, object.__hash__):
-        return False
-    try:
-        hash(x)
-    except TypeError:  # something in it has none
-        return False
-    return True
 
 
 def children(x: Any) -> list[tuple[Hashable, Any]]:
@@ -346,7 +333,7 @@ def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
 
 def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
     """The items of a container that JAX knows, by key, and its structure; None for a value."""
-    if x is None or isinstance(x, _IMMUTABLE) or type(x) in _FUNCTIONS:
+    if x is None or isinstance(x, IMMUTABLE) or type(x) in _FUNCTIONS:
         return None
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     if jax.tree_util.treedef_is_leaf(tree) and (not items or items[0][1] is x):
@@ -414,7 +401,7 @@ def _are_alike(
             is_alike = False
         elif kind is VariableDef:
             found.append(x)
-            is_alike = not x._metadata or all(map(_cannot_change, x._metadata.values()))
+            is_alike = not x._metadata or all(map(cannot_change, x._metadata.values()))
         elif part.index is None:
             is_alike = type(x) is tuple and _are_alike([*enumerate(x)], part.attributes, found)
         else:
@@ -429,6 +416,13 @@ def _are_alike(
 def leaf_parts(graphdef: GraphDef) -> list[Any]:
     """What the description has for each of its values."""
     return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | Leaf)]
+
+
+def changing_values(flat: Flat) -> tuple[Same, ...]:
+    """Returns the static values of a graph that can change, each equal to itself alone."""
+    metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))
+    static = (part.value for part in _parts(flat.graphdef.root) if isinstance(part, Fixed))
+    return tuple(changing_parts((*static, *itertools.chain(*metadata))))
 
 
 # Walks without taking apart.

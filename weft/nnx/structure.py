@@ -11,12 +11,15 @@ from __future__ import annotations
 import functools
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from weft.core.tracing import current_trace
-from weft.lifting.functions import by_value, is_of_library
+from weft.lifting.functions import Same, by_value, is_of_library
 from weft.nnx.naming import changed_elsewhere, origin
 
 
@@ -80,6 +83,41 @@ class Watch:
         """Notes a change of structure; after it, or another thread would remember what was."""
         if self.watched:
             EPOCH.end()
+
+
+# Some classes of JAX do not show that they have a hash by value.
+_OF_JAX = (
+    jax.sharding.PartitionSpec,
+    jax.sharding.Mesh,
+    jax.sharding.AbstractMesh,
+    jax.sharding.Sharding,
+    jax.Device,
+)
+IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_OF_JAX)
+
+
+def cannot_change(x: Any) -> bool:
+    """Whether a static value keeps its value: what has a hash by value does, and functions."""
+    if isinstance(x, tuple | frozenset):
+        return all(map(cannot_change, x))
+    if x is None or x is ... or isinstance(x, IMMUTABLE) or callable(x):
+        return True
+    if type(x).__hash__ in (None, object.__hash__):
+        return False
+    try:
+        hash(x)
+    except TypeError:  # something in it has none
+        return False
+    return True
+
+
+def changing_parts(x: Any) -> Iterator[Same]:
+    """Yields the parts of a static value that can change, each equal to itself alone."""
+    if isinstance(x, tuple):
+        for part in x:
+            yield from changing_parts(part)
+    elif not cannot_change(x):
+        yield Same(x)
 
 
 class Fixed:

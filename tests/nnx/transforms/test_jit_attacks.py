@@ -5,9 +5,10 @@ import pickle
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.nnx.transforms.changes import ARRAYS, CHANGES, Layer, Model, WithArrays
+from tests.nnx.transforms.changes import ARRAYS, CHANGES, Config, Layer, Model, WithArrays
 from tests.nnx.transforms.looks import is_like_plain, look, same, work
 from weft import nnx
 
@@ -253,3 +254,28 @@ def test_a_later_argument_that_holds_itself(calls):
     is_like_plain(f, *before)
     is_like_plain(f, *later)
     is_like_plain(f, *before)
+
+
+@pytest.mark.parametrize(
+    "nested", [nnx.jit, lambda f: nnx.jit(nnx.jit(f)), nnx.remat], ids=["jit", "jits", "remat"]
+)
+def test_a_static_value_of_another_object_is_not_met(nested):
+    """Programs are kept by value; the value that one was made for may have changed since."""
+
+    class Scaled(nnx.Module):
+        def __init__(self, w):
+            self.config, self.w = Config(1.0), nnx.Param(jnp.asarray(w))
+
+    def scaled(m):
+        m.kept = m.config
+        return m.config.scale * m.w[...]
+
+    f = nested(scaled)
+    first = Scaled(1.0)
+    assert f(first) == 1
+    first.config.scale = 16.0
+    for w in (1.0, [1.0, 1.0]):  # known values and others
+        second = Scaled(w)
+        np.testing.assert_array_equal(f(second), w)
+        assert second.config.scale == 1 and second.kept is second.config
+    assert f(first) == 16

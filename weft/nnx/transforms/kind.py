@@ -21,6 +21,7 @@ from weft.core.tracing import current_trace
 from weft.errors import BranchObjectsError
 from weft.lifting import CARRY, Kind, Roles
 from weft.lifting.crossing import Parcel, is_parcel
+from weft.lifting.functions import Same
 from weft.lifting.scan import changes_shared
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
 from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
@@ -31,6 +32,7 @@ from weft.nnx.graph import (
     Ref,
     VariableDef,
     Within,
+    changing_values,
     flat_of_variables,
     objects_alike,
     take_apart,
@@ -70,12 +72,16 @@ class _Static(NamedTuple):
         places: for each value, the object among them and the group of it that it is in.
         owners: for a value that is no variable whose attribute it is, by index.
         is_sure: whether all values are variables, and nothing else can change within itself.
+        changing: what is static and can change within itself, compared by identity as well. A
+            program would otherwise serve another object of the same value, and find there what the
+            first one has become since.
     """
 
     graphdef: GraphDef
     places: tuple[tuple[int, int], ...]
     owners: tuple[tuple[int, Hashable] | None, ...]
     is_sure: bool
+    changing: tuple[Same, ...]
 
 
 class _Changed(NamedTuple):
@@ -179,7 +185,8 @@ class ObjectKind(Kind):
         index = {id(x): i for i, x in enumerate(flat.objects)}
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_sure = flat.is_sure and not any(owners)
-        static = _Static(flat.graphdef, places, owners, is_sure)
+        changing = () if flat.is_sure else changing_values(flat)
+        static = _Static(flat.graphdef, places, owners, is_sure, changing)
         if carriers and is_sure and not flat.again and grouping.is_of_structure:
             if len(self._before) >= _MAX_BEFORE:
                 self._before.clear()
