@@ -58,6 +58,7 @@ def pytest_collection():
 
 # Formulas of these tests and examples may still add axes silently: not all were run without that.
 _ALLOWED = (
+    "tests/examples/",
     "tests/cli/",
     "tests/faults/",
     "tests/launch/",

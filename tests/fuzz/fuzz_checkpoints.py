@@ -5,12 +5,14 @@ no older one than the newest that is whole; what was passed over is named. Other
 raised. After a new save the new step is restored, whatever lies beside it.
 """
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,8 +145,20 @@ def whole() -> tuple[tempfile.TemporaryDirectory, Path]:
     return kept, directory
 
 
+@contextlib.contextmanager
+def silenced() -> Iterator[None]:
+    """Keeps what is logged about damage from the terminal."""
+    logger = logging.getLogger("weft")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+@silenced()
 def check(case: Case) -> None:
-    logging.getLogger("weft").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory(prefix="weft-fuzz-") as scratch:
         directory = Path(scratch) / "checkpoints"
         shutil.copytree(whole()[1], directory)

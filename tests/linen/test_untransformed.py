@@ -47,9 +47,12 @@ MAKERS = {
         Compact,
         lambda module, x: (
             x
-            * module.variable(
-                "state", "v", lambda: jax.random.normal(module.make_rng(), (2,))
-            ).value
+            * jnp.broadcast_to(
+                module.variable(
+                    "state", "v", lambda: jax.random.normal(module.make_rng(), (2,))
+                ).value,
+                x.shape,
+            )
         ),
     ),
 }

@@ -106,10 +106,9 @@ class SharedChanges(Exception):
         text: of the error, where they cannot be carried.
     """
 
-    def __init__(self, transformation: str, paths: Sequence[Path]):
-        self.paths = frozenset(path[2:] for path in paths)
-        self.text = changes_shared(transformation, place_of(paths[0]))
-        super().__init__(self.text)
+    def __init__(self, text: str, paths: Sequence[Path]):
+        super().__init__(text, paths)
+        self.text, self.paths = text, frozenset(path[2:] for path in paths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +243,8 @@ class ObjectKind(Kind):
                         if self.is_loop and not self.structure and filters[i][g][1] is None:
                             shared.append(static.graphdef.paths[n])
             if shared:
-                raise SharedChanges(self.transformation, shared)
+                text = changes_shared(self.transformation, place_of(shared[0]))
+                raise SharedChanges(text, shared)
             if not new:
                 note_values(list(range(len(inner.values))), static.graphdef.paths)
                 return None, groups, new_groups
