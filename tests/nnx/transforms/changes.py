@@ -182,6 +182,8 @@ ARRAYS = {
     "another array": lambda m: setattr(m, "buffer", jnp.zeros(2)),
     "an array of another shape": lambda m: setattr(m, "buffer", jnp.zeros((2, 2))),
     "a number for an array": lambda m: setattr(m, "buffer", 2.0),
+    "a bool for an array": lambda m: setattr(m, "buffer", False),
+    "a bool for a variable": lambda m: setattr(m, "w", True),
     "numpy of another dtype": lambda m: setattr(m, "numpy", np.ones(3, np.int32)),
     "a field of a config": lambda m: setattr(m.config, "scale", 2.0),
     "a list in a config": lambda m: m.config.names.append("b"),

@@ -78,10 +78,11 @@ def _described(x, values, seen):
         # Equal sets, as one and its copy, may be gone through in different orders.
         items = sorted(x, key=repr) if isinstance(x, set) else x
         return type(x).__name__, [_described(v, values, seen) for v in items]
-    if isinstance(x, int | float | jax.Array | np.ndarray) and not isinstance(x, bool):
+    if isinstance(x, int | float | jax.Array | np.ndarray):
+        # Also a bool: in place of an array it is data, and a trace sees an array there.
         values.append(x)
         return jnp.shape(x), str(jnp.result_type(x))
-    if x is None or isinstance(x, str | bool | bytearray):
+    if x is None or isinstance(x, str | bytearray):
         return repr(x)
     if isinstance(x, type):
         return x.__name__
