@@ -8,21 +8,8 @@ import pytest
 
 from tests.fuzz import harness
 
-# Findings that are not mended yet; issue 16 stays open for them.
-OPEN = {
-    "programs": "keys after a fori_loop in init",
-}
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(reason=f"#16: {OPEN[name]}", strict=False))
-        if name in OPEN
-        else name
-        for name in harness.names()
-    ],
-)
+@pytest.mark.parametrize("name", harness.names())
 def test_a_short_run_finds_nothing(name):
     fuzzer = harness.fuzzer(name)
     checked, finding = harness.search(fuzzer, fuzzer.SHORT)

@@ -249,7 +249,8 @@ def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
         inside.counts = {**before, **begin}
         x = block(of.body, inside, path, x + 0.1 * k if is_scan else x, k)
         ys.append(x)
-        after = {at: max(n, after.get(at, 0)) for at, n in inside.counts.items()}
+        # Only the iteration that makes a variable draws the key for it.
+        after |= {at: max(n, after.get(at, 0)) for at, n in inside.counts.items()}
         slices[k] = inside
         take_over(state, inside, path, roles)
     if not of.size:

@@ -9,6 +9,7 @@ from tests.fuzz.programs.ir import Block, Draw, Level, Program, Role, Use
 
 COUNT = Use("st", "c", write="count")
 PARAM = Use("params", "c")
+KEYED = Use("params", "k", first="key")
 
 
 def roles(st: Role, params: Role = None) -> tuple[tuple[str, Role], ...]:
@@ -59,6 +60,10 @@ EXAMPLES = {
     "scans, a while and a fori that carry what is made": (
         scan("carry", loop("while", loop("fori", scan("carry", COUNT, Draw(), scope="b")))),
     ),
+    # What followed a loop had the key with which its body had made a parameter.
+    "a parameter made with a key in fori": (loop("fori", KEYED),),
+    "a parameter made with a key in while": (loop("while", KEYED),),
+    "a parameter made with a key in while in fori": (loop("fori", loop("while", KEYED)),),
 }
 
 
