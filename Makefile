@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help train test fuzz soak lint bench docs
+.PHONY: help train test fuzz soak lint house bench docs
 .NOTPARALLEL:
 
 help: ## this list
@@ -29,6 +29,9 @@ lint: .venv/.has-dev ## check format, style, types, layers and line ends
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache --no-logo
 	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
+
+house: .venv/.has-dev ## measure the code base: call depth, imports, types, sizes
+	@$(BIN)/python -m tests.house
 
 bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY="name ..." for some questions
 	@$(BIN)/python -m benchmarks $(ONLY)
