@@ -56,39 +56,6 @@ def pytest_collection():
     return result
 
 
-# Formulas of these tests and examples may still add axes silently: not all were run without that.
-_ALLOWED = (
-    "tests/examples/",
-    "tests/cli/",
-    "tests/faults/",
-    "tests/launch/",
-    "tests/trainer/test_step_traces.py",
-    "tests/trainer/test_storage_builders.py",
-    "tests/trainer/test_summary.py",
-    "tests/trainer/test_summary_values.py",
-    "tests/trainer/test_summary_writer.py",
-    "tests/trainer/test_svg_chart.py",
-    "tests/trainer/test_throughput.py",
-    "tests/trainer/test_train_dtype.py",
-    "tests/trainer/test_train_step.py",
-    "tests/trainer/test_trainer.py",
-    "tests/trainer/test_trainer_config_modifier.py",
-    "tests/trainer/test_trainer_features.py",
-    "tests/trainer/test_training_batches.py",
-    "tests/trainer/test_update_transformation.py",
-    "tests/trainer/test_variable_stats.py",
-    "tests/trainer/test_wandb_writer.py",
-    "tests/trainer/test_watchdog.py",
-    "tests/trainer/test_writing_processes.py",
-    "weft/",
-)
-
-
-def pytest_itemcollected(item):
-    if item.nodeid.startswith(_ALLOWED):
-        item.add_marker(pytest.mark.rank_promotion("allow"))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Lets the tests marked `rank_promotion("allow")` add axes silently, in their processes too.

@@ -60,7 +60,7 @@ class Decoder(nnx.Module):
         def through_block(x, block):
             return block(x)
 
-        x = self.letters(letters) + self.positions(positions)
+        x = self.letters(letters) + self.positions(positions)[None]
         return self.out(self.norm(through_block(x, self.blocks)))
 
 

@@ -25,8 +25,6 @@ def named(pages):
     )
 
 
-# These are programs of users, who may let JAX add axes.
-@pytest.mark.rank_promotion("allow")
 @named([page for page in PAGES if programs(page)])
 def test_a_page_prints_what_it_says(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT if page.name in NAMED else tmp_path)

@@ -84,7 +84,7 @@ class Fitted(BaseModel):
         return state
 
     def forward(self, input_batch):
-        x = self.rooted(input_batch["x"]) * self.state["scale"]
+        x = self.rooted(input_batch["x"]) * self.state["scale"][None]
         if self.config.slow == "evaluating" and not self.is_training:
             x += slowly(x, jnp.ones((4, 4)), 1500)
         return jnp.mean((x - 1.0) ** 2), {}

@@ -50,7 +50,7 @@ def generalized_iou(
         eps: added to areas that are divided by.
 
     >>> box, other = jnp.array([0.0, 0.0, 1.0, 1.0]), jnp.array([2.0, 0.0, 3.0, 1.0])
-    >>> generalized_iou(box, jnp.stack([box, other])).round(3).tolist()
+    >>> generalized_iou(box[None], jnp.stack([box, other])).round(3).tolist()
     [1.0, -0.33...]
     """
     a, b = predictions.astype(jnp.float32), targets.astype(jnp.float32)

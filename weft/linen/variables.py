@@ -92,7 +92,7 @@ class ModuleVariables:
             >>> class Bias(nn.Module):
             ...     @nn.compact
             ...     def __call__(self, x):
-            ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])
+            ...         return x + self.param("bias", nn.initializers.ones, x.shape[-1:])[None]
             >>> Bias().init(jax.random.key(0), jax.numpy.zeros((4, 2)))
             {'params': {'bias': Array([1., 1.], dtype=float32)}}
         """

@@ -126,7 +126,7 @@ def tabulate(
         ...     def __init__(self):
         ...         self.factor = nnx.Param(jnp.ones(3))
         ...     def __call__(self, x):
-        ...         return x * self.factor
+        ...         return x * self.factor[None]
         >>> table = tabulate(Scale(), jnp.ones((2, 3)), console_kwargs={"width": 80})
         >>> "factor: float32[3]" in table
         True
