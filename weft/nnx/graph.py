@@ -30,6 +30,7 @@ from weft.nnx.structure import (
     cannot_change,
     changing_parts,
     fixed,
+    is_hashable,
     of_plain,
 )
 from weft.nnx.variables import NO_METADATA, Variable, metadata_key
@@ -423,6 +424,33 @@ def changing_values(flat: Flat) -> tuple[Same, ...]:
     metadata = (x._metadata.values() for x in flat.leaves if isinstance(x, Variable))
     static = (part.value for part in _parts(flat.graphdef.root) if isinstance(part, Fixed))
     return tuple(changing_parts((*static, *itertools.chain(*metadata))))
+
+
+def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
+    """Returns the static values of a description that have no hash, so that they can change.
+
+    Args:
+        graphdef: the description.
+        is_unchanged: leaves out those that have changed since they were described.
+    """
+    parts = (part for part in _parts(graphdef.root) if isinstance(part, Fixed))
+    of = [part for part in parts if not is_hashable(part.value)]
+    return [part.value for part in of if not is_unchanged or Fixed(part.value) == part]
+
+
+def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
+    """An equal description with other `unhashable_values`, each of which is equal to the old."""
+    rest = iter(values)
+
+    def replaced(part: Any) -> Any:
+        if isinstance(part, Fixed):
+            return part if is_hashable(part.value) else part.having(next(rest))
+        if isinstance(part, NodeDef):
+            attributes = tuple([(name, replaced(below)) for name, below in part.attributes])
+            return part._replace(attributes=attributes)
+        return part
+
+    return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
 
 
 # Walks without taking apart.

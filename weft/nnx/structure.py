@@ -9,9 +9,11 @@ it remembers; where they differ, it looks again, once.
 from __future__ import annotations
 
 import functools
+import io
+import pickle
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -120,6 +122,67 @@ def changing_parts(x: Any) -> Iterator[Same]:
         yield Same(x)
 
 
+def is_hashable(x: Any) -> bool:
+    """Whether a value has a hash."""
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+class Copies:
+    """Static values as they are now, of which each caller of a compiled function gets its own.
+
+    What has a hash is not copied: it counts as immutable, and may be compared by identity. What
+    Python can neither hash nor pickle counts as immutable as well. All copies are equal.
+
+    Args:
+        values: what to copy, together, so that what they share is shared by the copies.
+        kept: objects that are not copied wherever they are.
+    """
+
+    def __init__(self, values: Sequence[Any], kept: Iterable[Any] = ()):
+        self._uncopied: dict[int, Any] = {id(x): x for x in kept}
+        for value in values:
+            try:
+                self._written(value)
+            except Exception:  # whatever a class raises that cannot be pickled
+                self._uncopied[id(value)] = value
+        self._of_all = self._written(list(values))
+
+    def _written(self, x: Any) -> bytes:
+        uncopied = self._uncopied
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, x: Any) -> int | None:
+                if id(x) not in uncopied:
+                    if not is_hashable(x) and not isinstance(x, jax.Array):
+                        return None
+                    uncopied[id(x)] = x
+                return id(x)
+
+        file = io.BytesIO()
+        Pickler(file, protocol=4).dump(x)
+        return file.getvalue()
+
+    def made(self) -> list[Any]:
+        """Returns new copies of the values."""
+        uncopied = self._uncopied
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, pid: int) -> Any:
+                return uncopied[pid]
+
+        return Unpickler(io.BytesIO(self._of_all)).load()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Copies)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Fixed:
     """What of an object is static, compared by value.
 
@@ -133,6 +196,12 @@ class Fixed:
         self.value = value
         self._key = by_value(value)
         self._hash = hash(self._key)
+
+    def having(self, value: Any) -> Fixed:
+        """This one with an equal value."""
+        made = object.__new__(Fixed)
+        made.value, made._key, made._hash = value, self._key, self._hash
+        return made
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -36,13 +36,16 @@ from weft.nnx.graph import (
     flat_of_variables,
     objects_alike,
     take_apart,
+    unhashable_values,
     with_item,
+    with_static_values,
 )
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.rngs import RngCount
 from weft.nnx.spmd import add_axis, remove_axis
 from weft.nnx.state import from_flat_state
+from weft.nnx.structure import Copies, changing_parts, is_hashable
 from weft.nnx.transforms.calls import (
     argument_at,
     captured_output,
@@ -91,11 +94,14 @@ class _Changed(NamedTuple):
         graphdef: of the pair of the objects that went in and of the results.
         origins: for each object in it the index of the one that went in, None for a new one.
         keys: for each value in it the number of the one that went in, or a number after those.
+        copies: of its `unhashable_values`, for each caller, without those that went in. None where
+            nothing static can change, also in metadata.
     """
 
     graphdef: GraphDef
     origins: tuple[int | None, ...]
     keys: tuple[int, ...]
+    copies: Copies | None
 
 
 class SharedChanges(Exception):
@@ -276,7 +282,8 @@ class ObjectKind(Kind):
         origins = tuple(origin.get(id(x)) for x in flat.objects)
         if self.is_loop and self.structure:
             _check_loop(static, flat, origins, grouping.is_own)
-        return _Changed(flat.graphdef, origins, tuple(keys)), groups, new_groups
+        copies = None if flat.is_sure else _copies(flat.graphdef, static.graphdef)
+        return _Changed(flat.graphdef, origins, tuple(keys), copies), groups, new_groups
 
     def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
         """Whether a change is left behind: of a count of keys that all iterations share."""
@@ -318,6 +325,10 @@ class ObjectKind(Kind):
         new_groups: Sequence[Groups],
     ) -> list[Any]:
         found = dict(_entries(groups))
+        if static is not None:
+            found.update(_entries(new_groups))
+        if static is None or static.copies is not None:
+            _give_own_metadata(found, outer)
         kept = [
             (outer.leaves[n], outer.owners[n], found[n]) for n in found if n < len(outer.leaves)
         ]
@@ -329,10 +340,12 @@ class ObjectKind(Kind):
         new: Sequence[Any] = ()
         changes: Sequence[Change] = ()
         if static is not None:
-            found.update(_entries(new_groups))
             leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
             existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
-            (_, new), _, changes = plan_together(static.graphdef, leaves, existing=existing)
+            graphdef = static.graphdef
+            if static.copies is not None:
+                graphdef = with_static_values(graphdef, static.copies.made())
+            (_, new), _, changes = plan_together(graphdef, leaves, existing=existing)
             check_changes(changes)
         # From here on nothing is refused, so that all that has changed is written or nothing is.
         for leaf, owner, value in kept:
@@ -487,10 +500,43 @@ def _are_same(xs: list[Any], ys: list[Any]) -> bool:
 def _is_same(flat: Flat, inner: _Inner, static: _Static) -> bool:
     """Whether the graph is as it was, with the same objects at the same places."""
     return (
-        len(flat.objects) == len(inner.objects)
-        and all(a is b for a, b in zip(flat.objects, inner.objects, strict=True))
+        _are_same(flat.objects, inner.objects)
         and flat.graphdef == static.graphdef
+        and (not static.changing or _shares_the_same(flat.graphdef, static.graphdef))
     )
+
+
+def _shares_the_same(now: GraphDef, before: GraphDef) -> bool:
+    """Whether no static value that can change is at the place of another one that went in.
+
+    A new one may be equal to the one in whose place it is; then that one stays outside.
+    """
+    old, new = ([*changing_parts((*unhashable_values(of),))] for of in (before, now))
+    went_in = set(old)
+    return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
+
+
+def _copies(now: GraphDef, before: GraphDef) -> Copies:
+    """Copies of the static values that a function has made or changed."""
+    unchanged = changing_parts((*unhashable_values(before, is_unchanged=True),))
+    return Copies(unhashable_values(now), [same.value for same in unchanged])
+
+
+def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
+    """Has the caller's variables hold metadata of their own, where it can change."""
+    at = [
+        (n, name, value)
+        for n, x in found.items()
+        if isinstance(x, Variable)
+        for name, value in x._metadata.items()
+        if not is_hashable(value)
+    ]
+    if not at:
+        return
+    there = (x._metadata.values() for x in outer.leaves if isinstance(x, Variable))
+    made = Copies([value for _, _, value in at], itertools.chain(*there)).made()
+    for (n, name, _), value in zip(at, made, strict=True):
+        found[n] = found[n].copy(_copy_ref=False, **{name: value})
 
 
 def _is_changed(leaf: Any, inner: _Inner, n: int) -> bool:
