@@ -146,7 +146,7 @@ def test_a_loop_whose_draws_are_known_gives_numbers_at_once():
 def test_the_number_of_a_key_is_not_known_before_its_loop_ends():
     inside = Counts(for_loop(FrozenCounts()))
     stream = Stream(KEY).at("a", inside.draw(ROOT))
-    message = "is drawn in jax.ensure_compile_time_eval.. in the body of a scan.*draw it outside"
+    message = "is drawn in jax.ensure_compile_time_eval.. in the body of a loop.*draw it outside"
     with pytest.raises(InvalidRngError, match=message):
         stream.as_key()
     assert repr(stream.suffix) == "('a', 1+)"

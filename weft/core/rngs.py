@@ -15,8 +15,8 @@ A body that makes state which a scan carries or shares is run once more before t
 That run draws m keys of a stream in a scope, each run that finds the state draws n. State that is
 carried is made with the keys of the first iteration, which are m + 1 to 2m as for a body whose
 every iteration makes it; state that is shared with the keys 1 to m of the run before, as Flax does.
-All iterations draw the keys m + 1 to m + n. The count after the loop is at least the number of the
-last key with which state was made, so that no later key equals it.
+All iterations draw the keys m + 1 to m + n. Where n is less than m, keys were drawn to make state,
+and the iterations draw those that follow the last of them, so that no later key equals it.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ class Later:
         for loop, key in self.loops:
             if loop.draws is None:
                 raise InvalidRngError(
-                    "a PRNG key is drawn in jax.ensure_compile_time_eval() in the body of a scan, "
+                    "a PRNG key is drawn in jax.ensure_compile_time_eval() in the body of a loop, "
                     "whose keys are known only after it was traced; draw it outside of that."
                 )
             skipped += loop.draws.get(key, 0)
@@ -158,16 +158,17 @@ class FrozenCounts:
         table: see `Counts`.
         loops: those around, each with the path from its scope to this one.
         begins: whether a loop begins here.
-        draws: what one run of that loop's body draws, where it is known already.
-        least: what the counts are at least after the transformation, since its state was made with
-            keys up to these numbers.
+        making: how many keys, from those in the table on, the run has drawn that made the state
+            which a loop finds here.
+        draws: what that loop skips, where it is known already; of a loop that has ended, what it
+            has skipped.
     """
 
     table: frozenset[tuple[Key, int]] = frozenset()
     loops: tuple[tuple[Loop, Path], ...] = ()
     begins: bool = False
+    making: frozenset[tuple[Key, int]] = frozenset()
     draws: frozenset[tuple[Key, int]] | None = None
-    least: frozenset[tuple[Key, int]] = frozenset()
 
 
 class Counts:
@@ -177,7 +178,7 @@ class Counts:
         self._begun = frozen = frozen or FrozenCounts()
         self._table = dict(frozen.table)
         self._loops = frozen.loops
-        if frozen.begins:
+        if frozen.begins or frozen.making:
             loop = Loop(None if frozen.draws is None else dict(frozen.draws))
             self._loops = (*frozen.loops, (loop, ()))
 
@@ -211,19 +212,26 @@ class Counts:
             made: where the body has made state that the loop carries or shares. Then this was a run
                 before the loop, and the loop goes on counting where it has ended.
         """
-        if not self._begun.begins:
-            return larger(self.freeze(), FrozenCounts(self._begun.least))
+        if not (self._begun.begins or self._begun.making):
+            return self.freeze()
         before = dict(self._begun.table)
-        draws = {key: count - before.get(key, 0) for key, count in self._table.items()}
-        skipped = draws if made is None else made.skipped(draws)
+        drawn = {key: n for key, count in self._table.items() if (n := count - before.get(key, 0))}
+        if self._begun.making:
+            # The run that made the state has drawn more: it has drawn keys to make it.
+            skipped = {key: m for key, m in self._begun.making if drawn.get(key, 0) < m}
+            making = frozenset()
+        else:
+            skipped = drawn if made is None else made.skipped(drawn)
+            making = frozenset() if made is None else frozenset(skipped.items())
         self._loops[-1][0].draws = skipped
-        runs = 2 if made is None else 1
-        table = frozenset((key, before.get(key, 0) + runs * n) for key, n in draws.items())
-        least = frozenset(
-            (key, before.get(key, 0) + 2 * n)
-            for key, n in (made.carrying(draws) if made is not None else {}).items()
+        # The run that makes the state is the one before the loop; it skips what it draws itself.
+        more = skipped if made is None else {}
+        table = frozenset(
+            (key, before.get(key, 0) + drawn.get(key, 0) + more.get(key, 0))
+            for key in {**before, **drawn, **more}
         )
-        return FrozenCounts(table, self._begun.loops, least=least)
+        draws = frozenset(skipped.items())
+        return FrozenCounts(table, self._begun.loops, making=making, draws=draws)
 
 
 class Made(NamedTuple):
@@ -240,23 +248,14 @@ class Made(NamedTuple):
 
     def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
         """Which of the keys that one run draws the loop skips, before the state is made."""
-        carried, shared = self._scopes(draws)
-        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
-
-    def carrying(self, draws: Mapping[Key, int]) -> dict[Key, int]:
-        """Which of the keys that one run draws are those of scopes whose state is carried."""
-        carried, _ = self._scopes(draws)
-        return {key: n for key, n in draws.items() if key[0] in carried}
-
-    def _scopes(self, draws: Mapping[Key, int]) -> tuple[set[Path | None], ...]:
-        """The scopes with whose keys state was made that is carried, and that is shared."""
         drawing = sorted({path for path, _ in draws}, key=len, reverse=True)
 
         def scope_of(made: Path) -> Path | None:
             """The scope whose keys it was made with: the nearest one that has drawn any."""
             return next((path for path in drawing if made[: len(path)] == path), None)
 
-        return tuple({scope_of(path) for path in paths} for paths in self)
+        carried, shared = ({scope_of(path) for path in paths} for paths in self)
+        return {key: n for key, n in draws.items() if key[0] in carried or key[0] not in shared}
 
 
 def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
@@ -266,11 +265,19 @@ def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenC
         before: those outside.
         after: those outside after the same loop, where they are known already.
     """
-    draws = None
-    if after is not None:
-        known = dict(before.table)
-        draws = frozenset((key, (n - known.get(key, 0)) // 2) for key, n in after.table)
-    return dataclasses.replace(before, begins=True, draws=draws)
+    return dataclasses.replace(before, begins=True, draws=after and after.draws)
+
+
+def after_making(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
+    """The counts with which a loop begins that counts no run before, where one has made its state.
+
+    Args:
+        before: those outside.
+        made: those after the run that has made the state.
+    """
+    known = dict(before.table)
+    making = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
+    return dataclasses.replace(before, making=making)
 
 
 def larger(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:

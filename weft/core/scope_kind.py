@@ -26,7 +26,16 @@ from weft.core.filters import (
     union_filters,
 )
 from weft.core.frozen_dict import FrozenDict
-from weft.core.rngs import Counts, FrozenCounts, Made, Path, Stream, for_loop, larger
+from weft.core.rngs import (
+    Counts,
+    FrozenCounts,
+    Made,
+    Path,
+    Stream,
+    after_making,
+    for_loop,
+    larger,
+)
 from weft.core.scope import Scope
 from weft.core.trunk import Trunk
 from weft.errors import ForkError, ReturnedScopeError, RoleError
@@ -289,17 +298,16 @@ class ScopeKind(Kind):
             for s, counts in zip(static, after or (None,) * len(static), strict=True)
         )
 
-    def follow(self, static, before):
-        def counts(fields: _Root, after: FrozenCounts) -> FrozenCounts:
-            if self.foresees:
-                return after
-            return dataclasses.replace(fields.counts, least=after.table)
+    def follow(self, static, before, after=None):
+        def counts(fields: _Root, made: FrozenCounts, known: FrozenCounts | None) -> FrozenCounts:
+            counts = made if self.foresees else after_making(fields.counts, made)
+            return dataclasses.replace(counts, draws=known and known.draws)
 
         return tuple(
-            dataclasses.replace(s, counts=counts(s, after), settled=True)
+            dataclasses.replace(s, counts=counts(s, made, known), settled=True)
             if isinstance(s, _Root)
             else s
-            for s, after in zip(static, before, strict=True)
+            for s, made, known in zip(static, before, after or (None,) * len(static), strict=True)
         )
 
     def join(self, static, statics):

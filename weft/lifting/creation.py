@@ -140,8 +140,14 @@ def body_with_state(
         kind.union(value, new) if is_group and (new := next(groups)) is not None else value
         for value, is_group in zip(units.values, units.is_group, strict=True)
     ]
+    units = units.having(values)
     followed = kind.follow(static, body.made.static)
-    body = make(followed, units.having(values))
+    is_counted = is_untraced() and followed is not static
+    before, body = body.made.static, make(followed, units)
+    if is_counted:
+        Traced(body.fn, body, *first(body))
+        if body.made is None:
+            body = make(kind.follow(static, before, body.collected.value), units)
 
     def again(*args: Any) -> Any:
         result = body(*args)

@@ -143,12 +143,13 @@ class Kind(Protocol):
         """
         return static
 
-    def follow(self, static: Any, before: Any) -> Any:
+    def follow(self, static: Any, before: Any, after: Any = None) -> Any:
         """The static half for a run that finds the state which another one has made.
 
         Args:
             static: that of the call.
             before: the static half that the other run has collected.
+            after: what this run collects, where that is known before.
         """
         return static
 

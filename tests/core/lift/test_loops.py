@@ -221,7 +221,7 @@ def test_a_key_of_a_loop_that_is_wanted_at_once_is_refused():
         with jax.ensure_compile_time_eval():
             return carry, scope.make_rng("noise")
 
-    with pytest.raises(InvalidRngError, match="in the body of a scan, whose keys are known only"):
+    with pytest.raises(InvalidRngError, match="in the body of a loop, whose keys are known only"):
         apply(scanned(body))({}, 0.0, None, rngs=RNGS)
 
 

@@ -415,7 +415,7 @@ LOOPS += ["scan", "scan that foresees nothing", "scan that carries params"]
 @functools.cache
 def drawn():
     """Numbers made with the first keys of the root scope."""
-    return [jax.random.uniform(Stream(KEY).at(n).as_key()).item() for n in range(1, 16)]
+    return [jax.random.uniform(Stream(KEY).at(n).as_key()).item() for n in range(1, 40)]
 
 
 @pytest.mark.parametrize("run", [init, apply])
@@ -447,3 +447,48 @@ def test_what_follows_a_loop_has_other_keys_than_what_the_loop_makes(loops, made
         of_loop = [x for of in variables.values() for name, x in of.items() if name in "ab"]
         number = max(own.index(x.item()) + 1 for x in of_loop)
     assert [own.index(x.item()) + 1 for x in last] == [number + 1, number + 2, number + 3]
+
+
+@pytest.mark.parametrize("order", ["mk", "km", "kmk", "mkm", "mkkk"])
+@pytest.mark.parametrize("loops", [*([loop] for loop in LOOPS), LOOPS[:2], LOOPS[2::3]], ids=str)
+def test_no_two_draws_have_the_same_key_where_a_loop_makes_state(loops, order):
+    """In the body m makes a parameter with a key, k draws one by itself."""
+
+    def looped(scope):
+        for i, what in enumerate(order):
+            if what == "m":
+                as_param(scope, f"m{i}")
+            else:
+                scope.put_variable("state", f"k{i}", as_key(scope, ""))
+        return 0.0
+
+    for loop in loops:
+        looped = around(loop)(looped)
+
+    def program(scope):
+        looped(scope)
+        return as_key(scope, "")
+
+    last, variables = init(program)({"params": KEY})
+    of_loop = [x.item() for of in variables.values() for x in of.values()]
+    numbers = [drawn().index(x) + 1 for x in of_loop]
+    assert len(set(numbers)) == len(order)
+    assert drawn().index(last.item()) + 1 == max(numbers) + 1
+
+
+@pytest.mark.parametrize("loop", ["while", "scan", "scan that carries params"])
+def test_a_loop_that_makes_state_draws_the_same_keys_without_jit(loop):
+    def body(scope):
+        as_param(scope, "made")
+        scope.put_variable("state", "drawn", as_key(scope, ""))
+        return 0.0
+
+    def program(scope):
+        around(loop)(body)(scope)
+        return as_key(scope, "")
+
+    keys = {"params": jax.random.key(0)}
+    right = init(program)(keys)
+    with jax.disable_jit():
+        found = init(program)(keys)
+    assert jax.tree.map(float, found) == jax.tree.map(float, right)

@@ -118,7 +118,7 @@ def blocks(draw, place: Place):
         if kind == "use":
             statements.append(draw(uses(place)))
         elif kind == "draw":
-            statements.append(Draw(draw(st.just("noise"))))
+            statements.append(Draw(draw(st.sampled_from(STREAMS[::-1]))))
         elif deep < 2:
             here = place if not deep else dataclasses.replace(place, depth=min(place.depth, 1))
             statements.append(draw(levels(here, deep)))

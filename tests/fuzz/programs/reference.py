@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tests.fuzz.programs.ir import STREAMS, Block, Draw, Level, Program, Use
+from tests.fuzz.programs.ir import STREAMS, Block, Draw, Level, Program, Role, Use
 
 Path = tuple[str, ...]
+Counts = dict[tuple[Path, str], int]
 UNKNOWN = float("nan")
 
 
@@ -57,7 +58,7 @@ class State:
     def __init__(self, variables: Variables, streams: dict[str, Stream]):
         self.variables = dict(variables)
         self.streams = dict(streams)
-        self.counts: dict[tuple[Path, str], int] = {}
+        self.counts: Counts = {}
         self.wrt: tuple[str, ...] = ()
 
     def copy(self) -> "State":
@@ -229,36 +230,70 @@ def loop(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
     """A scan, or a loop by `while`, whose variables are all carried or shared."""
     roles = dict(of.roles)
     is_scan = of.kind == "scan"
-    drawn: dict[Any, int] = {}
-    if is_scan or of.size == 0:
-        last = of.size - 1 if of.reverse and of.size else 0
-        first = iteration(of, state.copy(), path, roles, last)
-        block(of.body, first, path, x + 0.1 * last, last)
-        drawn = {at: n - state.counts.get(at, 0) for at, n in first.counts.items()}
-        if is_scan and of.size:
-            # What all share is made by a run before the loop.
-            for at, entry in first.variables.items():
-                if is_inside(at, path) and roles.get(at[0]) is None and at not in state.variables:
-                    state.variables[at] = entry
     before = dict(state.counts)
-    begin = {at: before.get(at, 0) + n for at, n in drawn.items()} if is_scan else before
-    ys, slices, after = [], {}, dict(before)
+    number = of.size - 1 if of.reverse and of.size else 0
+
+    def first(skipped: Counts) -> tuple[State, Counts]:
+        """The first iteration, as it finds the variables, and how many keys it draws."""
+        inside = iteration(of, state, path, roles, number)
+        begin = added(before, skipped)
+        inside.counts = dict(begin)
+        block(of.body, inside, path, x + 0.1 * number if is_scan else x, number)
+        return inside, {at: d for at, n in inside.counts.items() if (d := n - begin.get(at, 0))}
+
+    made, drawn = first({})
+    skipped = drawn if is_scan else {}
+    to_make = {
+        at: roles[at[0]]
+        for at in made.variables.keys() - state.variables.keys()
+        if is_inside(at, path) and not isinstance(roles[at[0]], int)
+    }
+    if to_make:
+        before_making = keys_of_first(drawn, to_make) if is_scan else {}
+        if before_making:
+            made, _ = first(before_making)
+        for at in to_make:
+            entry = made.variables[at]
+            state.variables[at] = entry._replace(value=entry.first)
+        # The keys with which variables are made are drawn by that run alone.
+        _, again = first(skipped)
+        of_making = {at: n for at, n in drawn.items() if again.get(at, 0) < n}
+        if is_scan:
+            of_making = {at: n for at, n in of_making.items() if at in before_making}
+        skipped, drawn = added(skipped, of_making), again
+    begin = added(before, skipped)
+    ys, slices = [], {}
     order = range(of.size)
     for k in reversed(order) if of.reverse else order:
         inside = iteration(of, state, path, roles, k)
-        inside.counts = {**before, **begin}
+        inside.counts = dict(begin)
         x = block(of.body, inside, path, x + 0.1 * k if is_scan else x, k)
         ys.append(x)
-        # Only the iteration that makes a variable draws the key for it.
-        after |= {at: max(n, after.get(at, 0)) for at, n in inside.counts.items()}
         slices[k] = inside
         take_over(state, inside, path, roles)
     if not of.size:
-        made_by_none(of, state, first, path, roles)
-        after = {at: begin.get(at, 0) + n for at, n in drawn.items()}
-    state.counts = {**before, **after}
+        made_by_none(of, state, made, path, roles)
+    state.counts = added(begin, drawn)
     stack(of, state, [slices[k] for k in sorted(slices)], path, roles)
     return jnp.sin(x + sum(ys)) if is_scan else x
+
+
+def added(a: Counts, b: Counts) -> Counts:
+    return {at: a.get(at, 0) + b.get(at, 0) for at in {**a, **b}}
+
+
+def keys_of_first(drawn: Counts, to_make: dict[Any, Role]) -> Counts:
+    """How many keys come before those of the first iteration, with which a scan makes variables.
+
+    In scopes where all that is made is shared there are none before.
+    """
+    scopes: dict[Role, set[Path | None]] = {"carry": set(), None: set()}
+    for (_, scope, _), role in to_make.items():
+        above = [scope[:n] for n in range(len(scope), -1, -1)]
+        drawing = [p for p in above if any(p == other for other, _ in drawn)]
+        scopes[role].add(drawing[0] if drawing else None)
+    only_shared = scopes[None] - scopes["carry"]
+    return {at: n for at, n in drawn.items() if at[0] not in only_shared}
 
 
 def vmap(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
@@ -300,8 +335,9 @@ def iteration(of: Level, state: State, path: Path, roles: dict[str, Any], k: int
         key, base = state.streams[name]
         if of.kind == "while":
             inside.streams[name] = Stream(jax.random.fold_in(key, k), base)
-        elif of.size:
-            inside.streams[name] = Stream(jax.random.split(key, of.size)[k], base)
+        else:
+            # A loop of no iterations makes variables nevertheless.
+            inside.streams[name] = Stream(jax.random.split(key, max(of.size, 1))[k], base)
     return inside
 
 
