@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 from tests.linen.transformed import KEY, SPLIT, Codec, Linear, X, everywhere, model, shapes
@@ -294,6 +295,30 @@ def test_remat_with_static_arguments():
     assert len(Model().init(KEY, X, True, 2)["params"]) == 2
     with pytest.raises(TransformArgumentError, match="concrete=True"):
         nn.remat(Linear, concrete=True)().init(KEY, X)
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_checkify_returns_the_error_and_the_result(of_class):
+    class Root(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            count = self.variable("state", "n", lambda: jnp.int32(0))
+            count.value += 1
+            checkify.check(jnp.all(x > 0), "not positive")
+            return jnp.sqrt(Linear()(x) ** 2)
+
+    class OfFunction(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.checkify(lambda root, x: root(x))(Root(), x)
+
+    m = nn.checkify(Root)() if of_class else OfFunction()
+    (error, y), variables = m.init_with_output(KEY, 1 + X**2)
+    assert error.get() is None
+    assert y.shape == (*X.shape[:-1], 3)
+    (error, _), changed = m.apply(variables, -1 - X**2, mutable=["state"])
+    assert "not positive" in error.get()
+    assert jax.tree.leaves(changed) == [2]
 
 
 def test_jit_with_static_and_named_arguments():

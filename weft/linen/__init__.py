@@ -94,6 +94,7 @@ from weft.linen.stochastic import Dropout
 from weft.linen.summary import tabulate
 from weft.linen.transforms import (
     add_metadata_axis,
+    checkify,
     checkpoint,
     fold_rngs,
     jit,
@@ -131,6 +132,7 @@ __all__ = [
     "scan",
     "remat_scan",
     "remat",
+    "checkify",
     "checkpoint",
     "jit",
     "fold_rngs",

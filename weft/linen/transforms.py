@@ -61,6 +61,19 @@ def _remat_scan(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda carriage, carry: loop(carriage, Logged(carry, carriage)).read(carriage)
 
 
+def _checkify(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Logged:
+        return Logged(fn(carriage, *args, **kwargs), carriage)
+
+    lifted = lift.checkify(run, **options)
+
+    def call(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
+        error, result = lifted(carriage, *args, **kwargs)
+        return error, result.read(carriage)
+
+    return call
+
+
 _jit = _with_logged_result(lift.jit)
 _remat = _with_logged_result(lift.remat)
 
@@ -398,6 +411,48 @@ def jit(
         donate_argnums=donate_argnums,
         device=device,
         backend=backend,
+    )
+
+
+def checkify(
+    target: Target,
+    variables: Filter = True,
+    rngs: Filter = True,
+    errors: Any = None,
+    methods: Methods = None,
+) -> Target:
+    """`jax.experimental.checkify.checkify` of a module class or a function of a module.
+
+    Args:
+        target: the class or function.
+        variables: the collections that it sees.
+        rngs: the PRNG streams that it sees.
+        errors: which checks are made; None for `checkify.user_checks`.
+        methods: see `vmap`.
+
+    Returns:
+        The class or function; it returns the error, which may be none, and the result.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.experimental import checkify
+        >>> from weft import linen as nn
+        >>> class Positive(nn.Module):
+        ...     def __call__(self, x):
+        ...         checkify.check(jnp.all(x > 0), "not positive")
+        ...         return x
+        >>> error, _ = nn.checkify(Positive)().apply({}, jnp.array([-1.0]))
+        >>> error.get() is None
+        False
+    """
+    return transformed(
+        "Checkify",
+        _checkify,
+        target,
+        methods,
+        variables=variables,
+        rngs=rngs,
+        errors=errors,
     )
 
 
