@@ -46,7 +46,7 @@ class Writer:
         self.linen = program.way == "linen"
         self.lift = "nn" if self.linen else "lift"
         self.done: list[str] = []
-        self.depth: dict[str, int] = {}
+        self.loops: dict[str, tuple[Level, ...]] = {}
         self.uses = Counter(_names(program.block, ()))
 
     def source(self) -> str:
@@ -77,12 +77,12 @@ class Writer:
         head = COMMON.format(imports=imports).strip()
         return head + "\n\n\n" + "\n\n".join(self.done)
 
-    def depths(self) -> dict[str, int]:
-        """How many loops are around each block, by its name."""
+    def loops_around(self) -> dict[str, tuple[Level, ...]]:
+        """The loops around each block, by its name, the outermost one first."""
         self.source()
-        return self.depth
+        return self.loops
 
-    def block(self, of: Block, path: tuple[str, ...], depth: int = 0) -> str:
+    def block(self, of: Block, path: tuple[str, ...], loops: tuple[Level, ...] = ()) -> str:
         """Writes a block as a function; its name."""
         lines = []
         for n, statement in enumerate(of.statements):
@@ -91,9 +91,9 @@ class Writer:
             elif isinstance(statement, Draw):
                 lines.append(f"x = jnp.sin(x + number(s.make_rng({statement.stream!r})))")
             else:
-                lines += self.level(statement, path, depth)
+                lines += self.level(statement, path, loops)
         name = f"block{sum(d.startswith('def block') for d in self.done)}"
-        self.depth[name] = depth
+        self.loops[name] = loops
         body = [f"NOTES.traces.append({name!r})", *lines, "return x"]
         self.define(name, "s, x, i", body)
         return name
@@ -131,10 +131,11 @@ class Writer:
             lines += [f"v = {change}", f"write(s, {at}, v)"]
         return [*lines, "x = jnp.sin(x + v.sum())"]
 
-    def level(self, of: Level, path: tuple[str, ...], depth: int) -> list[str]:
+    def level(self, of: Level, path: tuple[str, ...], loops: tuple[Level, ...]) -> list[str]:
         inside = (*path, of.scope) if of.scope else path
-        depth += of.kind in ("scan", "fori", "while")
-        blocks = [self.block(b, inside, depth) for b in (of.body, *of.others)]
+        if of.kind in ("scan", "fori", "while"):
+            loops = (*loops, of)
+        blocks = [self.block(b, inside, loops) for b in (of.body, *of.others)]
         return getattr(self, of.kind)(of, *blocks)
 
     def own(self, of: Level) -> str:

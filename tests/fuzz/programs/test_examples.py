@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from tests.fuzz.fuzz_programs import WAYS, check
-from tests.fuzz.programs.ir import Block, Draw, Level, Program, Role, Use
+from tests.fuzz.fuzz_programs import WAYS, check, most_traces
+from tests.fuzz.programs.ir import COLLECTIONS, Block, Draw, Level, Program, Role, Use
 
 COUNT = Use("st", "c", write="count")
 PARAM = Use("params", "c")
@@ -60,6 +60,10 @@ EXAMPLES = {
     "scans, a while and a fori that carry what is made": (
         scan("carry", loop("while", loop("fori", scan("carry", COUNT, Draw(), scope="b")))),
     ),
+    # State with an axis is missing in each trace of the outer loop.
+    "a fori that carries in a scan that has an axis and carries": (
+        scan(0, loop("fori", COUNT, Use("cache", "c")), params=0),
+    ),
     # What followed a loop had the key with which its body had made a parameter.
     "a parameter made with a key in fori": (loop("fori", KEYED),),
     "a parameter made with a key in while": (loop("while", KEYED),),
@@ -71,3 +75,12 @@ EXAMPLES = {
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_it_is_the_python_loop(name, way):
     check(Program(way, Block(EXAMPLES[name]), dropped=("st",)))
+
+
+def test_the_most_traces_of_loops():
+    carrying = (loop("while"),) * 4
+    assert [most_traces(carrying[:d], frozenset()) for d in range(5)] == [1, 2, 3, 4, 5]
+    assert most_traces(carrying, frozenset(COLLECTIONS)) == 1
+    axis_outside = (scan(0), *carrying[:1])
+    assert most_traces(axis_outside, frozenset()) == 4
+    assert most_traces(axis_outside, frozenset({"params", "cache"})) == 2
