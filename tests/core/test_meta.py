@@ -183,8 +183,8 @@ def test_an_axis_is_removed_under_its_name_only():
         meta.remove_axis({"dense": {"kernel": box}}, 0, named("stages"))
     assert str(caught.value) == (
         "the axis metadata of 'dense/kernel': axis 0 of names=('layers', 'data') is called "
-        "'layers', and is to be removed as 'stages'; pass "
-        "metadata_params={'partition_name': 'layers'} to the transformation, or give it the axis "
+        "'layers', and is to be removed as 'stages'; give the transformation the name, "
+        "{'partition_name': 'layers'} as metadata_params (in NNX transform_metadata), or the axis "
         "that was meant."
     )
     assert caught.value.path == "dense/kernel"

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from weft.errors import OutputConflictError
+from weft.errors import AxisSizeError, OutputConflictError
 from weft.hierarchy.context import InvocationContext, current_context, set_current_context
 from weft.hierarchy.context_kind import ContextKind, fork_key
 from weft.hierarchy.transforms import in_context
@@ -12,8 +12,8 @@ KIND = ContextKind()
 
 
 def context(**kwargs):
-    fields = {"state": {"w": np.arange(3.0)}, "is_training": True, "prng_key": None, **kwargs}
-    return InvocationContext(name="c", parent=None, module=None, **fields)
+    fields = {"name": "c", "parent": None, "state": {"w": np.arange(3.0)}, "is_training": True}
+    return InvocationContext(**{**fields, "module": None, "prng_key": None, **kwargs})
 
 
 def test_keys_are_split_off_one_after_the_other():
@@ -78,3 +78,26 @@ def test_the_callers_context_is_not_seen_inside():
     with set_current_context(outer):
         jit(KIND, in_context(lambda: current_context().state.clear()))(outer)
     assert "w" in outer.state
+
+
+def test_errors_name_the_module_and_the_context_by_their_paths():
+    outer = context(state={"w": np.ones((2, 3, 4))})
+    of_state = Roles((("state", 0), (("summaries", "state_updates"), 0)))
+
+    def sizes(x):
+        return x
+
+    def between(x):
+        return vmap(KIND, in_context(sizes), in_axes=(of_state, 0))(current_context(), x)
+
+    with pytest.raises(AxisSizeError, match=r"'state/w' of the module 'c': 3, input 1: 5"):
+        vmap(KIND, in_context(between), in_axes=(of_state, None))(outer, np.ones(5))
+
+    def conflicting(x):
+        inner = context(name="inner", parent=current_context())
+        inner.add_summary("x", x)
+        inner.add_summary("x", x)
+
+    below = context(name="middle", parent=context())
+    with pytest.raises(OutputConflictError, match=r"c\.middle\.inner"):
+        vmap(KIND, in_context(conflicting), in_axes=(of_state, None))(below, 1.0)

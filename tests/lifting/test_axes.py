@@ -14,7 +14,7 @@ class Labelled(BoxKind):
     def __init__(self):
         self.told = []
 
-    def axis(self, sign, group, axis, metadata):
+    def axis(self, static, carrier, sign, group, axis, metadata):
         if group:
             self.told.append((sign, tuple(group), axis, dict(metadata)))
         return group

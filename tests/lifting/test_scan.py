@@ -5,7 +5,7 @@ import pytest
 
 from tests.lifting.counting import BOXES, Box
 from weft.errors import AxisSizeError, CarryStructureError, RoleError
-from weft.lifting import CARRY, DIFF, FORK, Roles, scan
+from weft.lifting import CARRY, DIFF, FORK, Roles, fori_loop, scan, while_loop
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +128,32 @@ def test_the_body_is_traced_once_for_any_length():
 def test_a_carry_keeps_its_structure(body, message):
     with pytest.raises(CarryStructureError, match=message):
         scan(BOXES, body, in_axes=(CARRY, 0), out_axes=(CARRY, 0))(jnp.zeros(2), jnp.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda c: {"a": c["a"], "z": c["b"]},
+        lambda c: [c["a"], c["b"]],
+        lambda c: {"a": c["a"], "b": (c["b"],)},
+    ],
+)
+@pytest.mark.parametrize("way", ["scan", "one_of_two", "while_loop", "fori_loop"])
+def test_a_carry_keeps_its_containers(other, way):
+    """Leaves as many as before, elsewhere: the next iteration would find them at a wrong place."""
+    carry = {"a": jnp.zeros(2), "b": jnp.ones(2)}
+    with pytest.raises(CarryStructureError, match="carry of another structure than it was given"):
+        if way == "scan":
+            scan(BOXES, other, in_axes=CARRY, out_axes=CARRY, length=2)(carry)
+        elif way == "one_of_two":
+            both = lambda c, n: (n + 1, None, other(c))  # noqa: E731
+            roles = {"in_axes": (CARRY, CARRY), "out_axes": (CARRY, None, CARRY)}
+            swapped = lambda n, c: both(c, n)  # noqa: E731
+            scan(BOXES, swapped, **roles, length=2)(0, carry)
+        elif way == "while_loop":
+            while_loop(BOXES, lambda c: c["a"].sum() < 3, other, in_axes=CARRY)(carry)
+        else:
+            fori_loop(BOXES, 0, jnp.int32(3), lambda i, c: other(c), in_axes=CARRY)(carry)
 
 
 def test_shared_state_cannot_be_written():

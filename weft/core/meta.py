@@ -10,9 +10,10 @@ it is told to the box in it, or leave that to the functions here, which tell tho
 """
 
 import abc
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, Self, TypeVar
 
 import jax
@@ -251,18 +252,24 @@ def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
     def at(path: Any, leaf: Any) -> Any:
         if not is_axis_metadata(leaf):
             return leaf
-        where = jax.tree_util.keystr(path, simple=True, separator="/")
-        try:
+        with about(jax.tree_util.keystr(path, simple=True, separator="/")):
             return tell(leaf)
-        except AxisMetadataError as error:
-            error.path = "/".join(part for part in (where, error.path) if part)
-            raise
-        except Exception as error:
-            if where:
-                error.add_note(f"This is about the axis metadata of {where!r}.")
-            raise
 
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
+
+
+@contextlib.contextmanager
+def about(where: str) -> Iterator[None]:
+    """Prepends a path to that of an `AxisMetadataError`; other errors get a note."""
+    try:
+        yield
+    except AxisMetadataError as error:
+        error.path = "/".join(part for part in (where, error.path) if part)
+        raise
+    except Exception as error:
+        if where:
+            error.add_note(f"This is about the axis metadata of {where!r}.")
+        raise
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
@@ -344,8 +351,8 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
             said = f"as {given!r}" if PARTITION_NAME in params else "without a name"
             raise kind(
                 f"axis {index} of names={self.names!r} is called {present!r}, and is to be removed "
-                f"{said}; pass metadata_params={{{PARTITION_NAME!r}: {present!r}}} to the "
-                "transformation, or give it the axis that was meant."
+                f"{said}; give the transformation the name, {{{PARTITION_NAME!r}: {present!r}}} as "
+                "metadata_params (in NNX transform_metadata), or the axis that was meant."
             )
         return self.replace(names=self.names[:position] + self.names[position + 1 :])
 

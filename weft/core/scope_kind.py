@@ -10,6 +10,7 @@ same axes.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -263,12 +264,34 @@ class ScopeKind(Kind):
             streams={name: s.replace(key=fn(s.key)) for name, s in group.streams.items()}
         )
 
-    def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
+    def axis(
+        self,
+        static: tuple[_Root | _Below, ...],
+        carrier: int,
+        sign: int,
+        group: Group,
+        axis: int,
+        metadata: dict[Any, Any],
+    ) -> Group:
         change = meta.add_axis if sign > 0 else meta.remove_axis
-        return group._replace(
-            variables=change(group.variables, axis, metadata),
-            made=change(group.made, axis, metadata),
-        )
+
+        def changed(collections: dict[str, Any]) -> dict[str, Any]:
+            told = {}
+            for col, entries in collections.items():
+                with meta.about("/".join((col, *_path_of(static[carrier])))):
+                    told[col] = change(entries, axis, metadata)
+            return told
+
+        return group._replace(variables=changed(group.variables), made=changed(group.made))
+
+    def place(self, static: tuple[_Root | _Below, ...], carrier: int, path: Any) -> str:
+        part, name, *below = path
+        above = _path_of(static[carrier])
+        if part.name == "streams":
+            return f"the PRNG stream {name.key!r} of the scope {'/' + '/'.join(above)!r}"
+        keys = list(itertools.takewhile(lambda k: isinstance(k, jax.tree_util.DictKey), below))
+        shown = "/".join(map(str, (name.key, *above, *(key.key for key in keys))))
+        return f"{shown!r}{jax.tree_util.keystr(tuple(below[len(keys) :]))}"
 
     def may_create(self, static, where) -> bool:
         of_vars = _as_select(where).variables
@@ -322,6 +345,11 @@ def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
         name: Stream(stream.at(counts.draw(((), name))).as_key())
         for name, stream in streams.items()
     }
+
+
+def _path_of(fields: _Root | _Below) -> Path:
+    """Where a scope is in its tree. The groups of one below another are empty."""
+    return fields.path if isinstance(fields, _Root) else ()
 
 
 def _as_select(where: Any) -> Select:

@@ -147,6 +147,8 @@ class InvocationContext:
         # The states of shared modules above this context, where a transformation has cut the chain
         # of parents.
         self._shared_states: dict[Module, NestedTensor] = {}
+        # The path of this context, where a transformation has cut the chain of parents.
+        self._path: str | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "prng_key" and "_derived" in self.__dict__:
@@ -156,7 +158,9 @@ class InvocationContext:
 
     def path(self) -> str:
         """The names of the contexts from the root to this one, joined by dots."""
-        return self.name if self.parent is None else f"{self.parent.path()}.{self.name}"
+        if self.parent is None:
+            return self._path or self.name
+        return f"{self.parent.path()}.{self.name}"
 
     def add_child(self, name: str, **override_kwargs: Any) -> "InvocationContext":
         """A context for invoking `module`, by default the child of that name.

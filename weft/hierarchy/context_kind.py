@@ -4,9 +4,10 @@ The entries of a context, by which filters name them: `state`, `prng_key`, `shar
 modules shared from above) go in; `summaries`, `state_updates`, `module_outputs` come out.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -21,14 +22,16 @@ if TYPE_CHECKING:
 OUTPUTS = OutputCollection._fields
 
 
-class _Static(NamedTuple):
-    """What of a context is not an array."""
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What of a context is not an array. Its path is for errors and makes no difference."""
 
     name: str
     module: "Module | None"
     is_training: bool
     shared: tuple["Module", ...]
     is_foreign: bool
+    path: str = dataclasses.field(compare=False)
 
 
 def fork_key(prng_key: Any, n: int) -> Any:
@@ -91,6 +94,7 @@ class ContextKind(Kind):
                     context.is_training,
                     tuple(shared),
                     context.is_foreign(),
+                    context.path(),
                 )
             )
         return list(carriers), tuple(statics), groups
@@ -109,6 +113,7 @@ class ContextKind(Kind):
             )
             states = entries.get("shared", [])
             context._shared_states = dict(zip(fields.shared, states, strict=False))
+            context._path = fields.path
             if fields.is_foreign:
                 context.make_foreign()
             contexts.append(context)
@@ -167,16 +172,18 @@ class ContextKind(Kind):
     def union(self, group: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         return _merged(*({k: v for k, v in g.items() if k in OUTPUTS} for g in (group, other)))
 
-    def place(self, static: tuple[_Static, ...], path: Any) -> str:
-        module = static[0].module
-        shown = static[0].name if module is None else module.path()
-        entry = jax.tree_util.keystr(path, simple=True, separator="/")
-        return f"{entry!r} of the module {shown!r}"
+    def place(self, static: tuple[_Static, ...], carrier: int, path: Any) -> str:
+        return _place(static[carrier].module, static[carrier].path, path)
 
     def place_of(self, context: InvocationContext, kind: str, path: Any) -> str:
         """Where an output is, by its path in one of the kinds of outputs; for errors."""
-        fields = _Static(context.name, context.module, context.is_training, (), False)
-        return self.place((fields,), (jax.tree_util.DictKey(kind), *path))
+        return _place(context.module, context.path(), (jax.tree_util.DictKey(kind), *path))
+
+
+def _place(module: "Module | None", path_of_context: str, path: Any) -> str:
+    shown = path_of_context if module is None else module.path()
+    entry = jax.tree_util.keystr(path, simple=True, separator="/")
+    return f"{entry!r} of the module {shown!r}"
 
 
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.errors import AxisSizeError, RoleError
 from weft.lifting.crossing import Cargo, Kind, Parcel, Results, Units, in_results
-from weft.lifting.roles import FORK, Role, Roles, Special, is_role
+from weft.lifting.roles import FORK, Roles, Special, is_role
 
 Metadata = dict[Any, Any]
 
@@ -52,22 +52,25 @@ def enter_axis(
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
-
-    def told(value: Any, role: Role, is_group: bool) -> Any:
-        if is_group and isinstance(role, int):
-            return kind.axis(-1, value, role, metadata)
-        return value
-
-    def forked(value: Any, role: Role, is_group: bool) -> Any:
-        return kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
-
-    def each(change: Callable[[Any, Role, bool], Any], units: Units) -> Units:
-        all_units = zip(units.values, units.roles, units.is_group, strict=True)
-        return units.having([change(*unit) for unit in all_units])
-
-    entered = each(told, units)
+    entered = units.having(_told(kind, cargo, units, -1, metadata))
     n = _axis_size(kind, cargo, entered, size, transformation)
-    return n, each(forked, entered)
+    return n, entered.having(
+        [
+            kind.fork(value, max(n, at_least_keys)) if is_group and role is FORK else value
+            for (value, role), is_group in zip(entered.pairs(), entered.is_group, strict=True)
+        ]
+    )
+
+
+def _told(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Metadata) -> list[Any]:
+    """The values, with metadata told that the axis came (`sign` 1) or went (-1)."""
+    static, _ = cargo.static.value
+    return [
+        kind.axis(static, carrier, sign, value, role, metadata)
+        if carrier is not None and isinstance(role, int)
+        else value
+        for (value, role), carrier in zip(units.pairs(), units.carriers, strict=True)
+    ]
 
 
 def _axis_size(
@@ -109,10 +112,7 @@ def leave_axis(
 ) -> Results:
     """The results as they come back: metadata told that the axis came."""
     units = in_results(cargo, results, out_axes)
-    units.values = [
-        kind.axis(1, value, role, metadata) if is_group and isinstance(role, int) else value
-        for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)
-    ]
+    units.values = _told(kind, cargo, units, 1, metadata)
     return Results(results.static, *units.packed())
 
 

@@ -122,7 +122,7 @@ def _chosen(
     first = dict.fromkeys(path for branch in traced for path in branch.first)
     changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
     if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
-        _check_alike(kind, static, traced, names, first)
+        _check_alike(kind, static, units, traced, names, first)
     initial = _initial(traced, units.values, first)
 
     def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
@@ -146,7 +146,7 @@ def _chosen(
     try:
         after, begun, packed = jax.lax.switch(index, of_branches, units.values, initial)
     except TypeError:
-        _check_alike(kind, static, traced, names, first)
+        _check_alike(kind, static, units, traced, names, first)
         raise  # it is the index that does not fit
     after, begun = dict(zip(changed, after, strict=True)), dict(zip(first, begun, strict=True))
     before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
@@ -224,11 +224,16 @@ def _check_results(traced: Sequence[_Branch], names: Sequence[str]) -> None:
 
 
 def _check_alike(
-    kind: Kind, static: Any, traced: Sequence[_Branch], names: Sequence[str], made: dict[Any, None]
+    kind: Kind,
+    static: Any,
+    units: Units,
+    traced: Sequence[_Branch],
+    names: Sequence[str],
+    made: dict[Any, None],
 ) -> None:
     """Raises BranchStructureError where a branch's results differ from the first one's."""
-    by_place = [_by_place(kind, static, branch) for branch in traced]
-    passing = {kind.place(static, path[1:]) for path in made}
+    by_place = [_by_place(kind, static, units, branch) for branch in traced]
+    passing = {units.place_in_groups(kind, static, path) for path in made}
     theirs = by_place[0]
     for name, ours in zip(names[1:], by_place[1:], strict=False):
         for at in sorted((ours.keys() ^ theirs.keys()) - passing):
@@ -248,16 +253,19 @@ def _check_alike(
                 )
 
 
-def _by_place(kind: Kind, static: Any, branch: _Branch) -> dict[str, Any]:
+def _by_place(kind: Kind, static: Any, units: Units, branch: _Branch) -> dict[str, Any]:
     """The types of all results, by where they are."""
     _, whole, packed = branch.shapes
     found = {
-        kind.place(static, path[1:]): x for path, x in jax.tree_util.tree_leaves_with_path(whole)
+        units.place_in_groups(kind, static, path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(whole)
     }
+    returned = itertools.count(sum(size is not None for size in units.layout.sizes))
     for path, x in jax.tree_util.tree_leaves_with_path(packed, is_leaf=is_parcel):
         if is_parcel(x):
+            carrier = next(returned)
             for inside, value in jax.tree_util.tree_leaves_with_path(x):
-                found[kind.place(static, inside[1:])] = value
+                found[kind.place(static, carrier, inside[1:])] = value
         else:
             found[f"the result{jax.tree_util.keystr(path)}"] = x
     return found

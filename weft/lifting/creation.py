@@ -153,7 +153,7 @@ def body_with_state(
     def again(*args: Any) -> Any:
         result = body(*args)
         if body.made is not None:
-            raise _made_later(transformation, kind, static, body.made.tree)
+            raise _made_later(transformation, kind, static, units, body.made.tree)
         return result
 
     return body, again, made
@@ -176,10 +176,11 @@ def created(kind: Kind, units: Units, results: Results) -> list[Any] | None:
     return made if any(of_group is not None for of_group in made) else None
 
 
-def _made_later(transformation: str, kind: Kind, static: Any, tree: Any) -> Exception:
+def _made_later(transformation: str, kind: Kind, static: Any, units: Units, tree: Any) -> Exception:
     path, _ = jax.tree_util.tree_leaves_with_path(tree.unflatten(range(tree.num_leaves)))[0]
+    at = units.place_in_groups(kind, static, path)
     return CarryStructureError(
-        f"{transformation}: {kind.place(static, path[1:])} is made only where the body finds "
+        f"{transformation}: {at} is made only where the body finds "
         "what its first run has made; a loop begins with all that it carries, so make it in the "
         "first run, too, or before the loop."
     )

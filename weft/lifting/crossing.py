@@ -100,8 +100,25 @@ class Kind(Protocol):
         """The PRNG keys of a group for iteration `i` of a loop of unknown length."""
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; share the group.")
 
-    def axis(self, sign: int, group: Any, axis: int, metadata: dict[Any, Any]) -> Any:
-        """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1)."""
+    def axis(
+        self,
+        static: Any,
+        carrier: int,
+        sign: int,
+        group: Any,
+        axis: int,
+        metadata: dict[Any, Any],
+    ) -> Any:
+        """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1).
+
+        Args:
+            static: the static half, for errors.
+            carrier: the index of the group's carrier, for errors.
+            sign: 1 or -1.
+            group: the group.
+            axis: where the axis is.
+            metadata: handed to axis metadata.
+        """
         return group
 
     def may_create(self, static: Any, where: Any) -> bool:
@@ -162,11 +179,13 @@ class Kind(Protocol):
         """
         return statics[0]
 
-    def place(self, static: Any, path: Any) -> str:
+    def place(self, static: Any, carrier: int, path: Any) -> str:
         """Where in the state an entry of a group is, as its user knows it, for errors.
 
         Args:
             static: the static half.
+            carrier: the index of the group's carrier: first come those that went in, then those
+                that the function returned.
             path: of JAX, from the group on.
         """
         return f"the state{jax.tree_util.keystr(path)}"
@@ -363,20 +382,20 @@ class Layout:
     flat_roles: tuple[Any, ...]
 
     @functools.cached_property
-    def of_units(self) -> tuple[list[Any], list[Any], list[bool]]:
-        """The role of each unit, its filter, and whether it is a group of a parcel."""
-        roles, filters, is_group = [], [], []
+    def of_units(self) -> tuple[list[Any], list[Any], list[int | None]]:
+        """The role of each unit, its filter, and of which carrier it is a group, if it is one."""
+        roles, filters, carriers, count = [], [], [], itertools.count()
         for size, role in zip(self.sizes, self.flat_roles, strict=True):
             if size is None:
                 roles.append(role)
                 filters.append(None)
-                is_group.append(False)
+                carriers.append(None)
             else:
                 of_carrier = roles_of_carrier(role)
                 roles.extend(of_carrier.roles)
                 filters.extend(of_carrier.filters)
-                is_group.extend([True] * size)
-        return roles, filters, is_group
+                carriers.extend([next(count)] * size)
+        return roles, filters, carriers
 
 
 class Units:
@@ -387,12 +406,17 @@ class Units:
         values: the groups and leaves, in order.
         roles: the role of each.
         filters: the filter of each group; None for another leaf.
-        is_group: whether each is a group of a parcel.
+        carriers: the index of the carrier of which each is a group; None for another leaf.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any]):
         self.layout, self.values = layout, list(values)
-        self.roles, self.filters, self.is_group = layout.of_units
+        self.roles, self.filters, self.carriers = layout.of_units
+
+    @property
+    def is_group(self) -> list[bool]:
+        """Whether each is a group of a parcel."""
+        return [carrier is not None for carrier in self.carriers]
 
     @classmethod
     def of_packed(cls, packed: Any, flat_roles: Sequence[Any]) -> "Units":
@@ -432,13 +456,32 @@ class Units:
 
     def place(self, kind: Kind, static: Any, i: int, leaf: int | None = None) -> str:
         """Where the i-th value is, or the leaf of it with that number, for errors."""
+        path = self._path(i, leaf)
+        if (carrier := self.carriers[i]) is not None:
+            return kind.place(static, carrier, path)
+        return kind.argument(path)
+
+    def place_in_results(self, kind: Kind, static: Any, i: int, leaf: int) -> str:
+        """The same where these are the units of results, see `in_results`."""
+        path = self._path(i, leaf)
+        if (carrier := self.carriers[i]) is not None:
+            return kind.place(static, carrier, path)
+        return f"the result{jax.tree_util.keystr(path[1:])}"
+
+    def place_in_groups(self, kind: Kind, static: Any, path: Any) -> str:
+        """Where something is, by its path of JAX in a list of all groups; for errors."""
+        carriers = [carrier for carrier in self.carriers if carrier is not None]
+        return kind.place(static, carriers[path[0].idx], path[1:])
+
+    def _path(self, i: int, leaf: int | None) -> tuple[Any, ...]:
+        """The path of JAX: of a group's entry from the group on, of others in the packed tree."""
         path = () if leaf is None else jax.tree_util.tree_leaves_with_path(self.values[i])[leaf][0]
-        if self.is_group[i]:
-            return kind.place(static, path)
+        if self.carriers[i] is not None:
+            return path
         sizes = [1 if size is None else size for size in self.layout.sizes]
         n = next(n for n in range(len(sizes)) if sum(sizes[: n + 1]) > i)
         at = jax.tree_util.tree_leaves_with_path(self.layout.tree.unflatten(range(len(sizes))))
-        return kind.argument((*at[n][0], *path))
+        return (*at[n][0], *path)
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
         """Each value with its role."""

@@ -29,7 +29,7 @@ from weft.lifting.crossing import (
 )
 from weft.lifting.names import named_after
 from weft.lifting.roles import CARRY, FORK
-from weft.lifting.scan import iteration, own_where_same, scan
+from weft.lifting.scan import Trees, iteration, own_where_same, scan, trees_of_arguments
 from weft.lifting.structure import traced_by_structure
 
 
@@ -57,8 +57,9 @@ def while_loop(
         RoleError: for a role that such a loop does not have.
     """
 
-    def pure(static: Any, units: Units) -> Results:
-        make = functools.partial(_Body, kind, body_fn)
+    def pure(of_call: Any, units: Units) -> Results:
+        static, trees = of_call
+        make = functools.partial(_Body, kind, body_fn, trees)
         body, run_body, made = body_with_state(
             "while_loop", kind, make, static, units, lambda body: body.first
         )
@@ -90,7 +91,8 @@ def while_loop(
             raise RoleError("while_loop: its length is unknown, so it has no axis; give CARRY.")
 
         static, _ = cargo.static.value
-        return commit(kind, outer, looped(static, units))
+        of_call = static, trees_of_arguments(in_axes, cargo.packed)
+        return commit(kind, outer, looped(of_call, units))
 
     return call
 
@@ -98,8 +100,9 @@ def while_loop(
 class _Body:
     """The body as a function of an iteration's number and of the leaves of the carry."""
 
-    def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
+    def __init__(self, kind: Kind, fn: Callable[..., Any], trees: Trees, static: Any, units: Units):
         self._kind, self.fn, self._static, self._units = kind, fn, static, units
+        self._trees = trees
         carry, self._tree = jax.tree.flatten(units.with_roles(CARRY))
         self.first = jnp.int32(0), carry
         self.made: Made | None = None
@@ -112,7 +115,7 @@ class _Body:
     def __call__(self, i: Any, carry: list[Any]) -> list[Any]:
         inside = self.at(i, carry)
         returned, self.collected, made = iteration(
-            "while_loop", self._kind, self.fn, CARRY, self._static, inside
+            "while_loop", self._kind, self.fn, CARRY, self._trees, self._static, inside
         )
         if made is not None:
             leaves, tree = jax.tree.flatten(made)

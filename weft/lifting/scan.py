@@ -25,6 +25,7 @@ from weft.lifting import axes
 from weft.lifting.creation import Made, body_with_state, created, groups, with_begun
 from weft.lifting.crossing import (
     Kind,
+    Parcel,
     Results,
     Static,
     Units,
@@ -34,8 +35,10 @@ from weft.lifting.crossing import (
     run,
 )
 from weft.lifting.names import named_after
-from weft.lifting.roles import CARRY, FORK, Role, Roles
+from weft.lifting.roles import CARRY, FORK, Role, Roles, is_role
 from weft.lifting.structure import traced_by_structure
+
+Trees = tuple[Any, ...]
 
 
 def scan(
@@ -85,7 +88,7 @@ def scan(
         # Without iterations there are keys for one nevertheless, see `first` below.
         n, entered = axes.enter_axis(kind, cargo, units, length, "scan", metadata, at_least_keys=1)
         static, _ = cargo.static.value
-        results = looped((static, n), entered)
+        results = looped((static, n, trees_of_arguments(in_axes, cargo.packed)), entered)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
@@ -97,14 +100,14 @@ def _on_values(
     """The loop as a function of what crosses; `of_loop` is for `jax.lax.scan`."""
 
     def pure(static: Any, units: Units) -> Results:
-        of_kind, n = static
+        of_kind, n, trees = static
         index = n - 1 if of_loop["reverse"] and n else 0
 
         def first(body: _Body) -> tuple[Any, Any]:
             # Without iterations there are keys for one nevertheless, and zeros for all else.
             return body.carry, [x[index] if x.shape[0] else _zero(x) for x in body.xs]
 
-        make = functools.partial(_Body, kind, fn, out_axes)
+        make = functools.partial(_Body, kind, fn, out_axes, trees)
         body, run, made = body_with_state("scan", kind, make, of_kind, units, first)
 
         same: list[bool] = []
@@ -129,9 +132,15 @@ class _Body:
     """
 
     def __init__(
-        self, kind: Kind, fn: Callable[..., Any], out_axes: Any, of_kind: Any, units: Units
+        self,
+        kind: Kind,
+        fn: Callable[..., Any],
+        out_axes: Any,
+        trees: Trees,
+        of_kind: Any,
+        units: Units,
     ):
-        self._kind, self.fn, self._out_axes = kind, fn, out_axes
+        self._kind, self.fn, self._out_axes, self._trees = kind, fn, out_axes, trees
         self._static, self._units = of_kind, units
         self.carry, self._carry_tree = jax.tree.flatten(units.with_roles(CARRY))
         self.xs, self._xs_tree = jax.tree.flatten(
@@ -143,7 +152,7 @@ class _Body:
         sliced, carried = self._xs_tree.unflatten(xs), self._carry_tree.unflatten(carry)
         inside = _filled(self._units, sliced).merged(CARRY, carried)
         returned, self.collected, made = iteration(
-            "scan", self._kind, self.fn, self._out_axes, self._static, inside
+            "scan", self._kind, self.fn, self._out_axes, self._trees, self._static, inside
         )
         if made is not None:
             leaves, tree = jax.tree.flatten(made)
@@ -169,6 +178,7 @@ def iteration(
     kind: Kind,
     fn: Callable[..., Any],
     out_axes: Any,
+    trees: Trees,
     static: Any,
     units: Units,
 ) -> tuple[Units, Static, list[Any] | None]:
@@ -179,6 +189,7 @@ def iteration(
         kind: whose carriers cross.
         fn: the body.
         out_axes: the roles of its results.
+        trees: `trees_of_arguments`.
         static: the static half.
         units: what crosses, as the body finds it.
 
@@ -198,7 +209,48 @@ def iteration(
     _take_over_carry(kind, units, results, returned)
     _check_shared(transformation, kind, static, units, returned)
     _check_carry(transformation, kind, static, units, returned)
+    _check_trees(transformation, trees, carried_trees(out_axes, results.packed))
     return returned, results.static, None
+
+
+def carried_trees(prefix: Any, packed: Any) -> Trees:
+    """The structure of each part of arguments or results that is carried, without its carriers."""
+    parts: list[Any] = []
+
+    def note(role: Any, part: Any) -> None:
+        if role is CARRY:
+            parts.append(part)
+
+    jax.tree.map(note, prefix, packed, is_leaf=is_role)
+    # What a body returns for a carrier is the kind's affair, and need not be a carrier.
+    is_left_out = lambda x: isinstance(x, Parcel | Static)  # noqa: E731
+    return tuple(
+        jax.tree.structure(
+            jax.tree.map(lambda x: None if is_left_out(x) else 0, part, is_leaf=is_left_out)
+        )
+        for part in parts
+    )
+
+
+def trees_of_arguments(in_axes: Any, args: tuple[Any, ...]) -> Trees:
+    """`carried_trees` of each argument."""
+    return carried_trees((in_axes,) * len(args) if is_role(in_axes) else in_axes, args)
+
+
+def _check_trees(transformation: str, given: Trees, returned: Trees) -> None:
+    """Raises CarryStructureError where leaves of the carry come back in other containers."""
+    if len(given) != len(returned) == 1:
+        returned = tuple(returned[0].children())
+    for before, after in zip(given, returned, strict=False):
+        if before != after:
+            raise CarryStructureError(
+                f"{transformation}: the body returns a carry of another structure than it was "
+                f"given: {_as_given(before, after)}"
+            )
+
+
+def _as_given(given: Any, returned: Any) -> str:
+    return f"given {given}, returned {returned}."
 
 
 def own_where_same(before: list[Any], after: list[Any], same: list[bool]) -> list[Any]:
@@ -261,9 +313,7 @@ def _check_shared(
     for i, (value, role) in enumerate(returned.pairs()):
         for number, leaf in enumerate(jax.tree.leaves(value)) if role is None else ():
             if not _is_same(leaf, shared):
-                path, _ = jax.tree_util.tree_leaves_with_path(value)[number]
-                is_state = returned.is_group[i]
-                at = kind.place(static, path) if is_state else f"the result{_text(path)}"
+                at = returned.place_in_results(kind, static, i, number)
                 raise RoleError(changes_shared(transformation, at))
 
 
@@ -278,9 +328,6 @@ def changes_shared(transformation: str, at: str) -> str:
         f"{transformation}: the body returns or changes what is shared by all iterations (None), "
         f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
     )
-
-
-_text = jax.tree_util.keystr
 
 
 def _is_same(leaf: Any, shared: set[int]) -> bool:
@@ -300,7 +347,7 @@ def _check_carry(
     if trees[0] != trees[1]:
         raise CarryStructureError(
             f"{transformation}: the body returns a carry of another structure than it was given: "
-            f"given {trees[0]}, returned {trees[1]}."
+            + (_first_difference(kind, static, units, returned) or _as_given(*trees))
         )
     carried = units.places(CARRY)
     for i, before, after in zip(
@@ -317,3 +364,24 @@ def _check_carry(
                     f"given as {old_type.str_short()} and returned as {new_type.str_short()}; a "
                     "carry keeps its shape and dtype in every iteration."
                 )
+
+
+def _first_difference(kind: Kind, static: Any, units: Units, returned: Units) -> str:
+    """What only one of two carries has, in words; empty if they differ in another way."""
+    carried, after = units.places(CARRY), returned.with_roles(CARRY)
+    if len(carried) != len(after):
+        return ""
+    both = units, units.merged(CARRY, after)
+    for i in carried:
+        mine, theirs = (_leaf_paths(of.values[i]) for of in both)
+        for of, own, other, what in (
+            (both[0], mine, theirs, "was given and is not returned"),
+            (both[1], theirs, mine, "is returned and was not given"),
+        ):
+            if only := [number for number, path in enumerate(own) if path not in other]:
+                return f"{of.place(kind, static, i, only[0])} {what}."
+    return ""
+
+
+def _leaf_paths(tree: Any) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]

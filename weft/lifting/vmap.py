@@ -10,7 +10,16 @@ import jax
 
 from weft.errors import VariableAxisError
 from weft.lifting import axes
-from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, run
+from weft.lifting.crossing import (
+    Cargo,
+    Kind,
+    Results,
+    Units,
+    commit,
+    depart,
+    in_results,
+    run,
+)
 from weft.lifting.names import named_after
 from weft.lifting.roles import FORK
 
@@ -51,8 +60,12 @@ def vmap(
         axes.refuse_roles(units, "vmap", (FORK,))
         n, entered = axes.enter_axis(kind, cargo, units, axis_size, "vmap", metadata)
 
+        structure: list[Any] = []
+
         def mapped(packed: Any) -> Results:
-            return run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
+            results = run(kind, lambda args: fn(*args), Cargo(cargo.static, packed), out_axes)
+            structure[:] = [jax.tree.structure(results)]
+            return results
 
         batched = jax.vmap(
             named_after(fn, mapped),
@@ -66,8 +79,8 @@ def vmap(
             results = batched(entered.packed())
         except ValueError as error:
             # JAX finds it, and says where it is, after the function ran.
-            if found := re.search(r"out_axes\.(\S+), got axis spec None but output", str(error)):
-                at = _place(kind, cargo.static.value[0], found[1])
+            if found := re.search(r"out_axes(\..+?), got axis spec None but output", str(error)):
+                at = _place(kind, cargo, out_axes, structure[0], found[1])
                 raise VariableAxisError(
                     f"vmap: {at} is declared to be the same for all, with the axis None, but "
                     "it differs from one index to the next; give it an axis. A variable that is "
@@ -79,8 +92,18 @@ def vmap(
     return call
 
 
-def _place(kind: Kind, static: Any, shown: str) -> str:
+def _place(kind: Kind, cargo: Cargo, out_axes: Any, structure: Any, shown: str) -> str:
     """Where something is that JAX shows as a part of the `Results`."""
-    if found := re.fullmatch(r"(?:parcels\[\d+\]|packed.*)\[\d+\]\[(\d+)\]\.value(.*)", shown):
-        return kind.place(static, (jax.tree_util.DictKey(int(found[1])),)) + found[2]
-    return re.sub("^packed", "the result", shown)
+    results = structure.unflatten(range(structure.num_leaves))
+    number = next(
+        n
+        for path, n in jax.tree_util.tree_leaves_with_path(results)
+        if jax.tree_util.keystr(path) == shown
+    )
+    units = in_results(cargo, results, out_axes)
+    i, leaf = next(
+        (i, jax.tree.leaves(value).index(number))
+        for i, value in enumerate(units.values)
+        if number in jax.tree.leaves(value)
+    )
+    return units.place_in_results(kind, cargo.static.value[0], i, leaf)

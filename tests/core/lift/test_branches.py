@@ -79,7 +79,5 @@ def test_branches_leave_alike():
 
         return lift.cond(taken, changes, lambda scope: None, scope)
 
-    with pytest.raises(
-        BranchStructureError, match=r"\['state'\]\['n'\] is float32\[2\] in true_fun"
-    ):
+    with pytest.raises(BranchStructureError, match=r"'state/n' is float32\[2\] in true_fun"):
         apply(f, mutable=["state"])({"state": {"n": jnp.zeros(3)}}, True)

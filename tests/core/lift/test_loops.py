@@ -267,9 +267,7 @@ def test_a_carried_variable_keeps_its_shape_and_dtype(wrong):
         return carry, None
 
     loop = lift.scan(body, variable_carry="state", length=3)
-    with pytest.raises(
-        CarryStructureError, match=r"scan: the carry at .*'state'.*'n'.* is given as"
-    ):
+    with pytest.raises(CarryStructureError, match=r"scan: the carry at 'state/n' is given as"):
         apply(loop, mutable=["state"])({"state": {"n": jnp.ones(())}}, 0.0)
 
 
@@ -349,7 +347,7 @@ def test_a_loop_sees_what_it_lifts():
     assert apply(f)(variables, broadcast_variables=False) == 100
     writes = lambda scope, i: (scope.put_variable("state", "i", i), i + 1)[1]  # noqa: E731
     g = lambda scope: lift.while_loop(lambda s, i: i < 3, writes, scope, 0)  # noqa: E731
-    with pytest.raises(RoleError, match=r"at the state\.variables\['state'\]\['i'\]"):
+    with pytest.raises(RoleError, match=r"at 'state/i';"):
         apply(g, mutable=["state"])({"state": {"i": 0}})
 
 

@@ -52,3 +52,16 @@ def test_the_name_has_to_be_that_of_the_axis():
     w = param(3, names=("layers",))
     with pytest.raises(PartitionNameError, match="layers"):
         jax.vmap(nnx.transform_metadata(lambda w: w[...], partition="heads"))(w)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_error_about_an_axis_of_a_model_says_of_which_variable(nested):
+    model = nnx.Dict(layers=[nnx.Dict(w=param(3, names=("layers",)))])
+
+    @nnx.vmap(in_axes=0, transform_metadata={nnx.PARTITION_NAME: "heads"})
+    def f(model):
+        return model.layers[0].w[...]
+
+    with pytest.raises(PartitionNameError) as caught:
+        (nnx.jit(lambda model: f(model)) if nested else f)(model)
+    assert caught.value.path == "model.layers[0].w"

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from weft.core.tracing import current_trace
-from weft.errors import BranchObjectsError
+from weft.errors import AxisMetadataError, BranchObjectsError
 from weft.lifting import CARRY, Kind, Roles
 from weft.lifting.crossing import Parcel, is_parcel
 from weft.lifting.functions import Same
@@ -381,17 +381,29 @@ class ObjectKind(Kind):
 
         return jax.tree.map(unpacked, packed, is_leaf=is_parcel)
 
-    def axis(self, sign: int, group: Group, axis: int, metadata: dict[Any, Any]) -> Group:
+    def axis(
+        self,
+        static: _Static,
+        carrier: int,
+        sign: int,
+        group: Group,
+        axis: int,
+        metadata: dict[Any, Any],
+    ) -> Group:
         change = add_axis if sign > 0 else remove_axis
 
-        def changed(x: Any) -> Any:
+        def changed(n: int, x: Any) -> Any:
             if not isinstance(x, Variable) or not x._metadata:
                 return x
             copied = x.copy()
-            change(copied, axis, metadata)
+            try:
+                change(copied, axis, metadata)
+            except AxisMetadataError as error:
+                error.path = self.place(static, carrier, (jax.tree_util.DictKey(n),))
+                raise
             return copied
 
-        return {n: changed(x) for n, x in group.items()}
+        return {n: changed(n, x) for n, x in group.items()}
 
     def union(self, group: Group, other: Group) -> Group:
         return {**group, **other}
@@ -416,7 +428,7 @@ class ObjectKind(Kind):
             "variables; change it alike in all of them, or before."
         )
 
-    def place(self, static: _Static, path: Any) -> str:
+    def place(self, static: _Static, carrier: int, path: Any) -> str:
         return place_of_value(static.graphdef.paths, path)
 
     def argument(self, path: Any) -> str:
