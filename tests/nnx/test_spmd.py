@@ -224,3 +224,42 @@ def test_axes_that_are_not_there():
     w = param()
     with pytest.raises(TraceContextError, match="Param of shape"):
         jax.jit(lambda: add_axis(w, 0, LAYERS) and None)()
+
+
+@pytest.mark.parametrize("where", ["method", "hook"])
+def test_a_variable_without_metadata_is_told_of_axes(where):
+    told = []
+
+    class Telling(nnx.Param):
+        def add_axis(self, axis_index, axis_name):
+            told.append(("added", axis_index, axis_name))
+
+        def remove_axis(self, axis_index, axis_name):
+            told.append(("removed", axis_index, axis_name))
+
+    def make(value):
+        if where == "method":
+            return Telling(value)
+        return nnx.Param(
+            value,
+            on_add_axis=lambda variable, i, name: told.append(("added", i, name)),
+            on_remove_axis=lambda variable, i, name: told.append(("removed", i, name)),
+        )
+
+    params = {nnx.PARTITION_NAME: "layers"}
+    add_axis(make(jnp.ones(3)), 0, params)
+    remove_axis({"w": make(jnp.ones(3))}, 0, params)
+    assert told == [("added", 0, "layers"), ("removed", 0, "layers")]
+    told.clear()
+
+    def body(carry, model):
+        model.w[...] *= 2
+        return carry, nnx.Dict(made=make(jnp.ones((2, 5))))
+
+    loop = nnx.scan(
+        body, in_axes=(nnx.Carry, 1), out_axes=(nnx.Carry, 2), transform_metadata=params
+    )
+    _, made = loop(0, nnx.Dict(w=make(jnp.ones((4, 3)))))
+    # The change comes back, and what the body has made comes new.
+    assert told == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
+    assert made.made.shape == (2, 5, 3)

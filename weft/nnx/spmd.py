@@ -356,6 +356,13 @@ def name_next_axis(variable: Variable[Any], name: str | None) -> None:
     _change(variable, {_LEFT[x]: (*metadata.get(_LEFT[x], ()), name) for x in layouts})
 
 
+def knows_axes(variable: Variable[Any]) -> bool:
+    """Whether a variable has metadata, or a method, that may be told of an axis."""
+    cls = type(variable)
+    is_plain = cls.add_axis is Variable.add_axis and cls.remove_axis is Variable.remove_axis
+    return bool(variable._metadata) or not is_plain
+
+
 def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     if _is_variable(tree):
         return change(tree, index, params)
@@ -371,8 +378,6 @@ def _told(change: Callable[..., Any], tree: Any, index: int, params: Mapping[Any
 
 
 def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
-    if not variable._metadata:
-        return variable
     changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
         left = variable._metadata.get(_LEFT.get(entry), ())
@@ -385,8 +390,6 @@ def _add(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Vari
 
 
 def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> Variable[Any]:
-    if not variable._metadata:
-        return variable
     changed: dict[str, Any] = {}
     for entry, axis in _entries(variable, params):
         if entry in _LEFT and axis is None and PARTITION_NAME not in params:

@@ -43,7 +43,7 @@ from weft.nnx.graph import (
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
 from weft.nnx.rngs import RngCount
-from weft.nnx.spmd import add_axis, remove_axis
+from weft.nnx.spmd import add_axis, knows_axes, remove_axis
 from weft.nnx.state import from_flat_state
 from weft.nnx.structure import Copies, changing_parts, is_hashable
 from weft.nnx.transforms.calls import (
@@ -393,7 +393,7 @@ class ObjectKind(Kind):
         change = add_axis if sign > 0 else remove_axis
 
         def changed(n: int, x: Any) -> Any:
-            if not isinstance(x, Variable) or not x._metadata:
+            if not isinstance(x, Variable) or not knows_axes(x):
                 return x
             copied = x.copy()
             try:
