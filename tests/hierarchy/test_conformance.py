@@ -400,11 +400,13 @@ def test_a_rule_of_ones_own_says_the_gradients():
     assert_equal(jax.grad(loss)(W, body), 10 * plain_gradient)
 
 
-def test_devices_hold_their_part_and_give_their_outputs():
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_devices_hold_their_part_and_give_their_outputs(axis_type):
     if jax.device_count() < 2:
         pytest.skip("needs 2 devices")
-    mesh, p = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
-    x = jnp.arange(4.0)
+    types, p = (jax.sharding.AxisType[axis_type],), PartitionSpec("d")
+    mesh = jax.make_mesh((2,), ("d",), types, devices=jax.devices()[:2])
+    x = jax.device_put(jnp.arange(4.0), jax.NamedSharding(mesh, p))
 
     def body(root):
         def fn(x):
@@ -413,7 +415,8 @@ def test_devices_hold_their_part_and_give_their_outputs():
         return transforms.shard_map(fn, mesh=mesh, in_specs=p, out_specs=p)(x)
 
     y, outputs = run(body)
-    noise = y - jnp.sin(x * W)
+    x = jnp.arange(4.0)
+    noise = np.asarray(y) - jnp.sin(x * W)
     assert abs(noise[0] - noise[1]) < 1e-5 < abs(noise[0] - noise[2])
     assert_equal(outputs.summaries["child"]["sum"], jnp.sin(x * W).reshape(2, 2).sum(1))
     y, _ = run(lambda root: transforms.pmap(root.child, state_axis=None)(x[:2]))

@@ -242,8 +242,9 @@ def test_collectives_in_pmap():
     assert stats["stats"]["mean"] == 3.5
 
 
-def test_shard_map_sees_what_lies_on_one_device():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_shard_map_sees_what_lies_on_one_device(axis_type):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType[axis_type],))
     seen = []
 
     class Local(nn.Module):
@@ -251,13 +252,15 @@ def test_shard_map_sees_what_lies_on_one_device():
         def __call__(self, x):
             seen.append(x.shape)
             scale = self.param("scale", jax.nn.initializers.ones, ())
-            return scale * x - jax.lax.pmean(x.mean(), "data")
+            noise = jax.random.bits(self.make_rng("noise"), x.shape)
+            return scale * x - jax.lax.pmean(x.mean(), "data"), noise
 
     options = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
-    m = nn.shard_map(Local, {"params": P()}, {"params": False}, **options)()
-    x = jnp.arange(8.0)
-    y, variables = m.init_with_output(KEY, x)
+    m = nn.shard_map(Local, {"params": P()}, {"params": False, "noise": True}, **options)()
+    x = jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, P("data")))
+    (y, noise), variables = m.init_with_output({"params": KEY, "noise": KEY}, x)
     np.testing.assert_allclose(y, x - 3.5)
+    assert len(set(noise.tolist())) == 8
     assert set(seen) == {(2,)}
     assert shapes(variables) == {"params": {"scale": ()}}
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from weft.errors import AxisSizeError
 from weft.lifting import axes
@@ -68,7 +68,11 @@ def shard_map(
             axis_names=frozenset(names),
             check_vma=check_vma,
         )
-        values = [kind.fork(v, n) if role is FORK else v for v, role in units.pairs()]
+
+        def forked(group: Any) -> Any:
+            return _laid_out(kind.fork(group, n), mesh, names)
+
+        values = [forked(v) if role is FORK else v for v, role in units.pairs()]
         return commit(kind, outer, mapped(units.having(values).packed()))
 
     return call
@@ -133,6 +137,15 @@ def pmap(
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
+
+
+def _laid_out(keys: Any, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[str, ...]) -> Any:
+    """Keys, one for each device, laid out as JAX wants them for explicit axes of a mesh."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = tuple(name for name in names if types[name] is AxisType.Explicit)
+    if not explicit:
+        return keys
+    return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit)))
 
 
 def _spec_or_shared(role: Any) -> PartitionSpec:

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.keys import draw
 from weft.core import apply, init, lift, meta, nn
@@ -99,9 +99,11 @@ def test_boxes_gain_and_lose_the_axis(mapped):
 
 
 @needs_devices
-def test_shard_map_gives_each_device_its_part():
-    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_gives_each_device_its_part(axis_type):
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4], axis_types=(axis_type,))
     split, whole = PartitionSpec("d"), PartitionSpec()
+    x = jax.device_put(X, NamedSharding(mesh, split))
 
     def f(scope, x):
         seen = scope.variable("state", "seen", lambda: jnp.zeros((1,)))
@@ -119,7 +121,7 @@ def test_shard_map_gives_each_device_its_part():
         check_vma=False,
     )
     variables = {"params": {"scale": jnp.float32(2)}}
-    (y, noise), changed = apply(mapped, mutable=["state"])(variables, X, rngs={"noise": KEY})
+    (y, noise), changed = apply(mapped, mutable=["state"])(variables, x, rngs={"noise": KEY})
     np.testing.assert_allclose(y, 2 * X.sum(), rtol=1e-5)
     np.testing.assert_allclose(changed["state"]["seen"], X.sum(1), rtol=1e-5)
     assert len(set(noise.tolist())) == 4
