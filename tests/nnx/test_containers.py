@@ -163,3 +163,16 @@ def test_objects_in_a_list_that_is_no_pytree_are_refused():
     text = r"the Layers at layers holds a Param, and is no pytree for JAX; use nnx.List or"
     with pytest.raises(GraphStructureError, match=text):
         nnx.split(Model())
+
+
+def test_a_static_container_stays_static():
+    """Also where another item comes, and where another attribute is given it."""
+    xs = nnx.Dict(a=nnx.static([1]), b=nnx.static((1, {"c": 2})))
+    xs["d"] = nnx.Param(1.0)
+    xs.e = nnx.static(xs.a)
+    assert xs.e is xs.a == [1]
+    assert jax.tree.leaves(xs) == [1.0]
+    with pytest.raises(AttributeMarkError, match=r"Dict\.e is static"):
+        xs.e = nnx.static(nnx.List([nnx.Param(1.0)]))
+    with pytest.raises(AttributeMarkError, match=r"Dict\.e is static"):
+        xs.e = nnx.static(nnx.List([nnx.data(1.0)]))

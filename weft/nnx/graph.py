@@ -252,7 +252,7 @@ class _Walk:
         return NodeDef(type(x), None, attributes, tree)
 
     def _marked(self, x: Pytree, name: Any, value: Any, path: Path) -> Any:
-        if not x._watch.marks[name]:
+        if not x._watch.marks[name] and not _holds_containers(value):
             self.is_sure &= cannot_change(value)
             return fixed(value)
         return self.describe(value, path, (x, name), is_data=True)
@@ -272,6 +272,11 @@ class _Walk:
         self.leaves.append(x)
         self.owners.append(owner)
         self.paths.append(path)
+
+
+def _holds_containers(x: Any) -> bool:
+    """Whether a static value is a `List` or `Dict`, or a tuple of them: objects without data."""
+    return isinstance(x, Pytree) or (type(x) is tuple and any(map(_holds_containers, x)))
 
 
 def _within(owner: Any, key: Hashable) -> Any:

@@ -49,12 +49,22 @@ class Marked:
 
 
 def _check_static(owner: Any, name: Any, value: Any, mark: bool | None) -> None:
-    if mark is False and is_data(value):
+    if mark is False and _holds_data(value):
         raise AttributeMarkError(
             f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
             "which is or holds data; leave nnx.static out, or give a value without arrays, "
             "variables and objects."
         )
+
+
+def _holds_data(value: Any) -> bool:
+    """Whether there is data in a value, where a `List` or `Dict` is none by itself."""
+    if type(value) is tuple:
+        return any(map(_holds_data, value))
+    if type(value) in _CONTAINERS.values():
+        marks = value._watch.marks
+        return any(marks.get(name) or _holds_data(item) for name, item in value._items())
+    return is_data(value)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,11 +99,16 @@ IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_OF_J
 
 
 def cannot_change(x: Any) -> bool:
-    """Whether a static value keeps its value: what has a hash by value does, and functions."""
+    """Whether a static value keeps its value: what has a hash by value does, and functions.
+
+    A callable object without a hash, such as a dataclass with `__call__`, can change.
+    """
     if isinstance(x, tuple | frozenset):
         return all(map(cannot_change, x))
-    if x is None or x is ... or isinstance(x, IMMUTABLE) or callable(x):
+    if x is None or x is ... or isinstance(x, IMMUTABLE) or type(x) in UNCHANGING:
         return True
+    if callable(x):
+        return is_hashable(x)
     if type(x).__hash__ in (None, object.__hash__):
         return False
     try:
