@@ -31,6 +31,16 @@ class Equal:
     k: int
 
 
+@dataclasses.dataclass
+class Called:
+    """As `Equal`, and a function."""
+
+    k: int
+
+    def __call__(self, x: float) -> float:
+        return self.k * x
+
+
 NAMES = ("x", "y", "a", "b", "layers", "heads", "scale")
 VALUES: tuple[Callable[[], Any], ...] = (
     lambda: 1,
@@ -57,6 +67,10 @@ VALUES: tuple[Callable[[], Any], ...] = (
     lambda: (Layer(4.0), 1),
     lambda: bytearray(b"ab"),
     lambda: Equal(1),
+    lambda: Called(2),
+    lambda: nnx.static([1, "a"]),
+    lambda: nnx.static({"a": [1]}),
+    lambda: (1, [2]),
 )
 KINDS = (nnx.Param, nnx.BatchStat, nnx.Cache)
 COPIES = (copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m)))
@@ -83,6 +97,8 @@ class Step:
 class Model(nnx.Module):
     """With attributes of those whose changes are known, and few of them: it is compiled often."""
 
+    gain = 1.0  # of the class, which is read in the trace
+
     def __init__(self, large: bool):
         self.a, self.w = Layer(1.0), nnx.Param(jnp.arange(2.0), tag="a")
         self.layers, self.heads = [Layer(3.0)], {"b": nnx.Cache(jnp.float32(5.0))}
@@ -102,6 +118,9 @@ class World:
         self.read = nnx.jit(look)
         self.nested = nnx.jit(nnx.jit(nnx.remat(work)))
         self.gradients = nnx.jit(gradients)
+        self.gains: list[float] = []
+        self.gain = nnx.jit(functools.partial(gain, self.gains))
+        Model.gain = 1.0
 
     def parts(self) -> list[Any]:
         return [x for _, x in nnx.iter_graph((self.model, self.other)) if isinstance(x, nnx.Pytree)]
@@ -109,6 +128,30 @@ class World:
     def variables(self) -> list[Any]:
         found = nnx.iter_graph((self.model, self.other))
         return [x for _, x in found if isinstance(x, nnx.Variable)]
+
+
+def work_of_pair(pair: Any, _: Any) -> Any:
+    return work(*pair)
+
+
+def carry_pair(pair: Any, _: Any) -> Any:
+    return pair, work(*pair)
+
+
+CARRY = nnx.Carry, 0
+MAPPED = tuple(
+    around(nnx.vmap(inside(work_of_pair), in_axes=(None, 0)))
+    for around, inside in ((lambda f: f, nnx.jit), (nnx.jit, lambda f: f), (nnx.jit, nnx.jit))
+)
+SCANNED = tuple(
+    around(nnx.scan(inside(carry_pair), in_axes=CARRY, out_axes=CARRY))
+    for around, inside in ((lambda f: f, nnx.jit), (nnx.jit, lambda f: f), (nnx.jit, nnx.jit))
+)
+
+
+def gain(gains: list[float], model: Any) -> Any:
+    gains.append(type(model).gain)
+    return look(model), jnp.float32(type(model).gain)
 
 
 def gradients(model: Any, *rest: Any) -> Any:
@@ -202,7 +245,7 @@ def do_inside(w: World, s: Step) -> None:
     for _, value in part._items():
         if isinstance(value, Config):
             value.scale = float(s.value)
-        elif isinstance(value, types.SimpleNamespace | Equal):
+        elif isinstance(value, types.SimpleNamespace | Equal | Called):
             value.k = s.value
         elif isinstance(value, collections.deque | bytearray):
             value.append(s.value)
@@ -252,6 +295,43 @@ def do_partial(w: World, s: Step) -> None:
         same(look(w.model), look(plain))
 
 
+def stacked(looks: list[Any]) -> Any:
+    return jax.tree.map(lambda *xs: np.stack([np.asarray(x, np.float64) for x in xs]), *looks)
+
+
+def do_map(w: World, s: Step) -> None:
+    """What all share is written once, and every one sees the same."""
+    pair, length = [w.model, w.other], 1 + s.name % 2
+    plain = copy.deepcopy(pair)
+    expected = stacked([work(*plain)] * length)
+    same(pick(MAPPED, s.value)(pair, jnp.arange(length)), expected)
+    same(look(*pair), look(*plain))
+
+
+def do_scan(w: World, s: Step) -> None:
+    pair, length = [w.model, w.other], 1 + s.name % 2
+    plain = copy.deepcopy(pair)
+    expected = stacked([work(*plain) for _ in range(length)])
+    _, found = pick(SCANNED, s.value)(pair, jnp.arange(length))
+    same(found, expected)
+    same(look(*pair), look(*plain))
+
+
+def do_gain(w: World, s: Step) -> None:
+    """The attribute of a class is the one that was there when the function was traced."""
+    if not isinstance(w.model, Model):
+        return
+    before = list(w.gains)
+    looked, found = w.gain(w.model)
+    same(looked, look(w.model))
+    if len(w.gains) > len(before):
+        assert w.gains[-1] == found == type(w.model).gain
+    assert found in w.gains
+    count = len(w.gains)
+    assert w.gain(w.model)[1] == found
+    assert len(w.gains) == count
+
+
 def do_gradients(w: World, s: Step) -> None:
     found, right = w.gradients(w.model, w.other), gradients(copy.deepcopy(w.model))
     assert len(found) == len(right)
@@ -259,7 +339,19 @@ def do_gradients(w: World, s: Step) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-CALLS = {"call": do_call, "read": do_read, "partial": do_partial, "gradients": do_gradients}
+def do_class(w: World, s: Step) -> None:
+    Model.gain = float(s.value)
+
+
+CALLS = {
+    "call": do_call,
+    "read": do_read,
+    "partial": do_partial,
+    "gradients": do_gradients,
+    "map": do_map,
+    "scan": do_scan,
+    "gain": do_gain,
+}
 CHANGING = {
     "edit": do_edit,
     "set": do_set,
@@ -274,6 +366,7 @@ CHANGING = {
     "mode": do_mode,
     "copy": do_copy,
     "turn": do_turn,
+    "class": do_class,
 }
 
 numbers = st.integers(0, 30)
