@@ -76,6 +76,22 @@ def test_tidying_up_after_a_kill(tmp_path):
     assert (tmp_path / "step_00000040" / "file").read_text() == "step_00000040"
 
 
+def test_files_and_links_with_such_names_make_way(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step_00000020.old").symlink_to(tmp_path / "elsewhere")
+    for suffix in (".tmp", ".old", ".trash"):
+        (tmp_path / f"step_00000010{suffix}").touch()
+    dirs.tidy(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step_00000020"]
+
+    make(tmp_path, "step_00000010", "step_00000010.tmp")
+    for suffix in (".old", ".trash"):
+        (tmp_path / f"step_00000010{suffix}").touch()
+    dirs.publish_dir(str(tmp_path / "step_00000010"))
+    dirs.remove_dir(str(tmp_path / "step_00000010"))
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", "step_00000020"]
+
+
 def test_files_below_are_listed_by_path(tmp_path):
     make(tmp_path, "b", "a/c")
     (tmp_path / "x").write_text("")

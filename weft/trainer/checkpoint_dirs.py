@@ -94,6 +94,7 @@ def publish_dir(step_dir: str) -> None:
     """Gives a directory that is complete its final name. An older one of that name makes way."""
     replaced = step_dir + _REPLACED
     if os.path.exists(step_dir):
+        _remove(replaced)
         os.rename(step_dir, replaced)
     os.rename(dir_being_written(step_dir), step_dir)
     fsync(os.path.dirname(step_dir))
@@ -103,7 +104,7 @@ def publish_dir(step_dir: str) -> None:
 def remove_dir(step_dir: str) -> None:
     """Removes a checkpoint. Killed at any moment, it leaves no half of one under its name."""
     doomed = step_dir + _BEING_REMOVED
-    shutil.rmtree(doomed, ignore_errors=True)
+    _remove(doomed)
     os.rename(step_dir, doomed)
     fsync(os.path.dirname(doomed))
     shutil.rmtree(doomed, ignore_errors=True)
@@ -120,10 +121,18 @@ def tidy(base_dir: str) -> None:
         stem, suffix = os.path.splitext(path)
         if not _STEP_DIR.fullmatch(os.path.basename(stem)):
             continue
-        if suffix == _REPLACED and not os.path.exists(stem):
+        if suffix == _REPLACED and os.path.isdir(path) and not os.path.lexists(stem):
             os.rename(path, stem)  # what was to take its place never came
         elif suffix in (_BEING_WRITTEN, _REPLACED, _BEING_REMOVED):
-            shutil.rmtree(path)
+            _remove(path)
+
+
+def _remove(path: str) -> None:
+    """Removes a directory, or a file or link that has the name of one, if it exists."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        os.unlink(path)
 
 
 def files_below(directory: str) -> Iterator[str]:
