@@ -76,12 +76,14 @@ class _Branch:
         first: the numbers in `made` by path.
         whole: the numbers in `left` by path.
         changed: the paths of what differs from what it found.
+        kept: the paths of what it has made and not changed since.
     """
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
         self.fn = fn
         self.static: Static = Static(None)
         self.changed: list[Any] = []
+        self.kept: set[Any] = set()
 
         def of_values(values: list[Any]) -> tuple[Any, ...]:
             inside = units.having(values)
@@ -90,7 +92,9 @@ class _Branch:
             made = [kind.created(before, after) for before, after, _ in of_groups]
             whole = [kind.union(before, after) for before, after, _ in of_groups]
             found = _by_path([before for before, _, _ in of_groups])
-            self.changed = [p for p, x in _by_path(whole).items() if found.get(p) is not x]
+            left, begun = _by_path(whole), _by_path(made)
+            self.changed = [p for p, x in left.items() if found.get(p) is not x]
+            self.kept = {p for p, x in begun.items() if left.get(p) is x}
             self.static = results.static
             return made, whole, results.packed
 
@@ -123,7 +127,13 @@ def _chosen(
     changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
     if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
         _check_alike(kind, static, units, traced, names, first)
-    initial = _initial(traced, units.values, first)
+    initial = dict(zip(first, _initial(traced, units.values, first), strict=True))
+    # What one branch alone makes has the same initial value whichever branch is taken, so it is no
+    # result of the switch, which would make it differ where the index does.
+    makers = {path: [branch for branch in traced if path in branch.first] for path in first}
+    fixed = {path: of[0] for path, of in makers.items() if len(of) == 1 < len(traced)}
+    chosen_first = [path for path in first if path not in fixed]
+    chosen = [p for p in changed if p not in fixed or p not in fixed[p].kept]
 
     def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
         def of_values(values: list[Any], initial: list[Any]) -> Any:
@@ -135,8 +145,8 @@ def _chosen(
                 return leaves[own[path]] if path in own else made_elsewhere[path]
 
             return (
-                [pick(path, branch.whole) for path in changed],
-                [pick(path, branch.first) for path in first],
+                [pick(path, branch.whole) for path in chosen],
+                [pick(path, branch.first) for path in chosen_first],
                 jax.tree.map(leaves.__getitem__, branch.returned),
             )
 
@@ -144,11 +154,14 @@ def _chosen(
 
     of_branches = [one(branch) for branch in traced]
     try:
-        after, begun, packed = jax.lax.switch(index, of_branches, units.values, initial)
+        after, begun, packed = jax.lax.switch(
+            index, of_branches, units.values, list(initial.values())
+        )
     except TypeError:
         _check_alike(kind, static, units, traced, names, first)
         raise  # it is the index that does not fit
-    after, begun = dict(zip(changed, after, strict=True)), dict(zip(first, begun, strict=True))
+    begun = {**initial, **dict(zip(chosen_first, begun, strict=True))}
+    after = {**begun, **dict(zip(chosen, after, strict=True))}
     before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
     made = functools.reduce(functools.partial(_united, kind), [branch.made for branch in traced])
     # All groups as any branch leaves them, with what it does not make itself.

@@ -53,6 +53,15 @@ EXAMPLES = {
             ),
         ),
     ),
+    # What a single branch makes differed from one index to the next, since the branch does.
+    "vmap of a cond by the index, around what all share": (
+        Level(
+            "vmap",
+            Block((Level("cond", Block((Use("cache", "c"),)), taken=None, others=(Block(),)),)),
+            scope="a",
+            roles=(("params", None), ("st", 0), ("cache", None)),
+        ),
+    ),
     # Bodies were traced 2 ** d times.
     "three scans that carry what is made": (
         scan("carry", scan("carry", scan("carry", COUNT, scope="c"), scope="b")),
