@@ -242,6 +242,7 @@ class Search:
         """Reads configs of a class with values that act, and makes objects of them."""
         from weft.config import from_text
         from weft.config.references import resolve_reference
+        from weft.errors import ConfigError
 
         cls = resolve_reference(name)
         fields = [f for f, _ in cls.default_config().items() if f != "klass"]
@@ -251,7 +252,7 @@ class Search:
             for text in (f"{name}.Config({every})", f"{name}.Config({every}, name='x')"):
                 try:
                     cfg = from_text(text)
-                except Exception:
+                except ConfigError:  # the fields do not take such a value
                     continue
                 made = self.try_call(name, cfg.instantiate)
                 made = self.try_call(name, functools.partial(cfg.instantiate, parent=None)) or made

@@ -1,8 +1,8 @@
 """Tracebacks without Weft's own frames, as JAX shows them without its own.
 
-Between a user's call and the user's function that it runs there are Weft's frames, of which none
-is where the mistake is. The entry points take them out of the traceback of an error that passes.
-What stays are the user's frames, and the calls of Weft's layers, which tell which layer it was.
+Between a user's call and the user's function that it runs there are Weft's frames; none of them is
+where the mistake is. The entry points take them out of the traceback of an error that passes.
+The user's frames stay, and the calls of Weft's layers, which show in which layer it was.
 The setting `jax_traceback_filtering` of JAX holds for both: `"off"` keeps all frames.
 """
 
@@ -21,7 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _WEFT = str(pathlib.Path(__file__).parent.parent) + "/"
 # What has methods like these and is not a layer.
-_MACHINERY = ("core/", "lifting/", "nnx/transforms/", "nnx/scopes.py", "linen/methods.py")
+_MACHINERY = ("core/", "lifting/", "nnx/transforms/", "linen/methods.py")
 _OF_LAYERS = ("__call__", "forward")
 
 

@@ -106,11 +106,12 @@ def jvp(
     """`jax.jvp` of a function that invokes modules, to be called inside an invocation.
 
     Args:
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
+        fn: the function.
         primals: its arguments.
-        tangents: theirs.
-        state_tangents: those of the current module's state; None for a state that is constant.
-        has_aux: whether `fn` returns a pair.
+        tangents: of the arguments, in the same structure.
+        state_tangents: of the current module's state, a dict like it; None where the state is
+            constant.
+        has_aux: whether `fn` returns a pair of its result and anything.
 
     Returns:
         The result, its tangent, and with `has_aux` the rest.

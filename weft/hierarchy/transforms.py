@@ -39,28 +39,28 @@ from weft.lifting.names import named_after
 
 __all__ = [
     "CONTEXTS",
-    "checkify",
-    "cond",
-    "custom_jvp",
-    "custom_vjp",
-    "eval_shape",
-    "fori_loop",
-    "grad",
     "in_context",
     "jit",
-    "jvp",
-    "merged_summaries",
+    "eval_shape",
+    "checkify",
+    "vmap",
     "pmap",
-    "propagate_repeated_output_collections",
-    "remat",
+    "shard_map",
     "scan",
     "scan_in_context",
-    "shard_map",
-    "switch",
-    "value_and_grad",
-    "vjp",
-    "vmap",
     "while_loop",
+    "fori_loop",
+    "cond",
+    "switch",
+    "remat",
+    "grad",
+    "value_and_grad",
+    "jvp",
+    "vjp",
+    "custom_jvp",
+    "custom_vjp",
+    "merged_summaries",
+    "propagate_repeated_output_collections",
 ]
 
 Carry = TypeVar("Carry")
@@ -114,7 +114,7 @@ def vmap(
         fn: a function of pytrees.
         state_axis: the axis of the state that is mapped, or None if all share the state.
         in_axes: as for `jax.vmap`, one entry for each argument of `fn` or one for all.
-        out_axes: likewise, of its results.
+        out_axes: the same for its results.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
 
     Returns:
@@ -405,7 +405,7 @@ def pmap(
         axis_name: the name of the mapped axis for collectives.
         state_axis: the axis of the state that is mapped, or None if all share the state.
         in_axes: as for `vmap`.
-        out_axes: likewise.
+        out_axes: as for `vmap`.
         devices: on which to run; by default as many of `jax.devices()` as are needed.
     """
 
@@ -451,7 +451,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         fn: the function.
         *args: its arguments; arrays, or `jax.ShapeDtypeStruct` in their place.
-        **kwargs: likewise.
+        **kwargs: its keyword arguments, in the same form.
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))
     lifted = lifting.eval_shape(CONTEXTS, spread(fn), in_axes=(inputs, None, None))

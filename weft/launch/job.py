@@ -28,8 +28,9 @@ STOPPED_EXIT_CODE = "WEFT_STOPPED_EXIT_CODE"
 """The exit code with which `weft train` ends when it was asked to stop before its last step; 0 if
 this is not set. A scheduler that starts a job again only when it failed needs another one."""
 
-TRY_AGAIN = 75
-"""The usual code for "failed for now, try again"."""
+TRY_AGAIN = {STOPPED_EXIT_CODE: "75"}
+"""Variables of processes that are to be started again after a stop: 75 is the usual exit code for
+"failed for now, try again"."""
 
 HEARTBEAT_TIMEOUT = "WEFT_HEARTBEAT_TIMEOUT_SECONDS"
 """After how many seconds a silent process counts as gone."""

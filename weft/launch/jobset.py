@@ -17,14 +17,7 @@ from typing import Any
 
 from weft.config import REQUIRED, Required, config_class
 from weft.errors import JobConfigError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    RENDEZVOUS_TOKEN,
-    STOPPED_EXIT_CODE,
-    TRY_AGAIN,
-    Job,
-    check_text,
-)
+from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
 from weft.launch.yaml_text import to_yaml
 
 _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
@@ -154,7 +147,7 @@ class JobSetJob(Job):
             **self.environment,
             COORDINATOR_ADDRESS: self.coordinator_address,
             # A pod that saved because it was to make way has not done its work: 0 would say so.
-            STOPPED_EXIT_CODE: str(TRY_AGAIN),
+            **TRY_AGAIN,
         }
         token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
         container: dict[str, Any] = {

@@ -11,14 +11,7 @@ from collections.abc import Sequence
 
 from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
-from weft.launch.job import (
-    COORDINATOR_ADDRESS,
-    RENDEZVOUS_TOKEN,
-    STOPPED_EXIT_CODE,
-    TRY_AGAIN,
-    Job,
-    check_text,
-)
+from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
 
 # Drawn when the job starts, so that it is in no file; srun hands it on to the processes.
 _TOKEN_LINE = f'export {RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
@@ -151,10 +144,8 @@ class SlurmJob(Job):
         return ["--kill-on-bad-exit=1", *of_cores]
 
     def _variables(self) -> list[tuple[str, str]]:
-        values = dict(self.environment)
-        if self.config.max_tries > 1:
-            values[STOPPED_EXIT_CODE] = str(TRY_AGAIN)
-        return list(values.items())
+        again = TRY_AGAIN if self.config.max_tries > 1 else {}
+        return list({**self.environment, **again}.items())
 
     def submit(self, folder: str = "slurm") -> str:
         """Submits the job by submitit, from a machine that has `sbatch`.

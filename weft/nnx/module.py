@@ -1,20 +1,26 @@
-"""Modules: objects with layers in them, and modes and values that go through all of them."""
+"""Modules: objects with layers in them, and modes and values that go through all of them.
+
+While a trace is running, the call of a module opens a `jax.named_scope` with the name under which
+the module that calls it holds it. So profiles and compiled text say which layer an operation is of.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from weft.core.tracing import is_tracing
 from weft.errors import GraphStructureError, ModuleAttributeNotFoundError
 from weft.nnx.filters import Filter, Path, to_predicate
 from weft.nnx.graph import iter_children, iter_graph
 from weft.nnx.kinds import Perturbation, variable_type_from_name
 from weft.nnx.pytree import Pytree
-from weft.nnx.scopes import named_call
 from weft.nnx.sown import PLACE
 from weft.nnx.splitting import clone
 from weft.nnx.variables import Variable
@@ -25,6 +31,58 @@ _MISSING: Any = object()
 
 def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
     return (*xs, x)
+
+
+class _Running(threading.local):
+    """The modules that are called, each with the names of those that it holds, by id."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Pytree | None, dict[int, str]]] = [(None, {})]
+
+
+_RUNNING = _Running()
+
+
+def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the `__call__` of a class of modules, in the scope of the module while JAX traces.
+
+    Args:
+        fn: as the class defines it.
+    """
+
+    @functools.wraps(fn)
+    def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not is_tracing():
+            return fn(self, *args, **kwargs)
+        calls = _RUNNING.calls
+        above, names = calls[-1]
+        if above is self:  # the method of a base class
+            return fn(self, *args, **kwargs)
+        calls.append((self, _names_of(self)))
+        try:
+            with jax.named_scope(names.get(id(self)) or type(self).__name__):
+                return fn(self, *args, **kwargs)
+        finally:
+            calls.pop()
+
+    return in_scope
+
+
+def _names_of(module: Pytree) -> dict[int, str]:
+    """The attribute, and the keys below it, by which a module holds each other one."""
+    names: dict[int, str] = {}
+
+    def note(name: str, value: Any) -> None:
+        if isinstance(value, list | dict):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                note(f"{name}_{key}", item)
+        elif isinstance(value, Pytree):
+            names.setdefault(id(value), name)
+
+    for name, value in vars(module).items():
+        if isinstance(value, Pytree):
+            note(name, value)
+    return names
 
 
 class Module(Pytree):
@@ -44,7 +102,7 @@ class Module(Pytree):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if inspect.isfunction(call := vars(cls).get("__call__")):
-            cls.__call__ = named_call(call)
+            cls.__call__ = _named_call(call)
 
     def sow(
         self,
