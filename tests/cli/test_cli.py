@@ -115,8 +115,8 @@ def test_a_reader_that_has_seen_enough_is_no_error(argv):
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)
 def test_output_that_cannot_be_written_is_told_in_one_line(argv):
-    told = "weft: the output cannot be written: No space left on device\n"
-    assert run_with(argv, ">/dev/full") == (1, told)
+    message = "weft: the output cannot be written: No space left on device\n"
+    assert run_with(argv, ">/dev/full") == (1, message)
 
 
 @pytest.mark.parametrize("argv", COMMANDS, ids=" ".join)

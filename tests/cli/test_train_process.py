@@ -142,7 +142,7 @@ def test_a_run_whose_reader_and_terminal_are_gone_saves_and_ends_well(start, tmp
     wait_for_a_save(tmp_path / "alone", process)
     process.stdout.close()  # as of `weft train | head`
     step = newest(tmp_path / "alone")
-    wait_for_a_save(tmp_path / "alone", process, after=step + 200)  # goes on, and would print
+    wait_for_a_save(tmp_path / "alone", process, after=step + 200)  # it continues, and would print
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=_PATIENCE_SECONDS) == 0
     step = newest(tmp_path / "alone")

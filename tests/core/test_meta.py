@@ -236,20 +236,20 @@ def test_names_are_as_many_as_axes_after_any_changes(changes, axes):
         signed = index - rank if negative else index
         params = {PARTITION_NAME: name, "factored": factored}
         if add:
-            added = meta.replace_boxed(box, {"w": np.expand_dims(value, index)})
-            told = meta.add_axis(added, signed, params)
-            back = meta.replace_boxed(meta.remove_axis(told, signed, params), {"w": value})
+            wider = meta.replace_boxed(box, {"w": np.expand_dims(value, index)})
+            added = meta.add_axis(wider, signed, params)
+            back = meta.replace_boxed(meta.remove_axis(added, signed, params), {"w": value})
             assert describe(back) == describe(box)
-            box = told
+            box = added
         else:
             was = box["w"]
             params = {
                 PARTITION_NAME: was.array.names[index],
                 "factored": was.factored[index],
             }
-            told = meta.remove_axis(box, signed, params)
-            assert describe(meta.add_axis(told, signed, params)) == describe(box)
-            box = meta.replace_boxed(told, {"w": np.take(value, 0, index)})
+            removed = meta.remove_axis(box, signed, params)
+            assert describe(meta.add_axis(removed, signed, params)) == describe(box)
+            box = meta.replace_boxed(removed, {"w": np.take(value, 0, index)})
         assert len(box["w"].factored) == len(box["w"].array.names) == meta.unbox(box)["w"].ndim
 
 
@@ -282,22 +282,22 @@ def test_map_axis_meta_sees_the_outermost_boxes():
 
 
 def test_all_boxes_of_a_nest_are_told():
-    told = meta.add_axis(boxes(), 1, {PARTITION_NAME: "l", "factored": True})
-    assert told["one"].names == (None, "l", "data")
-    assert told["two"].factored == (True, True, False)
-    assert told["two"].array.names == ("model", "l", None)
-    back = meta.remove_axis(told, 1, {PARTITION_NAME: "l", "factored": True})
+    added = meta.add_axis(boxes(), 1, {PARTITION_NAME: "l", "factored": True})
+    assert added["one"].names == (None, "l", "data")
+    assert added["two"].factored == (True, True, False)
+    assert added["two"].array.names == ("model", "l", None)
+    back = meta.remove_axis(added, 1, {PARTITION_NAME: "l", "factored": True})
     assert describe(back) == describe(boxes())
 
 
 def test_boxes_inside_of_a_tree_in_a_box_are_told():
     box = Partitioned({"a": Partitioned(jnp.ones(2), ("x",))}, ("y",))
-    told = meta.add_axis(box, 0, named("l"))
-    assert (told.names, told.value["a"].names) == (("l", "y"), ("l", "x"))
+    added = meta.add_axis(box, 0, named("l"))
+    assert (added.names, added.value["a"].names) == (("l", "y"), ("l", "x"))
 
 
 class Walking(struct.PyTreeNode, AxisMetadata):
-    """Hands all that it is told to what is in it, by the functions for trees."""
+    """A box whose hooks forward each call to its content, with the functions for trees."""
 
     value: Any
 
@@ -365,10 +365,10 @@ def names_in(box):
 def test_each_box_of_a_nest_is_told_once(shells, index):
     box = functools.reduce(lambda inner, shell: SHELLS[shell](inner), shells, jnp.ones((2, 3)))
     params = {PARTITION_NAME: "l", "factored": True}
-    told = meta.add_axis({"w": box}, index, params)["w"]
+    added = meta.add_axis({"w": box}, index, params)["w"]
     expected = ("l", None, "data") if index == 0 else (None, "data", "l")
-    assert names_in(told) == [expected] * shells.count("names")
-    assert describe(meta.remove_axis({"w": told}, index, params)["w"]) == describe(box)
+    assert names_in(added) == [expected] * shells.count("names")
+    assert describe(meta.remove_axis({"w": added}, index, params)["w"]) == describe(box)
     new = np.zeros((2, 3))
     replaced = meta.replace_boxed({"w": box}, {"w": new})["w"]
     assert meta.unbox(replaced) is new
@@ -545,8 +545,8 @@ def test_the_box_and_the_layouts_of_the_proposal():
 
     specs = jax.tree.map(to_sharding_spec, variables, is_leaf=lambda x: isinstance(x, Mine))
     assert specs == {"params": {"kernel": P(None, "data"), "bias": P()}}
-    told = meta.add_axis(variables, 0, {Partitioned.AXIS_NAME: "layers"})
-    assert told["params"]["kernel"].names == ("layers", None, "data")
+    added = meta.add_axis(variables, 0, {Partitioned.AXIS_NAME: "layers"})
+    assert added["params"]["kernel"].names == ("layers", None, "data")
 
 
 class Padded(struct.PyTreeNode, AxisMetadata):

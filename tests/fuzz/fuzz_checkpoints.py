@@ -2,7 +2,7 @@
 
 Three steps are saved, damaged, and restored. What comes back is one of the steps, bit by bit, and
 no older one than the newest that is whole; what was passed over is named. Otherwise a WeftError is
-raised. After a new save the new step is restored, whatever lies beside it.
+raised. After a new save the new step is restored, whatever else is in the directory.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Damage:
 
     Attributes:
         kind: what.
-        step: to a checkpoint of which step.
+        step: the step of the damaged checkpoint.
         file: the number of the file in it, in the order of their paths; as often around as needed.
             -1 is the directory of the step.
         at: where in the file, from 0 to 1.
@@ -99,7 +99,7 @@ SHORT = 12
 
 
 class Position:
-    """State that is no array."""
+    """State that is not an array."""
 
     def __init__(self, at: int = 0):
         self.at = at
@@ -169,7 +169,7 @@ def check(case: Case) -> None:
             saving.save(step=11, state=state_of(11))
         with checkpointer(directory) as restoring:
             step, state = restoring.restore(state=state_of(0))
-        assert step == 11, f"step 11 was saved beside the damage, and {step} is restored"
+        assert step == 11, f"step 11 was saved after the damage, and {step} is restored"
         same(state, 11, False)
 
 
@@ -187,7 +187,7 @@ def restored(case: Case, directory: Path) -> None:
             return
         if step is None:
             assert not any(directory.glob("step_*")), (
-                f"begins anew beside {list(directory.iterdir())}"
+                f"starts from scratch although there are {list(directory.iterdir())}"
             )
             return
         passed = restoring.damaged_checkpoints
@@ -197,8 +197,8 @@ def restored(case: Case, directory: Path) -> None:
         assert step >= max(untouched, default=0), f"{step} for {untouched}"
         newer = {path.name for path in directory.glob("step_????????")}
         newer = {name for name in newer if name > f"step_{step:08}"}
-        told = {Path(d.path).name for d in passed}
-        assert newer <= told, f"{newer} are passed over, {told} are named"
+        named = {Path(d.path).name for d in passed}
+        assert newer <= named, f"{newer} are passed over, {named} are named"
 
 
 def is_like_saved(directory: Path, step: int) -> bool:

@@ -1,6 +1,6 @@
 """The text of a config: `from_text` reads it, or raises a ConfigError; it imports and runs nothing.
 
-What was read is written and read again as the same.
+A config that was read is written and read again, and must be equal.
 """
 
 import sys

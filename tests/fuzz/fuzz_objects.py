@@ -387,7 +387,7 @@ def check(case: list[Step]) -> None:
         try:
             CHANGING[step.kind](world, step)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-            # There is no such part any more, or nothing of that kind can be there.
+            # The part is gone, or nothing of that kind can be there.
             continue
 
 

@@ -53,8 +53,8 @@ def test_one_seed_gives_the_same_cases_and_another_others():
 
 def test_a_run_says_what_it_did(monkeypatch):
     monkeypatch.setattr(harness, "fuzzer", lambda name: planted(lambda case: None))
-    said = []
-    assert harness.fuzz("mine", minutes=0.002, seed=5, say=said.append) is None
-    assert len(said) == 1
-    assert said[0].startswith("mine: seeds 5 to ")
-    assert said[0].endswith("no finding")
+    lines = []
+    assert harness.fuzz("mine", minutes=0.002, seed=5, say=lines.append) is None
+    assert len(lines) == 1
+    assert lines[0].startswith("mine: seeds 5 to ")
+    assert lines[0].endswith("no finding")

@@ -23,7 +23,7 @@ W = jnp.float32(0.5)
 
 
 class Child(Module):
-    """Does what it is told beside its result."""
+    """Has the side effects that its config names, and a result."""
 
     def forward(self, x, *doing):
         y = jnp.sin(x * self.state["w"])

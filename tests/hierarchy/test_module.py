@@ -214,29 +214,29 @@ def below(self, x):
 
 
 @pytest.mark.parametrize(
-    ("method", "mend"),
+    ("method", "fix"),
     [
         (second, "with child_context('leaf_3', module=self.leaf): self.leaf(...)"),
         (below, "with child_context('leaf_2', module=self.inner.leaf): self.inner.leaf(...)"),
     ],
     ids=["named before", "below a child"],
 )
-def test_the_mend_for_a_second_call_runs_as_it_is_written(method, mend):
+def test_the_fix_that_the_error_about_a_second_call_names_runs_as_written(method, fix):
     root, state = make(1)
-    mended = mend.replace("(...)", "(x)")
+    fixed = fix.replace("(...)", "(x)")
 
     class Twice(Parent):
         def twice(self, x, with_mend):
             x = method(self, x)
             if with_mend:
-                exec(mended, {"child_context": child_context}, {"self": self, "x": x})
+                exec(fixed, {"child_context": child_context}, {"self": self, "x": x})
                 return x
             return method(self, x)
 
     twice = Twice(root.config, parent=None)
     with pytest.raises(OutputConflictError) as caught:
         call(twice, state, jnp.ones(1), False, method="twice")
-    assert f"`{mend}`" in str(caught.value)
+    assert f"`{fix}`" in str(caught.value)
     call(twice, state, jnp.ones(1), True, method="twice")
 
 

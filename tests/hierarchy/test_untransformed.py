@@ -17,7 +17,7 @@ X = jnp.arange(1.0, 4.0)
 
 
 class Child(BaseLayer):
-    """Does what it is told beside its result."""
+    """Has the side effects that its config names, and a result."""
 
     def forward(self, x, doing=None):
         y = jnp.sin(x * self.state["w"])
@@ -91,19 +91,19 @@ REFUSED = {
 @pytest.mark.parametrize("child", ["child", "again"], ids=["plain", "remat"])
 def test_what_would_leak_or_repeat_is_refused_with_the_mend(raw, doing, child):
     around, of_jax, *names = RAW[raw]
-    mend = "` or `".join({"scan": "scan_in_context"}.get(name, name) for name in names)
+    fix = "` or `".join({"scan": "scan_in_context"}.get(name, name) for name in names)
     with pytest.raises(ContextTransformError) as caught:
         run(lambda root: around(lambda x: root.children[child](x, doing), X))
     message = str(caught.value)
     assert message.startswith(f"{REFUSED[doing]} in 'root.{child}' inside of ")
-    assert of_jax in message and f"{mend}` of `weft.hierarchy.transforms`" in message
+    assert of_jax in message and f"{fix}` of `weft.hierarchy.transforms`" in message
     reason = "draw the same" if doing == "key" else "a tracer would leak"
     assert reason in message
     assert current_context() is None
 
 
 @pytest.mark.parametrize("raw", RAW)
-def test_a_transformation_of_the_hierarchy_inside_is_refused_likewise(raw):
+def test_a_transformation_of_the_hierarchy_inside_is_refused_too(raw):
     around = RAW[raw][0]
 
     def body(root):

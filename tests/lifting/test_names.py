@@ -89,7 +89,7 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("of_name", TRANSFORMED)
 def test_no_function_that_jax_sees_is_of_the_engine(of_name, monkeypatch):
-    """A traced value that leaked is said to come from the user's function."""
+    """The error about a leaked tracer names the user's function."""
     leaked = []
 
     def leaking(x):

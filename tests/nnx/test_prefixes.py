@@ -46,7 +46,7 @@ def test_what_no_filter_matches():
 
 
 class Layer(nnx.Module):
-    """Has static attributes of every kind, which are no axes."""
+    """Has static attributes of every kind, which are not axes."""
 
     def __init__(self):
         self.w, self.n = nnx.Param(jnp.full((3, 2), 2.0)), nnx.BatchStat(jnp.ones(()))

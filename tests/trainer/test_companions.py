@@ -339,7 +339,7 @@ STRANGE = {
     "no text": b"\xff\xfe{}",
     "a number": b"7",
     "of the wrong type": b'{"at": "soon", "within": null, "wish": null, "waits": false}',
-    "a point that is no number": b'{"at": true}',
+    "a point that is not a number": b'{"at": true}',
     "a wish of a kind that there is none of": b'{"at": 1, "wish": ["x", "y"]}',
     "a wish that is none": b'{"at": 1, "wish": 7}',
     "no seconds": b'{"at": 1, "within": NaN, "waits": false}',

@@ -47,8 +47,8 @@ def load_run(name: str, overrides: Sequence[str] = (), *, allow: Sequence[str] =
 
     Args:
         name: as of `load_config`.
-        overrides: likewise.
-        allow: likewise.
+        overrides: as of `load_config`.
+        allow: as of `load_config`.
 
     Raises:
         CommandLineError: if the directory is that of a file's text alone. The file may come from

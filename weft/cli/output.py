@@ -1,7 +1,7 @@
 """What a command prints, also where it cannot: the reader has gone, the disk is full, no output.
 
 A command that only prints ends there: with its code where the reader, such as `head`, has seen
-enough, and else with code 1 and the reason. A training goes on in silence, and saves.
+enough, and else with code 1 and the reason. A training continues without output, and saves.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Output:
 
     Attributes:
         error: why nothing more is printed; None if all was.
-        lasts: whether the command goes on then.
+        lasts: whether the command continues then.
     """
 
     def __init__(self, stream: TextIO | None):
@@ -66,6 +66,6 @@ class Output:
 
 
 def go_on_without_output() -> None:
-    """From now on the command that runs goes on when nobody can read what it prints."""
+    """Lets the command that runs continue when nobody can read what it prints."""
     if isinstance(sys.stdout, Output):
         sys.stdout.lasts = True

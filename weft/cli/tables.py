@@ -12,7 +12,7 @@ _WIDTH_OF_PIPES = 200
 
 
 class _Console(Console):
-    """Standard output, of which `weft.cli` says what happens if nobody reads it."""
+    """Standard output; `weft.cli` decides what happens if nobody reads it."""
 
     def on_broken_pipe(self) -> None:
         """Raises it again, where the library would end the process."""

@@ -176,7 +176,7 @@ def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use)
     if module and _within(name, ("weft", *allow)):
         near += [f"{module}.{n}" for n, x in vars(sys.modules[module]).items() if _is_public(n, x)]
     elsewhere = [entry for entry in known if entry.rpartition(".")[2] == last]
-    mend = (
+    fix = (
         f" Did you mean {elsewhere[0]!r}?"
         if elsewhere and name not in elsewhere
         else f" {did_you_mean(name, near)}"
@@ -185,7 +185,7 @@ def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use)
     )
     return (
         f"a text may not name {name!r}{_AS[use]}: it is neither listed in weft.config.vocabulary "
-        f"nor a configurable class of an imported module.{mend} {_how_to_allow(name)}"
+        f"nor a configurable class of an imported module.{fix} {_how_to_allow(name)}"
     )
 
 

@@ -6,8 +6,8 @@ can hand to it and sees no file written, no process started, no connection opene
 read. A whole module is never listed. A name is added where something is needed as a value of a
 config, in one of four tables:
 
-- `VALUES`: harmless to call with any arguments, so they may stand wherever a value may, be bound by
-  `functools.partial`, and be configured.
+- `VALUES`: harmless to call with any arguments, so they may be used wherever a value may, be bound
+  by `functools.partial`, and be configured.
 - `TARGETS`: may be configured (`config_for_function`, `config_for_class`) and nothing else: they
   read files that the text names, as data.
 - `RECORDS`: classes whose fields a text fills, past their constructor, and kinds of numbers.

@@ -5,8 +5,9 @@ scale, `jax.eval_shape`) keeps the metadata without knowing of it. A transformat
 axis away from a variable, or adds one, tells the box. Invariant: `add_axis` and `remove_axis` with
 the same arguments are each other's inverse, and metadata has one entry for each axis of the value.
 
-Boxes nest: each level is a kind of metadata of its own, and each is told once. A box may hand what
-it is told to the box in it, or leave that to the functions here, which tell those that were not.
+Boxes nest: each level is a kind of metadata of its own, and the hook of each is called once. A hook
+may forward the call to the box inside, or leave that to the functions here, which call the hooks
+that were not called.
 """
 
 import abc
@@ -187,7 +188,7 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
         >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
         ('layers', 'data')
     """
-    return _tell(lambda box: box.add_axis(index, params), tree)
+    return _call_hooks(lambda box: box.add_axis(index, params), tree)
 
 
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
@@ -207,7 +208,7 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
         >>> remove_axis(box, 0, {PARTITION_NAME: "layers"}).names
         ('data',)
     """
-    return _tell(lambda box: box.remove_axis(index, params), tree)
+    return _call_hooks(lambda box: box.remove_axis(index, params), tree)
 
 
 def _inner(box: AxisMetadata) -> list[Any]:
@@ -235,25 +236,25 @@ def _is_unchanged(before: Any, after: Any) -> bool:
     return structure == structure_after and all(map(operator.is_, leaves, leaves_after))
 
 
-def _tell(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
-    def tell(box: AxisMetadata) -> Any:
-        return tell_inner(box, change(box))
+def _call_hooks(change: Callable[[Any], AxisMetadata], tree: Any) -> Any:
+    def call(box: AxisMetadata) -> Any:
+        return call_inner(box, change(box))
 
-    def tell_inner(before: AxisMetadata, told: AxisMetadata) -> Any:
-        """Tells the boxes in a box that its own hook has not told."""
-        inner, inner_told = _inner(before), _inner(told)
-        if not inner or len(inner) != len(inner_told):
-            return told
-        pairs = zip(inner, inner_told, strict=True)
+    def call_inner(before: AxisMetadata, after: AxisMetadata) -> Any:
+        """Calls the hooks of inner boxes, unless the hook of the outer box did."""
+        inner, inner_after = _inner(before), _inner(after)
+        if not inner or len(inner) != len(inner_after):
+            return after
+        pairs = zip(inner, inner_after, strict=True)
         return _replace_inner(
-            told, [tell(a) if _is_unchanged(b, a) else tell_inner(b, a) for b, a in pairs]
+            after, [call(a) if _is_unchanged(b, a) else call_inner(b, a) for b, a in pairs]
         )
 
     def at(path: Any, leaf: Any) -> Any:
         if not is_axis_metadata(leaf):
             return leaf
         with about(jax.tree_util.keystr(path, simple=True, separator="/")):
-            return tell(leaf)
+            return call(leaf)
 
     return jax.tree_util.tree_map_with_path(at, tree, is_leaf=is_axis_metadata)
 

@@ -210,7 +210,7 @@ class Counts:
 
         Args:
             made: where the body has made state that the loop carries or shares. Then this was a run
-                before the loop, and the loop goes on counting where it has ended.
+                before the loop, and the loop continues the counts from its end.
         """
         if not (self._begun.begins or self._begun.making):
             return self.freeze()

@@ -1,7 +1,7 @@
 """Shardings in any form, and rules for logical axes applied to them.
 
 A variable may be given its layout as a `NamedSharding`, a `Format` that holds one, a
-`PartitionSpec`, or a tuple of names; the functions here treat them alike. Unlike
+`PartitionSpec`, or a tuple of names; the functions here take all of them. Unlike
 `weft.core.logical`, a name that has no rule is taken for a mesh axis, and every name is translated
 by itself: no rule is passed over because another has its mesh axis.
 """

@@ -9,7 +9,7 @@ class ChildNameConflictError(WeftError, ValueError):
 
 
 class ModuleNameError(WeftError, ValueError):
-    """A name of a module or a context that could not stand in a path."""
+    """A name of a module or a context that cannot be part of a path."""
 
 
 class ContextTransformError(WeftError, RuntimeError):

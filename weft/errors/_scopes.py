@@ -45,14 +45,14 @@ class JaxTransformError(ScopeError, RuntimeError):
     ):
         of_modules = " or ".join(f"`nn.{name}`" for name in lifted if name not in _OF_SCOPES)
         of_scopes = " or ".join(f"`lift.{name}`" for name in lifted)
-        mend = f"{of_scopes or 'the transformation of the same name'} of weft.core.lift"
+        fix = f"{of_scopes or 'the transformation of the same name'} of weft.core.lift"
         if of_modules:
-            mend = f"{of_modules} of weft.linen in its place (for scopes {mend})"
+            fix = f"{of_modules} of weft.linen in its place (for scopes {fix})"
         else:
-            mend += " in its place, or transform the whole `init` or `apply`"
+            fix += " in its place, or transform the whole `init` or `apply`"
         super().__init__(
             f"{what} in {where!r} inside of {of_jax or 'a JAX transformation'}, which the scope "
-            f"does not cross, so {why or 'a tracer would leak into it'}; use {mend}."
+            f"does not cross, so {why or 'a tracer would leak into it'}; use {fix}."
         )
 
 

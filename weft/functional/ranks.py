@@ -1,4 +1,4 @@
-"""Arrays of fewer axes beside arrays of more, said in the program.
+"""Explicit rank promotion: arrays of fewer axes combined with arrays of more.
 
 JAX adds the missing axes itself, unless `jax_numpy_rank_promotion` forbids it, as programs do that
 want to hear of every shape they did not mean.

@@ -83,7 +83,7 @@ def new_output_collection() -> OutputCollection:
 
 
 def check_name(name: Any, place: str) -> None:
-    """Raises ModuleNameError for a name that could not stand in a path."""
+    """Raises ModuleNameError for a name that cannot be part of a path."""
     if not isinstance(name, str) or not name or "." in name or "/" in name:
         raise ModuleNameError(
             f"{place} is given the name {name!r}; expected a string that is not empty and has no "
@@ -241,7 +241,7 @@ class InvocationContext:
         stem = stem if n > 2 else name
         while f"{stem}_{n}" in self._child_calls or f"{stem}_{n}" in self._passages:
             n += 1
-        # The line stands in a method of the module whose context is current.
+        # The line belongs in a method of the module whose context is current.
         caller = (current_context() or self).module
         names = None if caller is None else caller.find_descendant(module)
         if names is not None:

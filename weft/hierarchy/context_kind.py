@@ -206,7 +206,7 @@ def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Nested dicts with the entries of both, of which those of `b` go before."""
+    """Nested dicts with the entries of both; where both have one, that of `b`."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return b
     return {**a, **{name: _merged(a[name], x) if name in a else x for name, x in b.items()}}

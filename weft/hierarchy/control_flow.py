@@ -22,7 +22,7 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_va
     The state is the same in each iteration, and each has a PRNG key of its own.
 
     Args:
-        cond_fn: takes the carry and returns whether to go on.
+        cond_fn: takes the carry and returns whether to continue.
         body_fn: takes the carry and returns the next one.
         init_val: the first carry.
 
@@ -133,7 +133,7 @@ def _switch(
     def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
         def call(inner: InvocationContext, *operands: Any) -> Any:
             result = in_context(branch)(inner, *operands)
-            # What has no output differs from branch to branch, and is no part of the result.
+            # What has no output differs from branch to branch, and is not part of the result.
             outputs = inner.output_collection
             called.update(set.intersection(*(set(part) for part in outputs)))
             if twice := sorted(called & context.output_collection.summaries.keys()):

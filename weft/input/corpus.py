@@ -286,7 +286,7 @@ _PACKED = {
 
 
 def text_fault(data: bytes) -> str | None:
-    r"""What is wrong with data that should be text in UTF-8, and the mend; None for text.
+    r"""What is wrong with data that should be text in UTF-8, and how to fix it; None for text.
 
     A model would learn compressed or binary data as if they were text.
 
@@ -298,8 +298,8 @@ def text_fault(data: bytes) -> str | None:
     """
     for start, (kind, program) in _PACKED.items():
         if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
-            mend = f"unpack it first, as by `{program}`" if program else "take the text out of it"
-            return f"is not text: at byte 0 begins {kind} data; {mend}, or leave the file out"
+            fix = f"unpack it first, as by `{program}`" if program else "take the text out of it"
+            return f"is not text: at byte 0 begins {kind} data; {fix}, or leave the file out"
     if (at := data.find(b"\0")) >= 0:
         return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
     try:

@@ -100,9 +100,7 @@ class _WholeFiles:
             data = gzip.decompress(data) if path.endswith(".gz") else data
         except (OSError, EOFError, zlib.error) as error:
             what = getattr(error, "strerror", None) or error
-            raise InputReadError(
-                f"cannot read {path} ({what}); mend it, or leave it out"
-            ) from error
+            raise InputReadError(f"cannot read {path} ({what}); fix it, or leave it out") from error
         return data
 
     def describe(self, index: int) -> str:

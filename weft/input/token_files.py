@@ -133,7 +133,7 @@ def _raise_for_one(documents: Any, tokenizer: Tokenizer, text_key: str, indices:
         except Exception as error:
             raise InputReadError(
                 f"{describe(documents, index)} cannot be tokenized: {type(error).__name__}: "
-                f"{error}; mend its text or leave it out"
+                f"{error}; fix its text or leave it out"
             ) from error
 
 

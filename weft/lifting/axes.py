@@ -37,8 +37,8 @@ def enter_axis(
 ) -> tuple[int, Units]:
     """The size of the mapped axes, and the units as they go in.
 
-    Their metadata is told that the axis goes, which may change the shapes of values. The size is
-    that of the axes then; so many keys are made of each that is forked.
+    Their metadata hooks remove the axis, which may change the shapes of values. The size is that
+    of the axes afterwards; so many keys are made of each that is forked.
 
     Args:
         kind: whose carriers cross.
@@ -52,7 +52,7 @@ def enter_axis(
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
     """
-    entered = units.having(_told(kind, cargo, units, -1, metadata))
+    entered = units.having(_with_axes(kind, cargo, units, -1, metadata))
     n = _axis_size(kind, cargo, entered, size, transformation)
     return n, entered.having(
         [
@@ -62,8 +62,8 @@ def enter_axis(
     )
 
 
-def _told(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Metadata) -> list[Any]:
-    """The values, with metadata told that the axis came (`sign` 1) or went (-1)."""
+def _with_axes(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Metadata) -> list[Any]:
+    """The values, with the axis added to their metadata (`sign` 1) or removed from it (-1)."""
     static, _ = cargo.static.value
     return [
         kind.axis(static, carrier, sign, value, role, metadata)
@@ -110,19 +110,19 @@ def _axis_size(
 def leave_axis(
     kind: Kind, cargo: Cargo, results: Results, out_axes: Any, metadata: Metadata
 ) -> Results:
-    """The results as they come back: metadata told that the axis came."""
+    """The results, with the axis added to their metadata."""
     units = in_results(cargo, results, out_axes)
-    units.values = _told(kind, cargo, units, 1, metadata)
+    units.values = _with_axes(kind, cargo, units, 1, metadata)
     return Results(results.static, *units.packed())
 
 
 def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -> Any:
-    """What JAX is to be told of each part of what comes back, as a prefix of the `Results`.
+    """Returns JAX's entry for each part of the results, as a prefix of the `Results`.
 
     Args:
         cargo: what crosses; carriers that went in come back as they went.
         out_axes: the roles of the function's own results.
-        of_role: from a role to what JAX is told.
+        of_role: from a role to JAX's entry.
     """
     _, flat = cargo.static.value
 

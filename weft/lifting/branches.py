@@ -1,8 +1,8 @@
 """cond and switch: one of several functions runs, and the state comes out alike.
 
-What only some of the branches make gets its initial value before, from the first branch that makes
-it, and passes unchanged through those that do not. Every branch begins with the same state and the
-same counters.
+State that only some of the branches make gets its initial value before, from the first branch that
+makes it, and passes unchanged through those that do not. Every branch begins with the same state
+and the same counters.
 """
 
 from __future__ import annotations

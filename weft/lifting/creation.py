@@ -8,8 +8,8 @@ before. Each function is first traced as its first run finds the state:
   and keys of the first iteration, and the body is traced a second time, on the state that is there.
 - Branches are traced once each. What only some of them make gets its initial value before.
 
-So the innermost of d loops around each other, each of which carries or shares what it makes, is
-traced d + 1 times: the first trace of a loop contains both traces of the loop inside of it, and in
+So the innermost of d nested loops, where each one carries or shares what it makes, is traced d + 1
+times: the first trace of a loop contains both traces of the loop inside of it, and in
 its second trace the state is there. It makes no difference whether a model is initialized.
 State that each iteration has for itself, along an axis, needs no second trace; a loop inside that
 carries it finds it missing in each trace, and traces its body twice in each.

@@ -85,7 +85,7 @@ class AtFirstCall(Generic[T]):
 
 
 def by_value(value: Any) -> Hashable:
-    """What stands for a value in a comparison: equal for equal values, and hashable.
+    """Returns the key of a value in a comparison: equal for equal values, and hashable.
 
     Args:
         value: anything. What can change and has its own way to compare is compared by its present
@@ -124,7 +124,7 @@ def _by_value(value: Any, above: tuple[Any, ...]) -> Hashable:
 
 
 def _by_state(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
-    """What stands for a value without a hash, such as a `bytearray`: what pickle writes of it."""
+    """Returns the key of a value without a hash, such as a `bytearray`: what pickle writes."""
     if type(value).__eq__ is object.__eq__:
         return Same(value)
     try:

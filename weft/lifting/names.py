@@ -1,6 +1,6 @@
 """The user's names on the functions that JAX sees.
 
-JAX traces a pure function that stands for the user's one. Its name is the name of the compiled
+JAX traces a pure function in place of the user's one. Its name is the name of the compiled
 module in logs, profiles and dumps; its arguments and its source line are in error messages. So it
 takes all three from the user's function.
 """

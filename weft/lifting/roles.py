@@ -87,7 +87,7 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
     try:
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
     except ValueError:
-        # What is said of carriers is not part of what the user gave there.
+        # The roles of carriers are not part of what the user gave there.
         is_whole = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
         given = f"{what}={prefix!r}" if is_whole else what
         misfit = _misfit(prefix, tree, is_leaf, what if is_whole else "")
@@ -99,7 +99,7 @@ def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -
     """Where a prefix and a tree differ first, in words; without places, if `what` is empty."""
     of_results = what.startswith("out")
     whole = "the result" if of_results else "the arguments"
-    mend = "Give one entry for all, or one for each."
+    fix = "Give one entry for all, or one for each."
 
     def find(role: Any, x: Any, path: str) -> str | None:
         of_role, of_x = _entries(role, is_role), _entries(x, is_leaf)
@@ -116,15 +116,15 @@ def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -
             ):
                 return (
                     f"has {_counted(of_role, 'entry', 'entries')}, and the call has "
-                    f"{_counted(of_x, 'argument', 'arguments')} by position. {mend}"
+                    f"{_counted(of_x, 'argument', 'arguments')} by position. {fix}"
                 )
             there, at = _shown(x, of_x), f" at {what}{path}" if what else ""
             place = place if what else "what it speaks of"
-            return f"has {_shown(role, of_role)}{at}, where {place} is {there}. {mend}"
+            return f"has {_shown(role, of_role)}{at}, where {place} is {there}. {fix}"
         found = (find(of_role[key], of_x[key], path + key) for key in of_role)
         return next((words for words in found if words is not None), None)
 
-    return find(prefix, tree, "") or f"does not fit {whole}. {mend}"
+    return find(prefix, tree, "") or f"does not fit {whole}. {fix}"
 
 
 def _entries(x: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:

@@ -194,8 +194,8 @@ def iteration(
         units: what crosses, as the body finds it.
 
     Returns:
-        What comes back, the static half of it, and what the run has made that must be there before
-        the loop, or None. If there is any, nothing else has been looked at.
+        The results, their static half, and the state that the run has made and that must exist
+        before the loop, or None. If there is any, the results were not checked.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.

@@ -2,10 +2,10 @@
 
 A loop or a branch that runs outside of `jax.jit` is compiled by JAX for the function it is given.
 That is a new one at each call here, so the call itself is put under a `jax.jit` of its own, with
-all that is not an array as structure. Inside of another trace it leaves no mark.
+all that is not an array as structure. Inside of another trace it has no effect.
 
-What comes out as it went in is the caller's own value again, so that it counts as unchanged for
-whatever is around, which may share it.
+An output that is an unchanged input is the caller's own value again, so that it counts as unchanged
+for the transformations around, which may share it.
 """
 
 from __future__ import annotations

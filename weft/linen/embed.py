@@ -68,7 +68,7 @@ class Embed(Module):
             inputs: the ids; negative ones count from the end.
 
         Raises:
-            ArgumentValueError: if the ids are no integers, or too large for those of JAX.
+            ArgumentValueError: if the ids are not integers, or too large for those of JAX.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):

@@ -33,9 +33,9 @@ class Call:
         method: the method's name.
         args: the arguments; arrays are `jax.ShapeDtypeStruct`.
         kwargs: those with a name.
-        outputs: the result, likewise.
+        outputs: the result, in the same form.
         fn: the method as a function of the module, without the transformations around it.
-        variables: of the module, likewise: those of one index where they are mapped.
+        variables: of the module, in the same form: those of one index where they are mapped.
     """
 
     module: "Module"

@@ -1,8 +1,8 @@
 """Optimizers: transformations of optax that keep their state in variables, and move a model's.
 
 What a transformation keeps for a parameter is a variable with the parameter's metadata, so that it
-is laid out as the parameter is, or as `optimizer_sharding` in that metadata says; what it keeps
-beside them is a variable without. An update reads all values, calls the transformation on plain
+is laid out as the parameter is, or as `optimizer_sharding` in that metadata says; the rest is kept
+in variables without metadata. An update reads all values, calls the transformation on plain
 arrays once, and writes all values; nothing is written if anything does not fit.
 """
 

@@ -24,7 +24,7 @@ class Captured(Pytree):
     """What one module leaves behind.
 
     For each kind there is one variable from the beginning, whose value is a dict by name. So a
-    transformation that brings back nothing but values of variables brings back what was sown.
+    transformation that returns only values of variables returns what was sown.
 
     Args:
         kinds: the kinds of variables that are wanted; those derived from them are not.

@@ -1,9 +1,10 @@
 """Data from elsewhere: files, JSON and text that this program did not write.
 
 A reader of such data raises its documented error whatever the data is. These functions raise only
-`OSError` and `ValueError`, which the reader turns into its error with the file's name and the mend:
-a FIFO or a device in the place of a file is refused instead of waited for, JSON that is nested too
-deeply is a `ValueError`, and text that is printed loses the characters that control a terminal.
+`OSError` and `ValueError`, which the reader turns into its error, with the file's name and how to
+fix it: a FIFO or a device in the place of a file is refused instead of waited for, JSON that is
+nested too deeply is a `ValueError`, and text that is printed loses the characters that control a
+terminal.
 """
 
 import json

@@ -148,7 +148,7 @@ def _shape_of(value: Any, dtype: np.dtype, num_elements: int) -> tuple[int, ...]
 
 
 def _value_of(code: int, data: bytes) -> Any:
-    """What an extension type stands for; a ValueError if the data does not say."""
+    """Decodes an extension type; a ValueError if the data does not fit it."""
     import msgpack
 
     if code not in (_NDARRAY, _COMPLEX, _SCALAR):

@@ -14,7 +14,7 @@ A process that dies closes its connection, whatever killed it. One that is stopp
 silent for too long. In both cases the others are told its name, and end. One that is late, but
 hears of it, prints where its threads are.
 
-What comes may be from a program of another version, or from a stranger: a line that is not such a
+A line may come from a program of another version, or from a stranger: one that is not such a
 message, is too long or nested too deeply is ignored, and what is printed of it is escaped.
 
 What was said last has to arrive. The kernel drops what it has not delivered when a socket is closed

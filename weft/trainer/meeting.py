@@ -4,8 +4,8 @@ Process 0 listens where JAX's coordinator will, for as long as it takes all othe
 that address is free again for JAX, and the connections stay as their `Companions`. A program that
 has initialized `jax.distributed` by itself is met later, at a port that process 0 tells by JAX.
 
-Whoever reaches that address can connect. A process proves that it belongs to the run by a token,
-which a launcher puts into the environment of all, and without which it is refused. Until then it
+Any program that reaches that address can connect. A process proves that it belongs to the run by a
+token, which a launcher puts into the environment of all, and is refused without it. Until then it
 may send one short line, within a few seconds, and there is room for a few at a time.
 """
 
@@ -187,8 +187,8 @@ def _receive(
 class _Reception:
     """Who has come to process 0 so far, and who has connected and not yet said who it is.
 
-    Whoever connects and says nothing, as what looks for open ports does, keeps nobody waiting: it
-    is dropped after some seconds, or earlier if many more come.
+    A connection that sends nothing, as from a port scanner, delays no process: it is dropped after
+    some seconds, or earlier if many more come.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def repeated(step, times):
 
 
 def none(result):
-    """Drops the result of a transformation, of which the state is what counts."""
+    """Drops the result of a transformation: the test compares its state."""
 
 
 def carrying(loop, times):

@@ -53,7 +53,7 @@ class Level:
         scope: the name of a scope of its own, "" for that of the block around it.
         size: of the loop or the mapped axis.
         roles: of each collection, in loops and `vmap`.
-        split: the streams of which each index has keys of its own.
+        split: the streams that give each index its own keys.
         taken: which branch runs: its number, or None for one that depends on `i`.
         others: the other branches.
         reverse: whether a scan runs from the last index to the first.

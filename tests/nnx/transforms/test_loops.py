@@ -340,7 +340,7 @@ def remove_attribute(m):
 @TREES
 @pytest.mark.parametrize("loop", ["while_loop", "fori_loop", "fori_loop of arrays", "scan"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (change_array, r"changes the array at \w+\.array"),
         (change_static, r"changes a reference or static value at \w+\.mode"),
@@ -348,7 +348,9 @@ def remove_attribute(m):
         (remove_attribute, r"removes the attribute at \w+\.mode"),
     ],
 )
-def test_a_body_that_changes_attributes_without_graph_updates_is_refused(loop, change, said, mode):
+def test_a_body_that_changes_attributes_without_graph_updates_is_refused(
+    loop, change, message, mode
+):
     def body(m):
         change(m)
         m.n[...] += 1
@@ -363,7 +365,7 @@ def test_a_body_that_changes_attributes_without_graph_updates_is_refused(loop, c
         ),
         "scan": lambda: nnx.scan(body, in_axes=Carry, out_axes=Carry, length=2, **mode)(m),
     }
-    with pytest.raises(LoopStructureError, match=f"the body {said}"):
+    with pytest.raises(LoopStructureError, match=f"the body {message}"):
         loops[loop]()
     assert m.n[...].tolist() == [0, 0] and m.mode == "first"
 

@@ -132,11 +132,11 @@ class Parts(nnx.Module):
 @pytest.mark.parametrize("has_variables", [False, True])
 def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
     def state(of_parameters, of_others):
-        def said(path, x):
+        def role(path, x):
             of = of_parameters if isinstance(x, nnx.Param) else of_others
             return nnx.Variable(of) if has_variables else of
 
-        return nnx.map_state(said, nnx.state(Parts()))
+        return nnx.map_state(role, nnx.state(Parts()))
 
     axes = nnx.StateAxes(state(0, None))
     total = lambda m: m.w.sum() + m.inner.v.sum() + m.count  # noqa: E731

@@ -77,7 +77,7 @@ class Embed(Module):
             out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
 
         Raises:
-            ArgumentValueError: if the ids are no integers, or too large for those of JAX.
+            ArgumentValueError: if the ids are not integers, or too large for those of JAX.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):

@@ -325,10 +325,10 @@ def jit(
     A call with objects that it has met before reads and writes the values of their variables, and
     nothing else. Where their structure has changed since, they are looked at once more.
 
-    What is static is compared by value. An object that has a hash is the same whatever is written
-    to it, as for `jax.jit`, and a function counts as one that sees the same: give the attribute
-    another one. An attribute of a class is read in the trace, like a global. What is written past
-    an object (`vars(model)[...]`, `object.__setattr__`) is seen when something else changes.
+    Static values are compared by value. An object that has a hash stays equal whatever is written
+    to it, as for `jax.jit`, and a function stays equal whatever it reads: set the attribute to
+    another one. An attribute of a class is read in the trace, like a global. A write past
+    an object (`vars(model)[...]`, `object.__setattr__`) is noticed when something else changes.
 
     Args:
         fun: the function; without it, a decorator.

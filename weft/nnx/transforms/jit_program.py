@@ -41,7 +41,7 @@ MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
 class Options(NamedTuple):
-    """What the user said of the function.
+    """The options that the user gave for the function.
 
     Attributes:
         in_shardings: as `as_roles` gives them, like `out_shardings`.
@@ -108,7 +108,7 @@ class Layout(NamedTuple):
         names: likewise, those given by name.
         n_args: how many arguments are given by position.
         static: the graph of all of them.
-        roles: what is said of each.
+        roles: the role of each.
         donated: whether its values are given away.
         made: for each value the class and metadata of its variable, None for an attribute.
     """
@@ -127,7 +127,7 @@ class Program:
 
     Args:
         fn: the user's function.
-        options: what was said of it.
+        options: those of the user.
         layout: of the objects.
         seen: the function by value, when it was found to be equal to others.
     """
@@ -310,7 +310,7 @@ def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any],
     """The arguments that are objects, with their positions, and those given by name.
 
     Raises:
-        TransformArgumentError: if one of them was said to be static.
+        TransformArgumentError: if one of them was declared static.
     """
     at = [(i, x) for i, x in enumerate(args) if is_object(x)]
     names = sorted((name, x) for name, x in kwargs.items() if is_object(x))
@@ -343,8 +343,8 @@ def holds_objects(x: Any) -> bool:
 def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """A call with objects that are arguments themselves."""
     at, names = objects_at_top(options, args, kwargs)
-    said = _per_argument(options.in_shardings, len(args))
-    roles = [_roles(said[i]) for i, _ in at] + [_SHARED for _ in names]
+    shardings = _per_argument(options.in_shardings, len(args))
+    roles = [_roles(shardings[i]) for i, _ in at] + [_SHARED for _ in names]
     donated = [i in options.donate_argnums for i, _ in at]
     donated += [name in options.donate_argnames for name, _ in names]
     positions, of_names = tuple(i for i, _ in at), tuple(name for name, _ in names)
@@ -360,7 +360,7 @@ def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """A call with objects that are also inside of containers: what is left of those has holes."""
-    said = _per_argument(options.in_shardings, len(args))
+    shardings = _per_argument(options.in_shardings, len(args))
     objects: list[Any] = []
     roles: list[Roles] = []
     donated: list[bool] = []
@@ -377,7 +377,7 @@ def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, An
         return tree.unflatten(leaves)
 
     rest = [
-        x if i in options.static_argnums else hollowed(x, said[i], i in options.donate_argnums)
+        x if i in options.static_argnums else hollowed(x, shardings[i], i in options.donate_argnums)
         for i, x in enumerate(args)
     ]
     named = {
@@ -394,10 +394,10 @@ def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, An
 _SHARED = Roles(((Everything(), None),))
 
 
-def _roles(said: Any) -> Roles:
-    if said is None:
+def _roles(role: Any) -> Roles:
+    if role is None:
         return _SHARED
-    return said if isinstance(said, Roles) else Roles(((Everything(), said),))
+    return role if isinstance(role, Roles) else Roles(((Everything(), role),))
 
 
 def _made(flat: Flat) -> tuple[Any, ...]:
@@ -422,13 +422,13 @@ def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
 
 
 def _without_state(shardings: Any) -> Any:
-    """What is said of an argument, where objects in it are left out."""
+    """Returns the role of an argument, where objects in it are left out."""
     without = lambda x: None if isinstance(x, Roles) else x  # noqa: E731
     return jax.tree.map(without, shardings, is_leaf=is_role)
 
 
-def _packed(said: Any) -> Any:
-    return Parcel(said.roles) if isinstance(said, Roles) else said
+def _packed(role: Any) -> Any:
+    return Parcel(role.roles) if isinstance(role, Roles) else role
 
 
 def _is_hole_or_object(x: Any) -> bool:

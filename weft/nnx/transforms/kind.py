@@ -471,7 +471,7 @@ class _Grouping:
         return self._wanted[part][i][g][1]
 
     def roles(self, path: Path) -> list[Any]:
-        """All that was said of the object there."""
+        """All roles that were given to the object there."""
         part, i = path[:2]
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 

@@ -27,7 +27,7 @@ class Carry:
 
 
 class _ByFilter:
-    """Filters, and what is said of what they match."""
+    """Filters, and the roles of what they match."""
 
     def __init__(self, by_filter: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
         if isinstance(by_filter, State):
@@ -42,7 +42,7 @@ class _ByFilter:
         return self._predicates
 
     def map_prefix(self, path: Path, variable: Any) -> Any:
-        """What is said of a variable.
+        """Returns the role of a variable.
 
         Args:
             path: where it is.
@@ -51,9 +51,9 @@ class _ByFilter:
         Raises:
             TransformArgumentError: if no filter matches.
         """
-        for matches, (_, said) in zip(self._predicates, self._items, strict=True):
+        for matches, (_, role) in zip(self._predicates, self._items, strict=True):
             if matches(path, variable):
-                return said
+                return role
         raise TransformArgumentError(
             f"no filter of {self!r} matches the {type(variable).__name__} at {path!r}; add `...` "
             "as the last."
@@ -62,8 +62,8 @@ class _ByFilter:
     @property
     def roles(self) -> Roles:
         """For the engine."""
-        said = (_role(what) for _, what in self._items)
-        return _SaidRoles(self, zip(self._predicates, said, strict=True))
+        roles = (_role(what) for _, what in self._items)
+        return _RolesByFilter(self, zip(self._predicates, roles, strict=True))
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.roles == other.roles  # pyright: ignore[reportAttributeAccessIssue]
@@ -72,7 +72,7 @@ class _ByFilter:
         return hash((type(self), self.roles))
 
     def __repr__(self) -> str:
-        items = ", ".join(f"{_name(where)}: {_name(said)}" for where, said in self._items)
+        items = ", ".join(f"{_name(where)}: {_name(role)}" for where, role in self._items)
         return f"{type(self).__name__}({{{items}}})"
 
 
@@ -80,18 +80,18 @@ def _name(x: Any) -> str:
     return "..." if x is ... else x.__name__ if isinstance(x, type) else repr(x)
 
 
-class _SaidRoles(Roles):
+class _RolesByFilter(Roles):
     """Roles that a user has given in other words, which errors show."""
 
-    said: _ByFilter
+    source: _ByFilter
 
-    def __new__(cls, said: _ByFilter, items: Iterable[tuple[Any, Any]]) -> "_SaidRoles":
+    def __new__(cls, source: _ByFilter, items: Iterable[tuple[Any, Any]]) -> "_RolesByFilter":
         made = super().__new__(cls, items)
-        made.said = said
+        made.source = source
         return made
 
     def __repr__(self) -> str:
-        return repr(self.said)
+        return repr(self.source)
 
 
 class StateAxes(_ByFilter):
@@ -162,8 +162,8 @@ class DiffState:
         return to_predicate(self.filter)(path, variable)
 
 
-def _role(said: Any) -> Any:
-    return CARRY if said is Carry else said
+def _role(role: Any) -> Any:
+    return CARRY if role is Carry else role
 
 
 def as_roles(prefix: Any) -> Any:
@@ -245,9 +245,9 @@ def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn,
 
 
 def _items_of_state(state: State) -> list[tuple[PathIn, Any]]:
-    """What is said at each path of a state, by the filters of these paths."""
+    """Returns the roles of a state's paths, by filters of these paths."""
     by_value: dict[Hashable, list[Path]] = {}
-    for path, said in to_flat_state(state):
-        said = said.get_raw_value() if isinstance(said, Variable) else said
-        by_value.setdefault(said, []).append(path)
+    for path, role in to_flat_state(state):
+        role = role.get_raw_value() if isinstance(role, Variable) else role
+        by_value.setdefault(role, []).append(path)
     return _by_paths(by_value)
