@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.fuzz.programs import reference
-from tests.fuzz.programs.ir import COLLECTIONS, START, STREAMS, Level, Program
+from tests.fuzz.programs.ir import COLLECTIONS, CUSTOM, START, STREAMS, Level, Program
 from tests.fuzz.programs.making import programs
 from tests.fuzz.programs.scopes import Writer
 from tests.keys import quick_key
@@ -14,7 +14,7 @@ from weft.core import meta
 
 WAYS = ("core", "linen")
 CASES = programs(WAYS)
-SHORT = 20
+SHORT = 10
 
 
 def keys():
@@ -49,14 +49,17 @@ def traced(what: str, traces: list[str], case: Program, there: frozenset[str]) -
 
 
 def most_traces(loops: tuple[Level, ...], there: frozenset[str]) -> int:
-    """How often the innermost of loops around each other may trace its body.
+    """How often the innermost of loops and rules around each other may trace its body.
 
     A loop traces its body a second time if it carries or shares state that is missing and that the
-    body makes. Then that state is there for the loops inside of it.
+    body makes. Then that state is there for the loops inside of it. What has a derivative of one's
+    own is a part of the rule as well.
     """
     if not loops:
         return 1
     outer, *inner = loops
+    if outer.kind in CUSTOM:
+        return 2 * most_traces(tuple(inner), there)
     once = most_traces(tuple(inner), there)
     made = {col for col, role in outer.roles if not isinstance(role, int)} - there
     return once + most_traces(tuple(inner), there | made) if made else once

@@ -12,6 +12,8 @@ Axis = int
 Role = Axis | Literal["carry"] | None
 COLLECTIONS = ("params", "st", "cache")
 STREAMS = ("params", "noise")
+LOOPS = ("scan", "fori", "while")
+CUSTOM = ("custom_jvp", "custom_vjp")
 START = 0.25
 
 

@@ -4,9 +4,18 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from tests.fuzz.programs.ir import COLLECTIONS, STREAMS, Block, Draw, Level, Program, Use
+from tests.fuzz.programs.ir import (
+    COLLECTIONS,
+    CUSTOM,
+    LOOPS,
+    STREAMS,
+    Block,
+    Draw,
+    Level,
+    Program,
+    Use,
+)
 
-LOOPS = ("scan", "fori", "while")
 KINDS = (
     "child",
     "jit",
@@ -19,7 +28,21 @@ KINDS = (
     "value_and_grad",
     "vjp",
     "while",
+    "checkify",
+    "jvp",
+    "custom_jvp",
+    "custom_vjp",
+    "shard_map",
 )
+# What JAX cannot differentiate, or lay out twice.
+NOT_INSIDE = {
+    "value_and_grad": {"while"},
+    "vjp": {"while"},
+    "jvp": {"custom_vjp"},
+    "custom_jvp": {"custom_vjp", "while"},
+    "custom_vjp": {"while"},
+    "shard_map": {"shard_map"},
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,14 +54,19 @@ class Place:
         prefix: of the names of scopes below.
         fixed: the collections that cannot be changed here.
         constant: those whose first values cannot depend on `x` or on keys that differ.
-        reverse: whether the block is differentiated.
+        without: the kinds that cannot be here.
+        in_loop: whether a loop is around.
+        still: whether first values cannot depend on `x`: where a loop begins with them, a gradient
+            that is taken inside finds constants, and so does a rule of one's own.
     """
 
     depth: int
     prefix: str = ""
     fixed: frozenset[str] = frozenset({"params"})
     constant: frozenset[str] = frozenset()
-    reverse: bool = False
+    without: frozenset[str] = frozenset()
+    in_loop: bool = False
+    still: bool = False
 
 
 @st.composite
@@ -46,7 +74,8 @@ def uses(draw, place: Place):
     col = draw(st.sampled_from(("st", "cache", "params")))
     firsts = ["const"]
     if col not in place.constant:
-        firsts.append("x")
+        if not place.still:
+            firsts.append("x")
         if col == "params":
             firsts.append("key")
     # A name says how the variable is made, so that all uses of one agree.
@@ -58,13 +87,21 @@ def uses(draw, place: Place):
 
 @st.composite
 def levels(draw, place: Place, number: int):
-    kinds = [k for k in KINDS if not (place.reverse and k == "while")]
-    kind = draw(st.sampled_from(kinds))
+    kind = draw(st.sampled_from([k for k in KINDS if k not in place.without]))
     name = f"{place.prefix}{'abcd'[number]}"
     scope = ""
     if kind in ("scan", "vmap", "child") or (kind in ("jit", "remat") and draw(st.booleans())):
         scope = name
-    inside = dataclasses.replace(place, depth=place.depth - 1, prefix=f"{name}_")
+    inside = dataclasses.replace(
+        place,
+        depth=place.depth - 1,
+        prefix=f"{name}_",
+        without=place.without | NOT_INSIDE.get(kind, set()),
+        in_loop=place.in_loop or kind in LOOPS,
+        still=place.still
+        or kind in CUSTOM
+        or (place.in_loop and kind in ("value_and_grad", "vjp", "jvp")),
+    )
     roles, split, size, reverse = (), (), 2, False
     if kind in (*LOOPS, "vmap"):
         size = draw(st.sampled_from([2, 1, 3] if kind == "vmap" else [2, 1, 3, 0]))
@@ -91,8 +128,8 @@ def levels(draw, place: Place, number: int):
         )
         if kind == "scan" and all(not isinstance(r, int) for _, r in roles) and draw(st.booleans()):
             scope = ""
-    if kind in ("value_and_grad", "vjp"):
-        inside = dataclasses.replace(inside, reverse=True)
+    if kind == "shard_map":
+        split = tuple(s for s in STREAMS if draw(st.booleans()))
     others, taken = (), 0
     if kind in ("cond", "switch"):
         n = 1 if kind == "cond" else draw(st.sampled_from([2, 1]))

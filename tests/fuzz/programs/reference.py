@@ -208,6 +208,108 @@ def _with_state(f: Callable[[Any], tuple[Any, State]], x: Any) -> tuple[Any, Any
     return y, grads, state
 
 
+def _arrays(variables: Variables) -> dict[Any, tuple[Any, Any]]:
+    return {at: (e.value, e.first) for at, e in variables.items()}
+
+
+def _replaced(variables: Variables, arrays: dict[Any, tuple[Any, Any]]) -> Variables:
+    return {
+        at: variables[at]._replace(value=value, first=first)
+        for at, (value, first) in arrays.items()
+    }
+
+
+class Differentiable:
+    """A level as a function of the parameters below it and of `x`.
+
+    Attributes:
+        wrt: the parameters.
+        rest: what it is a function of as well.
+    """
+
+    def __init__(self, of: Level, state: State, path: Path, i: int):
+        below = {at: e for at, e in state.variables.items() if is_inside(at, path)}
+        self.of, self.state, self.path, self.i = of, state, path, i
+        self.wrt = {at: e.value for at, e in below.items() if at[0] == "params"}
+        self.rest = _arrays({at: e for at, e in below.items() if at[0] != "params"})
+        self.after = state
+
+    def __call__(self, wrt: dict[Any, Any], x: Any, rest: dict[Any, Any]) -> tuple[Any, Any]:
+        """The result, and the variables that are changed or made."""
+        inside = self.state.copy()
+        inside.variables.update(_replaced(inside.variables, rest))
+        for at, value in wrt.items():
+            inside.variables[at] = inside.variables[at]._replace(value=value)
+        y = block(self.of.body, inside, self.path, x, self.i)
+        self.after, written = inside, changed(self.of, self.path)
+        new = set(inside.variables) - set(self.state.variables)
+        return y, _arrays({at: inside.variables[at] for at in new | (written & {*rest})})
+
+    def commit(self, arrays: dict[Any, Any]) -> None:
+        self.state.variables.update(_replaced(self.after.variables, arrays))
+        self.state.counts = self.after.counts
+
+
+def changed(of: Level, path: Path) -> set[tuple[str, Path, str]]:
+    """What a level writes to in some branch."""
+    found = set()
+    for b in (of.body, *of.others):
+        for s in b.statements:
+            if isinstance(s, Use) and s.write:
+                found.add((s.col, path, s.name))
+            elif isinstance(s, Level):
+                found |= changed(s, (*path, s.scope) if s.scope else path)
+    return found
+
+
+def jvp(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
+    f = Differentiable(of, state, path, i)
+    ones = {at: jnp.full_like(v, bool(state.wrt)) for at, v in f.wrt.items()}
+    pure = lambda wrt, x: f(wrt, x, f.rest)  # noqa: E731
+    y, of_y, arrays = jax.jvp(pure, (f.wrt, x), (ones, jnp.ones_like(x)), has_aux=True)
+    f.commit(arrays)
+    return jnp.sin(y + of_y)
+
+
+def custom_vjp(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
+    f = Differentiable(of, state, path, i)
+
+    def forward(wrt: Any, x: Any, rest: Any) -> Any:
+        y, pullback, arrays = jax.vjp(lambda wrt, x: f(wrt, x, rest), wrt, x, has_aux=True)
+        return (y, arrays), pullback
+
+    with_rule = jax.custom_vjp(f.__call__)
+    with_rule.defvjp(forward, lambda pullback, cts: (*pullback(cts[0]), None))
+    y, arrays = with_rule(f.wrt, x, f.rest)
+    f.commit(arrays)
+    return y
+
+
+def custom_jvp(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
+    f = Differentiable(of, state, path, i)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        pure = lambda wrt, x: f(wrt, x, primals[2])  # noqa: E731
+        y, of_y, arrays = jax.jvp(pure, primals[:2], tangents[:2], has_aux=True)
+        return (y, arrays), (of_y, jax.tree.map(jnp.zeros_like, arrays))
+
+    with_rule = jax.custom_jvp(f.__call__)
+    with_rule.defjvp(rule)
+    y, arrays = with_rule(f.wrt, x, f.rest)
+    f.commit(arrays)
+    return y
+
+
+def shard_map(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
+    before = dict(state.streams)
+    for name in of.split:
+        key, base = before[name]
+        state.streams[name] = Stream(jax.random.split(key, 1)[0], base)
+    y = block(of.body, state, path, x, i)
+    state.streams = before
+    return y
+
+
 def branch(of: Level, state: State, path: Path, x: Any, i: int) -> Any:
     branches = (of.body, *of.others)
     taken = of.taken if of.taken is not None else i % len(branches)
@@ -396,4 +498,9 @@ LEVELS = {
     "switch": branch,
     "value_and_grad": value_and_grad,
     "vjp": vjp,
+    "jvp": jvp,
+    "custom_jvp": custom_jvp,
+    "custom_vjp": custom_vjp,
+    "checkify": plain,
+    "shard_map": shard_map,
 }

@@ -3,7 +3,17 @@
 import textwrap
 from collections import Counter
 
-from tests.fuzz.programs.ir import COLLECTIONS, STREAMS, Block, Draw, Level, Program, Use
+from tests.fuzz.programs.ir import (
+    COLLECTIONS,
+    CUSTOM,
+    LOOPS,
+    STREAMS,
+    Block,
+    Draw,
+    Level,
+    Program,
+    Use,
+)
 
 COMMON = """
 import types
@@ -35,6 +45,34 @@ def write(scope, col, name, value):
 IMPORTS = {
     "core": "from weft.core import apply, init, lift\n",
     "linen": "from weft import linen as nn\n",
+}
+ONE_DEVICE = """
+ONE = jax.sharding.PartitionSpec()
+MESH = jax.make_mesh((1,), ("d",), (jax.sharding.AxisType.Auto,))
+"""
+WITH_RULES = {
+    "custom_jvp": """
+def custom_jvp(f, s, x):
+    def rule(s, primals, tangents, of_variables):
+        return {lift}.jvp(f, s, primals, tangents, of_variables)
+
+    return {lift}.custom_jvp(f, rule)(s, x)
+""",
+    "custom_vjp": """
+def custom_vjp(f, s, x):
+    def forward(s, x):
+        return {lift}.vjp(f, s, x)
+
+    return {lift}.custom_vjp(f, forward, lambda pullback, ct: pullback(ct))(s, x)
+""",
+    "jvp": """
+def tangent(f, s, x):
+    tangents = {{}}
+    if not s.is_mutable_collection("params"):
+        tangents = {{"params": jax.tree.map(jnp.ones_like, {params})}}
+    y, of_y = {lift}.jvp(f, s, (x,), (jnp.float32(1),), tangents)
+    return jnp.sin(y + of_y)
+""",
 }
 
 
@@ -74,11 +112,19 @@ class Writer:
         imports = IMPORTS[self.program.way]
         if self.program.how == "traced":
             imports = "from tests.fuzz.programs.interpreter import interpreted\n" + imports
-        head = COMMON.format(imports=imports).strip()
-        return head + "\n\n\n" + "\n\n".join(self.done)
+        head = COMMON.format(imports=imports).strip() + "\n"
+        params = (
+            's.variables.get("params", {})' if self.linen else 's.variables().get("params", {})'
+        )
+        used = {of.kind for of in _levels(self.program.block)}
+        if "shard_map" in used:
+            head += ONE_DEVICE
+        for kind in sorted(used & set(WITH_RULES)):
+            head += "\n" + WITH_RULES[kind].format(lift=self.lift, params=params)
+        return head + "\n\n" + "\n\n".join(self.done)
 
     def loops_around(self) -> dict[str, tuple[Level, ...]]:
-        """The loops around each block, by its name, the outermost one first."""
+        """The loops and rules around each block, by its name, the outermost one first."""
         self.source()
         return self.loops
 
@@ -133,7 +179,7 @@ class Writer:
 
     def level(self, of: Level, path: tuple[str, ...], loops: tuple[Level, ...]) -> list[str]:
         inside = (*path, of.scope) if of.scope else path
-        if of.kind in ("scan", "fori", "while"):
+        if of.kind in (*LOOPS, *CUSTOM):
             loops = (*loops, of)
         blocks = [self.block(b, inside, loops) for b in (of.body, *of.others)]
         return getattr(self, of.kind)(of, *blocks)
@@ -223,6 +269,25 @@ class Writer:
             "x = jnp.sin(x + of_x + sum(map(jnp.sum, jax.tree.leaves(of_params))))",
         ]
 
+    def jvp(self, of: Level, f: str) -> list[str]:
+        return [f"x = tangent(lambda s, x: {f}(s, x, i), s, x)"]
+
+    def custom_jvp(self, of: Level, f: str) -> list[str]:
+        return [f"x = custom_jvp(lambda s, x: {f}(s, x, i), s, x)"]
+
+    def custom_vjp(self, of: Level, f: str) -> list[str]:
+        return [f"x = custom_vjp(lambda s, x: {f}(s, x, i), s, x)"]
+
+    def checkify(self, of: Level, f: str) -> list[str]:
+        return [f"_, x = {self.lift}.checkify({f})(s, x, i)"]
+
+    def shard_map(self, of: Level, f: str) -> list[str]:
+        specs = ", ".join(f"{c!r}: ONE" for c in COLLECTIONS)
+        return [
+            f"x = {self.lift}.shard_map({f}, {{{specs}}}, {self.split(of)}, mesh=MESH, "
+            "in_specs=ONE, out_specs=ONE, check_vma=False)(s, x, i)"
+        ]
+
     def braces(self, lifted: str) -> str:
         return lifted.replace("{", "{{").replace("}", "}}").replace("@", "{f}")
 
@@ -258,3 +323,11 @@ def _names(of: Block, path: tuple[str, ...]):
             inside = (*path, statement.scope) if statement.scope else path
             for b in (statement.body, *statement.others):
                 yield from _names(b, inside)
+
+
+def _levels(of: Block):
+    for statement in of.statements:
+        if isinstance(statement, Level):
+            yield statement
+            for b in (statement.body, *statement.others):
+                yield from _levels(b)
