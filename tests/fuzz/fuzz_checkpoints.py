@@ -282,7 +282,7 @@ def replace(path: Path, damage: Damage, paths: list[Path]) -> None:
 
 
 def swap(path: Path, damage: Damage, paths: list[Path]) -> None:
-    if path.is_dir():
+    if path.is_dir() or not paths:
         other = path.with_name(f"step_{STEPS[damage.other % len(STEPS)]:08}")
     else:
         other = paths[damage.other % len(paths)]
