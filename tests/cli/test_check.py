@@ -83,7 +83,7 @@ def test_a_mesh_that_does_not_fit_the_devices(capsys):
 def test_more_devices_than_jax_has_made(capsys):
     jax.devices()
     assert main(["check", "lm-tiny", "--mesh", "data=4096"]) == 2
-    assert "4096 virtual devices of the CPU were asked for" in capsys.readouterr().err
+    assert "4096 virtual CPU devices are needed" in capsys.readouterr().err
 
 
 @pytest.mark.long

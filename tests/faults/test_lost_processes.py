@@ -34,7 +34,7 @@ def test_one_that_is_killed_is_named_by_the_other(start, killed, variables):
     victim.send(signal.SIGKILL)
     assert ends(other, time.monotonic()) not in (0, -signal.SIGKILL)
     assert f"process {killed} of 2 (host " in other.told and f"pid {victim.pid})" in other.told
-    assert "has ended without a word, killed or crashed" in other.told
+    assert "has ended without notice, killed or crashed" in other.told
 
 
 def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
@@ -48,7 +48,7 @@ def test_four_stop_as_one_and_go_on_until_one_is_frozen(start):
     processes[3].wait_for("here stepping")
     processes[1].send(signal.SIGSTOP)
     now = time.monotonic()
-    frozen = f"pid {processes[1].pid}) has not been heard of for"
+    frozen = f"pid {processes[1].pid}) has sent nothing for"
     assert ends(processes[0], now) != 0
     assert frozen in processes[0].told
     for process in (processes[2], processes[3]):
@@ -104,7 +104,7 @@ def test_one_whose_input_fails_has_all_save_and_is_named(start):
     failure = "InputReadError: data/part-3.txt, record 17: not UTF-8"
     assert failure in second.told and "has failed" not in second.told
     assert "weft: process 1 of 2 has failed: InputReadError: trainer.input" in first.told
-    assert failure in first.told and "What was trained until then is saved." in first.told
+    assert failure in first.told and "The training up to this point is saved." in first.told
 
 
 def test_one_that_hangs_shows_where_and_is_named_by_the_other(start):

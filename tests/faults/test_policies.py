@@ -30,9 +30,9 @@ def test_processes_decide_alike_and_leave_their_compilers(start):
     assert first["error"].startswith("step 8 is undefined: its loss is 0.")
     assert (
         "In the backward pass the first module with an undefined gradient is "
-        "trainer.model.rooted.root, a Root (__call__); the parameters are, in its order, "
-        "rooted/params/linear/kernel. It would have made undefined: rooted/params/linear/kernel. "
-        "It is the 2. in a row that had to be skipped."
+        "trainer.model.rooted.root, a Root (__call__). Undefined gradients, in backward order: "
+        "rooted/params/linear/kernel. Parameters undefined by its update: "
+        "rooted/params/linear/kernel. 2 consecutive steps were skipped."
     ) in first["error"]
 
     # One signal to one of them, while both compile.
@@ -57,7 +57,8 @@ def test_processes_decide_alike_and_leave_their_compilers(start):
         assert (
             "step 3 is undefined: its loss is nan. The batch has undefined numbers in x. The first "
             "module with an undefined output is trainer.model.rooted.linear, a Linear (__call__). "
-            "It would have made undefined: rooted/params/linear/kernel, scale. The step is skipped"
+            "Parameters undefined by its update: rooted/params/linear/kernel, scale. The step is "
+            "skipped"
         ) in process.told
         assert "the loss of step 7 is" in process.told
-        assert "for the 1. time of at most 3." in process.told
+        assert "rewind 1 of 3." in process.told

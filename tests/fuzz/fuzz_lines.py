@@ -38,7 +38,7 @@ class _Heard(Companions):
     """Keeps errors of the thread that reads."""
 
     def _end(self, text: str, **kwargs: Any) -> None:
-        if "no longer understood" in text:
+        if "to other processes failed" in text:
             self.failure = text
         super()._end(text, **kwargs)
 

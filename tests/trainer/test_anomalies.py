@@ -165,20 +165,20 @@ def assert_same(a, b):
         (
             "negative",
             "step 4 is undefined: its loss is nan. The first module with an undefined output is "
-            "trainer.model.rooted, a Rooted (forward). It would have made undefined: "
+            "trainer.model.rooted, a Rooted (forward). Parameters undefined by its update: "
             "last/scale, weighted/scale. Its update was not applied; the last checkpoint",
         ),
         (
             "zero",
             "step 4 is undefined: its loss is 0. The outputs of all modules are finite. In the "
             "backward pass the first module with an undefined gradient is trainer.model.rooted, a "
-            "Rooted (forward); the parameters are, in its order, weighted/scale. It would have "
-            "made undefined: weighted/scale. Its update",
+            "Rooted (forward). Undefined gradients, in backward order: weighted/scale. Parameters "
+            "undefined by its update: weighted/scale. Its update",
         ),
         (
             "nan",
             "its loss is nan. The batch has undefined numbers in x. The first module with an "
-            "undefined output is trainer.model.weighted, a Weighted (forward). It would",
+            "undefined output is trainer.model.weighted, a Weighted (forward). Parameters",
         ),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_run_that_stops_names_the_step_the_module_and_the_parameters(tmp_path,
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {3: fault}, on_undefined="stop")
     assert told in str(stopped.value)
-    assert "let such steps be skipped: anomaly_policy.on_undefined='skip'." in str(stopped.value)
+    assert "or skip such steps: anomaly_policy.on_undefined='skip'." in str(stopped.value)
 
 
 def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
@@ -201,8 +201,8 @@ def test_a_gradient_that_nothing_else_shows_is_noticed_and_named(tmp_path):
         )
     assert (
         "The outputs of all modules are finite. In the backward pass the first module with an "
-        "undefined gradient is trainer.model.rooted, a Root (__call__); the parameters are, in its "
-        "order, params/first/kernel. Its update was not applied"
+        "undefined gradient is trainer.model.rooted, a Root (__call__). Undefined gradients, in "
+        "backward order: params/first/kernel. Its update was not applied"
     ) in str(stopped.value)
 
 
@@ -212,8 +212,10 @@ def test_an_update_that_is_undefined_by_itself_is_told_as_such(tmp_path):
     )
     with pytest.raises(UndefinedLossException) as stopped:
         run(tmp_path, {}, optimizer=too_far, on_undefined="stop")
-    told = "The gradients are as well, so it is the learner's update. It would have made undefined:"
-    assert f"The outputs of all modules are finite. {told} last/scale, wei" in str(stopped.value)
+    told = "The gradients are finite too; the learner's update is not. Parameters undefined by its"
+    assert f"outputs of all modules are finite. {told} update: last/scale, wei" in str(
+        stopped.value
+    )
 
 
 def test_where_the_learner_skips_such_steps_itself_the_policy_does_not_see_them(tmp_path):
@@ -290,7 +292,7 @@ def test_a_run_that_was_cut_skips_and_counts_as_one_that_was_not(skipped, tmp_pa
 
 
 def test_too_many_in_a_row_stop_the_run(tmp_path):
-    with pytest.raises(UndefinedLossException, match=r"It is the 2\. in a row that had to be sk"):
+    with pytest.raises(UndefinedLossException, match=r" 2 consecutive steps were skipped\."):
         run(tmp_path, {2: "nan", 3: "nan"}, on_undefined="skip", max_skips_in_a_row=2)
 
 
@@ -313,7 +315,7 @@ def test_a_rewind_goes_back_in_steps_but_not_in_the_data(tmp_path, caplog):
         run_ = run(tmp_path / "a", {5: "nan"}, save_every=4, on_undefined="rewind")
     # The sixth batch is bad; the steps after the checkpoint are run with the batches behind it.
     assert run_.recorder.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10]
-    assert "goes back to its last checkpoint and on to other batches, for the 1. time" in (
+    assert "restores its last checkpoint and continues with later batches: rewind 1 of" in (
         caplog.text
     )
     # Before the first checkpoint it goes back to the start.
@@ -328,14 +330,14 @@ def test_a_rewind_goes_back_in_steps_but_not_in_the_data(tmp_path, caplog):
 
 def test_too_many_rewinds_stop_the_run(tmp_path):
     faults = dict.fromkeys(range(3, 50), "nan")
-    with pytest.raises(UndefinedLossException, match=r"The run was rewound 2 times before\."):
+    with pytest.raises(UndefinedLossException, match=r"The run was already rewound 2 times\."):
         run(tmp_path, faults, save_every=2, on_undefined="rewind", max_rewinds=2)
 
 
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
-        ({"on_spike": "skip"}, r"nothing says what a spike is\. Set spike_stddevs=8\.0, or"),
+        ({"on_spike": "skip"}, r"no threshold is set\. Set spike_stddevs=8\.0 or"),
         ({"spike_decay": 1.0}, r"spike_decay=1; expected a number between 0 and 1, such as 0\.98"),
     ],
     ids=["threshold", "decay"],

@@ -86,7 +86,10 @@ def test_more_devices_than_this_machine_has_in_a_process_of_its_own():
     [
         ("v5p-127", "unknown topology 'v5p-127'.*v5p-128.*'cpu-64'"),
         ("cpu-0", "unknown topology 'cpu-0'"),
-        ("cpu-4096", "4096 virtual devices .* has made .* already; ask before JAX is used, or set"),
+        (
+            "cpu-4096",
+            "4096 virtual CPU devices .* already created .*; request them before JAX is used, or",
+        ),
     ],
 )
 def test_topologies_that_are_not_there(topology, message):
@@ -98,7 +101,7 @@ def test_topologies_that_are_not_there(topology, message):
 @pytest.mark.skipif(bool(importlib.util.find_spec("libtpu")), reason="libtpu is installed")
 def test_without_the_compiler_of_a_topology():
     with pytest.raises(
-        TopologyError, match=r"pip install 'jax\[tpu\]'.*devices of the CPU: 'cpu-64'"
+        TopologyError, match=r"pip install 'jax\[tpu\]'.*virtual CPU devices: 'cpu-64'"
     ):
         get_devices_for_topology("tpu-v5p-128")
 

@@ -117,8 +117,14 @@ def test_a_damaged_file_is_named_and_other_arrays_are_read(checkpoint, harm):
 UNCHECKED = {
     "short": (lambda d: (d / "1.0").write_bytes(b"123"), "1.0: has 3 bytes instead of 24"),
     "gone": (lambda d: (d / "1.0").unlink(), "1.0: cannot be read"),
-    "no header": (lambda d: (d / ".zarray").write_text("{}"), ".zarray: describes no array"),
-    "no text": (lambda d: (d / ".zarray").write_bytes(b"\xff"), ".zarray: describes no array"),
+    "no header": (
+        lambda d: (d / ".zarray").write_text("{}"),
+        ".zarray: does not describe an array",
+    ),
+    "no text": (
+        lambda d: (d / ".zarray").write_bytes(b"\xff"),
+        ".zarray: does not describe an array",
+    ),
     "compressed": (header_with(compressor={"id": "zlib"}), "was not written by Weft"),
     "shape": (header_with(shape=[4, 4]), "has the shape (4, 4), the index (4, 3)"),
 }

@@ -118,7 +118,7 @@ def test_a_disk_that_refuses_is_reported_once_and_once_more_when_it_is_back(capl
     for _ in range(3):
         writer.write(OSError(28, "No space left on device"))
     assert caplog.text.count("cannot write to /run: [Errno 28] No space left") == 1
-    assert "training goes on" in caplog.text
+    assert "Training continues" in caplog.text
     for _ in range(2):
         writer.write()
     assert caplog.text.count("can write to /run again") == 1

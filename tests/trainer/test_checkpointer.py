@@ -186,7 +186,9 @@ def test_a_synchronous_save_stands_when_it_returns_and_raises_what_went_wrong(ma
         assert steps_in(checkpointer) == [step]
     with monkeypatch.context() as patch:
         patch.setattr(module, "publish_dir", lambda path: 1 / 0)
-        with pytest.raises(CheckpointSaveError, match=r"step 3 .*ZeroDivisionError.*stand: 2\."):
+        with pytest.raises(
+            CheckpointSaveError, match=r"step 3 .*ZeroDivisionError.*Complete checkpoints: 2\."
+        ):
             checkpointer.save(step=3, state=state_of(3))
     assert checkpointer.save(step=3, state=state_of(3))
     assert steps_in(checkpointer) == [3]
@@ -266,7 +268,7 @@ def test_all_rules_together(make, monkeypatch):
 def test_the_best_by_a_metric_that_nobody_reports(make):
     best = KeepBest.default_config().set(metric=EvalMetric("valid", "los"))
     checkpointer = make(keep_best=best)
-    with pytest.raises(CheckpointPolicyError, match=r"checkpointer.keep_best looks at 'los'.*loss"):
+    with pytest.raises(CheckpointPolicyError, match=r"checkpointer.keep_best uses 'los'.*loss"):
         checkpointer.save(step=1, state=state_of(1), evaler_summaries={"valid": {"loss": 1.0}})
     assert checkpointer.save(step=2, state=state_of(2))  # it did not run
 
@@ -351,7 +353,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(make, dama
     with caplog.at_level(logging.WARNING):
         check_restored(*checkpointer.restore(state=target()), 2)
     assert f"The checkpoint {saver.ckpt_dir(3)} (" in caplog.text
-    assert "is damaged. It is passed over for the one before." in caplog.text
+    assert "is damaged. Restoring the previous one instead." in caplog.text
     (found,) = checkpointer.damaged_checkpoints
     assert found.path == saver.ckpt_dir(3)
     assert found.damage
@@ -381,7 +383,7 @@ def test_all_processes_pass_over_what_another_one_found_damaged(make, monkeypatc
     answers = iter([1, 0, 0])  # of all about step 2, about step 1, about the arrays of step 1
     monkeypatch.setattr(module, "largest_number", lambda mine: next(answers))
     check_restored(*make().restore(state=target()), 1)
-    assert "step_00000002 (another process has found it damaged" in caplog.text
+    assert "step_00000002 (another process found damage" in caplog.text
 
 
 def test_a_damaged_one_does_not_count_as_kept(make):
@@ -399,7 +401,9 @@ def test_a_damaged_one_does_not_count_as_kept(make):
 
 def test_a_directory_that_cannot_be_made(make, tmp_path):
     (tmp_path / "ckpts").write_text("a file is in the way")
-    with pytest.raises(CheckpointSaveError, match=r"step 1 could not be saved in .*stand: none"):
+    with pytest.raises(
+        CheckpointSaveError, match=r"step 1 could not be saved in .*checkpoints: none"
+    ):
         make().save(step=1, state=state_of(1))
 
 
@@ -436,7 +440,7 @@ def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
     # It takes no room on the full disk, and what stood stands.
     assert os.listdir(checkpointer.config.dir) == ["step_00000001"]
 
-    message = r"step 2 could not be saved .*No space left.*Those that stand: 1\. Make room"
+    message = r"step 2 could not be saved .*No space left.*Complete checkpoints: 1\. Free disk"
     with pytest.raises(CheckpointSaveError, match=message):
         checkpointer.save(step=3, state=state_of(3))
     checkpointer.wait_until_finished()

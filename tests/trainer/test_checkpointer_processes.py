@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, how, request):
     """
     where = request.getfixturevalue("small_disk") if how == "small disk" else tmp_path
     output, errors = finish(run(script, where / "ckpts", how))
-    assert "Those that stand: 1." in output
+    assert "Complete checkpoints: 1." in output
     assert "checkpoint of step 2 could not be written" in errors
     assert "[1] ['step_00000001']" in output
     assert "[3]" in output.splitlines()

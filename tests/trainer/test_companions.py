@@ -181,7 +181,7 @@ def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        (lambda c: c._connections[0].shutdown(socket.SHUT_RDWR), "has ended without a word"),
+        (lambda c: c._connections[0].shutdown(socket.SHUT_RDWR), "has ended without notice"),
         (lambda c: c.leave("InputReadError: a.txt"), "has failed: InputReadError: a.txt"),
         (lambda c: c.leave(), "has ended before the others"),
     ],
@@ -193,13 +193,13 @@ def test_who_ends_is_named_to_all(three, how, told):
     for error in at_once(*(lambda c=c: c.agree(go_on) for c in (lines[0], lines[2]))):
         assert isinstance(error, ProcessLostError)
         assert str(error).startswith(f"process 1 of 3 (host h, pid 1) {told}")
-        assert "cannot go on without it" in str(error)
+        assert "cannot continue without it" in str(error)
 
 
 def test_the_end_of_process_0_is_named_as_well(three):
     lines = three()
     lines[0]._connections[2].shutdown(socket.SHUT_RDWR)
-    with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended without a word"):
+    with pytest.raises(ProcessLostError, match=r"process 0 of 3 .* has ended without notice"):
         lines[2].agree(go_on)
     # And where something else has failed because of it.
     with pytest.raises(ProcessLostError, match="process 0") as lost:
@@ -211,7 +211,7 @@ def test_the_end_of_process_0_is_named_as_well(three):
 
 def test_silence_counts_as_an_end(alone):
     companions, _ = alone(0, 1, heartbeat_timeout_seconds=0.5)
-    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has not been heard of for"):
+    with pytest.raises(ProcessLostError, match=r"process 1 of 3 .* has sent nothing for"):
         companions.agree(go_on)
 
 
@@ -246,7 +246,7 @@ def test_what_is_said_last_arrives_though_not_all_was_read(alone):
         other.shutdown(socket.SHUT_WR)
         frozen.shutdown(socket.SHUT_RDWR)
         (over,) = [m["over"] for m in messages(heard()) if "over" in m]
-        assert over.startswith("process 1 of 3 (host h, pid 1) has not been heard of for")
+        assert over.startswith("process 1 of 3 (host h, pid 1) has sent nothing for")
 
 
 def test_what_is_said_last_arrives_at_who_reads_it_later(alone):
@@ -294,7 +294,7 @@ def test_where_the_reading_thread_fails_the_run_ends(alone, monkeypatch):
     monkeypatch.setattr(Companions, "_on_line", fails)
     companions, there = alone(1, 0)
     say(there, asked=None)
-    with pytest.raises(ProcessLostError, match="are no longer understood: TypeError: "):
+    with pytest.raises(ProcessLostError, match="to other processes failed: TypeError: "):
         companions.agree(go_on)
 
 
@@ -360,7 +360,7 @@ def test_a_line_that_is_no_message_is_ignored(alone, caplog, process, line):
         say(there, go=1, stop=None)
     assert companions.agree(go_on) is None
     companions.leave(patience_seconds=0)
-    assert f"{NAMES[1 - process]} sent what is not a message; it is ignored" in caplog.text
+    assert f"{NAMES[1 - process]} sent an invalid message; it is ignored" in caplog.text
 
 
 def test_the_rest_of_a_line_that_is_too_long_is_not_a_line(alone):
@@ -440,7 +440,7 @@ def test_a_process_whose_main_thread_is_stuck_is_ended_with_the_name():
             finally:
                 os.kill(process.pid, signal.SIGKILL) if process.poll() is None else None
     assert process.returncode == 1
-    assert "weft: process 0 of 2 (host h, pid 7) has ended without a word" in told
+    assert "weft: process 0 of 2 (host h, pid 7) has ended without notice" in told
 
 
 STOPPED = """

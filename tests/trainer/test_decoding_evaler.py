@@ -120,9 +120,9 @@ def test_a_policy_that_says_no_writes_nothing(tmp_path, model, params):
     [
         (
             {"prompt_field": "text"},
-            "of 'text', and there is no such field. The batch has input_ids",
+            "of 'text', but the field is missing. The batch has input_ids",
         ),
-        ({"prompt_length": 100}, "first prompt_length=100 tokens of 'input_ids', and it has 19"),
+        ({"prompt_length": 100}, "first prompt_length=100 tokens of 'input_ids', but it has 19"),
     ],
     ids=["field", "length"],
 )

@@ -54,5 +54,5 @@ def test_with_more_patience_a_run_that_was_stopped_goes_on():
 def test_what_cannot_be_looked_at_is_named():
     with pytest.raises(EarlyStoppingError, match=r"patience=-1 and min_delta=0; expected numbers"):
         make(patience=-1)
-    with pytest.raises(EarlyStoppingError, match=r"the evaler 'held_out'.*test, valid. Name one"):
+    with pytest.raises(EarlyStoppingError, match=r"the evaler 'held_out'.*test, valid. Set early"):
         make().check(["test", "valid"])

@@ -152,5 +152,5 @@ def test_rows_by_kind_of_layout():
 def test_what_is_not_there_is_named(directory, tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         runner_of(config(tmp_path))
-    with pytest.raises(InferenceError, match=r"runner is to run 'predic' of the model.*predict"):
+    with pytest.raises(InferenceError, match=r"runner cannot run 'predic': the model.*predict"):
         runner_of(config(directory)).create_method_runner(method="predic")

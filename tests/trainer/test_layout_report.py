@@ -39,7 +39,7 @@ def test_what_does_not_fit():
     )
     assert w.bytes_per_device == 4 * 2 * 2  # the largest part
     assert x.problems == (
-        "axis 0 is to lie over 'expert', and the mesh has the axes 'data', 'model'",
+        "axis 0 is sharded over 'expert', but the mesh has the axes 'data', 'model'",
     )
     assert y.problems == ("axis 0 of size 12 does not divide over data=4 × model=2",)
 

@@ -491,7 +491,7 @@ class TestCompositeLearner:
             learner.init(opt_params(PARAMS))
         cfg = self.config(rules=[(".*", "ema")])
         cfg["learners"]["ema"] = Learner.default_config().set(optimizer=SGD)
-        with pytest.raises(UpdateRuleError, match="a learner cannot be called 'ema'"):
+        with pytest.raises(UpdateRuleError, match="a learner cannot be named 'ema'"):
             make(**cfg)
 
 

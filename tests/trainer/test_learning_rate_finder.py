@@ -59,5 +59,5 @@ def test_a_loss_that_falls_at_no_rate_is_said(tmp_path):
     cfg = config(tmp_path)
     cfg.learner.optimizer = config_for_function(sgd_optimizer).set(decouple_weight_decay=True)
     cfg.learner.optimizer.learning_rate = 0.0
-    with pytest.raises(LearningRateSearchError, match=r"falls at no rate from 1000 to"):
+    with pytest.raises(LearningRateSearchError, match=r"does not fall at any rate from 1000 to"):
         find_learning_rate(cfg, min_rate=1e3, max_rate=1e4, num_steps=10)

@@ -346,7 +346,7 @@ class Lies(Builder):
 
 
 def test_a_builder_that_gives_no_array_is_named():
-    with pytest.raises(StateBuilderError, match=r"a Lies, says that it has built 'model/decoder"):
+    with pytest.raises(StateBuilderError, match=r"a Lies, lists 'model/decoder"):
         run_initial(Lies.default_config(), state_of(0.0))
 
 

@@ -244,7 +244,9 @@ def test_what_a_run_with_everything_leaves(straight):
 
 def test_early_stopping_needs_an_evaler_of_the_run(tmp_path):
     cfg = everything(tmp_path, evalers={})
-    with pytest.raises(EarlyStoppingError, match=r"'held_out', which is none of the run's: there"):
+    with pytest.raises(
+        EarlyStoppingError, match=r"'held_out', which the run does not have; it has none"
+    ):
         cfg.instantiate(parent=None, devices=jax.devices()[:1])
 
 

@@ -1,1 +1,1 @@
-"""What trains a model: optimizers, the learner, the loop, evaluation, checkpoints, summaries."""
+"""Trainer, learner, optimizers, evaluation, checkpoints and summaries."""

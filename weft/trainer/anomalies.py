@@ -1,12 +1,12 @@
-"""Steps that are not to be trusted: of a loss or gradients that are no numbers, or of a jump.
+"""Detection and handling of steps with undefined numbers or a loss spike.
 
-Whether a step is one of them is decided in the compiled step, from the loss, the gradients, all
-that the step has changed, and moving averages of the losses before; so all devices and processes
-decide alike. The update of such a step is not applied. What follows is up to the policy:
+The compiled step decides from the loss, the gradients, the new state and moving averages of
+earlier losses, so that all devices and processes agree. The update of a bad step is not applied.
+The policy decides what follows:
 
     stop      the run ends with an error that names the step, the first module, the parameters
-    skip      the step is counted, and the next batch comes
-    rewind    the last checkpoint is restored, and training goes on with the batches that follow
+    skip      the step is counted, and training continues with the next batch
+    rewind    the last checkpoint is restored, and training continues with the batches that follow
 """
 
 import logging
@@ -37,19 +37,16 @@ _SHOWN_PARAMETERS = 3
 
 
 class LossTrack(NamedTuple):
-    """What the compiled step remembers of the steps before.
+    """Statistics of earlier steps, carried by the compiled step.
 
     Attributes:
-        count: the number of losses in the averages.
-        mean: their moving average.
-        square: that of their squares.
-        skipped: how many steps were skipped.
-        in_a_row: how many of them just now, one after the other.
-        undefined: whether the step was undefined.
-        spike: whether its loss was a spike.
-        bad_leaves: for each array of the state with floating-point numbers whether it became
-            undefined.
-        bad_gradients: for each gradient that has to be a number whether it is none.
+        count: number of losses in the averages.
+        mean: moving average of the losses.
+        square: moving average of their squares.
+        skipped: number of skipped steps.
+        in_a_row: number of consecutive skipped steps up to now.
+        bad_leaves: for each floating-point array of the state, whether it became undefined.
+        bad_gradients: for each gradient that must be finite, whether it is not.
     """
 
     count: Any
@@ -64,12 +61,10 @@ class LossTrack(NamedTuple):
 
 
 class AnomalyPolicy(Configurable):
-    """What to do about steps that are not to be trusted.
+    """Policy for steps with undefined numbers or a loss spike.
 
-    With a policy, each step is waited for before the next one is started.
-
-    Raises:
-        AnomalyPolicyError: if the config asks for what does not go together.
+    With a policy, the host waits for each step before it starts the next one. Contradictory fields
+    raise AnomalyPolicyError.
 
     >>> cfg = AnomalyPolicy.default_config().set(on_undefined="skip", on_spike="rewind")
     >>> cfg.set(spike_stddevs=8.0).instantiate().config.max_rewinds
@@ -81,17 +76,17 @@ class AnomalyPolicy(Configurable):
         """Configures an AnomalyPolicy.
 
         Attributes:
-            on_undefined: what to do if the loss, a gradient, or anything that the step has changed,
-                is NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
+            on_undefined: action if the loss, a gradient, or anything that the step has changed is
+                NaN or infinite: "stop", "skip" or "rewind". Gradients do not count
                 where the learner itself skips such steps, as with a `loss_scale`.
-            on_spike: what to do if the loss is a spike, likewise; None not to look for spikes.
+            on_spike: action if the loss is a spike; None disables the detection.
             spike_factor: a loss above this many times the mean of those before is a spike.
-            spike_stddevs: a loss this many standard deviations above the mean is a spike. Where
-                both are given, a spike is above both.
-            spike_decay: by which the averages forget.
-            spike_min_steps: after how many steps the averages are trusted.
-            max_skips_in_a_row: after how many skipped steps one after the other the run stops.
-            max_rewinds: after how many rewinds the next one stops the run.
+            spike_stddevs: a loss this many standard deviations above the mean is a spike. If both
+                are set, a spike exceeds both.
+            spike_decay: decay of the moving averages.
+            spike_min_steps: number of steps before spikes are detected.
+            max_skips_in_a_row: number of consecutive skipped steps that stops the run.
+            max_rewinds: number of rewinds after which the next one stops the run.
         """
 
         on_undefined: Action = "stop"
@@ -109,8 +104,8 @@ class AnomalyPolicy(Configurable):
         thresholds = (cfg.spike_factor, cfg.spike_stddevs)
         if cfg.on_spike is not None and thresholds == (None, None):
             raise AnomalyPolicyError(
-                f"anomaly_policy.on_spike={cfg.on_spike!r}, but nothing says what a spike is. Set "
-                "spike_stddevs=8.0, or spike_factor=3.0."
+                f"anomaly_policy.on_spike={cfg.on_spike!r}, but no threshold is set. Set "
+                "spike_stddevs=8.0 or spike_factor=3.0."
             )
         if not 0 < cfg.spike_decay < 1:
             raise AnomalyPolicyError(
@@ -122,7 +117,7 @@ class AnomalyPolicy(Configurable):
         cfg = self.config
         if cfg.on_spike is None:
             return jnp.zeros((), bool)
-        # Of averages that began at 0, as Adam's are.
+        # The averages begin at 0; this is Adam's bias correction.
         share = 1 - cfg.spike_decay ** jnp.maximum(track.count, 1).astype(jnp.float32)
         mean = track.mean / share
         stddev = jnp.sqrt(jnp.maximum(track.square / share - jnp.square(mean), 0))
@@ -136,19 +131,14 @@ class AnomalyPolicy(Configurable):
     def judged(
         self, state: Any, track: LossTrack, new_state: Any, loss: Tensor, gradients: Any = None
     ) -> tuple[Any, LossTrack]:
-        """The state and the track after a step, in its compilation: the old ones if it was bad.
+        """Returns the state and the track after a step; the old state if the step was bad.
 
-        Args:
-            state: before the step.
-            track: likewise.
-            new_state: after it.
-            loss: of it.
-            gradients: of those parameters whose gradients have to be numbers.
+        It is traced into the compiled step. `gradients` are those that must be finite.
         """
         cfg = self.config
         loss = loss.astype(jnp.float32)
         pairs = zip(_float_leaves(new_state), _float_leaves(state), strict=True)
-        # What was undefined before, such as an infinite threshold, is meant to be.
+        # Numbers that were undefined before the step, such as an infinite threshold, are intended.
         bad_leaves = jnp.stack([~_finite(new) & _finite(old) for (_, new), (_, old) in pairs])
         bad_gradients = _undefined(gradients)
         undefined = ~jnp.isfinite(loss) | jnp.any(bad_leaves) | jnp.any(bad_gradients)
@@ -156,10 +146,10 @@ class AnomalyPolicy(Configurable):
         bad = undefined | spike
         skipped = (undefined & (cfg.on_undefined == "skip")) | (spike & (cfg.on_spike == "skip"))
         kept = tree_where(~bad, new_state, state)
-        # Where nothing is skipped the step has not been, and its key is for finding the cause.
+        # A bad step that is not skipped keeps its key, with which the diagnosis repeats it.
         key = jnp.where(bad & ~skipped, state.prng_key, new_state.prng_key)
 
-        # Infinite, it would stay in the average for good, and there would be no spikes.
+        # An infinite square would stay in the average forever and disable spike detection.
         square = jnp.minimum(jnp.square(loss), jnp.finfo(jnp.float32).max)
 
         def averaged(average: Tensor, x: Tensor) -> Tensor:
@@ -179,14 +169,7 @@ class AnomalyPolicy(Configurable):
 
 
 class AnomalyGuard:
-    """A policy at work in a run; its counts and averages belong to the checkpoint.
-
-    Args:
-        policy: what to do.
-        step: the training step, from state and batch to the new state and its outputs.
-        shardings: of the state.
-        mesh: of the run.
-    """
+    """Runs steps under a policy; its counts and averages are saved with checkpoints."""
 
     def __init__(
         self,
@@ -225,7 +208,7 @@ class AnomalyGuard:
         )
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
-        """Runs a step; the state after it is the one before if the step was bad."""
+        """Runs a step; a bad step returns the state unchanged."""
         return self._run(self._jitted, (state, batch), {})
 
     def _run(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -235,7 +218,7 @@ class AnomalyGuard:
         return state, outputs
 
     def lower(self, state: Any, batch: Any) -> Lowered:
-        """As `jax.jit(...).lower` of the step."""
+        """Lowers the step, as `jax.jit(...).lower` does."""
         return Lowered(self._jitted.lower((state, self._placed()), batch), self._run)
 
     def _placed(self) -> LossTrack:
@@ -247,7 +230,7 @@ class AnomalyGuard:
     # The state, for checkpoints.
 
     def get_state(self) -> dict[str, Any]:
-        """The averages and counts as JSON."""
+        """Returns the averages and counts as JSON values."""
         track = self._track
         return {
             "count": int(track.count),
@@ -259,7 +242,7 @@ class AnomalyGuard:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from saved averages and counts; rewinds of this start of the run stay counted."""
+        """Sets saved averages and counts; rewinds since the start of the process stay counted."""
         state = dict(state)
         self._rewinds = max(self._rewinds, state.pop("rewinds"))
         self._track = self._track._replace(**state)
@@ -267,21 +250,14 @@ class AnomalyGuard:
     # After a step.
 
     def wants_rewind(self, step: int, loss: Tensor, state: Any, batch: Any) -> bool:
-        """Looks at the step that was just run.
+        """Returns whether to restore the last checkpoint, after a step that returned `state`.
 
-        Args:
-            step: its number.
-            loss: of it.
-            state: after it, as `__call__` gave it.
-            batch: of the step.
-
-        Returns:
-            Whether the last checkpoint is to be restored, and the data to go on where it is.
+        The data continues from its present position.
 
         Raises:
-            UndefinedLossException: if it is undefined and the policy is to stop, or it happened too
-                often.
-            LossSpikeError: likewise for a spike.
+            UndefinedLossException: if the step is undefined and the policy is to stop, or its limit
+                of skips or rewinds is reached.
+            LossSpikeError: the same for a spike.
         """
         cfg, track = self._policy.config, self._track
         if not (track.undefined or track.spike):
@@ -294,21 +270,21 @@ class AnomalyGuard:
         if action == "rewind" and self._rewinds < cfg.max_rewinds:
             self._rewinds += 1
             logger.warning(
-                "%s The run goes back to its last checkpoint and on to other batches, for the "
-                "%d. time of at most %d.",
+                "%s The run restores its last checkpoint and continues with later batches: rewind "
+                "%d of %d.",
                 text,
                 self._rewinds,
                 cfg.max_rewinds,
             )
             return True
         if action == "skip":
-            text += f" It is the {int(track.in_a_row)}. in a row that had to be skipped."
+            text += f" {int(track.in_a_row)} consecutive steps were skipped."
         elif action == "rewind":
-            text += f" The run was rewound {self._rewinds} times before."
+            text += f" The run was already rewound {self._rewinds} times."
         error = UndefinedLossException if track.undefined else LossSpikeError
         raise error(
-            f"{text} Its update was not applied; the last checkpoint is from before. Lower the "
-            "learning rate or clip gradients, look at the batch, or let such steps be skipped: "
+            f"{text} Its update was not applied; the last checkpoint predates it. Lower the "
+            "learning rate, clip gradients, inspect the batch, or skip such steps: "
             f"anomaly_policy.{'on_undefined' if track.undefined else 'on_spike'}='skip'."
         )
 
@@ -330,20 +306,20 @@ class AnomalyGuard:
         leaves = _float_leaves(state)
         bad = [path for (path, _), is_bad in zip(leaves, track.bad_leaves, strict=True) if is_bad]
         names = [path_name(path[1:]) for path in bad if path[0].name == "model"]
-        return text + (f" It would have made undefined: {_listed(names)}." if names else "")
+        return text + (f" Parameters undefined by its update: {_listed(names)}." if names else "")
 
     def _described_gradients(self, state: Any, batch: Any) -> str:
         names = self._gradient_names
         pairs = zip(names, self._track.bad_gradients, strict=True)
         bad = [name for name, is_bad in pairs if is_bad]
         if not bad:
-            return " The gradients are as well, so it is the learner's update." if names else ""
+            return " The gradients are finite too; the learner's update is not." if names else ""
         module, bad = self._diagnosis.first_gradient(state, batch, bad, names)
         if module is None:
-            return f" The gradient is undefined of {_listed(bad)}."
+            return f" Undefined gradients: {_listed(bad)}."
         return (
-            f" In the backward pass the first module with an undefined gradient is {module}; the "
-            f"parameters are, in its order, {_listed(bad)}."
+            f" In the backward pass the first module with an undefined gradient is {module}. "
+            f"Undefined gradients, in backward order: {_listed(bad)}."
         )
 
     def _mean(self) -> float:
@@ -352,7 +328,7 @@ class AnomalyGuard:
 
 
 def _float_leaves(state: Any) -> list[tuple[Any, Any]]:
-    """Paths and values of the arrays with floating-point numbers."""
+    """Returns paths and values of the floating-point arrays."""
     found = jax.tree_util.tree_flatten_with_path(state)[0]
     return [(path, x) for path, x in found if jnp.issubdtype(x.dtype, jnp.floating)]
 
@@ -362,7 +338,7 @@ def _finite(x: Tensor) -> Tensor:
 
 
 def _undefined(gradients: Any) -> Tensor:
-    """For each gradient whether it is no number."""
+    """Returns for each gradient whether it has a NaN or an infinity."""
 
     def by_leaf(gradients: Any) -> Tensor:
         bad = (~_finite(x) for x in jax.tree.leaves(gradients))
@@ -371,7 +347,7 @@ def _undefined(gradients: Any) -> Tensor:
     def none(gradients: Any) -> Tensor:
         return jnp.zeros(len(jax.tree.leaves(gradients)), bool)
 
-    # If their norm is a number, all are; the compiler computes it once for the learner and here.
+    # If their norm is finite, all are; the compiler shares the norm with the learner's.
     return jax.lax.cond(jnp.isfinite(norm_by_squares(gradients)), none, by_leaf, gradients)
 
 
@@ -381,19 +357,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def check_loss(loss: Tensor, step: int) -> None:
-    """Where a run has no policy: ends it at a loss that is undefined.
-
-    Args:
-        loss: of the step, which is waited for.
-        step: its number.
-
-    Raises:
-        UndefinedLossException: if it is.
-    """
+    """Raises UndefinedLossException if a step's loss, for which it waits, is undefined."""
     if not loss_is_finite(loss):
         raise UndefinedLossException(
-            f"the loss after step {step} is {float(loss)}; the last checkpoint is from before. "
-            "Lower the learning rate or clip gradients, or let the learner skip such steps: "
-            "`learner.ignore_undefined_loss=True`. With an `anomaly_policy` the first module and "
-            "parameters are named, and the run can skip such steps, or rewind."
+            f"the loss after step {step} is {float(loss)}; the last checkpoint predates it. "
+            "Lower the learning rate, clip gradients, or let the learner skip such steps: "
+            "`learner.ignore_undefined_loss=True`. An `anomaly_policy` names the first module and "
+            "the parameters, and lets the run skip such steps or rewind."
         )

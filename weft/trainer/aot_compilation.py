@@ -1,9 +1,8 @@
-"""Compiling ahead of time, for devices that this machine does not have.
+"""Ahead-of-time compilation for devices that this machine does not have.
 
-A topology is a number of devices by name: "cpu-64" is 64 virtual devices of the CPU, which compile
-any layout into the same collectives as other devices do; "tpu-v5p-128" is a part of a TPU pod, for
-which XLA's TPU compiler makes the very program that it would run (`pip install 'jax[tpu]'`; no TPU
-is needed).
+A topology names a number of devices. "cpu-64" is 64 virtual CPU devices, for which layouts
+compile to the same collectives as on other devices. "tpu-v5p-128" is a part of a TPU pod; XLA's
+TPU compiler compiles the program that would run there (`pip install 'jax[tpu]'`; no TPU needed).
 
     programs = compile_trainer_programs(cfg, topology="v5p-128", topology_num_slices=2)
     print(aot_model_analysis(programs["train_step"]))
@@ -37,14 +36,12 @@ from weft.typing import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class SystemCharacteristics:
-    """A kind of system, as its compiler knows it.
+    """Description of a kind of system for its compiler.
 
     Attributes:
-        platform: such as "tpu".
-        topology_name: the generation of the chips and how many there are along each side.
+        topology_name: generation of the chips and their number along each side.
         chip_config_name: "megacore" if the two cores of a chip are one device.
-        chips_per_host_bounds: the chips of one host along each side.
-        devices_per_slice: the number of devices of one slice.
+        chips_per_host_bounds: chips of one host along each side.
     """
 
     platform: str
@@ -54,7 +51,7 @@ class SystemCharacteristics:
     devices_per_slice: int
 
 
-# Sizes are those that clouds offer: in two dimensions by chips, in three by cores, two to a chip.
+# Sizes that clouds offer: counted in chips in two dimensions, in cores (2 per chip) in three.
 _SQUARES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
@@ -90,16 +87,16 @@ USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS = {
 
 
 def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1) -> Sequence[Any]:
-    """The devices of a topology; programs can be compiled for them, and run if they are here.
+    """Returns the devices of a topology, for which programs can be compiled.
 
     Args:
-        topology: "cpu-N" for N virtual devices of the CPU, or a name of
-          `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, which may begin with "tpu-"; None for the
+        topology: "cpu-N" for N virtual CPU devices, or a name of
+          `USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS`, optionally after "tpu-"; None for the
           devices of this machine.
-        topology_num_slices: how many slices of it.
+        topology_num_slices: number of slices.
 
     Raises:
-        TopologyError: if there is no such topology, or its compiler is not installed.
+        TopologyError: if the topology is unknown, or its compiler is not installed.
     """
     if topology is None:
         return jax.devices()
@@ -111,10 +108,10 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
     if system is None:
         raise TopologyError(
             f"unknown topology {topology!r}. "
-            f"{did_you_mean(name, USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS)} Or name a number of "
-            "virtual devices of the CPU: 'cpu-64'."
+            f"{did_you_mean(name, USER_FACING_NAME_TO_SYSTEM_CHARACTERISTICS)} Or use virtual "
+            "CPU devices: 'cpu-64'."
         )
-    # With one slice, the compiler is not to expect a network between slices.
+    # Only with `num_slices` does the compiler expect a network between slices.
     slices = {"num_slices": topology_num_slices} if topology_num_slices > 1 else {}
     try:
         described = topologies.get_topology_desc(
@@ -127,7 +124,7 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
     except RuntimeError as error:
         raise TopologyError(
             f"the compiler for {topology!r} cannot be used: {error} Install it by "
-            "pip install 'jax[tpu]'; no TPU is needed. Or compile for virtual devices of the CPU: "
+            "pip install 'jax[tpu]'; no TPU is needed. Or compile for virtual CPU devices: "
             f"'cpu-{system.devices_per_slice}'."
         ) from error
     return described.devices
@@ -136,12 +133,12 @@ def get_devices_for_topology(topology: str | None, topology_num_slices: int = 1)
 def _cpu_devices(count: int) -> Sequence[Any]:
     try:
         jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX has made its devices already
+    except RuntimeError:  # JAX has already created its devices
         devices = jax.devices("cpu")
         if len(devices) < count:
             raise TopologyError(
-                f"{count} virtual devices of the CPU were asked for, and JAX has made "
-                f"{len(devices)} already; ask before JAX is used, or set "
+                f"{count} virtual CPU devices are needed, but JAX has already created "
+                f"{len(devices)}; request them before JAX is used, or set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
             ) from None
         return devices[:count]
@@ -151,17 +148,12 @@ def _cpu_devices(count: int) -> Sequence[Any]:
 def reshape_devices(
     *, devices: Sequence[Any], mesh_shape: MeshShape, devices_per_slice: int, num_slices: int
 ) -> np.ndarray:
-    """Devices in the shape of a mesh, so that what is near in it is near in the machine.
+    """Returns devices in the shape of a mesh; mesh neighbors are near each other in the machine.
 
-    Args:
-        devices: of all slices.
-        mesh_shape: the number of devices along each axis. The slices lie along the first axis
-          whose size they divide.
-        devices_per_slice: the number of devices of each slice.
-        num_slices: the number of slices.
+    The first axis whose size `num_slices` divides is split over the slices.
 
     Raises:
-        TopologyError: if the numbers do not go together.
+        TopologyError: if the numbers of devices differ.
         MeshError: if the number of slices divides no axis.
     """
     sizes = tuple(mesh_shape)
@@ -182,19 +174,16 @@ def compile_trainer_programs(
     topology_num_slices: int = 1,
     compiler_options: dict[str, Any] | None = None,
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles what a trainer runs on its devices.
+    """Compiles the programs that a trainer runs on its devices, by name: "train_step".
 
     Args:
-        trainer_config: the config; its mesh is one over all devices of the topology.
+        trainer_config: its mesh spans all devices of the topology.
         topology: see `get_devices_for_topology`.
-        topology_num_slices: how many slices of it.
-        compiler_options: for XLA.
-
-    Returns:
-        The compiled programs by name: "train_step".
+        topology_num_slices: number of slices.
+        compiler_options: options for XLA.
 
     Raises:
-        TopologyError: if there is no such topology.
+        TopologyError: if the topology is unknown.
         MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
     """
     devices = get_devices_for_topology(topology, topology_num_slices)
@@ -211,23 +200,19 @@ def compile_inference_programs(
     compiler_options: dict[str, Any] | None = None,
     method: str = "sample_decode",
 ) -> dict[str, jax.stages.Compiled]:
-    """Compiles a method of a trained model; no checkpoint is read.
+    """Compiles a method of a trained model, without a checkpoint; returns it by the method's name.
 
     Args:
-        inferencer_config: of an `InferenceRunner`; its mesh is one over all devices of the
-          topology.
-        input_batch_spec: a tree with the shapes and dtypes of a batch of all processes, such as
+        inferencer_config: of an `InferenceRunner`; its mesh spans all devices of the topology.
+        input_batch_spec: a tree with the shapes and dtypes of a global batch, such as
           `jax.ShapeDtypeStruct`s.
         topology: see `get_devices_for_topology`.
-        topology_num_slices: how many slices of it.
-        compiler_options: for XLA.
+        topology_num_slices: number of slices.
+        compiler_options: options for XLA.
         method: the method of the model.
 
-    Returns:
-        The compiled program, by the name of the method.
-
     Raises:
-        TopologyError: if there is no such topology.
+        TopologyError: if the topology is unknown.
         MeshError: if the mesh does not fit the devices, or an array does not fit the mesh.
     """
     cfg = inferencer_config

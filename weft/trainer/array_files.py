@@ -1,13 +1,12 @@
-"""Arrays read from the files of a checkpoint, each checked while it is read.
+"""Reader of a checkpoint's array files that checks each file while it reads it.
 
     arrays/decoder-emb-weight/.zarray    shape, dtype, and the shape of a chunk
     arrays/decoder-emb-weight/0.0        the first chunk: the bytes of its elements, row by row
     arrays/decoder-emb-weight/0.1        the chunk to the right of it
 
-The format is zarr's, written by Orbax without compression. A process reads the chunks in which its
-own devices have a part, array by array: however large the whole state is, a host holds the parts of
-its devices, and the few chunks that are being read. A file is read once, for its values and for its
-digest, which is what makes a restore as fast as plain reads.
+The format is zarr's, written by Orbax without compression. A process reads only the chunks that
+overlap its devices' shards, array by array, so a host never holds more than those shards and the
+few chunks being read. Each file is read once, for both its values and its digest.
 """
 
 import dataclasses
@@ -27,20 +26,19 @@ from weft.trainer.checkpoint_index import is_key_dtype, key_implementation
 from weft.trainer.checkpoint_manifest import Manifest
 
 _THREADS = 4
-_ALIGNMENT = 64  # JAX takes over memory that begins at such an address, and copies any other
+_ALIGNMENT = 64  # JAX uses memory at such an address in place and copies any other
 
 
 class ArrayFileError(Exception):
-    """A file is damaged; says which, and how."""
+    """Damage of a file; the message names the file and the fault."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayFiles:
-    """Where arrays lie.
+    """Location of the arrays of a checkpoint.
 
     Attributes:
-        ckpt_dir: the checkpoint.
-        within: the directory of the arrays, as a path from there.
+        within: the directory of the arrays, relative to `ckpt_dir`.
         manifest: the digests; None to read unchecked.
     """
 
@@ -52,11 +50,11 @@ class ArrayFiles:
         """Reads arrays, several at a time.
 
         Args:
-            targets: by name, a NumPy array, or anything with shape, dtype and sharding.
+            targets: by name, NumPy arrays or objects with shape, dtype and sharding.
 
         Returns:
-            The arrays by name; the paths of the files that were looked at; and what is wrong with
-            them, a line for each array with damage, which then is not among the arrays.
+            The undamaged arrays by name; the paths of the files that were read; and one line for
+            each damaged array.
         """
         arrays, seen, faults = {}, set(), []
 
@@ -74,8 +72,6 @@ class ArrayFiles:
 
 
 class _Reader:
-    """Reads one array."""
-
     def __init__(self, files: ArrayFiles, name: str, seen: set[str]):
         self._files, self._name, self._seen = files, name, seen
         header = bytearray(self._size(".zarray"))
@@ -88,13 +84,13 @@ class _Reader:
             plain = (content["compressor"], content["filters"], content["order"])
             self._separator = content.get("dimension_separator", ".")
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise self._fault(".zarray", f"describes no array ({error})") from error
+            raise self._fault(".zarray", f"does not describe an array ({error})") from error
         chunks_fit = len(self._chunk) == len(self._shape) and min(self._chunk, default=1) > 0
         if plain != (None, None, "C") or not chunks_fit or self._dtype.hasobject:
             raise self._fault(".zarray", "describes an array that was not written by Weft")
 
     def read(self, target: Any) -> Any:
-        """The array, with the dtype and layout of the target."""
+        """Returns the array with the dtype and layout of the target."""
         impl, shape, dtype = None, tuple(target.shape), target.dtype
         if is_key_dtype(dtype):
             impl = key_implementation(dtype)
@@ -117,7 +113,7 @@ class _Reader:
         return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
     def _region(self, region: tuple[slice, ...], dtype: Any) -> np.ndarray:
-        """The elements of a part of the array, from all chunks in which it lies."""
+        """Returns the elements of a region of the array, assembled from its chunks."""
         whole = _aligned(tuple(s.stop - s.start for s in region), self._dtype)
         for at, within, chunk_name in self._chunks(region):
             place = whole[at]
@@ -131,7 +127,7 @@ class _Reader:
         return whole if whole.dtype == dtype else whole.astype(dtype)
 
     def _chunks(self, region: tuple[slice, ...]) -> Iterator[tuple[Any, Any, str]]:
-        """Where each chunk goes in the region, which part of it does, and what it is called."""
+        """Yields for each chunk its place in the region, its part of the region, and its name."""
         numbers = [
             range(s.start // c, -(-s.stop // c)) for s, c in zip(region, self._chunk, strict=True)
         ]
@@ -148,7 +144,7 @@ class _Reader:
         return f"{self._files.within}/{self._name}/{name}"
 
     def _check_size(self, name: str) -> None:
-        """Looks whether a chunk is as large as its shape says, before there is memory for it."""
+        """Checks the size of a chunk's file before memory is allocated for it."""
         size, expected = self._size(name), math.prod(self._chunk) * self._dtype.itemsize
         if size != expected:
             raise self._fault(name, f"has {size} bytes instead of {expected}")
@@ -161,7 +157,6 @@ class _Reader:
             raise self._fault(name, "is missing") from None
 
     def _fill(self, name: str, into: memoryview) -> None:
-        """Reads a file into memory of its size."""
         path, manifest = self._path(name), self._files.manifest
         self._seen.add(path)
         if manifest is not None:
@@ -199,7 +194,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 
 def _stored_dtype(name: str) -> np.dtype:
-    """The dtype of a header, such as "<f4"; those that NumPy does not know stand by their names."""
+    """Returns the dtype of a header: "<f4", or a name such as "bfloat16" that NumPy lacks."""
     return np.dtype(name) if name[0] in "<>|=" else jnp.dtype(name)
 
 

@@ -1,4 +1,4 @@
-"""What all checkpointers share: their interface."""
+"""Interface of the checkpointers."""
 
 from typing import Any
 
@@ -47,32 +47,17 @@ class BaseCheckpointer(Module):
 
     @classmethod
     def checkpoint_paths(cls, base_dir: str) -> list[str]:
-        """The directories of all complete checkpoints, in the order of their steps.
-
-        Args:
-            base_dir: The directory of all checkpoints of a run.
-        """
+        """Returns the directories of all complete checkpoints of a run, ordered by step."""
         raise NotImplementedError(cls)
 
     @classmethod
     def checkpoint_steps(cls, base_dir: str) -> list[int]:
-        """The steps of all complete checkpoints, ascending.
-
-        Args:
-            base_dir: The directory of all checkpoints of a run.
-        """
+        """Returns the steps of all complete checkpoints of a run, ascending."""
         return [parse_step_from_dir(path) for path in cls.checkpoint_paths(base_dir)]
 
     @classmethod
     def latest_checkpoint_path(cls, base_dir: str) -> str:
-        """The directory of the newest complete checkpoint.
-
-        Args:
-            base_dir: The directory of all checkpoints of a run.
-
-        Raises:
-            CheckpointNotFoundError: If there is none.
-        """
+        """Returns the newest complete checkpoint, or raises CheckpointNotFoundError."""
         paths = cls.checkpoint_paths(base_dir)
         if not paths:
             raise not_found(base_dir)
@@ -80,14 +65,7 @@ class BaseCheckpointer(Module):
 
     @classmethod
     def latest_checkpoint_step(cls, base_dir: str) -> int:
-        """The step of the newest complete checkpoint.
-
-        Args:
-            base_dir: The directory of all checkpoints of a run.
-
-        Raises:
-            CheckpointNotFoundError: If there is none.
-        """
+        """Returns the step of the newest complete checkpoint, or raises CheckpointNotFoundError."""
         return parse_step_from_dir(cls.latest_checkpoint_path(base_dir))
 
     def save(
@@ -98,22 +76,22 @@ class BaseCheckpointer(Module):
         evaler_summaries: dict[str, Any] | None = None,
         force: bool = False,
     ) -> bool:
-        """Begins to save a state, if the policy says so.
+        """Starts saving a state if the policy wants this step.
 
         Args:
-            step: The step that the state is from.
+            step: The step of the state.
             state: A pytree of arrays, Python values and savable objects. It may be changed or
                 donated when the call returns.
-            evaler_summaries: What each evaler that ran after this step reported, by its name.
-            force: Whether to save whatever the policy says, unless this step is saved already.
+            evaler_summaries: Summaries of the evalers that ran after this step, by evaler name.
+            force: Whether to save regardless of the policy, unless this step is already saved.
 
         Returns:
-            Whether it is being saved.
+            Whether a save was started.
 
         Raises:
-            CheckpointSaveError: If this save cannot begin, or an earlier one has failed since the
-                last call; in the second case, this one has begun all the same.
-            CheckpointStateError: If the state holds something that a checkpoint cannot.
+            CheckpointSaveError: If this save cannot start, or an earlier one has failed since the
+                last call; in the second case, this save has started nevertheless.
+            CheckpointStateError: If the state holds a value that cannot be saved.
         """
         raise NotImplementedError(type(self))
 
@@ -124,9 +102,8 @@ class BaseCheckpointer(Module):
 
         Args:
             step: The step; None for the newest.
-            state: What the state is to look like: arrays, or `jax.ShapeDtypeStruct`s with the
-                shardings that the arrays are to get; Python values; savable objects, which go on
-                from the saved state in place.
+            state: The expected state: arrays or `jax.ShapeDtypeStruct`s with the target
+                shardings; Python values; savable objects, which are updated in place.
 
         Returns:
             The step and the state; None and `state` itself if there is no checkpoint.
@@ -139,17 +116,12 @@ class BaseCheckpointer(Module):
         raise NotImplementedError(type(self))
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that is under way.
-
-        Raises:
-            CheckpointSaveError: If it, or an earlier one since the last call, has failed.
-        """
+        """Waits for the save in progress; raises CheckpointSaveError if a save has failed."""
         raise NotImplementedError(type(self))
 
     def stop(self, *, has_exception: bool = False) -> None:
-        """Waits for the save that is under way, and gives back what is held.
+        """Waits for the save in progress and releases all resources.
 
-        Args:
-            has_exception: Whether the run ends by an exception, which a failed save is not to hide.
+        If an exception ends the run (`has_exception`), a failed save does not raise.
         """
         raise NotImplementedError(type(self))

@@ -1,7 +1,7 @@
-"""What all summary writers share: their interface, and what they do about a disk that refuses.
+"""Interface of the summary writers, and their handling of disk errors.
 
-A writer is asked at every step and picks what is due. Writing is never worth a training run: an
-error of the disk is reported once, the training goes on, and so does the writer when it can again.
+The trainer calls a writer at every step, and the writer picks the summaries that are due. A disk
+error never ends a run: it is logged once, and the writer continues when the disk is back.
 """
 
 import contextlib
@@ -22,18 +22,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CheckpointerAction(enum.StrEnum):
-    """What a checkpointer has done."""
+    """Actions of a checkpointer that writers log."""
 
     SAVE = "SAVE"
     RESTORE = "RESTORE"
 
 
 def processor_zero_only(fn: F) -> F:
-    """Lets only the first of several processes run a function; the others get None.
-
-    Args:
-        fn: A function that writes something that one process writes for all.
-    """
+    """Wraps a function to run only in process 0; in the other processes it returns None."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -44,11 +40,7 @@ def processor_zero_only(fn: F) -> F:
 
 @contextlib.contextmanager
 def writers_of_a_run(writers: "Iterable[BaseWriter]") -> Iterator[None]:
-    """Closes writers after the block, also if an error ends it.
-
-    Args:
-        writers: to be closed.
-    """
+    """Closes writers after the block, also if an error ends it."""
     failed = True
     try:
         yield
@@ -58,7 +50,7 @@ def writers_of_a_run(writers: "Iterable[BaseWriter]") -> Iterator[None]:
 
 
 def _close_all(writers: "Iterable[BaseWriter]", failed: bool) -> None:
-    """Closes writers. One that fails at that is named in a warning, and the others are closed."""
+    """Closes all writers; logs a warning for each that fails."""
     for writer in writers:
         try:
             writer.close(failed=failed)
@@ -75,11 +67,7 @@ class BaseWriter(Module):
 
     @config_class
     class Config(Module.Config):
-        """Configures a BaseWriter.
-
-        Attributes:
-            dir: The directory to write in.
-        """
+        """Configures a BaseWriter."""
 
         dir: Required[str] = REQUIRED
 
@@ -88,72 +76,43 @@ class BaseWriter(Module):
         self._is_refused = False
 
     def __call__(self, step: int, values: dict[str, Any]) -> None:
-        """Writes a step's summaries.
+        """Writes a step's summaries: scalars, arrays and strings in nested dicts.
 
-        Args:
-            step: The step.
-            values: Summaries, scalars, arrays and strings, in nested dicts; values may be on
-                devices, and only those that are due at this step are copied from there.
+        Values may be on devices; only those due at this step are copied to the host.
         """
         raise NotImplementedError(type(self))
 
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
-        """Writes a config as text.
-
-        Args:
-            config: Such as the trainer's.
-            step: The step from which on it holds.
-        """
+        """Writes a config as text, which applies from `step` on."""
         raise NotImplementedError(type(self))
 
     def log_checkpoint(
         self, ckpt_dir: str, *, state: Nested[Any], action: CheckpointerAction, step: int = 0
     ) -> None:
-        """Writes that a checkpoint was saved or restored.
-
-        Args:
-            ckpt_dir: The checkpoint's directory.
-            state: What it holds.
-            action: What was done.
-            step: Its step.
-        """
+        """Records that the checkpoint of a step was saved or restored."""
 
     def log_average_step_time(self, step: int, step_times: Sequence[float]) -> None:
-        """Writes how long steps take.
-
-        Args:
-            step: The last of them.
-            step_times: Seconds of each.
-        """
+        """Writes the average of `step_times`, the seconds of steps that end with `step`."""
 
     def flush(self) -> None:
-        """Brings everything that was written to where it can be read."""
+        """Flushes buffered summaries to their files."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Flushes, and gives back what is held open. Whatever is written later opens it again.
-
-        Args:
-            failed: Whether an error ends the run.
-        """
+        """Flushes and closes the writer, after an error if `failed`; a later write reopens it."""
 
     @contextlib.contextmanager
     def _errors_reported(
         self, where: str = "", errors: tuple[type[Exception], ...] = (OSError,)
     ) -> Iterator[None]:
-        """Turns an error of writing into one warning for as long as it lasts.
-
-        Args:
-            where: What is written to; "" for the directory.
-            errors: The errors.
-        """
+        """Logs one warning for a series of write errors to `where`, by default the directory."""
         log, where = logging.getLogger(__name__), where or self.config.dir
         try:
             yield
         except errors as error:
             if not self._is_refused:
                 log.warning(
-                    "%s cannot write to %s: %s. The training goes on; summaries are lost until it "
-                    "can again.",
+                    "%s cannot write to %s: %s. Training continues; summaries are lost until "
+                    "writing succeeds again.",
                     self.path(),
                     where,
                     error,
@@ -166,23 +125,22 @@ class BaseWriter(Module):
 
 
 class PeriodicWriter(BaseWriter):
-    """Base of the writers that show summaries at some steps only."""
+    """Base of the writers that show summaries only at some steps."""
 
     @config_class
     class Config(BaseWriter.Config):
         """Configures a PeriodicWriter.
 
         Attributes:
-            write_every_n_steps: Steps between two times that a summary is shown.
-            write_every_n_steps_map: The same for summaries of some kinds, such as
-                `{"ImageSummary": 100}`.
+            write_every_n_steps: Number of steps between two writes of a summary.
+            write_every_n_steps_map: The same by kind of summary, such as `{"ImageSummary": 100}`.
         """
 
         write_every_n_steps: int = 1
         write_every_n_steps_map: dict[SummaryKind, int] | None = None
 
     def _due(self, step: int, values: Mapping[str, Any]) -> list[Shown]:
-        """What is to be shown of a step's summaries."""
+        """Returns the summaries of a step that are due."""
         cfg = self.config
         return due_summaries(
             step,
@@ -193,7 +151,7 @@ class PeriodicWriter(BaseWriter):
 
 
 class NoOpWriter(BaseWriter):
-    """Writes nothing."""
+    """Writer that discards all summaries."""
 
     def __call__(self, step: int, values: dict[str, Any]) -> None:
         del step, values
@@ -203,7 +161,7 @@ class NoOpWriter(BaseWriter):
 
 
 class CompositeWriter(BaseWriter):
-    """Hands everything to several writers.
+    """Writer that forwards all calls to several writers.
 
     Example:
         >>> cfg = CompositeWriter.default_config().set(

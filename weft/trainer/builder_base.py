@@ -1,13 +1,13 @@
-"""Builders make the state that a new run begins with; converters fit what they read to it.
+"""Builders of a run's initial state, and converters between state formats.
 
-A builder is given the state as the run needs it, and returns it with values in some of its parts.
-It says which: the others are drawn as for any new run. A storage often holds a state of another
-form; then a converter stands between:
+A builder takes a state in the form that the run needs, and returns it with values for some of its
+leaves, which it lists; the others are initialized randomly. If a storage holds another form, a
+converter translates:
 
     target --target_to_source--> source --read by a builder--> source --source_to_target--> target
 
-A state on its way is either arrays (`TENSORS`), or only shapes, dtypes and layouts
-(`TENSOR_SPECS`), so that nothing is drawn that is read a moment later.
+The leaves are either arrays (`TENSORS`) or only shapes, dtypes and layouts (`TENSOR_SPECS`), so
+that nothing is initialized that is then read.
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ class Builder(Module):
     """Base of the builders."""
 
     class StateType(enum.Enum):
-        """What the leaves of a state are.
+        """Types of the leaves of a state.
 
         Attributes:
             TENSORS: arrays.
-            TENSOR_SPECS: `jax.ShapeDtypeStruct`s with the layouts that arrays are to have.
+            TENSOR_SPECS: `jax.ShapeDtypeStruct`s with the target shardings.
         """
 
         TENSORS = "TENSORS"
@@ -47,11 +47,10 @@ class Builder(Module):
 
     @dataclasses.dataclass
     class State:
-        """A state that is being built.
+        """State while it is being built.
 
         Attributes:
-            step: the step that it is from; 0 for none.
-            trainer_state: the leaves.
+            step: the step of the state; 0 for none.
             built_keys: the paths of the leaves that have their final values, such as
                 "model/decoder/emb/weight".
         """
@@ -61,38 +60,30 @@ class Builder(Module):
         built_keys: set[str] = dataclasses.field(default_factory=set)
 
     def input_state_type(self) -> "Builder.StateType":
-        """Which leaves `__call__` is to be given."""
+        """Returns the type of leaves that `__call__` takes."""
         raise NotImplementedError(type(self))
 
     def __call__(self, state: "Builder.State") -> "Builder.State":
-        """Puts values into a state.
-
-        Args:
-            state: as the run needs it.
-
-        Returns:
-            A state of the same form, with arrays at `built_keys`.
-        """
+        """Returns a state, given in the form that the run needs, with arrays at `built_keys`."""
         raise NotImplementedError(type(self))
 
 
 def needs_tensors(*types: Builder.StateType) -> Builder.StateType:
-    """TENSORS if one of several needs them."""
+    """Returns TENSORS if one of several types is TENSORS."""
     found = Builder.StateType.TENSORS in types
     return Builder.StateType.TENSORS if found else Builder.StateType.TENSOR_SPECS
 
 
 class ChainBuilder(Builder):
-    """Builders one after the other, each on what the one before has made."""
+    """Builder that applies several builders in turn."""
 
     @config_class
     class Config(Builder.Config):
         """Configures a ChainBuilder.
 
         Attributes:
-            builders: in their order.
-            validation: how alike the form of the result and of what came in must be; None for not
-                at all.
+            validation: how strictly the structures of the result and the input must agree; None
+                to skip the check.
         """
 
         builders: Required[Sequence[Builder.Config]] = REQUIRED
@@ -121,40 +112,24 @@ class Converter(Module):
     """Base of the converters between the form that is stored and the form that a run needs."""
 
     def target_state_type(self) -> Builder.StateType:
-        """Which leaves `target_to_source` is to be given."""
+        """Returns the type of leaves that `target_to_source` takes."""
         raise NotImplementedError(type(self))
 
     def target_to_source(self, target: Builder.State) -> tuple[Builder.State, Any]:
-        """The form in which a state is stored.
-
-        Args:
-            target: as the run needs it.
-
-        Returns:
-            What a builder is to read; anything that `source_to_target` needs beside.
-        """
+        """Returns the stored form of a run's state, for a builder, and data for the way back."""
         raise NotImplementedError(type(self))
 
     def source_to_target(self, source: Builder.State, aux: Any) -> Builder.State:
-        """A state as the run needs it.
-
-        Args:
-            source: as it was read.
-            aux: of `target_to_source`.
-        """
+        """Returns a run's state from its stored form and the data of `target_to_source`."""
         raise NotImplementedError(type(self))
 
 
 class ChainConverter(Converter):
-    """Converters one after the other: the first takes what is stored, the last gives the target."""
+    """Converter that applies several converters in turn, from the stored form to the target."""
 
     @config_class
     class Config(Converter.Config):
-        """Configures a ChainConverter.
-
-        Attributes:
-            converters: in the order in which they convert what was read.
-        """
+        """Configures a ChainConverter, from the converter of the stored form to the last."""
 
         converters: Required[Sequence[Converter.Config]] = REQUIRED
 
@@ -181,9 +156,9 @@ class ChainConverter(Converter):
 
 
 class RestoreAndConvertBuilder(Builder):
-    r"""Reads what is stored with a builder, and converts it.
+    r"""Builder that reads a stored state with another builder and converts it.
 
-    Example: the decoder of another run, whose model calls it by another name.
+    Example: the decoder of another run, whose model uses another name for it.
 
         RestoreAndConvertBuilder.default_config().set(
             builder=TensorStoreStateStorageBuilder.default_config().set(
@@ -198,12 +173,7 @@ class RestoreAndConvertBuilder(Builder):
 
     @config_class
     class Config(Builder.Config):
-        """Configures a RestoreAndConvertBuilder.
-
-        Attributes:
-            builder: reads.
-            converter: converts.
-        """
+        """Configures a RestoreAndConvertBuilder."""
 
         builder: Required[Builder.Config] = REQUIRED
         converter: Required[Converter.Config] = REQUIRED
@@ -221,7 +191,7 @@ class RestoreAndConvertBuilder(Builder):
         return self._converter.source_to_target(self._builder(source), aux)
 
 
-# What the trainer does with a builder.
+# The trainer's use of a builder.
 
 
 def initial_state(
@@ -232,21 +202,17 @@ def initial_state(
     *,
     interruptible: bool = False,
 ) -> tuple[int, TrainerState]:
-    """The state of a new run: what a builder gives, and the rest drawn.
+    """Returns the number of completed steps, always 0, and the state of a new run.
 
     Args:
-        builder: gives values; None for no values.
-        init: draws a whole state. It is compiled, and of a part only that part is computed.
+        builder: provides values; None to initialize all.
+        init: initializes a whole state; compiled, it computes only the missing leaves.
         prng_key: for `init`.
         shardings: the layout of each array.
-        interruptible: whether a run that is asked to stop leaves while this is compiled.
-
-    Returns:
-        The number of steps that were run, which is 0 whatever the step of what was read, and the
-        state.
+        interruptible: whether a stop request interrupts the compilation.
 
     Raises:
-        StateBuilderError: if the builder gives something else than the run needs.
+        StateBuilderError: if the builder's values do not match the state of the run.
     """
 
     def jit(fn: Callable[[Tensor], Any], layout: Any) -> Callable[[Tensor], Any]:
@@ -290,9 +256,9 @@ def _check_built(
             continue
         got = "nothing" if value is None else f"{type(value).__name__} {_shown(value)}"
         raise StateBuilderError(
-            f"{builder.path()}, a {type(builder).__name__}, says that it has built {path!r}, where "
-            f"the run needs an array of {_shown(spec)}, and gives {got}. Let a converter fit it, "
-            "or leave it out of `built_keys`, to have it drawn."
+            f"{builder.path()}, a {type(builder).__name__}, lists {path!r} as built and returns "
+            f"{got}, but the run needs an array of {_shown(spec)}. Convert it with a converter, "
+            "or omit it from `built_keys` to initialize it."
         )
 
 
@@ -301,9 +267,5 @@ def _shown(value: Any) -> str:
 
 
 def clone_tree(in_tree: Any) -> Any:
-    """A copy of a tree whose containers are new, and whose leaves are the same.
-
-    Args:
-        in_tree: a pytree.
-    """
+    """Returns a copy of a pytree with new containers and the same leaves."""
     return jax.tree.map(lambda x: x, in_tree)

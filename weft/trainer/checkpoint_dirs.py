@@ -1,13 +1,13 @@
-"""The directories of checkpoints: what they are called, and how they come and go.
+"""Names of checkpoint directories, and their atomic creation and removal.
 
     checkpoints/
-        step_00000100/          whole, and older
-        step_00000200/          whole; its manifest was its last file
+        step_00000100/          complete, older
+        step_00000200/          complete; its manifest was its last file
         step_00000300.tmp/      being written, or left by a process that was killed
 
-A directory gets its final name by one `rename`, when every file in it is on the disk. It loses it
-by one `rename` before the first of its files is removed. So no directory of that name is in the
-making or in the unmaking, and whatever is wrong with one is damage.
+A `rename` creates the final name after every file is on the disk, and another `rename` removes it
+before the first file is deleted. A directory with a final name is therefore always complete; any
+fault in it is damage.
 """
 
 import os
@@ -26,11 +26,7 @@ _BEING_WRITTEN, _REPLACED, _BEING_REMOVED = ".tmp", ".old", ".trash"
 
 
 def build_step_dir(base_dir: str, *, step: int) -> str:
-    """The directory of a step's checkpoint.
-
-    Args:
-        base_dir: The directory of all checkpoints.
-        step: The step.
+    """Returns the directory of a step's checkpoint.
 
     >>> build_step_dir("/run/checkpoints", step=200)
     '/run/checkpoints/step_00000200'
@@ -39,13 +35,7 @@ def build_step_dir(base_dir: str, *, step: int) -> str:
 
 
 def parse_step_from_dir(step_dir: str) -> int:
-    """The step of a checkpoint's directory.
-
-    Args:
-        step_dir: As of `build_step_dir`; a path, or only its last part.
-
-    Raises:
-        CheckpointNotFoundError: If a checkpoint has no such name.
+    """Returns the step of a checkpoint's directory, or raises CheckpointNotFoundError.
 
     >>> parse_step_from_dir("/run/checkpoints/step_00000200")
     200
@@ -54,29 +44,25 @@ def parse_step_from_dir(step_dir: str) -> int:
     match = _STEP_DIR.fullmatch(name)
     if match is None:
         raise CheckpointNotFoundError(
-            f"{step_dir!r} is not the directory of a checkpoint, which is called as "
-            f"{os.path.basename(build_step_dir('', step=200))!r}. Give the path of one."
+            f"{step_dir!r} is not the directory of a checkpoint; expected a name such as "
+            f"{os.path.basename(build_step_dir('', step=200))!r}."
         )
     return int(match.group(1))
 
 
 def step_dirs(base_dir: str) -> dict[int, str]:
-    """The directories in `base_dir` that have the name of a checkpoint, by step, ascending.
-
-    Args:
-        base_dir: The directory of all checkpoints. There may be none.
-    """
+    """Returns the directories in `base_dir` with names of checkpoints, by ascending step."""
     names = os.listdir(base_dir) if os.path.isdir(base_dir) else []
     found = {parse_step_from_dir(name): name for name in names if _STEP_DIR.fullmatch(name)}
     return {step: os.path.join(base_dir, found[step]) for step in sorted(found)}
 
 
 def not_found(base_dir: str, step: int | None = None) -> CheckpointNotFoundError:
-    """The error about a checkpoint that is not there, which says what is."""
+    """Returns the error about a missing checkpoint, with the steps that exist."""
     steps = step_dirs(base_dir)
     if step is None or not steps:
         return CheckpointNotFoundError(
-            f"there is no checkpoint in {base_dir!r}. Give the directory that holds directories "
+            f"there is no checkpoint in {base_dir!r}. Use the directory that contains directories "
             f"such as {os.path.basename(build_step_dir('', step=200))!r}."
         )
     return CheckpointNotFoundError(
@@ -86,12 +72,12 @@ def not_found(base_dir: str, step: int | None = None) -> CheckpointNotFoundError
 
 
 def dir_being_written(step_dir: str) -> str:
-    """Where the files of a checkpoint are until all are there."""
+    """Returns the directory of an incomplete checkpoint."""
     return step_dir + _BEING_WRITTEN
 
 
 def publish_dir(step_dir: str) -> None:
-    """Gives a directory that is complete its final name. An older one of that name makes way."""
+    """Renames a complete directory to its final name, replacing an older one."""
     replaced = step_dir + _REPLACED
     if os.path.exists(step_dir):
         _remove(replaced)
@@ -102,7 +88,7 @@ def publish_dir(step_dir: str) -> None:
 
 
 def remove_dir(step_dir: str) -> None:
-    """Removes a checkpoint. Killed at any moment, it leaves no half of one under its name."""
+    """Removes a checkpoint atomically: a killed process leaves no partial one under its name."""
     doomed = step_dir + _BEING_REMOVED
     _remove(doomed)
     os.rename(step_dir, doomed)
@@ -111,18 +97,14 @@ def remove_dir(step_dir: str) -> None:
 
 
 def tidy(base_dir: str) -> None:
-    """Clears up after processes that were killed. Nobody may be saving in `base_dir`.
-
-    Raises:
-        OSError: If the directory cannot be changed.
-    """
+    """Removes the leftovers of killed processes. No process may be saving in `base_dir`."""
     for name in os.listdir(base_dir):
         path = os.path.join(base_dir, name)
         stem, suffix = os.path.splitext(path)
         if not _STEP_DIR.fullmatch(os.path.basename(stem)):
             continue
         if suffix == _REPLACED and os.path.isdir(path) and not os.path.lexists(stem):
-            os.rename(path, stem)  # what was to take its place never came
+            os.rename(path, stem)  # its replacement was never completed
         elif suffix in (_BEING_WRITTEN, _REPLACED, _BEING_REMOVED):
             _remove(path)
 
@@ -136,7 +118,7 @@ def _remove(path: str) -> None:
 
 
 def files_below(directory: str) -> Iterator[str]:
-    """The files in a directory and those below it, by path from there with `/`, sorted."""
+    """Yields the relative paths, with `/`, of all files below a directory, sorted."""
     found = []
     for root, _, names in os.walk(directory):
         within = os.path.relpath(root, directory)

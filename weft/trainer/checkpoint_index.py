@@ -1,8 +1,8 @@
-"""The index of a checkpoint: what its state consists of, without the values of arrays.
+"""Index of a checkpoint: the structure of its state, without the values of arrays.
 
 A pytree becomes a flat list of paths, such as `learner/optimizer/0/mu/decoder/emb/weight`, each
-with what stands there: shape, dtype and layout of an array, or the value itself of a Python number
-or string. Two states fit if their lists do, whatever containers they are made of.
+with the shape, dtype and layout of an array, or the value of a Python number or string. Two states
+match if their lists match, whatever their containers.
 """
 
 import enum
@@ -29,17 +29,17 @@ _SHOWN = 8
 
 Index = Sequence[tuple[str, Any]]
 """Pairs of a path and a Python value, or a dict: "shape", "dtype" and "spec" of an array, "savable"
-of an object that keeps its own state."""
+of an object that saves its own state."""
 
 
 class CheckpointValidationType(enum.StrEnum):
-    """How alike a checkpoint and the state that it is restored to must be.
+    """Strictness of the comparison between a checkpoint and the state to restore.
 
     Attributes:
         EXACT: The same paths, shapes and dtypes.
         EXACT_UP_TO_DTYPE: The same paths and shapes; arrays are converted to the state's dtypes.
         CONTAINS_STATE: The checkpoint has all that the state has, and may have more.
-        CONTAINS_STATE_UP_TO_DTYPE: Likewise; arrays are converted.
+        CONTAINS_STATE_UP_TO_DTYPE: As CONTAINS_STATE; arrays are converted.
     """
 
     EXACT = "EXACT"
@@ -49,77 +49,65 @@ class CheckpointValidationType(enum.StrEnum):
 
     @property
     def checks_dtype(self) -> bool:
-        """Whether dtypes have to be the same."""
+        """True if dtypes must be the same."""
         return not self.value.endswith("UP_TO_DTYPE")
 
     @property
     def allows_more(self) -> bool:
-        """Whether the checkpoint may have what the state has not."""
+        """True if the checkpoint may have leaves that the state lacks."""
         return self.value.startswith("CONTAINS_STATE")
 
     @property
     def allowing_more(self) -> "CheckpointValidationType":
-        """This one, for a part of the state."""
+        """The corresponding type for a part of the state."""
         return CheckpointValidationType(self.value.replace("EXACT", "CONTAINS_STATE"))
 
 
 class IndexFileWriter(Protocol):
-    """Writes an index into the directory of a checkpoint."""
+    """Function that writes an index into the directory of a checkpoint."""
 
     def __call__(self, ckpt_dir: str, index: Index) -> None:
-        """Writes it.
-
-        Args:
-            ckpt_dir: The directory.
-            index: The index.
-        """
+        """Writes `index` into `ckpt_dir`."""
         ...
 
 
 def flatten_state(state: Nested[Any]) -> list[tuple[str, Any]]:
-    """The leaves of a state by path.
-
-    Args:
-        state: A pytree of arrays, their shapes, Python values and savable objects.
-
-    Raises:
-        CheckpointStateError: If two leaves have the same path.
-    """
+    """Returns the leaves of a state by path; raises CheckpointStateError if two paths are equal."""
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_state_leaf)
     named = [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in leaves]
     paths = [path for path, _ in named]
     if len(set(paths)) != len(paths):
         twice = next(path for i, path in enumerate(paths) if path in paths[:i])
         raise CheckpointStateError(
-            f"the state has two leaves with the path {twice!r}, as when a name contains '/'. "
+            f"the state has two leaves with the path {twice!r}; a name may contain '/'. "
             "Rename one of them."
         )
     return named
 
 
 def is_state_leaf(x: Any) -> bool:
-    """Whether a checkpoint takes this part of a state as a whole."""
+    """Returns whether an object of a state is saved as a whole."""
     return isinstance(x, PythonSavable | TensorSpec)
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a state is an array, or the shape of one."""
+    """Returns whether a leaf of a state is an array or the shape of one."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | TensorSpec)
 
 
 def is_key_dtype(dtype: Any) -> bool:
-    """Whether these are typed PRNG keys, as of `jax.random.key`."""
+    """Returns whether a dtype is that of typed PRNG keys, as of `jax.random.key`."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def build_index(state: Nested[Any]) -> list[tuple[str, Any]]:
-    """The index of a state.
+    """Returns the index of a state.
 
     Args:
         state: A pytree of arrays, their shapes, Python values and savable objects.
 
     Raises:
-        CheckpointStateError: If it holds something else.
+        CheckpointStateError: If it holds a value of another type.
 
     >>> build_index({"step": 3, "w": np.zeros((2, 3), np.float32)})
     [('step', 3), ('w', {'shape': [2, 3], 'dtype': 'float32', 'spec': None})]
@@ -145,7 +133,7 @@ def _entry(path: str, leaf: Any) -> Any:
 
 
 def _layout(leaf: Any) -> list[Any] | None:
-    """The mesh axes of each axis, None for an array that is not laid over a mesh."""
+    """Returns the mesh axes of each dimension; None for an array without a mesh."""
     if isinstance(leaf, TensorSpec):
         spec = leaf.partition_spec
     else:
@@ -157,51 +145,32 @@ def _layout(leaf: Any) -> list[Any] | None:
 
 
 def write_index_file(*, ckpt_dir: str, index: Index) -> None:
-    """Writes the index of a checkpoint.
-
-    Args:
-        ckpt_dir: Its directory.
-        index: The index.
-    """
+    """Writes the index of a checkpoint."""
     with open(os.path.join(ckpt_dir, INDEX), "w", encoding="utf-8") as file:
         json.dump({"version": _VERSION, "index": [list(pair) for pair in index]}, file, indent=0)
 
 
 def read_index_file(ckpt_dir: str) -> list[tuple[str, Any]]:
-    """Reads the index of a checkpoint.
-
-    Args:
-        ckpt_dir: Its directory.
-
-    Returns:
-        The index that was written.
-
-    Raises:
-        DamagedCheckpointError: If there is none, or it is not the text of one.
-    """
+    """Reads the index of a checkpoint; raises DamagedCheckpointError if it is malformed."""
     path = os.path.join(ckpt_dir, INDEX)
     try:
         content = read_json_file(path)
         if content["version"] != _VERSION:
-            raise ValueError(f"it is of version {content['version']}, not {_VERSION}")
+            raise ValueError(f"it has version {content['version']}, not {_VERSION}")
         return [(str(path), entry) for path, entry in content["index"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the index of a checkpoint ({error}). "
-            "Restore another step, or with the version of Weft that wrote it.",
+            "Restore another step, or use the version of Weft that wrote it.",
             damage=[f"{INDEX}: cannot be read ({error})"],
         ) from error
 
 
 def read_state_spec(ckpt_dir: str) -> Nested[Any]:
-    """What the state of a checkpoint looks like, read without its arrays.
+    """Reads the structure of a checkpoint's state, without its arrays.
 
-    Args:
-        ckpt_dir: The directory of the checkpoint.
-
-    Returns:
-        Nested dicts by the parts of each path, with a `TensorSpec` for each array, and the Python
-        values themselves. Savable objects are left out.
+    The result has nested dicts by the parts of each path, with a `TensorSpec` for each array, and
+    Python values. Savable objects are omitted.
     """
     tree: dict[str, Any] = {}
     for path, entry in read_index_file(ckpt_dir):
@@ -230,10 +199,7 @@ def _dtype(name: str) -> Any:
 
 
 def key_implementation(dtype: Any) -> str:
-    """The name by which `jax.random.key` makes keys of a dtype.
-
-    Args:
-        dtype: Of typed keys.
+    """Returns the implementation name, as `jax.random.key` takes it, of a typed keys' dtype.
 
     >>> key_implementation(jax.random.key(0, impl="rbg").dtype)
     'rbg'
@@ -242,7 +208,7 @@ def key_implementation(dtype: Any) -> str:
 
 
 def _key_dtypes() -> dict[str, Any]:
-    """The dtypes of typed keys, by the names of what draws from them."""
+    """Returns the dtypes of typed keys by implementation name."""
     return {
         name: jax.eval_shape(lambda impl=name: jax.random.key(0, impl=impl)).dtype
         for name in ("threefry2x32", "rbg", "unsafe_rbg")
@@ -258,12 +224,7 @@ def check_state_structure(
     *,
     validation: CheckpointValidationType = CheckpointValidationType.EXACT,
 ) -> None:
-    """Checks that a checkpoint can be restored to a state.
-
-    Args:
-        ckpt_structure: The index of the checkpoint.
-        target_structure: The index of the state.
-        validation: How alike they must be.
+    """Checks that a checkpoint can be restored to a state, given the index of each.
 
     Raises:
         CheckpointStructureError: If they differ; names paths, shapes and dtypes on both sides.
@@ -283,7 +244,7 @@ def check_state_structure(
     differ = sorted(shapes + dtypes)
     if not (missing or extra or differ):
         return
-    lines = [f"the checkpoint and the state differ ({validation.value} is asked for):"]
+    lines = [f"the checkpoint and the state differ (validation is {validation.value}):"]
     lines += _some(
         differ, lambda path: f"checkpoint {_show(saved[path])}, state {_show(wanted[path])}"
     )
@@ -300,23 +261,23 @@ def _mend(missing: list, extra: list, shapes: list, dtypes: list) -> str:
         return "Restore with the model and learner configs that it was saved with."
     kind = "CONTAINS_STATE" if extra else "EXACT"
     kind += "_UP_TO_DTYPE" if dtypes else ""
-    return f"To restore all the same, set the checkpointer's validation to {kind!r}."
+    return f"To restore it nevertheless, set the checkpointer's validation to {kind!r}."
 
 
 def _some(paths: list[str], describe: Callable[[str], str]) -> list[str]:
-    """A line for each of the first paths, and one for the others."""
+    """Returns a line for each of the first paths, and one that counts the others."""
     lines = [f"  {path}: {describe(path)}" for path in paths[:_SHOWN]]
     return lines + ([f"  … {len(paths) - _SHOWN} more"] if len(paths) > _SHOWN else [])
 
 
 def _near(path: str, unused: list[str]) -> str:
-    """Which path of the checkpoint, that nothing else in the state has, may be the same thing."""
+    """Returns a hint at a similar path of the checkpoint that the state does not use."""
     near = similar_names(path, unused)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def _kind(entry: Any) -> Any:
-    """What must be the same whatever the validation: the shape, or that it is no array."""
+    """Returns the part of an entry that must agree under every validation."""
     if isinstance(entry, Mapping):
         return tuple(entry["shape"]) if "shape" in entry else "savable"
     return type(entry)

@@ -1,12 +1,10 @@
-"""The manifest of a checkpoint: a digest of every file, so that no damage goes unnoticed.
+"""Manifest of a checkpoint: a digest of every file, so that all damage is detected.
 
-Array storage notices a file that is cut short or missing, but not a byte that changed: it hands out
-wrong numbers without a word. The manifest is the last file of a checkpoint to be written, and the
-first to be read. Beside the digests it holds facts that decide which checkpoints are kept, and the
-step, so that a directory under another's name is noticed too.
+Array storage detects a missing or truncated file, but returns wrong numbers if a byte changed. The
+manifest is the last file of a checkpoint to be written, and the first to be read. It also holds the
+facts by which retention chooses checkpoints, and the step, so that a renamed directory is detected.
 
-The digest is XXH3 with 128 bits, which is computed as fast as memory is read. It tells damage, not
-forgery: who can write files can write a manifest for them.
+The digest is the 128-bit XXH3, which is as fast as reading memory. It detects damage, not forgery.
 """
 
 import json
@@ -27,10 +25,10 @@ _BLOCK_BYTES = 1 << 18  # stays in the cache between being read and being digest
 
 
 class Manifest:
-    """What a manifest says, once it was read and found whole.
+    """Content of a manifest that was read and verified.
 
     Attributes:
-        facts: what was noted when the checkpoint was written: "step", "saved_at" in seconds since
+        facts: noted when the checkpoint was written: "step", "saved_at" in seconds since
             1970, "metrics" by name of the evaler and path.
         files: size and digest of each file by its path.
     """
@@ -41,20 +39,12 @@ class Manifest:
         self.files: dict[str, Any] = {path: dict(e) for path, e in content["files"].items()}
         for path, entry in self.files.items():
             if type(entry.get("size")) is not int or not isinstance(entry.get(_DIGEST), str):
-                raise ValueError(f"it does not say what {path!r} holds")
+                raise ValueError(f"it lacks the size or digest of {path!r}")
             if os.path.isabs(path) or ".." in path.split("/"):
                 raise ValueError(f"{path!r} is not below the checkpoint")
 
     def damage_of(self, path: str, into: memoryview | None = None) -> str | None:
-        """Reads a file and says what is wrong with it.
-
-        Args:
-            path: of one of `files`.
-            into: where its content goes, exactly as large; None to look only.
-
-        Returns:
-            A few words, or None if it is as it was written.
-        """
+        """Returns the damage of one of `files`, or None; fills a buffer of its exact size."""
         entry = self.files.get(path)
         if entry is None:
             return "is not in the manifest"
@@ -66,7 +56,7 @@ class Manifest:
             return f"cannot be read ({error})"
 
     def damage_of_all(self, paths: Iterable[str]) -> list[str]:
-        """What is wrong with files: one line for each that is not as it was written."""
+        """Returns one line for each damaged file."""
         paths = list(paths)
         with ThreadPoolExecutor(_THREADS) as pool:
             faults = list(pool.map(self.damage_of, paths))
@@ -74,14 +64,9 @@ class Manifest:
 
 
 def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> None:
-    """Brings the files of a checkpoint to the disk and describes them in its manifest.
+    """Syncs the files of a complete checkpoint to the disk, and writes its manifest.
 
-    Args:
-        ckpt_dir: The checkpoint, complete but for its manifest.
-        facts: JSON values to be noted in it.
-
-    Raises:
-        OSError: If the disk refuses.
+    `facts` are JSON values to store in it.
     """
     paths = [path for path in files_below(ckpt_dir) if path != MANIFEST]
 
@@ -102,20 +87,12 @@ def write_manifest(ckpt_dir: str, *, facts: Mapping[str, Any] | None = None) -> 
 
 
 def has_manifest(ckpt_dir: str) -> bool:
-    """Whether a checkpoint was completed, which does not mean that it is undamaged."""
+    """Returns whether a checkpoint is complete; it may be damaged nevertheless."""
     return os.path.isfile(os.path.join(ckpt_dir, MANIFEST))
 
 
 def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
-    """Reads a manifest.
-
-    Args:
-        ckpt_dir: The checkpoint.
-        step: The step that it is to be of; None to take any.
-
-    Returns:
-        The manifest, or what is wrong with it.
-    """
+    """Returns the manifest of a checkpoint, of a step if one is given, or its damage."""
     try:
         content = read_json_file(os.path.join(ckpt_dir, MANIFEST))
         digest = content.pop(_DIGEST)
@@ -141,16 +118,13 @@ def find_damage(
     wanted: Callable[[str], bool] = lambda path: True,
     part: tuple[int, int] = (0, 1),
 ) -> list[str]:
-    """What is wrong with the files of a checkpoint.
+    """Returns one line per damaged file of a checkpoint, which must be of `step` if that is given.
 
     Args:
         ckpt_dir: The checkpoint.
-        step: The step that it is to be of; None to take any.
-        wanted: Says of a path whether to look at the file.
-        part: i and n, to look at one in n of those files, beginning with the i-th.
-
-    Returns:
-        One line per file that is not as it was written; none if all are.
+        step: The expected step; None to accept any.
+        wanted: Predicate on the paths of files to check.
+        part: i and n, to check every n-th of those files, beginning with the i-th.
     """
     manifest = read_manifest(ckpt_dir, step=step)
     if isinstance(manifest, str):
@@ -171,7 +145,7 @@ def _damage_of_file(path: str, entry: Mapping[str, Any], into: memoryview | None
 
 
 def _digest_of_file(path: str, into: memoryview | None = None) -> str:
-    """The digest of a file, whose content is left in `into` if that is given."""
+    """Returns the digest of a file and leaves its content in `into`."""
     digest, at = _xxh3(), 0
     block = memoryview(bytearray(_BLOCK_BYTES)) if into is None else None
     with open_file(path, buffering=0) as file:
@@ -196,7 +170,7 @@ def _xxh3() -> Any:
         import xxhash
     except ImportError as error:
         raise MissingExtraError(
-            "checkpoints need the package 'xxhash', which is not installed. Install it with the "
-            'rest of what training takes: pip install "weft[train]".'
+            "checkpoints need the package 'xxhash', which is not installed. Install the training "
+            'dependencies: pip install "weft[train]".'
         ) from error
     return xxhash.xxh3_128()

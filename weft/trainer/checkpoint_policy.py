@@ -1,4 +1,4 @@
-"""When to save: policies that look at the step and at what the evalers found."""
+"""Save policies: decisions from the step and the evalers' summaries whether to save."""
 
 import time
 from collections.abc import Sequence
@@ -20,24 +20,15 @@ from weft.trainer.summary_values import due_summaries
 
 
 class CheckpointPolicy(Protocol):
-    """Decides whether to save. One with `get_state` and `set_state` is saved itself."""
+    """Function that decides whether to save; saved itself if it has `get_state` and `set_state`."""
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
-        """Whether to save after this step.
-
-        Args:
-            step: The step.
-            evaler_summaries: The summaries of each evaler that ran after this step, by its name.
-        """
+        """Returns whether to save, given the summaries of the evalers that ran after this step."""
         ...
 
 
 def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> CheckpointPolicy:
-    """Saves after every n-th step.
-
-    Args:
-        n: The number of steps between two checkpoints.
-        min_step: The first step that may be saved.
+    """Returns a policy that saves after every n-th step, from `min_step` on.
 
     >>> policy = every_n_steps_policy(50)
     >>> [step for step in range(1, 151) if policy(step=step, evaler_summaries={})]
@@ -54,13 +45,7 @@ def every_n_steps_policy(n: int = 1, *, min_step: int = 1) -> CheckpointPolicy:
 def every_n_steps_and_last_policy(
     n: int = 1, *, min_step: int = 1, max_step: int
 ) -> CheckpointPolicy:
-    """Saves after every n-th step, and after the last one.
-
-    Args:
-        n: The number of steps between two checkpoints.
-        min_step: The first step that may be saved.
-        max_step: The last step of the run.
-    """
+    """Returns a policy that saves after every n-th step from `min_step` on and after `max_step`."""
     every_n_steps = every_n_steps_policy(n, min_step=min_step)
 
     def policy(*, step: int, evaler_summaries: dict[str, Any]) -> bool:
@@ -70,24 +55,14 @@ def every_n_steps_and_last_policy(
 
 
 class EvalMetric(NamedTuple):
-    """A number that an evaler reports.
-
-    Attributes:
-        evaler_name: The name of the evaler.
-        metric_name: The path of the number in its summaries, such as "model/loss".
-    """
+    """Number that an evaler reports, by its path in the summaries, such as "model/loss"."""
 
     evaler_name: str
     metric_name: str
 
 
 def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """The numbers that evalers report, by the name of the evaler and the path of the number.
-
-    Args:
-        step: After which they ran.
-        evaler_summaries: The summaries of each by its name.
-    """
+    """Returns the numbers that evalers reported after a step, by evaler name and path."""
     return {
         name: {
             leaf.path: float(leaf.value)
@@ -101,16 +76,10 @@ def scalars_of(step: int, evaler_summaries: dict[str, Any]) -> dict[str, dict[st
 def metric_value(
     metric: EvalMetric, step: int, evaler_summaries: dict[str, Any], *, of: str
 ) -> float | None:
-    """The number that a policy looks at, None if the evaler did not run after this step.
-
-    Args:
-        metric: Which number.
-        step: After which the evalers ran.
-        evaler_summaries: The summaries of each by its name.
-        of: Who asks, for the error.
+    """Returns the value of a metric; None if the evaler did not run after this step.
 
     Raises:
-        CheckpointPolicyError: If the evaler does not report it.
+        CheckpointPolicyError: If the evaler does not report it; names the caller, `of`.
     """
     evaler, name = metric
     if evaler not in evaler_summaries:
@@ -118,31 +87,23 @@ def metric_value(
     scalars = scalars_of(step, {evaler: evaler_summaries[evaler]})[evaler]
     if name not in scalars:
         raise CheckpointPolicyError(
-            f"{of} looks at {name!r}, which the evaler {evaler!r} does not report. "
+            f"{of} uses {name!r}, which the evaler {evaler!r} does not report. "
             f"{did_you_mean(name, scalars)}"
         )
     return scalars[name]
 
 
 def check_mode(mode: str | None, *, of: str) -> int:
-    """1 if more is better, -1 if less is.
-
-    Args:
-        mode: "max" or "min".
-        of: Whose it is, for the error.
-
-    Raises:
-        CheckpointPolicyError: If it is neither.
-    """
+    """Returns 1 for "max" and -1 for "min"; raises CheckpointPolicyError for another mode."""
     if mode not in ("max", "min"):
         raise CheckpointPolicyError(f"{of} got mode={mode!r}; expected 'max' or 'min'.")
     return 1 if mode == "max" else -1
 
 
 class EverySecondsPolicy(Configurable):
-    """Saves when so many seconds have passed since the last time, or since the run began.
+    """Policy that saves when some time has passed since the last save or the start of the run.
 
-    Of several processes the first whose clock says so decides, and all save after the next step.
+    With several processes, the first clock that reaches it decides; all save after the next step.
     """
 
     @config_class
@@ -150,7 +111,7 @@ class EverySecondsPolicy(Configurable):
         """Configures an EverySecondsPolicy.
 
         Attributes:
-            seconds: The time between two checkpoints; the step under way is ended first.
+            seconds: The time between two checkpoints; the current step is completed first.
         """
 
         seconds: Required[float] = REQUIRED
@@ -172,15 +133,11 @@ class EverySecondsPolicy(Configurable):
 
 
 class AnyPolicy(Configurable):
-    """Saves when at least one of several policies says so."""
+    """Policy that saves when at least one of several policies does."""
 
     @config_class
     class Config(Configurable.Config):
-        """Configures an AnyPolicy.
-
-        Attributes:
-            policies: Configs of policies.
-        """
+        """Configures an AnyPolicy."""
 
         policies: Required[Sequence[InstantiableConfig[CheckpointPolicy]]] = REQUIRED
 
@@ -190,10 +147,10 @@ class AnyPolicy(Configurable):
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
         said = [p(step=step, evaler_summaries=evaler_summaries) for p in self._policies]
-        return any(said)  # each was asked, whatever another says: some keep count
+        return any(said)  # all are called, since some count steps
 
     def get_state(self) -> dict[str, Any]:
-        """The states of those that have one, by their position."""
+        """Returns the states of the stateful policies by position."""
         return {
             str(i): policy.get_state()
             for i, policy in enumerate(self._policies)
@@ -201,22 +158,21 @@ class AnyPolicy(Configurable):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from saved states."""
+        """Restores saved states."""
         for i, policy in enumerate(self._policies):
             if isinstance(policy, PythonSavable) and str(i) in state:
                 policy.set_state(state[str(i)])
 
 
 class BestMetricPolicy(Configurable):
-    """Saves when a metric is better than at each time before, also before the run was restarted."""
+    """Policy that saves when a metric exceeds its best value so far, also across restarts."""
 
     @config_class
     class Config(Configurable.Config):
         """Configures a BestMetricPolicy.
 
         Attributes:
-            metric: What to look at.
-            mode: "max" if more is better, "min" if less is.
+            mode: "max" if larger is better, "min" if smaller is.
         """
 
         metric: Required[EvalMetric] = REQUIRED
@@ -231,16 +187,16 @@ class BestMetricPolicy(Configurable):
         value = metric_value(self.config.metric, step, evaler_summaries, of="BestMetricPolicy")
         if value is None:
             return False  # the evaler did not run after this step
-        # NaN is never better, and everything is better than nothing.
+        # NaN is never better; any other first value is the best.
         better = value == value if self._best is None else self._sign * (value - self._best) > 0
         if better:
             self._best = value
         return better
 
     def get_state(self) -> dict[str, Any]:
-        """The best value so far, to be saved."""
+        """Returns the best value so far."""
         return {"best": self._best}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved best value."""
+        """Restores a saved best value."""
         self._best = state["best"]

@@ -1,9 +1,9 @@
-"""Which checkpoints are kept: those that any one of the rules keeps.
+"""Retention of checkpoints; each is kept that at least one of these rules keeps.
 
 keep_last_n=2              the newest two
 keep_every_n_steps=1000    beginning with the oldest, each at least 1000 steps after the last
-keep_every_n_seconds=3600  likewise by the time at which they were saved
-keep_best=...              the best by what an evaler reported after the same step
+keep_every_n_seconds=3600  the same by the time of saving
+keep_best=...              those with the best value of an evaler's metric at their step
 """
 
 import math
@@ -16,9 +16,9 @@ from weft.trainer.checkpoint_policy import EvalMetric, check_mode
 
 
 class KeepBest(Configurable):
-    """Keeps the checkpoints with the best values of a metric, among those that have one.
+    """Rule that keeps the checkpoints with the best values of a metric.
 
-    A checkpoint has one if the evaler ran after its step: let both be due at the same steps.
+    Only checkpoints at whose step the evaler ran qualify: run both at the same steps.
     """
 
     @config_class
@@ -26,9 +26,8 @@ class KeepBest(Configurable):
         """Configures a KeepBest.
 
         Attributes:
-            metric: What to look at.
-            mode: "max" if more is better, "min" if less is.
-            n: How many are kept.
+            mode: "max" if larger is better, "min" if smaller is.
+            n: Number of checkpoints to keep.
         """
 
         metric: Required[EvalMetric] = REQUIRED
@@ -42,16 +41,12 @@ class KeepBest(Configurable):
             raise CheckpointPolicyError(f"KeepBest got n={config.n}; expected 1 or more.")
 
     def kept(self, facts: Mapping[int, Mapping[str, Any]]) -> set[int]:
-        """The steps that are kept.
-
-        Args:
-            facts: what the manifest of each step says.
-        """
+        """Returns the steps to keep, given the facts of each step's manifest."""
         evaler, name = self.config.metric
         values = {
             s: f.get("metrics", {}).get(evaler, {}).get(name, math.nan) for s, f in facts.items()
         }
-        # Of equal ones the newer; one that is NaN never.
+        # Ties go to the newer step; NaN is never kept.
         best = sorted((self._sign * v, step) for step, v in values.items() if not math.isnan(v))
         return {step for _, step in best[-self.config.n :]}
 
@@ -64,14 +59,13 @@ def kept_steps(
     every_n_seconds: float | None = None,
     best: KeepBest | None = None,
 ) -> set[int]:
-    """The steps whose checkpoints are kept.
+    """Returns the steps whose checkpoints are kept.
 
     Args:
-        facts: what the manifest of each step says, by steps ascending.
-        last_n: how many of the newest.
-        every_n_steps: how far apart others are; None for none.
-        every_n_seconds: how far apart in time others are; None for none.
-        best: keeps the best; None for none.
+        facts: facts of each step's manifest, by steps ascending.
+        last_n: number of the newest to keep.
+        every_n_steps: smallest distance in steps of others to keep; None for none.
+        every_n_seconds: smallest distance in time of others to keep; None for none.
 
     >>> sorted(kept_steps({step: {} for step in range(10, 101, 10)}, last_n=2, every_n_steps=30))
     [10, 40, 70, 90, 100]
@@ -85,7 +79,7 @@ def kept_steps(
 def _apart(
     steps: Mapping[int, Any], distance: float | None, place: Callable[[int], float]
 ) -> set[int]:
-    """Those that are at least so far from the last one kept."""
+    """Returns the steps at least `distance` from the one kept before."""
     kept: set[int] = set()
     last = -math.inf
     for step in steps:

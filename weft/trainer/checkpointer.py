@@ -1,13 +1,11 @@
-"""Checkpoints: the state of a run on the disk, so that what was cut goes on as if it was not.
+"""Checkpoints: a run's state on the disk, from which an interrupted run continues exactly.
 
-A checkpoint is written beside its final place by a thread, described file by file in a manifest,
-and then published by one rename. When a state is restored, the manifest is checked first: a
-checkpoint with damage is named and passed over for the one before it. Old checkpoints go when a
-newer one stands.
+A thread writes a checkpoint to a temporary directory, then the manifest of its files, and then
+renames the directory. A restore checks the manifest first; a damaged checkpoint is reported and
+skipped for the previous one. Old checkpoints are removed when a newer one is complete.
 
-What lies where: the directories in `checkpoint_dirs`, digests in `checkpoint_manifest`, the
-structure of a state in `checkpoint_index`, when to save in `checkpoint_policy`, the arrays in
-`state_storage`.
+Directories are in `checkpoint_dirs`, digests in `checkpoint_manifest`, the structure of a state in
+`checkpoint_index`, save policies in `checkpoint_policy`, and arrays in `state_storage`.
 """
 
 import dataclasses
@@ -128,13 +126,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RestoreStateFilter = Callable[[Nested[Any]], Nested[Any]]
-"""From the state that is to be restored to the part of it that is."""
+"""Function that selects the part of a state to restore."""
 
 _POLICY_STATE = "save_policy.json"
 
 
 def drop_learner_optimizer_cfg() -> InstantiableConfig[RestoreStateFilter]:
-    """A filter for restoring all but the optimizer's state, as for another optimizer, or none."""
+    """Returns the config of a filter that omits the optimizer state, to change the optimizer."""
     return config_for_function(_drop_learner_optimizer)
 
 
@@ -152,12 +150,7 @@ def _drop_learner_optimizer() -> RestoreStateFilter:
 
 @dataclasses.dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint that was to be restored and could not.
-
-    Attributes:
-        path: Its directory.
-        damage: What is wrong, one line per file.
-    """
+    """Checkpoint that could not be restored, with a description of the damage per file."""
 
     path: str
     damage: tuple[str, ...]
@@ -168,7 +161,7 @@ class DamagedCheckpoint:
 
 
 class Checkpointer(BaseCheckpointer):
-    """Saves in the background, keeps the newest, never restores what is damaged.
+    """Checkpointer that saves in the background and never restores a damaged checkpoint.
 
     Example:
         >>> import tempfile
@@ -187,20 +180,19 @@ class Checkpointer(BaseCheckpointer):
         """Configures a Checkpointer.
 
         Attributes:
-            keep_last_n: How many of the newest checkpoints are kept.
-            keep_every_n_steps: Checkpoints whose steps are this far apart, or farther, are kept as
-                well; None keeps none of them.
-            keep_every_n_seconds: Likewise by the times at which they were saved.
-            keep_best: Keeps the best as well; None keeps none of them.
-            asynchronous: Whether `save` returns while a thread writes. If not, it returns when the
-                checkpoint stands, and raises what went wrong.
+            keep_last_n: Number of the newest checkpoints to keep.
+            keep_every_n_steps: Also keeps checkpoints at least this many steps apart.
+            keep_every_n_seconds: Also keeps checkpoints saved at least this many seconds apart.
+            keep_best: Also keeps the best.
+            asynchronous: Whether `save` returns while a thread writes. If not, `save` returns when
+                the checkpoint is complete, and raises its errors.
             gc_loop_interval_seconds: The shortest time between two removals of old checkpoints. 0
-                removes them as soon as a newer one stands.
-            storage: Where the states go.
-            validation: How alike checkpoint and state must be when restored; None for EXACT.
+                removes them as soon as a newer one is complete.
+            storage: Saves the arrays.
+            validation: How checkpoint and state must match on restore; None for EXACT.
             index_writer: Writes the index; None for `write_index_file`.
-            summary_writer: Is told of every checkpoint; writes in `dir` if it has none.
-            restore_state_filter: Says which part of a state to restore.
+            summary_writer: Records each save and restore; writes to `dir` if it has none.
+            restore_state_filter: Selects the part of a state to restore.
         """
 
         keep_last_n: int = 1
@@ -220,7 +212,7 @@ class Checkpointer(BaseCheckpointer):
         if cfg.keep_last_n < 1:
             raise CheckpointPolicyError(
                 f"{self.path()}: keep_last_n={cfg.keep_last_n}; expected 1 or more, since a run "
-                "goes on from the last checkpoint."
+                "continues from the last checkpoint."
             )
         self._storage: StateStorage = cfg.storage.instantiate()
         self._index_writer = maybe_instantiate(cfg.index_writer) or write_index_file
@@ -230,18 +222,18 @@ class Checkpointer(BaseCheckpointer):
             writer = cfg.summary_writer
             writer = writer if writer.dir is not REQUIRED else writer.clone(dir=cfg.dir)
             self._add_child("summary_writer", writer)
-        self._saving: int | None = None  # the step of the save that is under way
+        self._saving: int | None = None  # the step of the save in progress
         self._last_step: int | None = None  # saved or restored, so it need not be saved again
         self._last_removal = -float("inf")
         self._damaged: dict[int, DamagedCheckpoint] = {}
 
     def ckpt_dir(self, step: int) -> str:
-        """The directory of a step's checkpoint."""
+        """Returns the directory of a step's checkpoint."""
         return build_step_dir(self.config.dir, step=step)
 
     @property
     def damaged_checkpoints(self) -> tuple[DamagedCheckpoint, ...]:
-        """What `restore` found damaged, and passed over or refused."""
+        """The damaged checkpoints that `restore` found."""
         return tuple(self._damaged.values())
 
     @classmethod
@@ -250,12 +242,7 @@ class Checkpointer(BaseCheckpointer):
 
     @classmethod
     def cleanup_checkpoint(cls, ckpt_dir: str, *, sync: bool = True) -> None:
-        """Removes a checkpoint.
-
-        Args:
-            ckpt_dir: Its directory.
-            sync: Whether all processes call this, and wait for the one that removes.
-        """
+        """Removes a checkpoint; with `sync`, all processes call this and wait for the removal."""
         if jax.process_index() == 0 and os.path.exists(ckpt_dir):
             remove_dir(ckpt_dir)
         if sync:
@@ -285,7 +272,7 @@ class Checkpointer(BaseCheckpointer):
         return True
 
     def _facts(self, step: int, evaler_summaries: dict[str, Any]) -> dict[str, Any]:
-        """What the manifest is to note."""
+        """Returns the facts for the manifest."""
         if self._keep_best is not None:
             metric = self._keep_best.config.metric
             metric_value(metric, step, evaler_summaries, of=f"{self.path()}.keep_best")
@@ -322,7 +309,7 @@ class Checkpointer(BaseCheckpointer):
         self._saving = step
 
     def _make(self, ckpt_dir: str, step: int) -> None:
-        """Makes the directory that all processes write to."""
+        """Creates the directory that all processes write to."""
         failure = None
         if jax.process_index() == 0:
             try:
@@ -336,11 +323,7 @@ class Checkpointer(BaseCheckpointer):
             raise self._save_error(step, failure) from failure
 
     def _finish_save(self, *, alone: bool = False) -> CheckpointSaveError | None:
-        """Waits for the save that is under way; returns its failure, the same in all processes.
-
-        Args:
-            alone: Whether other processes may not come here, as after an error in this one.
-        """
+        """Waits for the save in progress; returns its failure, in all processes unless `alone`."""
         step, self._saving = self._saving, None
         if step is None:
             return None
@@ -353,7 +336,7 @@ class Checkpointer(BaseCheckpointer):
         if not alone:
             worst = largest_number(0 if failure is None else 1 if failure.lacks_room else 2)
             if worst and failure is None:
-                other = OSError("another process could not write its part, and says why")
+                other = OSError("another process could not write its part; see its error")
                 failure = self._save_error(step, other)
             if failure is not None:
                 failure.lacks_room = worst == 1
@@ -365,18 +348,18 @@ class Checkpointer(BaseCheckpointer):
         stand = ", ".join(map(str, self.checkpoint_steps(self.config.dir))) or "none"
         return CheckpointSaveError(
             f"the checkpoint of step {step} could not be saved in {self.config.dir!r}: "
-            f"{type(error).__name__}: {error}. Those that stand: {stand}. Make room, or make the "
-            "directory writable.",
+            f"{type(error).__name__}: {error}. Complete checkpoints: {stand}. Free disk space, or "
+            "make the directory writable.",
             lacks_room=lacks_room(error),
         )
 
     def _remove_old(self, step: int) -> None:
-        """Removes what the config does not keep, now that the checkpoint of `step` stands."""
+        """Removes the checkpoints that the config does not keep, after `step` was saved."""
         now = time.monotonic()
         if now - self._last_removal < self.config.gc_loop_interval_seconds:
             return
         self._last_removal = now
-        # What lies ahead is of another course of the run, and no reason to remove what is behind.
+        # Later steps are from another course of the run, which does not justify removing earlier.
         dirs = {s: path for s, path in step_dirs(self.config.dir).items() if s <= step}
         facts = {s: self._facts_of(s, path) for s, path in dirs.items() if s not in self._damaged}
         cfg = self.config
@@ -432,7 +415,7 @@ class Checkpointer(BaseCheckpointer):
                 self._damaged[found] = damaged[-1]
                 if step is None:
                     logger.warning(
-                        "The checkpoint %s is damaged. It is passed over for the one before.",
+                        "The checkpoint %s is damaged. Restoring the previous one instead.",
                         damaged[-1],
                     )
             else:
@@ -442,7 +425,7 @@ class Checkpointer(BaseCheckpointer):
         raise self._all_damaged(step, damaged)
 
     def _steps_to_try(self, wanted: int | None) -> Iterator[int]:
-        """The steps, the newest first, as the first process sees them, or the one asked for."""
+        """Yields the wanted step, or all from the newest on, as process 0 sees them."""
         none = -1
         mine = step_dirs(self.config.dir) if jax.process_index() == 0 else {}
         if wanted is not None:
@@ -458,7 +441,7 @@ class Checkpointer(BaseCheckpointer):
     def _restore_step(
         self, step: int, state: Nested[Any], validation: CheckpointValidationType
     ) -> Nested[Any]:
-        """Restores a step of which every file is as it was written."""
+        """Restores a step after checking that every file is undamaged."""
         ckpt_dir, by_storage = self.ckpt_dir(step), self._storage.checks_below
         damage = find_damage(
             ckpt_dir,
@@ -466,7 +449,7 @@ class Checkpointer(BaseCheckpointer):
             wanted=lambda path: by_storage is None or not path.startswith(by_storage),
         )
         if largest_number(bool(damage)):
-            damage = damage or ["another process has found it damaged, and names the file"]
+            damage = damage or ["another process found damage; its error names the file"]
             raise DamagedCheckpointError(f"the checkpoint {ckpt_dir} is damaged", damage=damage)
         policy = self._save_policy
         of_policy = _read_policy_state(ckpt_dir) if isinstance(policy, PythonSavable) else None
@@ -486,8 +469,8 @@ class Checkpointer(BaseCheckpointer):
         if wanted is None:
             return DamagedCheckpointError(
                 f"every checkpoint in {self.config.dir!r} is damaged: "
-                f"{'; '.join(map(str, damaged))}. Bring one back from a copy, or move the "
-                "directory away to begin anew.",
+                f"{'; '.join(map(str, damaged))}. Restore one from a copy, or move the "
+                "directory away to start over.",
                 damage=damage,
             )
         others = [s for s in self.checkpoint_steps(self.config.dir) if s != wanted]
@@ -503,14 +486,14 @@ class Checkpointer(BaseCheckpointer):
 
 
 def _read_policy_state(ckpt_dir: str) -> dict[str, Any] | None:
-    """What the policy was when it was saved; None if it had no state."""
+    """Returns the saved state of the policy; None if it had none."""
     path = os.path.join(ckpt_dir, _POLICY_STATE)
     if not os.path.exists(path):
         return None
     try:
         content = read_json_file(path)
         if not isinstance(content, dict):
-            raise ValueError("it is no dict")
+            raise ValueError("it is not a dict")
     except (OSError, ValueError) as error:
         raise DamagedCheckpointError(
             f"{path!r} cannot be read as the state of a policy ({error}).",

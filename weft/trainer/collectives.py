@@ -1,12 +1,12 @@
-"""What devices send to each other in a compiled program, read from the text of its HLO.
+"""Collectives of a compiled program, read from its HLO text.
 
-A program is a set of computations that call each other. A collective in the body of a loop runs as
-often as the loop does, which XLA writes next to a loop of a known length:
+A program is a set of computations that call each other. A collective in a loop body runs as often
+as the loop, which XLA annotates with its trip count if that is known:
 
     %body (...) { ... %w = f32[8,64]{1,0} all-gather(%p), replica_groups=[2,4]<=[8], ... }
     ENTRY %main (...) { ... while(...), body=%body, ..."known_trip_count":{"n":"12"} ... }
 
-Groups are of positions in the mesh, so that they tell the mesh axes that a collective goes over.
+Groups list positions in the mesh, from which follow the mesh axes that a collective spans.
 """
 
 import dataclasses
@@ -46,18 +46,17 @@ _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective operation of a program.
+    """Collective operation of a program.
 
     Attributes:
         kind: one of `KINDS`.
-        shapes: of the arrays that a device gets, such as ("f32[8,64]",).
-        bytes: of these; of a reduce-scatter those that a device brings.
-        times: how often it runs in one run of the program; that of a loop whose length is not known
-          is taken for 1.
-        computation: where it stands; several in one loop body share it.
+        shapes: shapes of the arrays that a device receives, such as ("f32[8,64]",).
+        bytes: their size; for a reduce-scatter, that of the arrays that a device sends.
+        times: number of runs per run of the program; a loop of unknown length counts once.
+        computation: name of its computation, shared by the collectives of a loop body.
         in_loop: whether it is in the body of a loop.
-        groups: the positions of the devices that take part together.
-        op_name: what it was compiled from.
+        groups: positions of the devices that communicate with each other.
+        op_name: the operation from which it was compiled.
     """
 
     kind: str
@@ -70,14 +69,7 @@ class Collective:
     op_name: str
 
     def axes(self, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
-        """The mesh axes that it goes over.
-
-        Args:
-            mesh_shape: the sizes of the mesh axes by name, as `Mesh.shape` has them.
-
-        Returns:
-            Their names, or None if the groups are not those of mesh axes.
-        """
+        """Returns the mesh axes that the collective spans; None if its groups match no axes."""
         names = [name for name, size in mesh_shape.items() if size > 1]
         places = np.arange(math.prod(mesh_shape.values())).reshape(list(mesh_shape.values()))
         if self.kind == "collective-permute":
@@ -101,10 +93,7 @@ def _rows(places: np.ndarray, names: list[str], chosen: Sequence[str]) -> np.nda
 
 
 def collectives_of(hlo: str) -> list[Collective]:
-    """The collectives of a compiled program.
-
-    Args:
-        hlo: its text, from `jax.stages.Compiled.as_text`.
+    """Returns the collectives in the HLO text of a program, from `jax.stages.Compiled.as_text`.
 
     >>> import jax
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
@@ -126,7 +115,7 @@ def collectives_of(hlo: str) -> list[Collective]:
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
-    """The lines of each computation, and the name of the one that the program starts with."""
+    """Returns the lines of each computation, and the name of the entry computation."""
     bodies: dict[str, list[str]] = {}
     entry, lines = "", []
     for line in hlo.splitlines():
@@ -140,10 +129,10 @@ def _computations(hlo: str) -> tuple[dict[str, list[str]], str]:
 
 
 def _executions(bodies: dict[str, list[str]], entry: str) -> tuple[Counter[str], set[str]]:
-    """How often each computation runs, and which ones run within loops."""
+    """Returns the number of runs of each computation, and the names of those within loops."""
     times: Counter[str] = Counter({entry: 1})
     in_loop: set[str] = set()
-    # Callees stand before their callers in the text, so the callers are done first.
+    # Callees come before their callers in the text, so reversed order visits callers first.
     for name in reversed(bodies):
         for line in bodies[name]:
             callees = _CALLED.findall(line)
@@ -159,11 +148,11 @@ def _executions(bodies: dict[str, list[str]], entry: str) -> tuple[Counter[str],
 
 
 def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-    """How often a loop runs, 1 if that is not known."""
+    """Returns the trip count of a loop, 1 if it is not known."""
     known = _TRIP_COUNT.search(line)
     if known:
         return int(known[1])
-    # Of a loop that counts from 0, as that of `jax.lax.scan`, the condition holds the number.
+    # The condition of a loop that counts from 0, as in `jax.lax.scan`, contains the trip count.
     condition = re.search(r"\bcondition=%?([\w.\-]+)", line)
     text = "\n".join(bodies.get(condition[1], ()) if condition else ())
     limits = re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
@@ -174,13 +163,13 @@ def _collective(line: str, computation: str, times: int, in_loop: bool) -> Colle
     match = _INSTRUCTION.match(line)
     if match is None:
         return None
-    # Of an asynchronous pair the second gives the result; the groups are said by the first.
+    # The first of an asynchronous pair has the groups; the second returns the result.
     kind = match["op"].removesuffix("-start")
     if kind not in KINDS:
         return None
     arrays = _ARRAY.findall(match["shape"])
     if match["op"].endswith("-start") and kind != "all-reduce":
-        arrays = arrays[len(arrays) // 2 :]  # what is sent stands before what is got
+        arrays = arrays[len(arrays) // 2 :]  # operands come before results
     groups = _groups(line)
     size = sum(_bytes(dtype, dims) for dtype, dims in arrays)
     if kind == "reduce-scatter":
@@ -199,7 +188,7 @@ def _collective(line: str, computation: str, times: int, in_loop: bool) -> Colle
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """The positions of the devices of each group, from any of the forms that XLA writes.
+    """Returns the device positions of each group, from any of the forms that XLA writes.
 
     {{0,1},{2,3}}    [2,2]<=[2,2]T(1,0)    mesh['a'=2,'b'=2], device_ids=([4]) {'b'}
     """
@@ -220,7 +209,7 @@ def _groups_of_mesh(
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     count = math.prod(sizes.values())
     places = np.array(_numbers(listed)) if listed else _counted(ids or str(count), order)
-    # An axis may be taken in part: 'a':(2)4 is the middle of its parts of 2, 4 and what is left.
+    # An axis may be split: 'a':(2)4 is the middle of its parts of 2, 4 and the rest.
     parts = {name: (int(pre or 1), int(size or 0)) for name, pre, size in _PART.findall(over)}
     dims: list[int] = []
     chosen: list[int] = []
@@ -236,7 +225,7 @@ def _groups_of_mesh(
 
 
 def _counted(dims: str, order: str | None) -> np.ndarray:
-    """0, 1, 2 … in an array of this shape, its axes in another order, as one row."""
+    """Returns 0, 1, 2 … in this shape, transposed to another order of axes and flattened."""
     shape = _numbers(dims)
     places = np.arange(math.prod(shape)).reshape(shape)
     return (places.transpose(_numbers(order)) if order else places).reshape(-1)
@@ -251,7 +240,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _bytes(dtype: str, dims: str) -> int:
-    # Names such as f32, bf16, s8, c64, f8e4m3fn, u4 say the bits first; a pred takes a byte.
+    # The first number in f32, bf16, s8, c64, f8e4m3fn, u4 is that of bits; a pred takes a byte.
     bits = re.match(r"[a-z]+(\d+)", dtype)
     size = int(bits[1]) if bits else 8
     return math.ceil(math.prod(int(d) for d in dims.split(",") if d) * size / 8)

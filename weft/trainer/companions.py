@@ -1,24 +1,24 @@
-"""The other processes of a run: a line to each, to agree on what comes next and to learn of an end.
+"""Connections between the processes of a run, for agreement and for notice of failures.
 
-A collective of JAX waits without end for a process that is late, and cannot say which one that is.
-So beside them each process keeps one TCP connection to process 0, for lines of JSON:
+A JAX collective waits forever for a late process and cannot name it. Each process therefore also
+keeps a TCP connection to process 0, for lines of JSON:
 
-    to process 0      {"at": 7, "wish": null}    came to the 7th point of agreement
+    to process 0      {"at": 7, "wish": null}    has reached the 7th point of agreement
                       {"alive": "waiting for input"}    from time to time
-                      {"bye": null}              ends as it should, or why not
-    from process 0    {"go": 7, "stop": null}    all have come; stop if any of them wished to
-                      {"asked": ["signal", "SIGTERM"]}  one of them wishes to, come soon
-                      {"over": "..."}            one is gone or late; nobody can go on
+                      {"bye": null}              ends, normally or with a reason
+    from process 0    {"go": 7, "stop": null}    all have arrived; stop if any wishes to
+                      {"asked": ["signal", "SIGTERM"]}  one wishes to stop, arrive soon
+                      {"over": "..."}            one is gone or late; no process can continue
 
-A process that dies closes its connection, whatever killed it. One that is stopped or cut off is
-silent for too long. In both cases the others are told its name, and end. One that is late, but
-hears of it, prints where its threads are.
+A process that dies closes its connection; one that is stopped or cut off is silent too long. In
+both cases process 0 names it to the others, and they end. A late process that receives this
+message prints the stacks of its threads.
 
-A line may come from a program of another version, or from a stranger: one that is not such a
-message, is too long or nested too deeply is ignored, and what is printed of it is escaped.
+Lines may come from another version or a stranger: one that is not a valid message, is too long or
+nested too deeply is ignored, and printed text is escaped.
 
-What was said last has to arrive. The kernel drops what it has not delivered when a socket is closed
-of which not all is read. So whoever ends reads on until the others have closed their side, too.
+The last messages must arrive. If a socket with unread data is closed, the kernel drops data not yet
+delivered, so an ending process keeps reading until the others have closed their side.
 """
 
 import contextlib
@@ -41,30 +41,30 @@ from weft.trainer.stacks import print_error, stacks_of_all_threads
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_TIMEOUT_SECONDS = 100
-"""After how long a silent process counts as gone; JAX's own default."""
+"""Silence after which a process counts as gone; JAX's own default."""
 
 _POLL_SECONDS = 0.1
 _TELL_SECONDS = 1.0
 _LATE_SECONDS = 30.0
 LONGEST_LINE = 1 << 16
-"""How many bytes a line has at most; a longer one is ignored."""
+"""Maximal number of bytes of a line; a longer one is ignored."""
 
 _LONGEST_TEXT = 4096  # at most 12 bytes in a line for each character
 _SHOWN_LATE = 8
-# From the word that another process is gone to the end of this one, if its main thread is stuck.
+# From the notice that another process is gone to the end of this one if its main thread is stuck.
 _END_SECONDS = 10.0
 # JAX aborts the others when process 0 is gone, so they end a little before it.
 _SOONER = 0.9
-# How long one that ends waits until the others have heard of it.
+# How long an ending process waits for the others to receive its notice.
 _HEARD_SECONDS = 5.0
 
 
 class Wish(NamedTuple):
-    """Why a process wishes to stop.
+    """Reason why a process wishes to stop.
 
     Attributes:
-        kind: "error", "signal" or "end"; where several wish to stop, the first kind counts.
-        text: what is wrong, the signal's name, or what has ended.
+        kind: "error", "signal" or "end"; of several wishes, the first kind in this order counts.
+        text: the error, the signal's name, or a description of the end.
     """
 
     kind: str
@@ -75,14 +75,14 @@ _KINDS = ("error", "signal", "end")
 
 
 class Companions:
-    """Lines to the other processes; made by `weft.trainer.meeting.meet`.
+    """Connections to the other processes; created by `weft.trainer.meeting.meet`.
 
     Args:
-        process_id: which process this is.
-        connections: by process: to all others in process 0, to process 0 in the others.
-        names: what to call each process, in process 0.
-        heartbeat_timeout_seconds: after how long a silent process counts as gone.
-        end_seconds: how long after one is gone this process may still run.
+        process_id: index of this process.
+        connections: in process 0 those to all others, in the others the one to process 0.
+        names: names of the processes in messages.
+        heartbeat_timeout_seconds: silence after which a process counts as gone.
+        end_seconds: time that this process may still run after another is gone.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class Companions:
         self._said_late = 0.0
         for connection in self._connections.values():
             connection.settimeout(heartbeat_timeout_seconds)
-            # A line that follows another one is not to wait until that has been acknowledged.
+            # A line need not wait for the acknowledgment of the previous one.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         threading.Thread(target=self._listen, name="weft-companions", daemon=True).start()
 
-    # What the run calls.
+    # The interface for the run.
 
     @property
     def asked(self) -> Wish | None:
-        """What some process wishes; all are to come to the next point soon."""
+        """The wish of some process; all should reach the next point soon."""
         return self._asked
 
     def agree(
@@ -140,19 +140,16 @@ class Companions:
         within_seconds: float | None = None,
         alive: Callable[[], None] = lambda: None,
     ) -> Wish | None:
-        """Waits until all processes have come to this point, which each must come to.
+        """Waits until all processes have reached this point; returns the wish to stop, or None.
 
         Args:
-            wish: gives what this process wishes, None to go on; looked at while it waits. None at a
-                point where all only wait for each other; wishes are then for the next one.
-            within_seconds: how long the first to come waits for the last; None for no limit.
-            alive: called again and again while waiting.
-
-        Returns:
-            The wish on which all stop, or None if all go on.
+            wish: returns this process's wish to stop, or None; polled while waiting. None at a
+                point where processes only wait; wishes then count for the next one.
+            within_seconds: how long the first process waits for the last; None for no limit.
+            alive: called repeatedly while waiting.
 
         Raises:
-            ProcessesNotReadyError: if some did not come in time.
+            ProcessesNotReadyError: if some did not arrive in time.
             ProcessLostError: if one is gone.
         """
         self._point += 1
@@ -160,7 +157,7 @@ class Companions:
         at = {"at": self._point, "within": within_seconds, "waits": wish is None}
         self._tell_first(at | {"wish": told})
         while True:
-            # Looked at first: process 0 may have let all go on before it left.
+            # Read first: process 0 may have let all continue before it left.
             first_left = self._id != 0 and 0 in self._gone
             with self._changed:
                 if self._went < self._point and self._over is None:
@@ -176,28 +173,18 @@ class Companions:
 
     @property
     def _agreed_on_error(self) -> bool:
-        """Whether all have agreed to fail: then their ends are no news."""
+        """True if all have agreed to fail, so that the end of one is expected."""
         return self._stop is not None and self._stop.kind == "error"
 
     def check(self) -> None:
-        """Raises if another process is gone or was too late.
-
-        Raises:
-            ProcessesNotReadyError: if some did not come in time.
-            ProcessLostError: if one is gone.
-        """
+        """Raises ProcessLostError if a process is gone, ProcessesNotReadyError if it was late."""
         if self._late is not None:
             raise ProcessesNotReadyError(self._late)
         if self._over is not None:
             raise ProcessLostError(self._over)
 
     def explain(self, error: BaseException, patience_seconds: float = 2.0) -> None:
-        """Raises what is behind an error, if that is the end of another process.
-
-        Args:
-            error: such as a collective raises when its other side is gone.
-            patience_seconds: how long the news may take.
-        """
+        """Raises the loss of another process as the reason of an error, once it is noticed."""
         deadline = time.monotonic() + patience_seconds
         with self._changed:
             while not self._agreed_on_error and self._over is None and time.monotonic() < deadline:
@@ -208,13 +195,9 @@ class Companions:
             raise reason from error
 
     def leave(self, why: str | None = None, *, patience_seconds: float = _HEARD_SECONDS) -> None:
-        """Says that this process ends, and waits until the others have heard it.
+        """Announces the end of this process, with its error, and waits until the others know.
 
-        Where another one is lost, this process is ended within seconds, also after it has left.
-
-        Args:
-            why: what went wrong; None if it ends as it should.
-            patience_seconds: how long that may take.
+        If another process is lost, this one is ended within seconds, also after it has left.
         """
         if self._left:
             return
@@ -241,8 +224,8 @@ class Companions:
                 for index, connection in self._connections.items():
                     selector.register(connection, selectors.EVENT_READ, index)
                 self._converse(selector)
-        except Exception as error:  # else nobody would hear of an end any more
-            text = f"the other processes are no longer understood: {type(error).__name__}: {error}"
+        except Exception as error:  # without this thread no end of a process would be noticed
+            text = f"the connection to other processes failed: {type(error).__name__}: {error}"
             self._end(text, late=False)
         if self._left:
             self._close()
@@ -267,7 +250,7 @@ class Companions:
                 continue
             if away > pulse:
                 self._pass_over(away, now)
-            # Soon where it has something new to say: it may be frozen in the middle of that.
+            # Sent soon if the activity has changed, since the process may freeze during it.
             due = _TELL_SECONDS if self.doing != told else pulse
             if now - beat >= min(due, pulse):
                 beat, told = now, self.doing
@@ -276,7 +259,7 @@ class Companions:
             self._look_at_clocks(now)
 
     def _read(self, index: int, buffers: dict[int, bytes]) -> list[bytes] | None:
-        """The lines that have come from a process; None at the end."""
+        """Returns the lines that have come from a process; None at the end."""
         try:
             data = self._connections[index].recv(LONGEST_LINE)
         except OSError:
@@ -291,14 +274,14 @@ class Companions:
     def _on_closed(self, index: int) -> None:
         if self._id == 0 or self._left:
             self._say_no_more(index)
-        if index not in self._gone:  # it did not say goodbye
-            self._on_gone(index, "has ended without a word, killed or crashed")
+        if index not in self._gone:  # it did not send "bye"
+            self._on_gone(index, "has ended without notice, killed or crashed")
         with self._changed:
             self._open.discard(index)
             self._changed.notify_all()
 
     def _pass_over(self, away: float, now: float) -> None:
-        """Does not count, of the silence of others, the time for which this one was stopped."""
+        """Excludes the time for which this process was stopped from the silence of the others."""
         with self._changed:
             self._heard = {i: min(heard + away, now) for i, heard in self._heard.items()}
             if self._first_came is not None:
@@ -307,10 +290,10 @@ class Companions:
     def _on_line(self, index: int, line: bytes) -> None:
         message = parse(line)
         if not message:
-            logger.warning("%s sent what is not a message; it is ignored", self._names[index])
+            logger.warning("%s sent an invalid message; it is ignored", self._names[index])
         elif "bye" in message:
             self._gone.add(index)
-            # Process 0 that has failed waits a little until the others have ended.
+            # If process 0 has failed, it waits a little until the others have ended.
             if self._id == 0 or message["bye"] is None:
                 self._say_no_more(index)
             if message["bye"] is not None and not self._agreed_on_error:
@@ -335,7 +318,7 @@ class Companions:
     def _look_at_clocks(self, now: float) -> None:
         for index, heard in self._heard.items():
             if index not in self._gone and now - heard > self._heartbeat_timeout:
-                self._on_gone(index, f"has not been heard of for {now - heard:.0f} s")
+                self._on_gone(index, f"has sent nothing for {now - heard:.0f} s")
         with self._changed:
             if self._id or self._first_came is None:
                 return
@@ -353,7 +336,7 @@ class Companions:
             self._end(text, late=True, missing=missing)
         elif missing and waited > _LATE_SECONDS and now - self._said_late > _LATE_SECONDS:
             self._said_late = now
-            logger.warning("waiting since %.0f s for %s", waited, self._described(missing))
+            logger.warning("after %.0f s still waiting for %s", waited, self._described(missing))
 
     def _described(self, missing: list[int]) -> str:
         doing = self._activities | {0: self.doing}
@@ -361,7 +344,7 @@ class Companions:
         more = len(missing) - len(shown)
         return "; ".join([*shown, f"and {more} more"] if more else shown)
 
-    # Process 0, at which all come together.
+    # Process 0, which coordinates all.
 
     def _tell_first(self, message: dict[str, Any]) -> None:
         if self._id == 0:
@@ -371,7 +354,7 @@ class Companions:
 
     def _came(self, index: int, message: dict[str, Any]) -> None:
         with self._changed:
-            # A wish may come when all have gone on already; it is then for the next point.
+            # A wish that comes after all have continued counts for the next point.
             is_new = message["at"] > self._went
             if is_new:
                 self._at[index] = message["at"]
@@ -401,7 +384,7 @@ class Companions:
                 self._send(connection, message)
 
     def _send(self, connection: socket.socket, *messages: dict[str, Any]) -> None:
-        # Whoever is not there any more is noticed by the thread that reads.
+        # The reading thread notices processes that are gone.
         with self._sending, contextlib.suppress(OSError):
             connection.sendall(b"".join(map(line_of, messages)))
 
@@ -419,15 +402,15 @@ class Companions:
         self._gone.add(index)
         if self._ends:
             return
-        text = f"{self._names[index]} {how.rstrip('.')}. This process cannot go on without it."
+        text = f"{self._names[index]} {how.rstrip('.')}. This process cannot continue without it."
         if self._id == 0:
             self._broadcast({"over": text, "late": False})
         self._end(text, late=False)
 
     def _end(self, text: str, *, late: bool, missing: Collection[int] = ()) -> None:
-        """Has this process end: by an error where its main thread looks, and at last by force.
+        """Ends this process: by an error in its main thread, or by force after a while.
 
-        By force also if the error was raised: at the exit of a program JAX waits for all processes.
+        The force is needed even after the error, since at exit JAX waits for all processes.
         """
         with self._changed:
             if self._over is not None or self._left:
@@ -436,7 +419,7 @@ class Companions:
             timer = threading.Timer(seconds, self._end_by_force, args=(text,))
             timer.daemon = True
             timer.start()
-            if self._id in missing:  # before the main thread goes on
+            if self._id in missing:  # before the main thread continues
                 print_error(stacks_of_all_threads())
             self._over, self._late = text, text if late else None
             self._changed.notify_all()
@@ -448,15 +431,12 @@ class Companions:
 
 
 def line_of(message: Mapping[str, Any]) -> bytes:
-    """A message as a line."""
+    """Returns a message as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """The message of a line, its texts as they may be printed; an empty one if it is none.
-
-    Args:
-        line: as it came.
+    """Returns the message in a line, with its texts made printable; {} if it is invalid.
 
     >>> parse(b'{"at": 3}'), parse(b"GET / HTTP/1.1"), parse(b'{"at": "now"}')
     ({'at': 3}, {}, {})
@@ -475,7 +455,7 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> Any:
-    """A text without control characters, whose lines after the first cannot pass for others."""
+    """Returns texts without control characters, with all lines after the first indented."""
     if isinstance(value, list):
         return [_shown(inner) for inner in value]
     if isinstance(value, str):
@@ -516,7 +496,7 @@ def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_count, value))
 
 
-# What messages consist of, those of the rendezvous as well.
+# The fields of messages, including those of the rendezvous.
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     **{"at": _is_count, "within": _or_none(_is_seconds), "waits": _is_bool},
     **{"wish": _or_none(_is_wish), "stop": _or_none(_is_wish), "asked": _or_none(_is_wish)},
@@ -528,7 +508,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def _clipped(text: str) -> str:
-    """A text as it fits into a line: of a long one the ends, of which one says what was wrong."""
+    """Returns the text, shortened to its start and end if it does not fit into a line."""
     half = _LONGEST_TEXT // 2
     return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"
 
@@ -551,7 +531,7 @@ _PRESENT = _Present()
 
 @contextlib.contextmanager
 def in_company(companions: Companions) -> Iterator[Companions]:
-    """Lets the runs of this thread find the lines that are open; says goodbye at the end."""
+    """Makes connections available to the runs of this thread, and closes them after the block."""
     _PRESENT.stack.append(companions)
     try:
         yield companions
@@ -565,5 +545,5 @@ def in_company(companions: Companions) -> Iterator[Companions]:
 
 
 def current_companions() -> Companions | None:
-    """The lines that were opened in this thread, None if there are none."""
+    """Returns the connections of this thread; None without any."""
     return _PRESENT.stack[-1] if _PRESENT.stack else None

@@ -1,4 +1,4 @@
-"""A directory in which compiled programs outlive the process: a restart need not compile."""
+"""Persistent cache of compiled programs, which saves a restarted run its compilations."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,14 +9,11 @@ from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 @contextlib.contextmanager
 def compilation_cache(directory: str | None) -> Iterator[None]:
-    """While open, JAX keeps compiled programs in a directory, and takes them from there.
+    """Uses a directory as JAX's persistent compilation cache within the block.
 
-    Programs that compile within a second are not kept, unless JAX's own setting
-    `jax_persistent_cache_min_compile_time_secs` says otherwise. Several processes and runs may
-    share a directory.
-
-    Args:
-        directory: Where; None leaves JAX as it is set up.
+    Programs that compile within a second are not stored, unless JAX's setting
+    `jax_persistent_cache_min_compile_time_secs` differs. Several processes and runs may share a
+    directory. None leaves JAX's settings as they are.
     """
     if directory is None:
         yield
@@ -30,6 +27,6 @@ def compilation_cache(directory: str | None) -> Iterator[None]:
 
 
 def _use(directory: str | None) -> None:
-    # What is open belongs to the directory before.
+    # The open cache belongs to the previous directory.
     jax_cache.reset_cache()
     jax.config.update("jax_compilation_cache_dir", directory)

@@ -1,12 +1,11 @@
-r"""An evaler that lets a language model write, and keeps what it wrote.
+r"""Evaler that samples text from a language model.
 
-The first tokens of each sequence of its input are prompts. What the model adds to them is written
-as text beside the summaries, one JSON object a line, and the first few are shown as summaries:
+The first tokens of each input sequence are the prompt. The sampled continuations are written next
+to the summaries, one JSON object per line, and the first few are shown as summaries:
 
     summaries/samples/step_00000200.jsonl    {"prompt": "def f(", "text": "x):\n    return"}
 
-What is sampled is a function of parameters, prompts and the run's key, so a run that was cut writes
-the same.
+Samples depend only on parameters, prompts and the run's key, so a resumed run repeats them.
 """
 
 import json
@@ -37,7 +36,7 @@ from weft.typing import Nested, NestedTensor, Tensor
 
 
 class SampleDecoding(BaseMetricCalculator):
-    """Samples a continuation of the first tokens of each sequence.
+    """Calculator that samples a continuation of the first tokens of each sequence.
 
     Its output for a batch is a dict of `prompts` and `sampled`, `Int[Array, "batch ..."]`.
     """
@@ -47,13 +46,13 @@ class SampleDecoding(BaseMetricCalculator):
         """Configures a SampleDecoding.
 
         Attributes:
-            tokenizer: From ids to text.
-            prompt_length: The number of tokens that a prompt has, the first of which, such as one
-                that begins a document, is no text.
-            num_tokens: How many tokens to add at most.
+            tokenizer: Converts ids to text.
+            prompt_length: Number of tokens of a prompt, including a first token that is not text,
+                such as the beginning of a document.
+            num_tokens: Maximal number of tokens to sample.
             logits_modifier: Temperature and cut-offs, as for the model's `sample_decode`.
             prompt_field: The field of a batch that holds tokens, `Int[Array, "batch time"]`.
-            num_shown: How many texts are shown as summaries.
+            num_shown: Number of texts to show as summaries.
         """
 
         tokenizer: Required[ConfigOr[Tokenizer]] = REQUIRED
@@ -89,10 +88,10 @@ class SampleDecoding(BaseMetricCalculator):
         cfg = self.config
         tokens = batch.get(cfg.prompt_field)
         if tokens is None or tokens.shape[1] < cfg.prompt_length:
-            found = "there is no such field" if tokens is None else f"it has {tokens.shape[1]}"
+            found = "the field is missing" if tokens is None else f"it has {tokens.shape[1]}"
             raise DecodingEvalError(
                 f"{self.path()}: prompts are the first prompt_length={cfg.prompt_length} tokens of "
-                f"{cfg.prompt_field!r}, and {found}. The batch has {', '.join(sorted(batch))}."
+                f"{cfg.prompt_field!r}, but {found}. The batch has {', '.join(sorted(batch))}."
             )
         return tokens[:, : cfg.prompt_length]
 
@@ -121,11 +120,7 @@ class SampleDecoding(BaseMetricCalculator):
         return self._with_prefix({**shown, "num_tokens": float(np.mean(lengths))})
 
     def texts(self, all_forward_outputs: list[Any]) -> list[dict[str, Any]]:
-        """The samples as JSON values: `prompt`, `text` and `num_tokens`, those that were added.
-
-        Args:
-            all_forward_outputs: The "output" of each batch.
-        """
+        """Returns the samples as JSON values: `prompt`, `text` and `num_tokens`, those sampled."""
         samples = []
         for outputs in all_forward_outputs:
             for prompt, added in zip(outputs["prompts"], outputs["sampled"], strict=True):
@@ -144,15 +139,11 @@ class SampleDecoding(BaseMetricCalculator):
 
 
 class DecodingEvaler(SpmdEvaler):
-    """Samples from the model and writes what it wrote, a file for each evaluation."""
+    """Evaler that samples from the model and writes the texts to a file per evaluation."""
 
     @config_class
     class Config(SpmdEvaler.Config):
-        """Configures a DecodingEvaler.
-
-        Attributes:
-            metric_calculator: What samples.
-        """
+        """Configures a DecodingEvaler."""
 
         metric_calculator: SampleDecoding.Config = SampleDecoding.default_config()
 
@@ -166,7 +157,7 @@ class DecodingEvaler(SpmdEvaler):
         train_summaries: dict[str, Any] | None = None,
         force_run: bool = False,
     ) -> tuple[Tensor, dict[str, Any] | None, list[Nested[Any]] | None]:
-        """Samples, if the policy says so; see `SpmdEvaler.eval_step`."""
+        """Samples if the policy wants this step; see `SpmdEvaler.eval_step`."""
         next_key, summaries, outputs = super().eval_step(
             step,
             prng_key=prng_key,

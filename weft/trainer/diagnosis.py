@@ -1,7 +1,7 @@
-"""Which module is the first to give something undefined: the step is run again, and watched.
+"""Search for the first module with an undefined value, by running the step again with checks.
 
-What modules give, and in the backward pass what comes back through them, is checked inside of the
-compiled step, in its loops as well, by JAX's `checkify`, which reports the check that failed first.
+The outputs of modules, and in the backward pass their gradients, are checked inside the compiled
+step, including its loops, by JAX's `checkify`, which reports the first check that failed.
 """
 
 import logging
@@ -26,17 +26,13 @@ from weft.typing import Tensor
 logger = logging.getLogger(__name__)
 
 UNKNOWN = "not known"
-"""In the place of a module where it cannot be said, or where the run is asked to stop."""
+"""Name of the module if the search fails or the run is stopping."""
 
 _ROOT = "the model itself"
 
 
 class Diagnosis:
-    """Finds out where a step becomes undefined; compiled once for each of its questions.
-
-    Args:
-        step: the training step, not compiled, which takes another learner as well.
-    """
+    """Finds where a step becomes undefined; compiles one program for each kind of search."""
 
     def __init__(self, step: Callable[..., Any]):
         self._step = step
@@ -47,35 +43,21 @@ class Diagnosis:
         self._trained: frozenset[str] = frozenset()
 
     def first_module(self, state: Any, batch: Any) -> str | None:
-        """The first module, in the order in which their calls end, with an undefined output.
+        """Returns the first module, in the order in which calls end, with an undefined output.
 
-        Minus infinity is not counted: masks are made of it.
-
-        Args:
-            state: before the step; it is not changed.
-            batch: of the step.
-
-        Returns:
-            Its path, class and method, or `UNKNOWN`; None if all outputs are defined.
+        Minus infinity does not count, since masks use it. The result is path, class and method,
+        or `UNKNOWN`; None if all outputs are defined. `state` is that before the step.
         """
         return self._first_failure(self._forward, state, batch)
 
     def first_gradient(
         self, state: Any, batch: Any, undefined: Sequence[str], trained: Collection[str]
     ) -> tuple[str | None, list[str]]:
-        """The first module, in the order of the backward pass, that makes a gradient undefined.
+        """Returns the first module in the backward pass that makes a gradient undefined.
 
-        To be asked where `first_module` finds none.
-
-        Args:
-            state: before the step; it is not changed.
-            batch: of the step.
-            undefined: the paths of the parameters whose gradients are undefined.
-            trained: the paths of all that have gradients.
-
-        Returns:
-            Its path, class and method, or `UNKNOWN`, or None if what comes back to all modules is
-            defined; and the parameters in the order in which the backward pass comes to them.
+        For steps in which `first_module` finds none; the result has the same form. Also returns
+        the `undefined` parameters in the order of the backward pass. `undefined` and `trained` are
+        paths of parameters.
         """
         self._trained = frozenset(trained)
         found = self._first_failure(self._backward, state, batch)
@@ -91,10 +73,10 @@ class Diagnosis:
         try:
             if checked not in self._compiled:
                 lowered = checked.lower(state, batch)
-                if not compiled_unless_stopped(lowered, "which module is undefined"):
+                if not compiled_unless_stopped(lowered, "the search for the undefined module"):
                     logger.warning(
-                        "which module was undefined is not looked for: the run is to stop, or "
-                        "another process failed at it"
+                        "the search for the undefined module is skipped: the run is stopping, or "
+                        "another process could not compile it"
                     )
                     return UNKNOWN
                 self._compiled.add(checked)
@@ -102,7 +84,7 @@ class Diagnosis:
         except (ProcessLostError, ProcessesNotReadyError):
             raise
         except Exception as failure:  # such as an operation that cannot be checked
-            logger.warning("which module was undefined cannot be said: %s", failure)
+            logger.warning("the search for the undefined module failed: %s", failure)
             return UNKNOWN
         return None if text is None else text.partition(" (`check` failed)")[0]
 
@@ -151,7 +133,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _watched_backward(tree: Any, name: str) -> Any:
-    """The same values, whose gradients are checked when the backward pass comes to them."""
+    """Returns the same values with a check of their gradients in the backward pass."""
 
     @jax.custom_vjp
     def same(x: Tensor) -> Tensor:
@@ -170,7 +152,7 @@ def _watched_backward(tree: Any, name: str) -> Any:
 
 
 def _common(module: str, parameter: str) -> int:
-    """How many names a module's path ends with, in their order, that lead to a parameter."""
+    """Returns how many last names of a module's path occur, in order, in a parameter's path."""
     names = parameter.split("/")[:-1]
     best, parts = 0, module.split(".")
     for start in range(len(parts)):
@@ -185,7 +167,7 @@ def _learner(kind: type[Module]) -> Any:
 
 
 class _ForwardOnly(Module):
-    """In the place of a learner: runs the forward pass, in which the first module is found."""
+    """Substitute for a learner that runs the forward pass only."""
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
@@ -198,7 +180,7 @@ class _ForwardOnly(Module):
 
 
 class _BackwardOnly(Module):
-    """In the place of a learner: differentiates, and changes nothing."""
+    """Substitute for a learner that differentiates and changes nothing."""
 
     trained: frozenset[str] = frozenset()
 

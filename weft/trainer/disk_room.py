@@ -1,17 +1,14 @@
-"""Whether a write failed for lack of room: the one failure that someone can mend meanwhile."""
+"""Detection of write errors caused by a full disk, which can be fixed while the run continues."""
 
 import errno
 
 _NUMBERS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What array storage says where Python would give a number.
+# Texts of array storage in place of Python's errno.
 _WORDS = ("ENOSPC", "EDQUOT", "EFBIG", "No space left", "quota exceeded", "File too large")
 
 
 def lacks_room(error: BaseException | None) -> bool:
-    """Whether an error, or what caused it, says that a disk or a quota is full.
-
-    Args:
-        error: what was raised.
+    """Returns whether an error, or one of its causes, reports a full disk or quota.
 
     >>> lacks_room(OSError(errno.ENOSPC, "No space left on device"))
     True

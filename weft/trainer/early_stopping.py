@@ -1,4 +1,4 @@
-"""Early stopping: a run ends when what an evaler measures has not improved for a while."""
+"""Early stopping: a run ends when an evaler's metric has not improved for a while."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from weft.training import early_stopping
 
 
 class EarlyStopping(Configurable):
-    """Says when to stop; how long nothing has improved is saved with the run.
+    """Decides when to stop; its state is saved with the run.
 
     Example:
         >>> cfg = EarlyStopping.default_config().set(metric=EvalMetric("held_out", "loss"))
@@ -24,11 +24,11 @@ class EarlyStopping(Configurable):
         """Configures an EarlyStopping.
 
         Attributes:
-            metric: What to look at, as `EvalMetric("held_out", "loss")`.
-            mode: "min" if less is better, "max" if more is.
-            patience: How many evaluations in a row may pass without an improvement before the next
-                such one ends the run.
-            min_delta: By how much the metric must improve to count.
+            metric: The metric to watch, such as `EvalMetric("held_out", "loss")`.
+            mode: "min" if smaller is better, "max" if larger is.
+            patience: Number of consecutive evaluations without improvement that are allowed; the
+                next one ends the run.
+            min_delta: Smallest change that counts as an improvement.
         """
 
         metric: Required[EvalMetric] = REQUIRED
@@ -50,43 +50,28 @@ class EarlyStopping(Configurable):
 
     @property
     def should_stop(self) -> bool:
-        """Whether the run is to end."""
+        """True if the run should end."""
         return self._state.should_stop
 
     def check(self, evalers: Any) -> None:
-        """Checks that the evaler that it looks at is one of the run's.
-
-        Args:
-            evalers: Their names.
-
-        Raises:
-            EarlyStoppingError: If it is not.
-        """
+        """Raises EarlyStoppingError if the run's evalers do not include that of the metric."""
         name = self.config.metric[0]
         if name not in evalers:
             raise EarlyStoppingError(
-                f"early_stopping looks at the evaler {name!r}, which is none of the run's: "
-                f"{', '.join(evalers) or 'there are none'}. Name one of them in "
-                "early_stopping.metric, or add it to evalers."
+                f"early_stopping uses the evaler {name!r}, which the run does not have; it has "
+                f"{', '.join(evalers) or 'none'}. Set early_stopping.metric to one of these, or "
+                "add it to evalers."
             )
 
     def __call__(self, *, step: int, evaler_summaries: dict[str, Any]) -> bool:
-        """Looks at what the evalers report.
-
-        Args:
-            step: After which they ran.
-            evaler_summaries: The summaries of each that ran, by its name.
-
-        Returns:
-            Whether the run is to end.
-        """
+        """Records the metric after a step, if it was evaluated; returns whether to stop."""
         value = metric_value(self.config.metric, step, evaler_summaries, of="early_stopping")
         if value is not None:
             self._state = self._state.update(self._sign * value)
         return self.should_stop
 
     def get_state(self) -> dict[str, Any]:
-        """The best value so far and the count since, to be saved."""
+        """Returns the best value so far and the count of evaluations since."""
         state, none_yet = self._state, self._state.best_metric == float("inf")
         return {
             "best": None if none_yet else self._sign * state.best_metric,
@@ -95,7 +80,7 @@ class EarlyStopping(Configurable):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; whether to stop is judged by the patience of this config."""
+        """Restores a saved state; the patience of this config decides whether to stop."""
         best, count = state["best"], state["count"]
         self._state = self._state.replace(
             best_metric=float("inf") if best is None else self._sign * best,

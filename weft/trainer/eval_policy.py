@@ -1,8 +1,7 @@
-"""When to evaluate: after every so many steps, when the run ends, when another evaler's is best.
+"""Evaluation policies: every n steps, at the end of the run, when another evaler's metric is best.
 
-A policy is asked after every step. It sees the step's training summaries and, under "evalers", what
-the evalers before this one have reported after the same step. One with `get_state` and `set_state`
-is saved with the run.
+The evaler calls its policy after every step with the training summaries and, under "evalers", the
+summaries of earlier evalers at the same step. A policy with `get_state` and `set_state` is saved.
 """
 
 from typing import Any, Protocol
@@ -19,27 +18,17 @@ from weft.trainer.checkpoint_policy import EvalMetric, check_mode, metric_value
 
 
 class EvalPolicy(Protocol):
-    """Decides whether to evaluate."""
+    """Function that decides whether to evaluate."""
 
     def __call__(self, *, step: int, train_summaries: dict[str, Any]) -> bool:
-        """Whether to evaluate after this step.
-
-        Args:
-            step: The step.
-            train_summaries: What the training reported of it, and under "evalers" what evalers did.
-        """
+        """Returns whether to evaluate after this step."""
         ...
 
 
 def every_n_steps_policy(
     n: int = 1, *, min_step: int = 1, max_step: int | None = None
 ) -> EvalPolicy:
-    """Evaluates after every n-th step, and after the last one.
-
-    Args:
-        n: The number of steps between two evaluations.
-        min_step: The first step that may be evaluated.
-        max_step: The last step of the run, evaluated in any case. None: no step is.
+    """Returns a policy that evaluates after every n-th step from `min_step` on, and `max_step`.
 
     >>> policy = every_n_steps_policy(40, max_step=100)
     >>> [step for step in range(101) if policy(step=step, train_summaries={})]
@@ -54,9 +43,9 @@ def every_n_steps_policy(
 
 
 class AtEndPolicy(Configurable):
-    """Evaluates when the run ends: by its last step, the end of its data, or stopped early.
+    """Policy that evaluates at the end of a run: its last step, the end of its data, an early stop.
 
-    A run that is asked to stop by a signal has not ended: it goes on from there.
+    A run that a signal stops has not ended; it continues later.
     """
 
     @config_class
@@ -64,7 +53,7 @@ class AtEndPolicy(Configurable):
         """Configures an AtEndPolicy.
 
         Attributes:
-            also: A policy that says when to evaluate before; None for not at all.
+            also: A policy for evaluations before the end; None for none.
         """
 
         also: InstantiableConfig[EvalPolicy] | None = None
@@ -78,15 +67,15 @@ class AtEndPolicy(Configurable):
 
 
 class BestMetricEvalPolicy(Configurable):
-    """Evaluates when the metric of an evaler that comes before is better than ever."""
+    """Policy that evaluates when the metric of an earlier evaler has its best value so far."""
 
     @config_class
     class Config(Configurable.Config):
         """Configures a BestMetricEvalPolicy.
 
         Attributes:
-            metric: What to look at; its evaler must stand before this one.
-            mode: "max" if more is better, "min" if less is.
+            metric: The metric; its evaler must precede this one.
+            mode: "max" if larger is better, "min" if smaller is.
         """
 
         metric: Required[EvalMetric] = REQUIRED
@@ -108,9 +97,9 @@ class BestMetricEvalPolicy(Configurable):
         return True
 
     def get_state(self) -> dict[str, Any]:
-        """The best value so far, to be saved."""
+        """Returns the best value so far."""
         return {"best": self._best}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved best value."""
+        """Restores a saved best value."""
         self._best = state["best"]

@@ -1,7 +1,6 @@
-"""Evaluation: a model's metrics on data of its own, at the steps that a policy says.
+"""Evaluation of a model on its own data, at the steps that a policy selects.
 
-What is computed is up to the metric calculator; the evaler brings it the batches, and its summaries
-to the summary writer.
+The metric calculator computes the metrics; the evaler provides batches and writes the summaries.
 """
 
 import contextlib
@@ -58,27 +57,22 @@ __all__ = [
 
 
 class SpmdEvaler(Module):
-    """Evaluates a model on the current mesh.
-
-    Args:
-        model: The model, the trainer's.
-        model_param_partition_specs: How its parameters lie over the mesh, nested as they are.
-    """
+    """Evaler of the trainer's model on the current mesh."""
 
     @config_class
     class Config(Module.Config):
         """Configures a SpmdEvaler.
 
         Attributes:
-            input: The data. Its dataset must end, and its batches should be of one shape, or the
-                model is compiled for each.
+            input: The data. Its dataset must be finite. The model is compiled for each shape of
+                batch.
             eval_policy: Decides after which steps to evaluate.
             metric_calculator: Computes the metrics.
-            eval_dtype: In which the model computes, unless the calculator has its own.
-            summary_writer: Is given the metrics.
-            output_writer: Is given the outputs of the calculator for each batch.
-            trace_at_iters: The batches, counted from 0, of each evaluation for which a profiler
-                trace is written below the directory of the summary writer.
+            eval_dtype: The dtype of the computation, unless the calculator has its own.
+            summary_writer: Writes the metrics.
+            output_writer: Receives the calculator's outputs for each batch.
+            trace_at_iters: Batches of each evaluation, counted from 0, to profile; traces are
+                written below the directory of the summary writer.
         """
 
         input: Required[Input.Config] = REQUIRED
@@ -116,7 +110,7 @@ class SpmdEvaler(Module):
 
     @property
     def eval_policy(self) -> EvalPolicy:
-        """Decides after which steps to evaluate."""
+        """The policy that decides after which steps to evaluate."""
         return self._eval_policy
 
     def eval_step(
@@ -129,24 +123,23 @@ class SpmdEvaler(Module):
         train_summaries: dict[str, Any] | None = None,
         force_run: bool = False,
     ) -> tuple[Tensor, dict[str, Any] | None, list[Nested[Any]] | None]:
-        """Evaluates, if the policy says so. The mesh must be the current one.
+        """Evaluates if the policy wants this step. The mesh must be the current one.
 
         The metrics are a function of parameters, data and key.
 
         Args:
-            step: The step that the parameters are of.
+            step: The step of the parameters.
             prng_key: For the evaluation.
             model_params: The parameters.
             return_aux: Whether to return the calculator's outputs for each batch.
-            train_summaries: What the training reported of this step, for the policy.
-            force_run: Whether to evaluate whatever the policy says.
+            train_summaries: The training summaries of this step, for the policy.
+            force_run: Whether to evaluate regardless of the policy.
 
         Returns:
-            A key for whatever comes next; the metrics by name, None if there was no evaluation; and
-            the outputs, None unless asked for.
+            A new key; the metrics by name, None without an evaluation; and the outputs or None.
 
         Raises:
-            InputDatasetError: If there is no batch.
+            InputDatasetError: If the dataset has no batch.
         """
         wanted = force_run or self._eval_policy(step=step, train_summaries=train_summaries or {})
         if not wanted:
@@ -165,8 +158,8 @@ class SpmdEvaler(Module):
                     self.output_writer.write(input_batch=batch, output_batch=result["output"])
         if not outputs:
             raise InputDatasetError(
-                f"{self.path()}: the dataset has no batch to evaluate on; give it at least as many "
-                "examples as a batch has, or let it pad."
+                f"{self.path()}: the dataset has no batch to evaluate on; it needs at least as "
+                "many examples as a batch has, or padding."
             )
         if "output_writer" in self.children:
             self.output_writer.flush()
@@ -178,7 +171,7 @@ class SpmdEvaler(Module):
         return next_key, summaries, outputs if return_aux else None
 
     def _global_batches(self) -> Generator[NestedTensor]:
-        """The batches as the model sees them, laid over the mesh."""
+        """Yields the batches as global arrays on the mesh."""
         input_: Input = self.input
         dispatched = input_.dispatcher is not None or input_.config.input_partitioner is not None
         iterator: Any = iter(input_.dataset())
@@ -189,7 +182,7 @@ class SpmdEvaler(Module):
 
     @contextlib.contextmanager
     def _traced(self, step: int, batch: int) -> Iterator[Callable[[Any], Any]]:
-        """Gives what waits for the work of the block, if that is traced, and else nothing does."""
+        """Profiles the block if its batch is selected; yields a function that waits for results."""
         if batch not in self.config.trace_at_iters:
             yield lambda x: x
             return

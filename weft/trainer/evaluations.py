@@ -1,4 +1,4 @@
-"""Which evalers run after a step, and what they find."""
+"""Runs of the evalers that are due after a step."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,19 +19,9 @@ def run_evalers(
     listener: RunListener,
     forced: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Runs the evalers that are due, or those that are `forced` and no others.
+    """Runs the evalers that are due, or only the `forced`; returns their summaries by name.
 
-    Args:
-        evalers: by name. The policy of each sees what those before it found.
-        step: that was run.
-        prng_key: for each of them.
-        model_params: the parameters.
-        train_summaries: what the step reported.
-        listener: is told what they find.
-        forced: the names of those that run whatever their policy says.
-
-    Returns:
-        The summaries of those that ran, by name.
+    The policy of each evaler receives the summaries of those before it.
     """
     results: dict[str, Any] = {}
     for name, evaler in evalers.items():
@@ -51,9 +41,5 @@ def run_evalers(
 
 
 def due_at_end(evalers: Mapping[str, SpmdEvaler]) -> set[str]:
-    """The names of the evalers whose policy is to run at the end.
-
-    Args:
-        evalers: by name.
-    """
+    """Returns the names of the evalers whose policy is an `AtEndPolicy`."""
     return {name for name, evaler in evalers.items() if isinstance(evaler.eval_policy, AtEndPolicy)}

@@ -1,10 +1,10 @@
-"""TensorBoard event files: the records, and the summaries in them.
+"""TensorBoard event files and the summaries in them.
 
-A file is a row of `Event` protocol buffers, each framed by its length and checksums. The framing
-and the protocol buffers are tensorboardX's; its queue and writer thread are not used, since the
-thread ends at the first error of the disk, and the full queue then blocks the training.
+A file is a sequence of `Event` protocol buffers, each framed by its length and checksums. The
+framing and the protocol buffers are tensorboardX's. Its queue and writer thread are not used, since
+the thread ends at the first disk error, and the full queue then blocks the training.
 
-Images and sound are encoded here, as PNG and WAV, so that no imaging library is needed.
+Images and sound are encoded here, as PNG and WAV, without an imaging library.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-# tensorboardX imports torch where there is one, for what is not used here, and that takes seconds.
+# tensorboardX imports torch if it is installed, which takes seconds and is not needed here.
 _hides_torch = "torch" not in sys.modules
 if _hides_torch:
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]
@@ -33,21 +33,14 @@ finally:
     if _hides_torch:
         del sys.modules["torch"]
 
-# The generated modules make their classes as they are imported, where no type checker sees them.
+# The generated modules create their classes at import, where no type checker sees them.
 Event: Any = event_pb2.__dict__["Event"]
 SessionLog: Any = event_pb2.__dict__["SessionLog"]
 SummaryProto: Any = summary_pb2.__dict__["Summary"]
 
 
 class EventFile:
-    """An event file of its own in a directory.
-
-    Args:
-        directory: Made if it is not there.
-
-    Raises:
-        OSError: If the file cannot be made.
-    """
+    """Event file in a directory, which is created if necessary."""
 
     def __init__(self, directory: str):
         if "://" not in directory:  # tensorboardX also writes to s3:// and gs://
@@ -64,35 +57,30 @@ class EventFile:
             self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
             self.flush()
         except OSError:
-            # A full disk lets a file be made but not filled, and would collect empty ones.
+            # On a full disk, files can be created but not filled; do not leave empty ones.
             self.close()
             os.unlink(path)
             raise
 
     def add(self, summary: Any, step: int) -> None:
-        """Writes a `Summary` protocol buffer, such as those made by the functions of this module.
-
-        Raises:
-            OSError: If the disk refuses; the file ends there and is to be closed.
-        """
+        """Writes a `Summary` protocol buffer; after an OSError the file must be closed."""
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
     def start_session(self, step: int) -> None:
-        """Tells readers that what other files say of this step and later ones is void."""
+        """Marks events of this and later steps in other files as void for readers."""
         log = SessionLog(status=SessionLog.START)
         self._write(Event(wall_time=time.time(), step=step, session_log=log))
 
     def add_checkpoint(self, checkpoint_path: str, step: int) -> None:
-        """Writes that a checkpoint was saved."""
+        """Records that a checkpoint was saved."""
         log = SessionLog(status=SessionLog.CHECKPOINT, checkpoint_path=checkpoint_path)
         self._write(Event(wall_time=time.time(), step=step, session_log=log))
 
     def flush(self) -> None:
-        """Brings everything to the disk."""
         self._records.flush()
 
     def close(self) -> None:
-        """Brings everything to the disk if it can, and closes the file."""
+        """Flushes the file if possible, and closes it."""
         self._at_exit()
 
     def _write(self, event: Any) -> None:
@@ -105,22 +93,19 @@ def _close(records: Any) -> None:
 
 
 def scalar(tag: str, value: float) -> Any:
-    """A point of a curve."""
+    """Returns the summary of a point of a curve."""
     return protos.scalar(tag, value)
 
 
 def text(tag: str, value: str) -> Any:
-    """A text, which TensorBoard reads as Markdown."""
+    """Returns the summary of a text, which TensorBoard renders as Markdown."""
     return protos.text(tag, value)
 
 
 def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
-    """A histogram of the finite values, None if there are none.
+    """Returns the summary of a histogram of the finite values; None if there are none.
 
-    Args:
-        tag: Its name.
-        values: An array of any shape.
-        bins: The number of buckets, of equal width.
+    The `bins` buckets are of equal width.
     """
     flat = np.asarray(values, np.float64).reshape(-1)
     finite = flat[np.isfinite(flat)]
@@ -128,11 +113,9 @@ def histogram(tag: str, values: np.ndarray, bins: int = 30) -> Any:
 
 
 def images(tag: str, value: np.ndarray) -> Any:
-    """One image per row, called `tag/0`, `tag/1` and so on, or `tag` where there is only one.
+    """Returns the summary of one image per row, named `tag/0`, `tag/1`, ..., or `tag` for one row.
 
-    Args:
-        tag: Their name.
-        value: `[batch, height, width, channels]`, uint8 or floats between 0 and 1.
+    `value` is `[batch, height, width, channels]`, uint8 or floats between 0 and 1.
     """
     if value.dtype != np.uint8:
         value = np.nan_to_num(value.astype(np.float32), nan=0.0)
@@ -148,12 +131,9 @@ def images(tag: str, value: np.ndarray) -> Any:
 
 
 def audio(tag: str, value: np.ndarray, sample_rate: int) -> Any:
-    """One clip per row, named as images are.
+    """Returns the summary of one clip per row, named as in `images`.
 
-    Args:
-        tag: Their name.
-        value: `[batch, time, channels]`, floats between -1 and 1.
-        sample_rate: Samples in a second.
+    `value` is `[batch, time, channels]`, floats between -1 and 1; `sample_rate` is in Hz.
     """
     summary = SummaryProto()
     for name, clip in _named(tag, value):

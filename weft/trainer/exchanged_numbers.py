@@ -1,9 +1,9 @@
-"""What several processes find out each for itself, and have to act on alike.
+"""Exchange of numbers between processes, so that all act on the same value.
 
-A process that goes another way than the others leaves them waiting in the next collective. So what
-only one can see (a full disk, a damaged file, its clock) is exchanged before anyone acts on it. All
-processes have to call these functions at the same points; with one process they cost nothing. In a
-run they wait where one that is late is named, and only then in a collective.
+A process that diverges leaves the others waiting in the next collective, so an observation of one
+process (a full disk, a damaged file, its clock) is exchanged before any process acts on it. All
+processes must call these functions at the same points; with one process they cost nothing. In a
+run, they wait first where a late process is named, and then in a collective.
 """
 
 from typing import Any
@@ -18,10 +18,7 @@ from weft.trainer.interruption import wait_for_all
 
 
 def number_of_first(number: int) -> int:
-    """The number that the first process gives.
-
-    Args:
-        number: of this process, with 32 bits.
+    """Returns process 0's number, an int32.
 
     >>> number_of_first(3)
     3
@@ -33,10 +30,7 @@ def number_of_first(number: int) -> int:
 
 
 def largest_number(number: int) -> int:
-    """The largest of the numbers that the processes give.
-
-    Args:
-        number: of this process, with 32 bits.
+    """Returns the largest of all processes' numbers, which are int32.
 
     >>> largest_number(3)
     3
@@ -48,7 +42,7 @@ def largest_number(number: int) -> int:
 
 
 class LargestNumberLater:
-    """The largest number of all processes, one call late, so that no step waits for it.
+    """Largest number of all processes, one call late, so that no step waits for it.
 
     Example:
         >>> later = LargestNumberLater()
@@ -57,18 +51,13 @@ class LargestNumberLater:
     """
 
     def __init__(self) -> None:
-        self._told: Any = None  # by all processes in the call before
-        self._largest: Any = None  # of what the processes tell, compiled
+        self._told: Any = None  # result of the previous call
+        self._largest: Any = None  # the compiled reduction
 
     def __call__(self, number: int) -> int:
-        """Tells the others a number.
+        """Sends this process's int32 to the others; returns the largest of the previous call.
 
-        Args:
-            number: of this process, with 32 bits.
-
-        Returns:
-            The largest that was told in the call before, 0 in the first call; with one process,
-            `number`.
+        The first call returns 0; with one process, each call returns `number`.
         """
         if jax.process_count() == 1:
             return number

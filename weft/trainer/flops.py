@@ -1,8 +1,8 @@
-"""The floating-point operations of a function, counted in its jaxpr.
+"""Floating-point operations of a function, counted in its jaxpr.
 
-Only products of matrices and convolutions count: in a neural network all else is small beside them.
-A scan's body counts once for each iteration, which XLA's own analysis does not do. Each product is
-put down to the argument that it takes a weight from, followed through casts, reshapes and slices.
+Only matrix products and convolutions count; in a neural network the rest is negligible. A scan's
+body counts once per iteration, which XLA's own analysis does not do. Each product is attributed to
+the weight that it uses, which is followed through casts, reshapes and slices.
 """
 
 import math
@@ -16,7 +16,7 @@ Flops = Counter[str | None]
 
 
 def count_flops(fn: Callable[..., Any], weights: Any, *args: Any) -> Flops:
-    """Counts without running.
+    """Counts the floating-point operations of a function without running it.
 
     Args:
         fn: A function of arrays.
@@ -24,9 +24,8 @@ def count_flops(fn: Callable[..., Any], weights: Any, *args: Any) -> Flops:
         *args: The others.
 
     Returns:
-        Multiplications and additions by the path of the weight, joined by `/`; under None those of
-        products between things that are computed. The body of a `while_loop` counts once; of the
-        branches of a `cond` the costliest counts.
+        Operations by the path of the weight, joined by `/`; under None those of products without a
+        weight. The body of a `while_loop` counts once; of a `cond` the costliest branch.
 
     >>> import jax.numpy as jnp
     >>> count_flops(lambda w, x: x @ w["a"], {"a": jnp.zeros((3, 5))}, jnp.zeros((2, 3)))
@@ -42,7 +41,7 @@ def count_flops(fn: Callable[..., Any], weights: Any, *args: Any) -> Flops:
 
 
 def _count(jaxpr: Any, sources: list[str | None]) -> tuple[Flops, list[str | None]]:
-    """The operations of a jaxpr, and which of its outputs are a weight in another form."""
+    """Returns the operations of a jaxpr, and the weight that each of its outputs is, if any."""
     source_of = dict(zip(jaxpr.invars, sources, strict=True))
 
     def look_up(variables: Any) -> list[str | None]:
@@ -64,7 +63,7 @@ def _count_equation(equation: Any, sources: list[str | None]) -> tuple[Flops, li
         return Counter({source: _PRODUCTS[name](equation)}), computed
     inner = [jaxpr for value in params.values() for jaxpr in _jaxprs(value)]
     if not inner:
-        # Of one array alone: a weight stays what it is, cast, turned or sliced.
+        # With a single array operand, such as a cast, transpose or slice, a weight stays a weight.
         arrays = [s for v, s in zip(equation.invars, sources, strict=True) if not _is_scalar(v)]
         return Counter(), arrays * len(computed) if len(arrays) == 1 else computed
     counted = [_count(jaxpr, _of_body(name, jaxpr, sources)) for jaxpr in inner]
@@ -79,7 +78,7 @@ def _count_equation(equation: Any, sources: list[str | None]) -> tuple[Flops, li
 
 
 def _of_body(name: str, jaxpr: Any, sources: list[str | None]) -> list[str | None]:
-    """What the arguments of a body are: the last ones of the equation's, but for a `while_loop`."""
+    """Returns the sources of a body's arguments, the last of the equation's."""
     count = len(jaxpr.invars)
     known = [] if name == "while" or count > len(sources) else sources[len(sources) - count :]
     return known or [None] * count
@@ -113,7 +112,7 @@ def _is_scalar(variable: Any) -> bool:
 
 
 def _jaxprs(value: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters, open or closed, alone or in a sequence."""
+    """Returns the jaxprs in a parameter of an equation, open or closed, alone or in a sequence."""
     if isinstance(value, tuple | list):
         return [jaxpr for item in value for jaxpr in _jaxprs(item)]
     value = getattr(value, "jaxpr", value)

@@ -1,7 +1,7 @@
 """Gradient accumulation: a step over a batch that does not fit into memory at once.
 
-The batch is cut into microbatches. A scan runs the forward and the backward pass of each, and adds
-up their gradients, so that the activations of one microbatch are alive at a time:
+The batch is split into microbatches. A scan runs the forward and backward pass of each and sums
+their gradients, so that only the activations of one microbatch are in memory at a time:
 
     total, weight = 0, 0
     for each microbatch i:
@@ -10,12 +10,12 @@ up their gradients, so that the activations of one microbatch are alive at a tim
     gradient = total / weight
 
 `w[i]` is the weight of the `WeightedScalar` that the model reports as its summary "loss", such as
-the number of targets that count; 1 for a model that reports none. The result equals that of the
-whole batch, up to rounding, if the loss is the mean that this summary says it is, and no example
-sees another one. Batch statistics, balance losses over a batch, and random masks do differ.
+the number of valid targets; 1 without such a summary. The result equals that of the whole batch, up
+to rounding, if the loss is the mean that this summary describes and examples are independent. Batch
+statistics, balance losses over a batch, and random masks differ.
 
 Microbatch i has the rows i, i + steps, i + 2 * steps, ... of the batch, so that each device keeps
-the rows that it has.
+its rows.
 """
 
 from collections.abc import Callable
@@ -42,21 +42,20 @@ def with_minibatch_steps(
     metric_accumulator: InstantiableConfig | None = None,
     grad_dtype: DType | None = None,
 ) -> Callable[[ForwardFn], ForwardFn]:
-    """Makes a forward pass of one that runs over parts of the batch, one after another.
+    """Returns a transformation that runs a forward pass over microbatches, one after another.
 
     For `Learner.Config.forward_fn_transformation`. The inputs of the forward pass are a dict: its
-    "input_batch" is cut along the first axis of its arrays, each microbatch gets a "forward_key" of
-    its own, and everything else as it is. State that a microbatch updates is seen by the next.
+    "input_batch" is split along the first axis of its arrays, each microbatch gets its own
+    "forward_key", and the rest is passed unchanged. A microbatch sees earlier ones' state updates.
 
     Args:
         steps: The number of microbatches; must divide the number of rows.
-        metric_accumulator: Makes the summaries of the batch from those of the microbatches; a
-            `MetricAccumulator` if None.
-        grad_dtype: In which gradients are added up; None for the dtypes of the parameters.
+        metric_accumulator: Merges the summaries of the microbatches; a `MetricAccumulator` if None.
+        grad_dtype: The dtype of the gradient sum; None for the dtypes of the parameters.
 
     Returns:
-        A function of a forward function. Of what the new one returns, the loss alone can be
-        differentiated, and its "aux" has those of the microbatches along a new first axis.
+        A function from a forward function to a forward function. Only the loss of the result can be
+        differentiated, and its "aux" stacks those of the microbatches along a new first axis.
 
     Raises:
         GradientAccumulationError: If `steps` is below 1; when called, if the batch does not divide.
@@ -84,7 +83,7 @@ def with_minibatch_steps(
 
 
 class _Parts:
-    """A forward pass over the parts of a batch, and its derivative."""
+    """Forward pass over the parts of a batch, and its derivative."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class _Parts:
         self._grad_dtype = grad_dtype
 
     def differentiable(self) -> Callable[[Any, Any], ForwardOutputs]:
-        """The pass as a function of parameters and inputs, whose derivative is that of its loss."""
+        """Returns the pass as a function of parameters and inputs with the loss's derivative."""
 
         @jax.custom_vjp
         def run(params: Any, inputs: Any) -> ForwardOutputs:
@@ -120,13 +119,9 @@ class _Parts:
         return run
 
     def _scan(self, params: Any, inputs: Any, trained: set[str]) -> tuple[ForwardOutputs, Any]:
-        """The outputs of the whole batch, and gradients laid out as the parameters.
+        """Returns the outputs of the whole batch, and gradients in the structure of the parameters.
 
-        Args:
-            params: The parameters.
-            inputs: Of the whole batch.
-            trained: The paths of the parameters whose gradients are asked for; None stands in the
-                place of those of the others.
+        `trained` has the paths of the parameters with gradients; the others' gradients are None.
         """
         values, tree = _by_path(params), jax.tree.structure(params)
         microbatches = _cut(inputs, self._steps)
@@ -166,7 +161,7 @@ class _Parts:
 
         (grads, state), (weights, stacked) = jax.lax.scan(one, (grads, state), microbatches)
         total = jnp.sum(weights)
-        # Nothing weighs nothing: a batch without a target that counts has no gradient.
+        # A batch without a valid target has weight 0 and gradient 0.
         factor = jnp.where(total > 0, 1 / jnp.where(total > 0, total, 1), 0)
         gradients = [
             (factor * grads[path]).astype(x.dtype) if path in grads else None
@@ -178,7 +173,7 @@ class _Parts:
         return self._joined(stacked, factor * weights, updates), tree.unflatten(gradients)
 
     def _joined(self, stacked: ForwardOutputs, shares: Tensor, updates: Any) -> ForwardOutputs:
-        """The outputs of the batch from those of the microbatches, which lie along a first axis."""
+        """Returns the outputs of the batch from those of the microbatches."""
         accumulator: MetricAccumulator = self._metric_accumulator.instantiate()
         for i in range(self._steps):
             accumulator.update(_at(stacked.output_collection.summaries, i))
@@ -194,11 +189,11 @@ class _Parts:
 
 
 def _cut(inputs: Any, steps: int) -> Any:
-    """The inputs of all microbatches, along a first axis."""
+    """Returns the inputs of all microbatches, stacked on a first axis."""
     if not isinstance(inputs, dict) or "input_batch" not in inputs:
         raise GradientAccumulationError(
             f"with_minibatch_steps(steps={steps}) got inputs of the forward pass without an "
-            "'input_batch', so it does not know what to cut. Let the inputs be a dict with it."
+            "'input_batch' to split. Make the inputs a dict with this key."
         )
 
     def cut(path: Any, x: Any) -> Any:
@@ -206,7 +201,7 @@ def _cut(inputs: Any, steps: int) -> Any:
             return jnp.broadcast_to(x, (steps,))
         if x.shape[0] % steps:
             raise GradientAccumulationError(
-                f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be cut into "
+                f"input_batch/{path_name(path)} has {x.shape[0]} rows, which cannot be split into "
                 f"steps={steps} microbatches of equal size. Set steps to a divisor of "
                 f"{x.shape[0]}, or the batch size to a multiple of {steps}."
             )
@@ -223,20 +218,20 @@ def _cut(inputs: Any, steps: int) -> Any:
 
 
 def _weight(outputs: ForwardOutputs) -> Tensor:
-    """How much the loss of a microbatch counts."""
+    """Returns the weight of a microbatch's loss."""
     loss = outputs.output_collection.summaries.get("loss")
     weight = loss.weight if isinstance(loss, WeightedSummary) else 1
     return jax.lax.stop_gradient(jnp.asarray(weight, jnp.float32))
 
 
 def _of_loss_alone(cotangents: ForwardOutputs) -> Tensor:
-    """The cotangent of the loss; nothing else may have one."""
+    """Returns the cotangent of the loss; raises if another output has one."""
     others = cotangents.replace(loss=None)
     for path, cotangent in jax.tree_util.tree_leaves_with_path(others, is_leaf=_is_zero):
         if not _is_zero(cotangent):
             raise GradientAccumulationError(
                 f"{path_name(path)} of a forward pass over microbatches was differentiated; only "
-                "its loss can be. Make what you need a part of the model's loss."
+                "its loss can be. Add the required term to the model's loss."
             )
     loss = cotangents.loss
     return jnp.zeros(loss.shape, loss.dtype) if _is_zero(loss) else loss

@@ -1,4 +1,4 @@
-"""Running a forward pass and differentiating its loss with respect to some of the parameters."""
+"""Forward passes, and gradients of their loss with respect to some of the parameters."""
 
 import functools
 from typing import Any
@@ -22,21 +22,20 @@ from weft.typing import Nested, NestedTensor, PartitionSpec, Tensor
 def forward_and_gradients(
     fn: ForwardFn, *, inputs: Any, opt_params: NestedOptParam, trainable: Nested[bool]
 ) -> tuple[ForwardPass, NestedTensor]:
-    """Runs `fn`, and computes the gradients of its loss; to be called inside an invocation.
+    """Runs `fn` and computes the gradients of its loss, inside an invocation.
 
     Args:
       fn: the forward pass.
-      inputs: for it.
+      inputs: its inputs.
       opt_params: the parameters.
-      trainable: with respect to which of them to differentiate. For the others no gradients are
-        computed.
+      trainable: whether to differentiate with respect to each parameter.
 
     Returns:
-      The forward pass, and gradients laid out as the parameters, with an `optax.MaskedNode()` in
-      place of those that are not trained.
+      The forward pass, and gradients in the structure of the parameters, with an
+      `optax.MaskedNode()` for each parameter that is not trained.
 
     Raises:
-      UntrainableParameterError: if a parameter to be trained does not hold floating-point numbers.
+      UntrainableParameterError: if a parameter to be trained has no floating-point dtype.
     """
     values = opt_param_values(opt_params)
     flags = jax.tree.leaves(trainable)
@@ -46,8 +45,8 @@ def forward_and_gradients(
         if is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise UntrainableParameterError(
                 f"the parameter {path_name(path)!r} of dtype {leaf.dtype} has no gradients; "
-                "leave it out "
-                f"of training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), "
+                "exclude it "
+                f"from training: `update_rules=[({path_name(path)!r}, UpdateType.STATE_UPDATES), "
                 "...]`."
             )
 
@@ -57,8 +56,7 @@ def forward_and_gradients(
         outputs = fn(model_params=params, inputs=inputs)
         return outputs.loss, outputs
 
-    # Crossing with the context keeps what `fn` may add to it from leaking out of the
-    # differentiation.
+    # Crossing with the context keeps additions of `fn` from leaking out of the differentiation.
     differentiated = lifting.value_and_grad(
         CONTEXTS, in_context(loss_fn), wrt=(None, DIFF, None, None), has_aux=True
     )
@@ -74,15 +72,10 @@ def forward_and_gradients(
 
 
 def with_gradient_layouts(params: NestedTensor, specs: Any, gradient_specs: Any) -> NestedTensor:
-    """Parameters as they are, whose gradients are laid over the mesh of the context.
+    """Returns the parameters unchanged, with sharding constraints on their gradients.
 
-    Where gradients are added up over microbatches, each addend lies so already, and their sum.
-    Those that lie as their parameters do need no word: the compiler lays them so.
-
-    Args:
-      params: the parameters, where they enter the forward pass.
-      specs: theirs.
-      gradient_specs: of their gradients.
+    When gradients are summed over microbatches, both addends and sum have this sharding. Gradients
+    with the same spec as their parameter need no constraint.
     """
 
     def laid_out(spec: ParameterSpec, of_gradient: ParameterSpec, x: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""A run that begins with imported parameters: of a Hugging Face checkpoint, or an exported file.
+"""Runs that start from imported parameters: a Hugging Face checkpoint or an exported file.
 
     cfg.init_state_builder = ImportedWeightsBuilder.default_config().set(path="checkpoints/llama")
 
-Adapters beside the imported layers (`weft.hierarchy.lora`) are drawn as in any new run: what is
-imported is a model without any. Parameters are read one at a time, and each process
-keeps what its devices hold.
+Adapters of the imported layers (`weft.hierarchy.lora`) are initialized as in any new run, since
+imported models have none. Parameters are read one at a time, and each process
+keeps the shards of its devices.
 """
 
 import dataclasses
@@ -22,21 +22,18 @@ from weft.trainer.checkpoint_index import flatten_state
 
 
 def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of a model, with the values of a checkpoint.
+    """Returns the parameters of a model with the values of a checkpoint.
 
     Args:
         path: The folder of a Hugging Face checkpoint, with its `config.json`; or safetensors files
             with the names of these parameters, as `weft export` writes them.
-        params: The parameters, or their shapes (`jax.ShapeDtypeStruct`). Values get their dtypes
-            and layouts.
-
-    Returns:
-        The parameters with new values; those of adapters as they were given.
+        params: The parameters, or their shapes (`jax.ShapeDtypeStruct`), with the target dtypes
+            and shardings. Those of adapters are returned unchanged.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
-        WeightsMismatchError: if the files do not have what the model needs.
-        HuggingFaceConfigError: if the checkpoint is of a model that has no counterpart.
+        WeightsMismatchError: if the files do not match the model.
+        HuggingFaceConfigError: if Weft has no counterpart of the checkpoint's model.
     """
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), base_state(params)
@@ -50,7 +47,7 @@ def import_weights(path: str, params: dict[str, Any]) -> dict[str, Any]:
 
 
 class ImportedWeightsBuilder(Builder):
-    """Gives a new run the parameters of a checkpoint; see `import_weights`."""
+    """Builder that reads the parameters of a checkpoint; see `import_weights`."""
 
     @config_class
     class Config(Builder.Config):

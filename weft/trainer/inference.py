@@ -1,11 +1,11 @@
-"""Running a trained model on batches: any of its methods, sharded over a mesh.
+"""Inference: runs any method of a trained model on batches, sharded over a mesh.
 
     cfg = InferenceRunner.config_from_trainer(trainer_cfg).set(name="runner")
     runner = cfg.instantiate(parent=None)
     for result in runner.run(batches, method="predict"):
         result.output_batch
 
-Parameters are read straight into their layouts. Each kind of batch is compiled for once.
+Parameters are read directly into their shardings. Each shape of batch is compiled once.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class DataPartitionType(enum.Enum):
-    """How the rows of a batch lie over a mesh.
+    """Partitioning of the rows of a batch over a mesh.
 
     Attributes:
-        FULL: over all axes: each device has rows of its own.
-        BATCH: over the axes for rows, "data", "expert" and "fsdp", as far as the mesh has them.
+        FULL: over all axes.
+        BATCH: over those of the axes "data", "expert" and "fsdp" that the mesh has.
         REPLICATED: all rows on each device.
     """
 
@@ -60,11 +60,7 @@ class DataPartitionType(enum.Enum):
     REPLICATED = "replicated"
 
     def partition_spec(self, mesh: jax.sharding.Mesh) -> PartitionSpec:
-        """The layout on a mesh.
-
-        Args:
-            mesh: The mesh.
-        """
+        """Returns the partition spec on a mesh."""
         if self is DataPartitionType.REPLICATED:
             return PartitionSpec()
         names = mesh.axis_names
@@ -74,21 +70,16 @@ class DataPartitionType(enum.Enum):
 
 
 class MethodRunner:
-    """A method of a model, compiled, that runs on one batch after another.
-
-    Made by `InferenceRunner.create_method_runner`.
-    """
+    """Compiled method of a model; created by `InferenceRunner.create_method_runner`."""
 
     @dataclasses.dataclass
     class Output:
-        """What a method gave for a batch.
+        """Outputs of a method for a batch.
 
         Attributes:
-            prng_key: For the next batch.
+            prng_key: The key for the next batch.
             input_batch: The batch, as global arrays.
-            output_batch: What the method returned.
-            module_outputs: What modules gave by `add_module_output`, as far as it was kept.
-            summaries: What they reported.
+            module_outputs: The kept outputs that modules added by `add_module_output`.
         """
 
         prng_key: Tensor
@@ -110,11 +101,7 @@ class MethodRunner:
         self._prng_key = prng_key
 
     def __call__(self, input_batch: Any) -> "MethodRunner.Output":
-        """Runs the method.
-
-        Args:
-            input_batch: Arrays of the host, with the rows of this process.
-        """
+        """Runs the method on host arrays with the rows of this process."""
         with self._mesh():
             batch = self._to_devices(input_batch)
             self._prng_key, output, module_outputs, summaries = self._run(self._prng_key, batch)
@@ -130,15 +117,13 @@ class InferenceRunner(Module):
 
         Attributes:
             mesh_shape: The number of devices along each axis of the mesh; one may be -1.
-            mesh_axis_names: The names of the axes.
-            logical_axis_rules: What the names of axes stand for, see `SpmdTrainer`.
+            logical_axis_rules: Rules from logical axes to mesh axes, see `SpmdTrainer`.
             rules_by_kind: Such rules for parameters or activations alone.
-            model: The model.
-            inference_dtype: In which it computes; None for the dtypes of its parameters.
-            input_batch_partition_spec: How batches lie over the mesh.
-            output_batch_partition_spec: How outputs do, in so far as they have the rows of the
-                batch; everything else is whole on each device.
-            init_state_builder: Gives the parameters.
+            inference_dtype: The dtype of the computation; None for the dtypes of the parameters.
+            input_batch_partition_spec: The partitioning of batches.
+            output_batch_partition_spec: The partitioning of outputs that have the rows of the
+                batch; other outputs are replicated.
+            init_state_builder: Reads the parameters.
         """
 
         mesh_shape: Required[MeshShape] = REQUIRED
@@ -155,12 +140,9 @@ class InferenceRunner(Module):
 
     @classmethod
     def config_from_trainer(cls, trainer_cfg: Any) -> Config:
-        """A runner of a run's model, on its mesh, with the parameters of its newest checkpoint.
+        """Returns the config of a runner with the model, mesh and newest checkpoint of a run.
 
-        Where the learner keeps a moving average of the parameters, it is that.
-
-        Args:
-            trainer_cfg: The config of the run's trainer.
+        If the learner keeps a moving average of the parameters, the runner uses the average.
         """
         builder: Any = TensorStoreStateStorageBuilder.default_config().set(
             base_dir=os.path.join(trainer_cfg.dir, CHECKPOINTS_DIR),
@@ -194,7 +176,7 @@ class InferenceRunner(Module):
 
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
-        """Makes the runner's mesh, and its rules for activations, the current ones while open."""
+        """Makes the runner's mesh and its rules for activations the current ones."""
         with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
             yield
 
@@ -226,8 +208,8 @@ class InferenceRunner(Module):
 
         Args:
             method: Its name; it is called as `method(input_batch=batch, **kwargs)`.
-            prng_key: For randomness in it; None for the key of seed 0.
-            drop_module_outputs: Whether to leave out a module output, by its path; by default all.
+            prng_key: The key for its randomness; None for the key of seed 0.
+            drop_module_outputs: Whether to omit the module output at a path; by default all.
             **kwargs: Further arguments of the method.
 
         Raises:
@@ -236,8 +218,8 @@ class InferenceRunner(Module):
         if method_named(self.model, method) is None:
             names = [name for name in dir(type(self.model)) if not name.startswith("_")]
             raise InferenceError(
-                f"{self.path()} is to run {method!r} of the model, a "
-                f"{type(self.model).__name__}, which has no such method. "
+                f"{self.path()} cannot run {method!r}: the model, a "
+                f"{type(self.model).__name__}, has no such method. "
                 f"{did_you_mean(method, names)}"
             )
         cfg = self.config
@@ -265,16 +247,13 @@ class InferenceRunner(Module):
         prng_key: Tensor | None = None,
         **kwargs: Any,
     ) -> Iterator[MethodRunner.Output]:
-        """Runs a method of the model on batches.
+        """Yields the outputs of a method of the model for batches.
 
         Args:
-            input_batches: Of equal shapes, or the method is compiled for each.
+            input_batches: The batches; the method is compiled for each shape.
             method: Its name.
-            prng_key: For randomness in it.
+            prng_key: The key for its randomness.
             **kwargs: Further arguments of `create_method_runner`, and of the method.
-
-        Yields:
-            What it gave for each batch.
         """
         runner = self.create_method_runner(method=method, prng_key=prng_key, **kwargs)
         for batch in input_batches:
@@ -290,15 +269,9 @@ def method_program(
     drop_module_outputs: Callable[[str], bool] = lambda _: True,
     **kwargs: Any,
 ) -> Any:
-    """A method of a model as a jitted function of a key, parameters and a batch.
+    """Returns a method of a model as a jitted function of a key, parameters and a batch.
 
-    Args:
-        cfg: Of an `InferenceRunner`.
-        model: Its model.
-        mesh: Its mesh.
-        method: The name of the method.
-        drop_module_outputs: See `InferenceRunner.create_method_runner`.
-        **kwargs: Further arguments of the method.
+    The arguments are those of `InferenceRunner.create_method_runner`.
     """
     to_spec = cfg.output_batch_partition_spec.partition_spec(mesh)
 

@@ -1,17 +1,17 @@
-"""A polite end: a run that is asked to stop does so between two steps, after a checkpoint.
+"""Graceful stop: a run that receives a signal stops between two steps, after a checkpoint.
 
-A signal may come at any time: while the step is compiled, runs, is evaluated or saved, or while the
-input keeps it waiting. Where the main thread would wait in C++ for long, a second thread does, so
-that it notices.
+A signal may come while the step is compiled or runs, is evaluated or saved, or while the run waits
+for input. A second thread does the work that would block the main thread in C++ for long, so that
+the main thread notices signals.
 
-Of several processes all have to stop after the same step: one that takes a step more waits for the
-others without end. So before each step, each batch of an evaluation, and what is computed after a
-compilation, all come to a point at which they agree (`Companions.agree`). Who waits for its input,
-or for its compiler, looks up when another wishes to stop, and comes. An input that ends early or
-fails in one of them stops all alike.
+All processes must stop after the same step: one that runs another step would wait for the others
+forever. Before each step, each batch of an evaluation, and the result of a compilation, they meet
+at a point of agreement (`Companions.agree`). A process that waits for its input or its compiler
+notices the wish of another to stop and goes to the point. An input that ends early or fails in one
+process stops all of them:
 
     process 0    step 4    SIGTERM, comes to the point        saves step 4
-    process 1    step 4    waits for input, hears of it, comes    saves step 4
+    process 1    step 4    waits for input, is asked to stop    saves step 4
 """
 
 import contextlib
@@ -39,11 +39,8 @@ _COMPILE_THREAD = "weft-compile"
 class StopRun(BaseException):
     """Ends the steps of a run; all processes raise it at the same point.
 
-    Not an Exception: code that goes on after failures must not go on after this.
-
-    Args:
-        wish: why.
-        error: what this process raises once it has saved, if anything.
+    It is not an Exception, so that error handling does not catch it. `wish` is the reason, and
+    `error` the error that this process raises after it has saved, if any.
     """
 
     def __init__(self, wish: Wish, error: Exception | None = None):
@@ -53,22 +50,22 @@ class StopRun(BaseException):
 
 
 def _signals_to_stop() -> list[signal.Signals]:
-    """The signals that ask a process to stop; SIGHUP not where `nohup` has it ignored."""
+    """Returns the signals that stop a run; SIGHUP only if it is not ignored, as by `nohup`."""
     hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else [])]
 
 
 class GracefulStop:
-    """While open, SIGTERM, SIGHUP and Ctrl-C ask the run to stop instead of ending the process.
+    """Context in which SIGTERM, SIGHUP and Ctrl-C stop the run instead of ending the process.
 
-    SIGHUP comes when a terminal is closed; where it is ignored, as under `nohup`, it stays ignored.
-    A second Ctrl-C raises KeyboardInterrupt, for a person who does not want to wait. In threads
-    other than the main one, Python delivers no signals, and nothing is changed.
+    A closed terminal sends SIGHUP; if it is ignored, as under `nohup`, it stays ignored. A second
+    Ctrl-C raises KeyboardInterrupt. Only the main thread can handle signals; in other threads
+    nothing is changed.
 
     Args:
-        companions: the lines to the other processes; None for a process that is alone.
-        report: told what the run does, and while it waits for others that it is alive.
-        patience_seconds: how much longer than another process one may take to restore, or to
+        companions: the connections to the other processes; None for a single process.
+        report: called with the current activity, and repeatedly while waiting for others.
+        patience_seconds: how much longer than another process one may take to restore or to
             compile.
 
     Example:
@@ -112,7 +109,7 @@ class GracefulStop:
     # Agreeing.
 
     def doing(self, what: str) -> None:
-        """Says what the run does now, for the watchdog and the other processes."""
+        """Announces the current activity to the watchdog and the other processes."""
         self._now = what
         if self._companions is not None:
             self._companions.doing = what
@@ -120,7 +117,7 @@ class GracefulStop:
 
     @property
     def wanted(self) -> bool:
-        """Whether to come to the next point soon: somebody wishes to stop, or is gone."""
+        """True if a process wishes to stop or is gone, so that the next point should come soon."""
         if self._companions is None:
             return self.signal_name is not None
         self._companions.check()
@@ -129,15 +126,15 @@ class GracefulStop:
     def agreed(
         self, doing: str, own: Wish | None = None, *, within_seconds: float | None = None
     ) -> Wish | None:
-        """Why all processes stop here, or None. All have to call it as often as each other.
+        """Returns why all processes stop here, or None. All must call it equally often.
 
         Args:
-            doing: what comes next.
-            own: why this process wishes to stop, beside a signal.
-            within_seconds: how long the first process waits for the last one here.
+            doing: the next activity.
+            own: why this process wishes to stop, in addition to a signal.
+            within_seconds: how long the first process waits here for the last.
 
         Raises:
-            ProcessesNotReadyError: if some do not come in time.
+            ProcessesNotReadyError: if some do not arrive in time.
             ProcessLostError: if one is gone.
         """
 
@@ -158,24 +155,17 @@ class GracefulStop:
         return stop
 
     def check(self, doing: str) -> None:
-        """A point at which all stop if one is asked to.
-
-        Raises:
-            StopRun: if they do.
-        """
+        """Raises StopRun if any process wishes to stop; all processes must call it."""
         stop = self.agreed(doing)
         if stop is not None:
             raise StopRun(stop)
 
     @contextlib.contextmanager
     def getting_ready(self, doing: str) -> Iterator[None]:
-        """Work that all processes have to be done with before one of them goes on.
-
-        Args:
-            doing: what it is.
+        """Runs a block that all processes must complete before any of them continues.
 
         Raises:
-            ProcessesNotReadyError: if some take longer than another one by more than the patience.
+            ProcessesNotReadyError: if one takes longer than another by more than the patience.
             ProcessLostError: if one is gone.
         """
         before = self._now, self._within
@@ -189,12 +179,7 @@ class GracefulStop:
         self.doing(before[0])
 
     def wait_for_all(self) -> None:
-        """Waits until all processes have come here; in `getting_ready` not for longer than it says.
-
-        Raises:
-            ProcessesNotReadyError: if some do not come in time.
-            ProcessLostError: if one is gone.
-        """
+        """Waits for all processes; within `getting_ready`, no longer than its patience."""
         if self._companions is None:
             return
         what = f"waiting for the other processes while {self._now}"
@@ -211,16 +196,10 @@ class GracefulStop:
         prepare: Callable[[Any], None] | None = None,
         within_seconds: float | None = None,
     ) -> Any:
-        """The next batch, once all processes have theirs.
+        """Returns the next batch, once all processes have theirs; raises StopRun if they stop.
 
-        Args:
-            batches: those of this process.
-            doing: what comes next.
-            prepare: called with the batch before all agree on using it.
-            within_seconds: how long the first process waits for the last one.
-
-        Raises:
-            StopRun: if all stop instead; no batch is taken then.
+        `prepare` is called with the batch before all agree on using it. At a stop, no batch is
+        consumed.
         """
         own, error = None, None
         while not batches.ready(_POLL_SECONDS):
@@ -240,7 +219,7 @@ class GracefulStop:
             return next(batches)
         if stop.kind == "error" and error is None:
             error = ProcessLostError(
-                f"{stop.text.rstrip('.')}. What was trained until then is saved."
+                f"{stop.text.rstrip('.')}. The training up to this point is saved."
             )
         raise StopRun(stop, error if stop.kind == "error" else None)
 
@@ -249,13 +228,10 @@ class GracefulStop:
         return f"{where}: {type(error).__name__}: {error}"
 
     def compile(self, lowered: jax.stages.Lowered) -> None:
-        """Compiles, unless the run is asked to stop before that is done.
+        """Compiles a program, unless a process wishes to stop before it is done.
 
-        JAX keeps what was compiled for the call that follows. A compilation that was given up goes
-        on in its thread, since nothing can end it; see `still_compiling`.
-
-        Args:
-            lowered: to be compiled.
+        JAX caches the result for the later call. An abandoned compilation cannot be ended and
+        continues in its thread; see `still_compiling`.
         """
         done, failure = threading.Event(), []
 
@@ -275,15 +251,10 @@ class GracefulStop:
             raise failure[0]
 
     def compile_together(self, lowered: jax.stages.Lowered, name: str) -> StopRun | None:
-        """Compiles; afterwards, or as soon as one is asked to stop, all come to a point.
+        """Compiles a program; all processes meet afterwards, or as soon as one wishes to stop.
 
-        Args:
-            lowered: to be compiled.
-            name: of what it computes.
-
-        Returns:
-            What ends the run in all processes, with the error of a compiler that fails here; None
-            if it is compiled in all of them.
+        Returns None if all have compiled it, else the end of the run in all processes, with the
+        compiler's error if it fails here.
         """
         self.doing(f"compiling {name}")
         failure, own = None, None
@@ -297,13 +268,10 @@ class GracefulStop:
 
 
 class Interruptible:
-    """A jitted function that a run which is asked to stop leaves while it is compiled.
+    """Jitted function whose compilation a request to stop the run interrupts.
 
-    Outside of a run it is the function alone. Of several processes all have to call it alike.
-
-    Args:
-        jitted: as of `jax.jit`.
-        name: of what it computes, for the watchdog.
+    Outside a run it is only the function. All processes must make the same calls. `name` is the
+    name of its result, for the watchdog.
     """
 
     def __init__(self, jitted: Any, name: str):
@@ -323,7 +291,7 @@ class Interruptible:
 
 
 def still_compiling() -> bool:
-    """Whether a compilation that was given up goes on: the process ends only when that does."""
+    """Returns whether an abandoned compilation is running, which delays the end of the process."""
     return any(thread.name == _COMPILE_THREAD for thread in threading.enumerate())
 
 
@@ -336,33 +304,20 @@ _OPEN = _Open()
 
 
 def stop_point(doing: str) -> None:
-    """A point inside of long work between two steps, at which a run may stop; all processes come.
+    """Raises StopRun if the run should stop, at a point in long work that all processes reach.
 
-    Outside of a run it does nothing. An evaluation has one before each batch.
-
-    Args:
-        doing: what comes next, for the watchdog.
-
-    Raises:
-        StopRun: if the run stops. Let it through.
+    Do not catch it. Outside a run it does nothing. An evaluation has such a point before each
+    batch.
     """
     if _OPEN.stack:
         _OPEN.stack[-1].check(doing)
 
 
 def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
-    """Compiles what a run can do without; all processes come.
+    """Compiles an optional program in all processes; returns whether to use it.
 
-    Args:
-        lowered: to be compiled.
-        name: of what it computes, for the watchdog.
-
-    Returns:
-        Whether to go on with it; False if the run is asked to stop, which it does soon, or if
-        another process cannot compile it.
-
-    Raises:
-        Exception: what the compiler raises in this process.
+    It returns False if the run is about to stop, or if another process cannot compile it, and
+    raises the compiler's error in this process.
     """
     stop = _OPEN.stack[-1].compile_together(lowered, name) if _OPEN.stack else None
     if stop is not None and stop.error is not None:
@@ -372,25 +327,13 @@ def compiled_unless_stopped(lowered: jax.stages.Lowered, name: str) -> bool:
 
 @contextlib.contextmanager
 def getting_ready(doing: str) -> Iterator[None]:
-    """As `GracefulStop.getting_ready` of the run that is open; outside of a run it does nothing.
-
-    Args:
-        doing: what is done while it is open, such as "restoring the checkpoint".
-
-    Raises:
-        ProcessesNotReadyError: if a process is late with it, by name.
-    """
+    """Applies `GracefulStop.getting_ready` of the current run, if there is one."""
     with _OPEN.stack[-1].getting_ready(doing) if _OPEN.stack else contextlib.nullcontext():
         yield
 
 
 def wait_for_all() -> None:
-    """Before what waits for all processes without end or name; outside of a run it does nothing.
-
-    Raises:
-        ProcessesNotReadyError: if the run is `getting_ready`, and a process is late.
-        ProcessLostError: if one is gone.
-    """
+    """Waits for all processes of a run, before work that would hang without one of them."""
     if _OPEN.stack:
         _OPEN.stack[-1].wait_for_all()
 
@@ -399,18 +342,10 @@ def wait_for_all() -> None:
 def batches_until_stopped(
     iterator: Any, stream: Callable[[Any], Iterable[Any]], name: str
 ) -> Iterator[Iterator[Any]]:
-    """The batches of work inside of a step, such as an evaluation, with a `stop_point` before each.
+    """Yields the batches of work within a step, such as an evaluation, with a `stop_point` each.
 
-    Within a run they are read ahead, so that a slow source delays no stop; of several processes all
-    end with the first whose batches do.
-
-    Args:
-        iterator: the source; closed at the end if it can be.
-        stream: from the source to the batches, one for each of its elements.
-        name: of the work, for the watchdog.
-
-    Yields:
-        The batches.
+    In a run, `stream`'s batches of the source `iterator` are prefetched, so that a slow source does
+    not delay a stop; all processes end with the first whose batches end. The source is closed.
     """
     close = getattr(iterator, "close", None)
     if _OPEN.stack and hasattr(iterator, "get_state"):
@@ -441,16 +376,9 @@ def _until_stopped(stop: GracefulStop, batches: PrefetchingIterator, name: str) 
 def graceful_stop(
     report: Callable[[str], None], readiness_timeout_seconds: float
 ) -> Iterator[GracefulStop]:
-    """A `GracefulStop` with lines to the other processes, those of this thread or new ones.
+    """Opens a `GracefulStop` with this thread's connections to other processes, or new ones.
 
-    An error that the end of another process has caused becomes one that names it.
-
-    Args:
-        report: told what the run does.
-        readiness_timeout_seconds: how long to wait for the other processes.
-
-    Raises:
-        ProcessLostError: in place of errors that another process's end is behind.
+    An error caused by the end of another process becomes a ProcessLostError that names it.
     """
     with contextlib.ExitStack() as stack:
         companions = current_companions()
@@ -461,7 +389,7 @@ def graceful_stop(
         try:
             yield stack.enter_context(GracefulStop(companions, report, readiness_timeout_seconds))
         except (ProcessLostError, UndefinedLossException, LossSpikeError):
-            raise  # all processes come to the latter two alike
+            raise  # all processes raise the latter two together
         except Exception as error:
             if companions is not None:
                 companions.explain(error)

@@ -1,10 +1,10 @@
-"""Scalars and texts as JSON, one object a line: for scripts, and for people with `tail -f`.
+"""Summary writer of scalars and texts as JSON lines, for scripts and for `tail -f`.
 
     {"step": 20, "time": 1760000000.0, "values": {"loss": 2.3}}
     {"step": 20, "time": 1760000000.1, "checkpoint": {"action": "SAVE", "dir": "…/step_00000020"}}
 
-A run that is started again appends. Where it restored a step that is not the last one written, the
-line that says so makes the later ones void, and `read_json_lines` leaves them out.
+A restarted run appends. If it restored an earlier step, its RESTORE line voids the lines of later
+steps, and `read_json_lines` omits them.
 """
 
 import json
@@ -22,10 +22,10 @@ FILE_NAME = "summaries.jsonl"
 
 
 class JsonLinesWriter(PeriodicWriter):
-    """Appends one JSON object a line to `summaries.jsonl` in `dir`.
+    """Writer that appends one JSON object per line to `summaries.jsonl` in `dir`.
 
-    What has no room in a line (images, sound, arrays) is left to other writers. Each line is out of
-    the process when the call returns, so it outlives the process.
+    It ignores images, sound and arrays. Each line is flushed when the call returns, so it survives
+    the end of the process.
     """
 
     Config = PeriodicWriter.Config
@@ -68,7 +68,7 @@ class JsonLinesWriter(PeriodicWriter):
 
 
 def _drop_torn_line(file: Any) -> None:
-    """Cuts off what a killed process, or a full disk, left without a line end."""
+    """Truncates an incomplete last line, left by a killed process or a full disk."""
     size = file.seek(0, os.SEEK_END)
     if size == 0:
         return
@@ -80,19 +80,14 @@ def _drop_torn_line(file: Any) -> None:
 
 
 def _to_json(value: float | str) -> float | str:
-    # JSON has no word for these numbers; `float` reads the names back.
+    # JSON cannot represent these numbers; `float` parses their names.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_json_lines(path: str) -> list[dict[str, Any]]:
-    """Reads what a `JsonLinesWriter` wrote.
+    """Returns the lines of a `JsonLinesWriter`'s file or directory, except voided ones.
 
-    Args:
-        path: The file, or the directory that it is in.
-
-    Returns:
-        The lines in their order, without those that a restored checkpoint made void; "NaN" and the
-        like are floats again in `values`.
+    "nan" and infinities in `values` are floats again.
     """
     path = os.path.join(path, FILE_NAME) if os.path.isdir(path) else path
     records: list[dict[str, Any]] = []

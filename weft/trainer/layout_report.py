@@ -1,7 +1,7 @@
-"""How each array of a training run lies over a mesh, from its specs alone: no device is needed.
+"""Sharding of each array of a training run, computed from its specs alone, without devices.
 
-For each parameter: where its layout comes from (a rule for its logical names, or the line of the
-config that has set it), what a device holds of it, and what does not divide.
+For each parameter: the origin of its layout (a rule for its logical names, or the line of the
+config that set it), the shard of a device, and axes that are not divisible.
 """
 
 import math
@@ -29,19 +29,17 @@ from weft.hierarchy.parameter_spec import ParameterSpec, TensorSpec
 
 
 class ArrayLayout(NamedTuple):
-    """How one array lies over a mesh.
+    """Layout of an array on a mesh.
 
     Attributes:
-        path: its place in the state, joined by `/`.
-        shape: its shape.
-        dtype: its dtype.
+        path: path in the state, joined by `/`.
         spec: the mesh axes of each axis.
         logical_axes: the logical names that these come from; None if they come from the config.
-        reason: why it lies so: for each logical name the rule that fired, or the line that has set
-          the layout; "" where it is the layer's default.
-        bytes: of the whole array.
-        bytes_per_device: of the largest part that a device holds.
-        problems: what does not divide, or names an axis that the mesh does not have.
+        reason: the origin of the layout: for each logical name the rule that applied, or the line
+            that set it; "" for the layer's default.
+        bytes: size of the whole array.
+        bytes_per_device: size of the largest shard.
+        problems: axes that are not divisible, or that are sharded over an unknown mesh axis.
     """
 
     path: str
@@ -62,20 +60,20 @@ def array_layouts(
     model: Module | None = None,
     rules: Rules = (),
 ) -> list[ArrayLayout]:
-    """The layouts of the arrays that a tree of specs describes.
+    """Returns the layouts of the arrays that a tree of specs describes.
 
     Args:
-        specs: of parameters, or of any state; what is no spec is passed over.
+        specs: specs of parameters, or of any state; other leaves are ignored.
         mesh_shape: the sizes of the mesh axes by name.
-        model: the model whose parameters these are, to say which lines have set their layouts.
-        rules: the rules for logical axes by which the specs were made.
+        model: the model of these parameters, to find the lines that set their layouts.
+        rules: the rules for logical axes from which the specs were made.
     """
     found = []
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
         if not _is_spec(spec):
             continue
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        # Of a PRNG key the shape alone is known, which two words are to stand for.
+        # Of a PRNG key only the shape is known, that of its two words.
         dtype = jnp.dtype("float32" if spec.dtype is None else spec.dtype)
         axes = getattr(spec, "logical_axes", None)
         parts = [_parts(entry, mesh_shape) for entry in spec.partition_spec]
@@ -109,8 +107,8 @@ def _problems(spec: TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
         unknown = [name for name in axes_of(entry) if name not in mesh_shape]
         if unknown:
             yield (
-                f"axis {axis} is to lie over {', '.join(map(repr, unknown))}, and the mesh has the "
-                f"axes {', '.join(map(repr, mesh_shape))}"
+                f"axis {axis} is sharded over {', '.join(map(repr, unknown))}, but the mesh has "
+                f"the axes {', '.join(map(repr, mesh_shape))}"
             )
         elif size % _parts(entry, mesh_shape):
             sizes = {name: mesh_shape[name] for name in axes_of(entry) if mesh_shape[name] > 1}
@@ -119,7 +117,7 @@ def _problems(spec: TensorSpec, mesh_shape: Mapping[str, int]) -> Iterator[str]:
 
 
 def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
-    """For each logical name the mesh axes that a rule gave it."""
+    """Returns for each logical name the mesh axes that a rule assigned."""
     texts = []
     for name, entry in zip(axes, spec, strict=True):
         name = "×".join(name) if isinstance(name, tuple) else name
@@ -136,7 +134,7 @@ def _fired(axes: Sequence[Any], spec: PartitionSpec, rules: Rules) -> str:
 
 
 def _set_at(model: Module | None, path: str) -> str:
-    """The line that has set the layout of a parameter of a layer of the hierarchy."""
+    """Returns the line that set the layout of a parameter of a hierarchy layer."""
     module = model
     for name in path.split("/"):
         below = module.children.get(name) if module is not None else None
@@ -157,14 +155,9 @@ def _set_at(model: Module | None, path: str) -> str:
 
 
 def rule_findings(specs: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> list[Finding]:
-    """What is to be said about rules for logical axes, see `weft.core.rules_report`.
+    """Returns findings about rules for logical axes, see `weft.core.rules_report`.
 
-    That an axis does not divide is not among it: each array's `problems` say that.
-
-    Args:
-        specs: of parameters.
-        rules: the rules by which the specs were made.
-        mesh_shape: the sizes of the mesh axes by name.
+    Axes that are not divisible are omitted; they are in each array's `problems`.
     """
     boxes, in_tuples = {}, set()
     for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec):
@@ -174,7 +167,7 @@ def rule_findings(specs: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> li
         if names_to_mesh_axes(axes, rules) == spec.partition_spec:
             in_tuples |= {name for entry in axes if isinstance(entry, tuple) for name in entry}
             axes = tuple(told_apart(axes, rules))
-        # A variable that has rules of its own is none of these rules' business.
+        # Variables with rules of their own are not subject to these rules.
         if logical_to_mesh_axes(axes, rules) == spec.partition_spec:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             boxes[name] = LogicallyPartitioned(jax.ShapeDtypeStruct(spec.shape, "float32"), axes)
@@ -189,5 +182,5 @@ def rule_findings(specs: Any, rules: Rules, mesh_shape: Mapping[str, int]) -> li
 
 
 def is_conflict(finding: Finding) -> bool:
-    """Whether a finding has to be mended, unlike a rule or a name that is only not used."""
+    """Returns whether a finding must be fixed, unlike a rule or a name that is only unused."""
     return finding.kind in (FindingKind.FIGHTING_RULES, FindingKind.UNKNOWN_MESH_AXIS)

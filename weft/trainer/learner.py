@@ -1,9 +1,8 @@
-"""Learners: how a model's parameters change in a step.
+"""Learners: the update of a model's parameters in a step.
 
 A learner runs the forward pass, differentiates the loss with respect to the parameters that
-optimizers update, transforms the gradients, and gives the new parameters. Its state (moments,
-counts, moving averages of parameters) is a nested dict, which an invocation reads and to which it
-adds updates.
+optimizers update, transforms the gradients, and returns the new parameters. Its state (moments,
+counts, moving averages of parameters) is a nested dict; an invocation reads it and adds updates.
 """
 
 import dataclasses
@@ -54,18 +53,18 @@ from weft.trainer.update_transformation import (
 from weft.trainer.variable_stats import variable_stat
 from weft.typing import Nested, NestedTensor, Tensor
 
-# Makes another forward function of one, such as one that runs over parts of the batch.
+# For example, runs a forward function over parts of the batch.
 ForwardFnTransformation = Callable[[ForwardFn], ForwardFn]
 
 
 class UpdateType(enum.Enum):
-    """How a parameter may change.
+    """Kinds of updates that a parameter receives.
 
     Attributes:
-      NO_UPDATE: not at all.
-      OPTIMIZERS: by the optimizer.
-      STATE_UPDATES: by in-place updates that a layer makes, such as moving averages.
-      ALL_UPDATES: by both.
+      NO_UPDATE: none.
+      OPTIMIZERS: those of the optimizer.
+      STATE_UPDATES: in-place updates by layers, such as moving averages.
+      ALL_UPDATES: both.
     """
 
     NO_UPDATE = "no_update"
@@ -75,7 +74,7 @@ class UpdateType(enum.Enum):
 
 
 def should_update_with_optimizers(update_type: UpdateType | None) -> bool:
-    """Whether optimizers change such a parameter; None stands for `NO_UPDATE`.
+    """Returns whether optimizers update such a parameter; None means `NO_UPDATE`.
 
     >>> should_update_with_optimizers(UpdateType.STATE_UPDATES)
     False
@@ -84,7 +83,7 @@ def should_update_with_optimizers(update_type: UpdateType | None) -> bool:
 
 
 def should_apply_state_updates(update_type: UpdateType | None) -> bool:
-    """Whether in-place updates change such a parameter; None stands for `NO_UPDATE`.
+    """Returns whether in-place updates apply to such a parameter; None means `NO_UPDATE`.
 
     >>> should_apply_state_updates(UpdateType.STATE_UPDATES)
     True
@@ -93,58 +92,41 @@ def should_apply_state_updates(update_type: UpdateType | None) -> bool:
 
 
 class BaseLearner(LearnerModule):
-    """What a trainer needs of a learner."""
+    """Interface between a trainer and its learner."""
 
     def forward_and_backward(
         self, *, fn: ForwardFn, inputs: Any, opt_params: NestedOptParam
     ) -> ForwardBackwardOutputs:
-        """One step: runs the forward pass, differentiates, and updates.
-
-        Args:
-          fn: the forward pass.
-          inputs: for it.
-          opt_params: the parameters before the step.
-        """
+        """Runs the forward pass `fn` on `inputs`, differentiates, and updates the parameters."""
         raise NotImplementedError(f"{type(self).__name__} must define `forward_and_backward`.")
 
     def update(self, updates: Updates) -> NestedTensor:
-        """The parameters after an update.
+        """Returns the parameters after an update, whose deltas are gradients.
 
-        Args:
-          updates: whose deltas are gradients; of parameters that optimizers do not update, they are
-            masked or not looked at.
+        Deltas of parameters that optimizers do not update are masked or ignored.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `update`.")
 
     @nowrap
     def should_update_with_optimizers(self, model_params: NestedOptParam) -> Nested[bool]:
-        """A tree that says which parameters optimizers update, and so need gradients.
-
-        Args:
-          model_params: the parameters, or anything else with the same paths.
-        """
+        """Returns for each parameter, or leaf at its path, whether optimizers update it."""
         raise NotImplementedError(
             f"{type(self).__name__} must define `should_update_with_optimizers`."
         )
 
     @nowrap
     def handles_undefined_loss(self) -> bool:
-        """Whether training may go on after a step whose loss is not a number."""
+        """Returns whether training may continue after a step whose loss is NaN or infinite."""
         return False
 
     @nowrap
     def handles_undefined_gradients(self, state: Any, model_params: NestedOptParam) -> Nested[bool]:
-        """A tree that says for which parameters it skips steps with gradients that are no numbers.
-
-        Args:
-          state: of the learner.
-          model_params: the parameters, or anything else with the same paths.
-        """
+        """Returns for each parameter whether steps with undefined gradients are skipped for it."""
         return jax.tree.map(lambda _: self.handles_undefined_loss(), model_params)
 
 
 class Learner(BaseLearner):
-    """A learner with one optimizer.
+    """Learner with one optimizer.
 
     Its state has the entries "optimizer", "ema" if a moving average of the parameters is kept,
     "undefined_loss_count" if steps with an undefined loss are skipped, and "loss_scale" if the loss
@@ -156,22 +138,22 @@ class Learner(BaseLearner):
         """Configures a Learner.
 
         Attributes:
-          optimizer: of an optimizer, that is of a function that makes one, optax's included, or of
-            an `UpdateTransformation`.
-          update_rules: pairs of a regular expression and how parameters are updated whose whole
-            path matches it; the first match counts. What matches none gets all updates. State
-            of layers (`ParameterSpec.is_state`) never gets those of the optimizer.
-          ema: keeps a moving average of the parameters, if its `decay` is not None.
+          optimizer: config of a function that returns an optimizer, such as optax's, or of an
+            `UpdateTransformation`.
+          update_rules: pairs of a regular expression, which must match the whole path of a
+            parameter, and its kind of updates; the first match counts. Without a match, a parameter
+            gets all updates. State of layers (`ParameterSpec.is_state`) is never optimized.
+          ema: the moving average of the parameters, kept if its `decay` is not None.
           enable_per_variable_summaries: whether to report statistics of each parameter and its
-            gradient; or regular expressions of the paths of those to report.
-          per_variable_stats: what of each is reported: "rms" and others of
+            gradient; or regular expressions of the paths to report.
+          per_variable_stats: the statistics to report: "rms" and others of
             `weft.trainer.variable_stats`.
-          ignore_undefined_loss: whether to skip steps whose loss or gradients are not finite: they
-            change nothing, and are counted.
+          ignore_undefined_loss: whether to skip and count steps whose loss or gradients are not
+            finite.
           forward_fn_transformation: applied to the forward pass before it is differentiated, such
             as `with_minibatch_steps`, which accumulates gradients.
-          loss_scale: multiplies the loss while it is differentiated, for half precision. Steps
-            whose gradients are not finite with it change nothing but the scale.
+          loss_scale: scale of the loss during differentiation, for half precision. Steps
+            with gradients that are not finite change only the scale.
         """
 
         optimizer: Required[InstantiableConfig] = REQUIRED
@@ -266,7 +248,7 @@ class Learner(BaseLearner):
         return new_params
 
     def _unless_undefined(self, new_params: NestedTensor, updates: Updates) -> NestedTensor:
-        """The new parameters, or the old ones and the old state if the step is to be skipped."""
+        """Returns the new parameters, or the old ones after it has reset the state."""
         losses = [forward_pass.outputs.loss for forward_pass in updates.forward_pass.values()]
         trained = updates.mask(self.should_update_with_optimizers, fields=("delta_updates",))
         is_defined = all_finite([*losses, trained.delta_updates])
@@ -313,7 +295,7 @@ class Learner(BaseLearner):
 
 
 class CompositeLearner(BaseLearner):
-    """Several learners, each of which updates its own part of the parameters.
+    """Learner that assigns each parameter to one of several learners.
 
     Its state has an entry for each learner, and "ema" if it averages the parameters.
     """
@@ -323,9 +305,8 @@ class CompositeLearner(BaseLearner):
         """Configures a CompositeLearner.
 
         Attributes:
-          rules: pairs of a regular expression and the name of the learner for the parameters whose
-            whole path matches it; the first match counts. Each parameter must match one.
-          learners: the learners by name.
+          rules: pairs of a regular expression, which must match the whole path of a parameter, and
+            the name of its learner; the first match counts. Each parameter must match one.
           ema: as for `Learner`, of all parameters.
           forward_fn_transformation: as for `Learner`; the learners themselves may have none.
         """
@@ -352,8 +333,8 @@ class CompositeLearner(BaseLearner):
     def _check_learner(self, name: str, learner: BaseLearner.Config) -> None:
         if name == "ema":
             raise UpdateRuleError(
-                "a learner cannot be called 'ema': the moving average of the parameters is kept "
-                "under that name. Choose another name."
+                "a learner cannot be named 'ema', which is the name of the moving average of the "
+                "parameters. Choose another name."
             )
         if getattr(learner, "forward_fn_transformation", None) is not None:
             raise UpdateRuleError(
@@ -429,7 +410,7 @@ class CompositeLearner(BaseLearner):
         return new_params
 
     def _parts(self, tree: Any) -> dict[str, Any]:
-        """For each learner the tree with the other learners' parameters masked."""
+        """Returns for each learner the tree with the other learners' parameters masked."""
         return {
             name: mask_tree(tree, keep=keep, mask_value=optax.MaskedNode())
             for name, keep in self._kept_by_learner(tree).items()
@@ -455,7 +436,7 @@ class CompositeLearner(BaseLearner):
 
 
 def _merge_parts(tree: Any, parts: Sequence[Any]) -> Any:
-    """A tree like `tree`, each leaf of which is taken from the part that has it."""
+    """Returns a tree like `tree` with each leaf from the part that has it."""
     leaf_at = {
         path: leaf for part in parts for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
     }

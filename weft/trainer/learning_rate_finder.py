@@ -1,6 +1,6 @@
-"""A search for a learning rate: a short run whose rate grows from step to step.
+"""Learning rate search: a short run whose learning rate grows from step to step.
 
-The loss is steady while the rate is too small to learn, falls, and rises when the rate is too
+The loss is constant while the rate is too small, falls, and rises when the rate is too
 large. The rate at which it falls fastest, over the logarithm of the rate, is a good peak for a
 schedule (Smith, 2017, "Cyclical learning rates for training neural networks").
 
@@ -30,12 +30,11 @@ _DIVERGED = 4.0
 
 @dataclasses.dataclass(frozen=True)
 class LearningRateSearch:
-    """What a search has found.
+    """Result of a search.
 
     Attributes:
-        rates: The learning rate of each step that was run.
-        losses: The loss of each.
-        smoothed: Their exponential moving average.
+        rates: The learning rate of each completed step.
+        smoothed: The exponential moving average of the losses.
         suggestion: The rate at which the smoothed loss falls fastest.
         fields: The fields of the trainer's config that hold a learning rate.
     """
@@ -48,12 +47,7 @@ class LearningRateSearch:
 
 
 def exponential_sweep(*, min_rate: float, max_rate: float, num_steps: int) -> Any:
-    """A schedule that goes from one rate to another by equal factors.
-
-    Args:
-        min_rate: Of the first step, 0.
-        max_rate: Of the last one, `num_steps - 1`.
-        num_steps: The number of steps.
+    """Returns a schedule that grows by equal factors from step 0 to step `num_steps - 1`.
 
     >>> rate = exponential_sweep(min_rate=1e-4, max_rate=1.0, num_steps=5)
     >>> [round(float(rate(i)), 4) for i in range(5)]
@@ -72,18 +66,13 @@ def find_learning_rate(
 ) -> LearningRateSearch:
     """Runs the first steps of a trainer's config with a growing learning rate.
 
-    Every field `learning_rate` of the learner is replaced. Nothing is evaluated, saved or written
-    to the run's directory. The search ends early when the loss is no number, or far above its best.
-
-    Args:
-        cfg: A trainer's config; it stays as it is.
-        min_rate: Of the first step.
-        max_rate: Of the last one.
-        num_steps: How many steps to run at most.
+    Every field `learning_rate` of the learner is replaced, in a copy. Nothing is evaluated, saved
+    or written to the run's directory. The search ends early when the loss is not finite or far
+    above its best.
 
     Raises:
-        LearningRateSearchError: If the numbers do not make a sweep, the learner has no field
-            `learning_rate`, or the loss falls at no rate.
+        LearningRateSearchError: If the arguments do not describe a sweep, the learner has no field
+            `learning_rate`, or the loss does not fall.
     """
     if not 0 < min_rate < max_rate or num_steps < 10:
         raise LearningRateSearchError(
@@ -95,8 +84,8 @@ def find_learning_rate(
     fields = _rate_fields(cfg.learner)
     if not fields:
         raise LearningRateSearchError(
-            "the learner's config has no field `learning_rate` in it, so there is nothing to "
-            "sweep; use an optimizer that takes its rate by this name."
+            "the learner's config has no field `learning_rate` to sweep; use an optimizer with an "
+            "argument of this name."
         )
     for path in fields:
         cfg.learner.set_recursively(path, value=config_for_function(exponential_sweep).set(**sweep))
@@ -149,24 +138,24 @@ def _smoothed(losses: list[float]) -> list[float]:
 
 def _suggestion(rates: list[float], smoothed: list[float]) -> float:
     slopes = [after - before for before, after in itertools.pairwise(smoothed)]
-    # What the first losses do is noise: few are averaged.
+    # The first averages are of few losses and therefore noisy.
     first = min(len(slopes) // 10, 5)
     steepest = min(range(first, len(slopes)), key=slopes.__getitem__, default=None)
     if steepest is None or slopes[steepest] >= 0:
         raise LearningRateSearchError(
-            f"the loss falls at no rate from {rates[0]:g} to {rates[-1]:g}: it is "
-            f"{smoothed[0]:.4g} at first and {smoothed[-1]:.4g} at last. Sweep other rates, with "
-            "more steps."
+            f"the loss does not fall at any rate from {rates[0]:g} to {rates[-1]:g}: it starts at "
+            f"{smoothed[0]:.4g} and ends at {smoothed[-1]:.4g}. Sweep other rates, or use more "
+            "steps."
         )
     return rates[steepest]
 
 
 class _DivergedError(Exception):
-    """The loss is far above what it was."""
+    """Loss far above its best value."""
 
 
 class _Losses(RunListener):
-    """Keeps finite losses, and ends the run when they are no longer of use."""
+    """Listener that keeps finite losses, and ends the run when they diverge."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -176,13 +165,13 @@ class _Losses(RunListener):
         if not math.isfinite(loss):
             raise _DivergedError
         self.values.append(loss)
-        # Losses below zero, such as log densities, have no factor that they are far above.
+        # A factor is not meaningful for losses below zero, such as log densities.
         if loss > _DIVERGED * min(self.values) > 0:
             raise _DivergedError
 
 
 class _NoCheckpoints(BaseCheckpointer):
-    """Saves nothing."""
+    """Checkpointer that saves nothing."""
 
     Config = BaseCheckpointer.Config
 
@@ -202,7 +191,7 @@ class _NoCheckpoints(BaseCheckpointer):
         return None, state
 
     def wait_until_finished(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing."""
 
     def stop(self, *, has_exception: bool = False) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""

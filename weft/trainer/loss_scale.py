@@ -1,8 +1,8 @@
-"""Dynamic loss scale: keeps gradients of half-precision computations from vanishing.
+"""Dynamic loss scale, which keeps half-precision gradients from underflow.
 
 The loss is multiplied by a scale before it is differentiated, and the gradients are divided by it.
-The scale grows after a number of steps whose gradients were finite, and falls after one whose
-gradients were not; that step changes nothing else (Micikevicius et al., 2018).
+The scale grows after a number of steps with finite gradients, and falls after a step whose
+gradients are not finite; that step changes nothing else (Micikevicius et al., 2018).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from weft.typing import NestedTensor, Tensor
 
 
 class DynamicLossScale(Configurable):
-    """The scale of a learner's loss; its state is a dict of the scale and a count of steps.
+    """Scale of a learner's loss; its state is a dict of the scale and a count of steps.
 
     Example:
         >>> loss_scale = DynamicLossScale.default_config().set(initial_scale=8).instantiate()
@@ -33,12 +33,12 @@ class DynamicLossScale(Configurable):
         """Configures a DynamicLossScale.
 
         Attributes:
-            initial_scale: of the first step.
-            growth_factor: what the scale is multiplied by when it grows; above 1.
-            backoff_factor: what it is multiplied by after a step whose gradients are not finite;
+            initial_scale: scale of the first step.
+            growth_factor: factor by which the scale grows; above 1.
+            backoff_factor: factor by which it falls after a step whose gradients are not finite;
                 between 0 and 1.
-            growth_interval: after how many finite steps in a row it grows.
-            minimum_scale: what it does not fall below.
+            growth_interval: number of consecutive finite steps after which it grows.
+            minimum_scale: lower bound.
         """
 
         initial_scale: float = 2.0**15
@@ -67,23 +67,18 @@ class DynamicLossScale(Configurable):
                 )
 
     def init(self) -> dict[str, Tensor]:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return {
             "scale": jnp.array(self.config.initial_scale, jnp.float32),
             "finite_steps": jnp.zeros((), jnp.int32),
         }
 
     def partition(self) -> dict[str, Any]:
-        """The layout of the state."""
+        """Returns the layout of the state."""
         return {"scale": replicated((), jnp.float32), "finite_steps": COUNT_SPEC}
 
     def after(self, state: dict[str, Tensor], *, is_finite: Tensor) -> dict[str, Tensor]:
-        """The state after a step.
-
-        Args:
-            state: Before it.
-            is_finite: Whether all gradients were finite.
-        """
+        """Returns the state after a step whose gradients were all finite, or not."""
         cfg = self.config
         scale = DynamicScale(
             growth_factor=cfg.growth_factor,
@@ -100,12 +95,7 @@ class DynamicLossScale(Configurable):
 
 
 def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
-    """A forward pass whose loss is multiplied by a scale, in single precision.
-
-    Args:
-        fn: The forward pass.
-        scale: A number.
-    """
+    """Returns a forward pass whose loss is multiplied by a scale, in single precision."""
 
     def forward(*, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
         outputs = fn(model_params=model_params, inputs=inputs)
@@ -115,10 +105,5 @@ def with_scaled_loss(fn: ForwardFn, scale: Tensor) -> ForwardFn:
 
 
 def unscaled(tree: Any, scale: Tensor) -> Any:
-    """Losses or gradients divided by the scale, in single precision at least.
-
-    Args:
-        tree: Of arrays.
-        scale: What they were multiplied by.
-    """
+    """Divides losses or gradients by the scale, in at least single precision."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) / scale, tree)
