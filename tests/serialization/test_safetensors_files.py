@@ -1,4 +1,6 @@
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -217,3 +219,43 @@ def test_a_dtype_that_numpy_lacks(tmp_path):
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     with TensorFiles(path) as files, pytest.raises(WeightsReadError, match=r"'a' .*dtype F8_E4M3"):
         files.read("a")
+
+
+@contextlib.contextmanager
+def fifo(path):
+    """A FIFO whose reader gets nothing, so that one that waits for it does not wait for ever."""
+    os.mkfifo(path)
+    # A process and not a thread: a reader in Rust waits with the lock of the interpreter.
+    writer = subprocess.Popen(["sh", "-c", ': > "$0"', str(path)])
+    try:
+        yield
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.safetensors.index.json"])
+def test_a_fifo_is_not_waited_for(tmp_path, name):
+    with (
+        fifo(tmp_path / name),
+        pytest.raises(WeightsReadError, match=r"is not a regular file"),
+    ):
+        load_safetensors(tmp_path / name)
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62], [2**62, 0], [2**63, 0]], ids=str)
+def test_a_shape_that_no_array_can_have(tmp_path, shape):
+    path = tmp_path / "m.safetensors"
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"a": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(WeightsReadError, match=r"'a' .* has the shape \[.*no array can have"):
+        load_safetensors(path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map": ' * 100_000], ids=["list", "dict"])
+def test_an_index_that_is_nested_too_deeply(tmp_path, text):
+    path = tmp_path / "m.safetensors.index.json"
+    path.write_text(text)
+    with pytest.raises(WeightsReadError, match="nested too deeply"):
+        load_safetensors(path)
