@@ -116,3 +116,26 @@ def test_integers_that_a_file_has_made_strings():
     state = nnx.state(nnx.List([nnx.Param(1), nnx.Param(2)]))
     nnx.replace_by_pure_dict(state, {"0": 5})
     assert nnx.to_pure_dict(state) == {0: 5, 1: 2}
+
+
+@pytest.mark.parametrize("keys", [("b", "a"), (10, 9), ("b", 1, "a"), (True, 1.5), ((1,), (0,))])
+def test_a_state_is_a_pytree_whatever_its_keys_are(keys):
+    """JAX takes dicts apart by itself where it sorts their keys as a state does."""
+
+    def nested(depth):
+        return {k: nested(depth - 1) for k in keys} if depth else jnp.ones(2)
+
+    state = nnx.State({"x": nested(1), "y": {"z": nested(2)}})
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    order = [tuple(key.key for key in path) for path in paths]
+    assert order == [path for path, _ in state.flat_state()]
+    leaves, tree = jax.tree.flatten(state)
+    raw = tree.unflatten(range(len(leaves))).raw_mapping
+    assert type(raw["y"]["z"]) is dict and type(raw["y"]["z"][keys[0]]) is dict
+    assert jax.tree.structure(nnx.State(raw)) == tree
+    is_sorted_by_jax = len(set(map(type, keys))) == 1 and type(keys[0]) in (str, int)
+    assert (str(tree).count("State") == 1) == is_sorted_by_jax
+    # A prefix of a state has its nodes, whether or not it reaches as deep.
+    prefix = nnx.State({"x": 0, "y": {"z": 1}})
+    axes = jax.tree.map(lambda axis, below: len(jax.tree.leaves(below)), prefix, state)
+    assert axes.raw_mapping == {"x": len(keys), "y": {"z": len(keys) ** 2}}

@@ -146,18 +146,50 @@ def _plain(nested: Any) -> Any:
 
 
 def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]:
-    # Nested dicts flatten as states: JAX does not sort keys that are integers and strings.
     nested = state._mapping
     try:
         keys = tuple(sorted(nested))  # pyright: ignore[reportArgumentType]
     except TypeError:
         keys = tuple(sorted(nested, key=lambda k: _sort_key((k,))))
     values = [nested[k] for k in keys]
-    return tuple([State(v, _copy=False) if type(v) is dict else v for v in values]), keys
+    return tuple([_sortable(v) if type(v) is dict else v for v in values]), keys
+
+
+def _sortable(nested: dict[Hashable, Any]) -> Any:
+    """Nested dicts for JAX: those with keys that it may not be able to sort are states.
+
+    All others stay dicts, since JAX takes these apart much faster. Which it is depends on a dict's
+    own keys alone, so a prefix of a state has the same nodes as the state.
+    """
+    kinds = set(map(type, nested))
+    if len(kinds) > 1 or not kinds <= _SORTED_BY_JAX:
+        return State(nested, _copy=False)
+    changed = nested
+    for key, value in nested.items():
+        if type(value) is dict and (below := _sortable(value)) is not value:
+            changed = dict(nested) if changed is nested else changed
+            changed[key] = below
+    return changed
+
+
+_SORTED_BY_JAX = {str, int}
+
+
+def _unsorted(nested: Any) -> Any:
+    """The inverse of `_sortable`."""
+    if isinstance(nested, State):
+        return nested._mapping
+    changed = nested
+    for key, value in nested.items():
+        kind = type(value)
+        if (kind is dict or kind is State) and (below := _unsorted(value)) is not value:
+            changed = dict(nested) if changed is nested else changed
+            changed[key] = below
+    return changed
 
 
 def _unflatten_state(keys: tuple[Hashable, ...], values: Iterable[Any]) -> State:
-    plain = (v._mapping if isinstance(v, State) else v for v in values)
+    plain = [_unsorted(v) if type(v) in (dict, State) else v for v in values]
     return State(dict(zip(keys, plain, strict=True)), _copy=False)
 
 
