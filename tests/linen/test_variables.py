@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.linen.modules import KEY, Affine, Counter, X
+from weft import linen as nn
 from weft.core.meta import Partitioned, with_partitioning
 from weft.errors import (
     CompactMethodError,
@@ -174,3 +175,37 @@ def test_gradients_of_perturbations_are_those_of_the_values():
     gradient = jax.grad(lambda v: fn.apply(v, X))(variables)["perturbations"]["h"]
     np.testing.assert_allclose(gradient, 6 * X, rtol=1e-6)
     assert fn.apply({}, X) == fn.apply(variables, X)
+
+
+class Perturbed(nn.Module):
+    @nn.compact
+    def __call__(self, c, _=None):
+        return self.perturb("h", c), None
+
+
+LIFTED = {
+    "jit": nn.jit,
+    "remat": nn.remat,
+    "vmap": lambda cls: nn.vmap(cls, variable_axes={"perturbations": 0}, in_axes=(0, None)),
+    "scan": lambda cls: nn.scan(cls, variable_axes={"perturbations": 0}, length=2),
+    "scan of jit": lambda cls: LIFTED["scan"](nn.jit(cls)),
+}
+
+
+@pytest.mark.parametrize("way", LIFTED)
+def test_a_missing_perturbation_in_a_lifted_module_is_an_error(way):
+    class Two(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x, _ = Perturbed(name="plain")(x)
+            return LIFTED[way](Perturbed)(name="lifted")(x, None)[0]
+
+    x = jnp.ones((3, 2))
+    given = Two().init(jax.random.key(0), x)["perturbations"]
+    assert set(given) == {"plain", "lifted"}
+    np.testing.assert_array_equal(Two().apply({"perturbations": given}, x), x)
+    np.testing.assert_array_equal(Two().apply({}, x), x)
+    with pytest.raises(
+        PerturbationNotFoundError, match=r"given without 'h' in the scope '/.*lifted"
+    ):
+        Two().apply({"perturbations": {"plain": given["plain"]}}, x)

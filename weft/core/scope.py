@@ -298,7 +298,7 @@ class Scope:
 
     def has_collection(self, col: str) -> bool:
         """Whether a collection was given or has something in any scope."""
-        return col in self._trunk.collections
+        return col in self._trunk.collections or col in self._trunk.given
 
     def is_collection_empty(self, col: str) -> bool:
         """Whether a collection has nothing in any scope."""

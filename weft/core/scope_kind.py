@@ -22,6 +22,7 @@ from weft.core.filters import (
     canonical,
     from_canonical,
     group_collections,
+    in_filter,
     intersect_filters,
     is_filter_empty,
     union_filters,
@@ -79,6 +80,7 @@ class _Root:
     Attributes:
         carried: the collections that a loop carries.
         shared: the collections that are the same for all.
+        given: the collections that are there and cannot change, and have nothing in this scope.
         settled: whether this function, or one around it, has run once before to make its state.
     """
 
@@ -88,6 +90,7 @@ class _Root:
     lifts: Any
     carried: Any
     shared: Any
+    given: frozenset[str]
     settled: bool = False
     path: Path = dataclasses.field(default=(), compare=False)
     debug_path: Path = dataclasses.field(default=(), compare=False)
@@ -164,14 +167,22 @@ class ScopeKind(Kind):
                 of_rngs = tuple(_folded(streams, folding) for streams in of_rngs)
                 counts = folding.freeze()
             groups.append(tuple(Group(v, r, {}) for v, r in zip(of_vars, of_rngs, strict=True)))
+            lifts = _union_of([where.variables for where, _ in wanted])
+            empty = (trunk.collections.keys() | trunk.given) - variables.keys()
             statics.append(
                 _Root(
                     canonical(_mutable_inside(scope, wanted)),
                     scope.flags,
                     counts,
-                    canonical(_union_of([where.variables for where, _ in wanted])),
+                    canonical(lifts),
                     _canonical_of(wanted, CARRY),
                     _canonical_of(wanted, None),
+                    # What can change is made inside where it is missing.
+                    frozenset(
+                        col
+                        for col in empty
+                        if in_filter(lifts, col) and not scope.is_mutable_collection(col)
+                    ),
                     settled=trunk.settled,
                     path=scope.path,
                     debug_path=scope.debug_path,
@@ -200,6 +211,7 @@ class ScopeKind(Kind):
             )
             scope._trunk.lifted_by = self.transformation
             scope._trunk.lifts = from_canonical(fields.lifts)
+            scope._trunk.given = fields.given
             scope._trunk.settled = fields.settled
             scope._counts = Counts(fields.counts)
 

@@ -27,6 +27,7 @@ class Trunk:
         collections: the variables, nested by collection, scope and name.
         lifted_by: the transformation whose inside the tree is, for errors.
         lifts: which collections that transformation takes inside.
+        given: those that it takes inside and cannot change, and of which the scope has nothing.
         settled: whether the function that runs on it has run once before, to make variables.
         trace: the JAX trace in which the tree was made.
         made: the variables that were made, with their initial values, nested as in `collections`.
@@ -40,6 +41,7 @@ class Trunk:
         self._path = path
         self.lifted_by = ""
         self.lifts: Filter = True
+        self.given: frozenset[str] = frozenset()
         self.settled = False
         self.trace = current_trace()
         self.made: dict[str, Any] = {}
