@@ -160,7 +160,7 @@ def test_no_device_ever_holds_a_whole_parameter(fsdp):
         pieces = [shard.data.size for shard in leaf.addressable_shards]
         assert pieces == [leaf.size // 8] * 8
     # Nor does one while the values are drawn: results, and everything in between.
-    init = jax.jit(trainer._init_state, out_shardings=trainer._shardings)
+    init = jax.jit(trainer._new_state, out_shardings=trainer._shardings)
     with trainer.mesh():
         memory = init.lower(jax.random.key(0)).compile().memory_analysis()
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(trainer.trainer_state.model))

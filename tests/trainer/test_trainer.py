@@ -348,3 +348,20 @@ def test_the_step_that_was_compiled_ahead_is_the_step(tmp_path):
 def test_a_profile_is_written_for_the_steps_that_are_named(tmp_path):
     run(config(tmp_path, start_trace_steps=[2], n_steps_for_each_trace=1))
     assert list(tmp_path.glob("trace/step_00000002/**/*.xplane.pb"))
+
+
+def test_an_error_of_the_model_shows_the_users_frames(tmp_path, monkeypatch, caplog):
+    def forward(self, x):
+        raise ZeroDivisionError("of the model")
+
+    monkeypatch.setattr(Embedding, "forward", forward)
+    trainer = trainer_of(config(tmp_path))
+    raises = pytest.raises(ZeroDivisionError, match="of the model")
+    with caplog.at_level("WARNING"), jax.log_compiles(), raises as caught:
+        trainer.run(jax.random.key(0))
+    frames = [entry.name for entry in caught.traceback if "/weft/" in str(entry.path)]
+    # The calls of layers say where it was; only `run` itself is left of the trainer.
+    assert frames[0] == "call" and set(frames[1:]) == {"forward", "__call__"}, frames
+    assert len(frames) < 10
+    assert caught.traceback[-1].name == "forward"
+    assert "jit(new_state)" in caplog.text and "_init_state" not in caplog.text

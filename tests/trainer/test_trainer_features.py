@@ -254,7 +254,7 @@ def lowered(cfg):
     """The learner's state and the outputs of a step by name, and its program."""
     trainer = cfg.instantiate(parent=None, devices=jax.devices()[:1])
     with trainer.mesh():
-        state = jax.eval_shape(trainer._init_state, jax.random.key(0))
+        state = jax.eval_shape(trainer._new_state, jax.random.key(0))
         batch = {
             "x": jax.ShapeDtypeStruct((8, 2), np.float32),
             "y": jax.ShapeDtypeStruct((8,), np.float32),

@@ -27,6 +27,7 @@ from weft.config import (
     maybe_instantiate,
 )
 from weft.core.axis_rules import logical_axis_rules
+from weft.core.tracebacks import entry_point
 from weft.errors import CheckpointSaveError, UndefinedLossException
 from weft.hierarchy.module import Module
 from weft.input import Input, PrefetchingIterator
@@ -261,9 +262,11 @@ class SpmdTrainer(Module):
         """The layouts of the state."""
         return partition_specs(self._state_specs)
 
-    def _init_state(self, prng_key: Tensor) -> TrainerState:
-        return new_state(
-            prng_key,
+    @property
+    def _new_state(self) -> Callable[[Tensor], TrainerState]:
+        # Not a method: JAX gives what it compiles the name of `new_state`.
+        return functools.partial(
+            new_state,
             model=self.model,
             learner=self.learner,
             model_specs=self._state_specs.model,
@@ -278,7 +281,7 @@ class SpmdTrainer(Module):
         with self.mesh():
             self._step, self._state = initial_state(
                 self.children.get("init_state_builder"),  # pyright: ignore[reportArgumentType]
-                self._init_state,
+                self._new_state,
                 prng_key,
                 self._shardings,
                 interruptible=self._state is None,  # else one would be lost for a new one
@@ -310,7 +313,7 @@ class SpmdTrainer(Module):
         with self.mesh(), contextlib.ExitStack() as stack:
             stack.enter_context(getting_ready("restoring the checkpoint"))
             batches = self._batches or stack.enter_context(self._open_batches())
-            shapes = jax.eval_shape(self._init_state, jax.random.key(0))
+            shapes = jax.eval_shape(self._new_state, jax.random.key(0))
             target = shapes_with(shapes, self._shardings)
             step, restored = self.checkpointer.restore(
                 step=restore_step, state=self._to_save(batches, target)
@@ -363,7 +366,7 @@ class SpmdTrainer(Module):
         with self.mesh():
             if trainer_state is None:
                 # The key as well: the devices of the mesh may be of another machine.
-                trainer_state = jax.eval_shape(lambda: self._init_state(jax.random.key(0)))
+                trainer_state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
             if input_batch is None:
                 input_batch = batch_shapes(self.input, self._batch_partition(), self._mesh)
             lowered = self._train_step.lower(trainer_state, input_batch)
@@ -376,6 +379,7 @@ class SpmdTrainer(Module):
         ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
         return self.trainer_state.model if not jax.tree.leaves(ema) else ema
 
+    @entry_point
     def run(
         self,
         prng_key: Tensor | None = None,
