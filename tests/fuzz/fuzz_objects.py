@@ -166,7 +166,7 @@ def gradients(model: Any, *rest: Any) -> Any:
 
 
 def is_float(path: Any, x: Any) -> bool:
-    # Also a number and an array of NumPy, of which a trace makes an array of JAX.
+    # Also a number and an array of NumPy, which a trace turns into an array of JAX.
     leaves = jax.tree.leaves(x.get_value() if isinstance(x, nnx.Variable) else x)
     floats = [jnp.issubdtype(jnp.result_type(v), jnp.floating) for v in leaves]
     return isinstance(x, nnx.Param) and bool(leaves) and all(floats)

@@ -190,21 +190,21 @@ def test_the_layout_of_an_optimizers_state_follows():
 
 
 def test_other_metadata_with_an_entry_for_each_axis():
-    told = []
+    calls = []
     w = param(
         sizes=(4, 8),
         kind="a",
-        on_add_axis=lambda v, i, name: told.append((i, name, v.sharding_names)),
-        on_remove_axis=lambda v, i, name: told.append((i, name, v.sharding_names)),
+        on_add_axis=lambda v, i, name: calls.append((i, name, v.sharding_names)),
+        on_remove_axis=lambda v, i, name: calls.append((i, name, v.sharding_names)),
     )
     add_axis(w, 0, {PARTITION_NAME: "layers", "sizes": 3, "kind": "b", "other": 1})
     assert w.sizes == (3, 4, 8) and w.kind == "a" and not w.has_metadata("other")
     remove_axis(w, 0, {PARTITION_NAME: "layers", "sizes": 3})
     assert w.sizes == (4, 8)
-    assert told == [(0, "layers", ("layers", "data", "model")), (0, "layers", ("data", "model"))]
-    plain = nnx.Param(jnp.ones(2), on_add_axis=lambda v, i, name: told.append(name))
+    assert calls == [(0, "layers", ("layers", "data", "model")), (0, "layers", ("data", "model"))]
+    plain = nnx.Param(jnp.ones(2), on_add_axis=lambda v, i, name: calls.append(name))
     add_axis(plain, 0, {})
-    assert told[-1] is None and not plain.has_metadata("out_sharding")
+    assert calls[-1] is None and not plain.has_metadata("out_sharding")
 
 
 def test_layouts_of_other_forms(mesh):
@@ -228,29 +228,29 @@ def test_axes_that_are_not_there():
 
 @pytest.mark.parametrize("where", ["method", "hook"])
 def test_a_variable_without_metadata_is_told_of_axes(where):
-    told = []
+    calls = []
 
     class Telling(nnx.Param):
         def add_axis(self, axis_index, axis_name):
-            told.append(("added", axis_index, axis_name))
+            calls.append(("added", axis_index, axis_name))
 
         def remove_axis(self, axis_index, axis_name):
-            told.append(("removed", axis_index, axis_name))
+            calls.append(("removed", axis_index, axis_name))
 
     def make(value):
         if where == "method":
             return Telling(value)
         return nnx.Param(
             value,
-            on_add_axis=lambda variable, i, name: told.append(("added", i, name)),
-            on_remove_axis=lambda variable, i, name: told.append(("removed", i, name)),
+            on_add_axis=lambda variable, i, name: calls.append(("added", i, name)),
+            on_remove_axis=lambda variable, i, name: calls.append(("removed", i, name)),
         )
 
     params = {nnx.PARTITION_NAME: "layers"}
     add_axis(make(jnp.ones(3)), 0, params)
     remove_axis({"w": make(jnp.ones(3))}, 0, params)
-    assert told == [("added", 0, "layers"), ("removed", 0, "layers")]
-    told.clear()
+    assert calls == [("added", 0, "layers"), ("removed", 0, "layers")]
+    calls.clear()
 
     def body(carry, model):
         model.w[...] *= 2
@@ -261,5 +261,5 @@ def test_a_variable_without_metadata_is_told_of_axes(where):
     )
     _, made = loop(0, nnx.Dict(w=make(jnp.ones((4, 3)))))
     # The change comes back, and what the body has made comes new.
-    assert told == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
+    assert calls == [("removed", 1, "layers"), ("added", 1, "layers"), ("added", 2, "layers")]
     assert made.made.shape == (2, 5, 3)

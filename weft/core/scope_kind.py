@@ -288,11 +288,11 @@ class ScopeKind(Kind):
         change = meta.add_axis if sign > 0 else meta.remove_axis
 
         def changed(collections: dict[str, Any]) -> dict[str, Any]:
-            told = {}
+            boxes = {}
             for col, entries in collections.items():
                 with meta.about("/".join((col, *_path_of(static[carrier])))):
-                    told[col] = change(entries, axis, metadata)
-            return told
+                    boxes[col] = change(entries, axis, metadata)
+            return boxes
 
         return group._replace(variables=changed(group.variables), made=changed(group.made))
 

@@ -128,8 +128,8 @@ def _chosen(
     if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
         _check_alike(kind, static, units, traced, names, first)
     initial = dict(zip(first, _initial(traced, units.values, first), strict=True))
-    # What one branch alone makes has the same initial value whichever branch is taken, so it is no
-    # result of the switch, which would make it differ where the index does.
+    # What one branch alone makes has the same initial value whichever branch is taken, so it is not
+    # a result of the switch, which would make it differ where the index does.
     makers = {path: [branch for branch in traced if path in branch.first] for path in first}
     fixed = {path: of[0] for path, of in makers.items() if len(of) == 1 < len(traced)}
     chosen_first = [path for path in first if path not in fixed]

@@ -171,7 +171,7 @@ class Kind(Protocol):
         return static
 
     def join(self, static: Any, statics: Sequence[Any]) -> Any:
-        """One collected static half for several branches, of which one is taken.
+        """One collected static half for several branches; one of them is taken.
 
         Args:
             static: that of the call.
@@ -383,7 +383,7 @@ class Layout:
 
     @functools.cached_property
     def of_units(self) -> tuple[list[Any], list[Any], list[int | None]]:
-        """The role of each unit, its filter, and of which carrier it is a group, if it is one."""
+        """The role of each unit, its filter, and the carrier whose group it is, if it is one."""
         roles, filters, carriers, count = [], [], [], itertools.count()
         for size, role in zip(self.sizes, self.flat_roles, strict=True):
             if size is None:
@@ -406,7 +406,7 @@ class Units:
         values: the groups and leaves, in order.
         roles: the role of each.
         filters: the filter of each group; None for another leaf.
-        carriers: the index of the carrier of which each is a group; None for another leaf.
+        carriers: the index of the carrier whose group each is; None for another leaf.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any]):

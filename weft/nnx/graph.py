@@ -444,7 +444,7 @@ def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[An
 
 
 def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
-    """An equal description with other `unhashable_values`, each of which is equal to the old."""
+    """Returns an equal description with other `unhashable_values`, each equal to the old one."""
     rest = iter(values)
 
     def replaced(part: Any) -> Any:

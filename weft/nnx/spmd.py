@@ -357,7 +357,7 @@ def name_next_axis(variable: Variable[Any], name: str | None) -> None:
 
 
 def knows_axes(variable: Variable[Any]) -> bool:
-    """Whether a variable has metadata, or a method, that may be told of an axis."""
+    """Whether a variable has metadata, or a method, that a new axis may call."""
     cls = type(variable)
     is_plain = cls.add_axis is Variable.add_axis and cls.remove_axis is Variable.remove_axis
     return bool(variable._metadata) or not is_plain

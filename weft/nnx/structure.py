@@ -137,7 +137,7 @@ def is_hashable(x: Any) -> bool:
 
 
 class Copies:
-    """Static values as they are now, of which each caller of a compiled function gets its own.
+    """Static values as they are now; each caller of a compiled function gets its own copies.
 
     What has a hash is not copied: it counts as immutable, and may be compared by identity. What
     Python can neither hash nor pickle counts as immutable as well. All copies are equal.

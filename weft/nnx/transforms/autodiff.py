@@ -451,7 +451,7 @@ class _Wanted:
 
 
 class _Shape(NamedTuple):
-    """Stands for an object, without its values.
+    """The structure of an object, without its values.
 
     Attributes:
         graphdef: its description.
