@@ -92,7 +92,7 @@ def has_manifest(ckpt_dir: str) -> bool:
 
 
 def read_manifest(ckpt_dir: str, *, step: int | None = None) -> Manifest | str:
-    """Returns the manifest of a checkpoint, of a step if one is given, or its damage."""
+    """Returns the manifest of a checkpoint, or its damage; checks the step if one is given."""
     try:
         content = read_json_file(os.path.join(ckpt_dir, MANIFEST))
         digest = content.pop(_DIGEST)
@@ -118,7 +118,7 @@ def find_damage(
     wanted: Callable[[str], bool] = lambda path: True,
     part: tuple[int, int] = (0, 1),
 ) -> list[str]:
-    """Returns one line per damaged file of a checkpoint, which must be of `step` if that is given.
+    """Returns one line per damaged file of a checkpoint.
 
     Args:
         ckpt_dir: The checkpoint.

@@ -165,7 +165,7 @@ class AnyPolicy(Configurable):
 
 
 class BestMetricPolicy(Configurable):
-    """Policy that saves when a metric exceeds its best value so far, also across restarts."""
+    """Policy that saves when a metric improves on its best value so far, also across restarts."""
 
     @config_class
     class Config(Configurable.Config):

@@ -1,4 +1,4 @@
-"""Retention of checkpoints; each is kept that at least one of these rules keeps.
+"""Retention of checkpoints: a checkpoint is kept if at least one of these rules keeps it.
 
 keep_last_n=2              the newest two
 keep_every_n_steps=1000    beginning with the oldest, each at least 1000 steps after the last

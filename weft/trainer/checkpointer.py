@@ -359,7 +359,7 @@ class Checkpointer(BaseCheckpointer):
         if now - self._last_removal < self.config.gc_loop_interval_seconds:
             return
         self._last_removal = now
-        # Later steps are from another course of the run, which does not justify removing earlier.
+        # Later steps are from another course of the run and must not cause removals.
         dirs = {s: path for s, path in step_dirs(self.config.dir).items() if s <= step}
         facts = {s: self._facts_of(s, path) for s, path in dirs.items() if s not in self._damaged}
         cfg = self.config

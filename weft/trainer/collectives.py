@@ -240,7 +240,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _bytes(dtype: str, dims: str) -> int:
-    # The first number in f32, bf16, s8, c64, f8e4m3fn, u4 is that of bits; a pred takes a byte.
+    # The first number of f32, bf16, s8, c64, f8e4m3fn, u4 counts bits; a pred takes a byte.
     bits = re.match(r"[a-z]+(\d+)", dtype)
     size = int(bits[1]) if bits else 8
     return math.ceil(math.prod(int(d) for d in dims.split(",") if d) * size / 8)

@@ -112,7 +112,7 @@ class Companions:
         self.doing = "starting"
         heard = time.monotonic()
         self._heard = dict.fromkeys(self._connections, heard)
-        # Of process 0 only: where each is.
+        # In process 0 only: the point that each process has reached.
         self._at = dict.fromkeys((0, *self._connections), 0)
         self._wishes: dict[int, Wish] = {}
         self._activities = dict.fromkeys(self._connections, "starting")

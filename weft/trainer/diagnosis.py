@@ -46,7 +46,7 @@ class Diagnosis:
         """Returns the first module, in the order in which calls end, with an undefined output.
 
         Minus infinity does not count, since masks use it. The result is path, class and method,
-        or `UNKNOWN`; None if all outputs are defined. `state` is that before the step.
+        or `UNKNOWN`; None if all outputs are defined. `state` must be that before the step.
         """
         return self._first_failure(self._forward, state, batch)
 

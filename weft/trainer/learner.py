@@ -248,7 +248,7 @@ class Learner(BaseLearner):
         return new_params
 
     def _unless_undefined(self, new_params: NestedTensor, updates: Updates) -> NestedTensor:
-        """Returns the new parameters, or the old ones after it has reset the state."""
+        """Returns the new parameters; if undefined, restores the old state and parameters."""
         losses = [forward_pass.outputs.loss for forward_pass in updates.forward_pass.values()]
         trained = updates.mask(self.should_update_with_optimizers, fields=("delta_updates",))
         is_defined = all_finite([*losses, trained.delta_updates])
