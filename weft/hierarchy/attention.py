@@ -1,10 +1,10 @@
-"""Attention and transformers, in one place; each family has a file of its own.
+"""Attention and transformers in one namespace; each family has its own file.
 
 From the inside out: projections (`qkv_linear`, `rope`), scales (`scale_qk`), biases
 (`attention_bias`, `attention_logit_bias`), caches (`kv_cache`), attention (`multihead_attention`,
-`multihead_attention_xl`), a branch beside a skip connection (`residual`), the feed-forward layer
-(`feed_forward`), layers (`transformer`), stacks (`stack`, `pipelined_stack`), what to keep for the
-backward pass (`remat`), and how it all lies over a mesh (`attention_sharding`).
+`multihead_attention_xl`), residual branches (`residual`), the feed-forward layer (`feed_forward`),
+layers (`transformer`), stacks (`stack`, `pipelined_stack`), rematerialization (`remat`) and
+sharding (`attention_sharding`).
 """
 
 from weft.functional import relative_to_absolute as rel_pos_to_abs_pos
@@ -198,7 +198,7 @@ __all__ = [
     "StackedTransformerLayer",
     "UpdateDataFn",
     "update_data_with_skip_connection",
-    # What is kept, and where it lies.
+    # Rematerialization and sharding.
     "RematRegexSavePatterns",
     "build_remat_spec",
     "save_and_offload_these_names_regex",

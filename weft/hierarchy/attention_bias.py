@@ -1,9 +1,8 @@
-"""Biases of attention logits as objects that say what they are.
+"""Biases of attention logits as structured objects.
 
-A bias is added to the logits. Most of them are masks, 0 or `NEG_INF`, and can be told in a few
-words: causal, within a window, within a segment. As objects they stay what they are until somebody
-asks for the `value()`, so that an implementation of attention can take apart what it is given
-(`split`) and treat what it knows in its own way. `a + b` is the bias that adds both.
+Most biases are masks, 0 or `NEG_INF`, with a short description: causal, within a window, within a
+segment. Until its `value()` is computed, a bias object keeps this description, so that an
+implementation of attention can `split` a sum `a + b` and handle the parts it knows specially.
 """
 
 import functools
@@ -66,25 +65,21 @@ B = TypeVar("B", bound="BaseAttentionBias")
 
 
 class BaseAttentionBias(struct.PyTreeNode):
-    """A bias. A subclass defines `value`.
-
-    Attributes:
-      dtype: of the value.
-    """
+    """Bias added to attention logits. A subclass defines `value`."""
 
     dtype: DType = struct.field(pytree_node=False, kw_only=True, default=jnp.float32)
 
     def value(self) -> Tensor | None:
-        """`Float[Array, "#batch #heads target source"]`, or None for a bias that is 0."""
+        """Returns `Float[Array, "#batch #heads target source"]`, or None for a bias of 0."""
         raise NotImplementedError(type(self))
 
     def eval_shape(self) -> tuple[int, ...] | None:
-        """The shape of the value; None if it has none."""
+        """Returns the shape of the value, or None if it has none."""
         value = jax.eval_shape(self.value)
         return None if value is None else value.shape
 
     def has_value(self) -> bool:
-        """Whether the value is anything else than None."""
+        """Returns False if the value is None."""
         return self.eval_shape() is not None
 
     def __add__(self, other: "BaseAttentionBias | Tensor | None") -> "BaseAttentionBias":
@@ -95,36 +90,25 @@ class BaseAttentionBias(struct.PyTreeNode):
     __radd__ = __add__
 
     def _parts(self) -> "list[BaseAttentionBias]":
-        """The biases that this one is the sum of."""
+        """Returns the summands of this bias."""
         return [self] if self.has_value() else []
 
     @classmethod
     def from_sequence(cls, biases: "Sequence[BaseAttentionBias]") -> "BaseAttentionBias":
-        """One bias of this class that equals several of it.
-
-        Args:
-          biases: instances of this class, at least one.
+        """Returns one bias of this class that is equal to the sum of `biases`.
 
         Raises:
-          ArgumentValueError: if no single one does.
+          ArgumentValueError: if no single bias of this class equals the sum.
         """
         if len(biases) == 1:
             return biases[0]
         raise ArgumentValueError(
-            f"{len(biases)} biases of the class {cls.__name__} do not make up one; add them up, or "
-            "ask `split` for a more general class."
+            f"{len(biases)} biases of the class {cls.__name__} cannot be combined into one; add "
+            "them up, or `split` by a more general class."
         )
 
     def bias_and_residual(self, cls: type[B]) -> "BiasAndResidual[B]":
-        """Takes out what is of a class.
-
-        Args:
-          cls: the class.
-
-        Returns:
-          The part that is of the class, None if there is none, and the rest; their sum is this
-          bias.
-        """
+        """Splits the bias into the part of class `cls`, or None, and the rest."""
         of_class: Any = [part for part in self._parts() if isinstance(part, cls)]
         rest = [part for part in self._parts() if not isinstance(part, cls)]
         taken: Any = cls.from_sequence(of_class) if of_class else None
@@ -134,15 +118,15 @@ class BaseAttentionBias(struct.PyTreeNode):
         )
 
     def astype(self, dtype: DType) -> Self:
-        """The bias with a value of another dtype."""
+        """Returns the bias with a value of another dtype."""
         return self.replace(dtype=dtype)
 
 
 class BiasAndResidual(struct.PyTreeNode, Generic[B]):
-    """A bias in two parts; it can be unpacked.
+    """Bias in two parts that can be unpacked.
 
     Attributes:
-      bias: of the class that was asked for, or None.
+      bias: the part of the requested class, or None.
       residual: the rest.
     """
 
@@ -154,11 +138,7 @@ class BiasAndResidual(struct.PyTreeNode, Generic[B]):
 
 
 class CompositeAttentionBias(BaseAttentionBias):
-    """The sum of biases; where one of them is a mask, the masks are joined first.
-
-    Attributes:
-      biases: the summands.
-    """
+    """Sum of biases; masks among them are joined first."""
 
     biases: Sequence[BaseAttentionBias]
 
@@ -166,7 +146,7 @@ class CompositeAttentionBias(BaseAttentionBias):
         return [part for bias in self.biases for part in bias._parts()]
 
     def _simplest(self) -> BaseAttentionBias:
-        """The same bias without a sum where one is not needed."""
+        """Returns the same bias, without a sum where possible."""
         if not self.biases:
             return ZeroAttentionBias()
         return self.biases[0] if len(self.biases) == 1 else self
@@ -181,17 +161,17 @@ class CompositeAttentionBias(BaseAttentionBias):
 
 
 class TensorAttentionBias(BaseAttentionBias):
-    """A bias that is given by its value; see `from_tensor`."""
+    """Bias given by its value; see `from_tensor`."""
 
     _value: Tensor
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "TensorAttentionBias":
-        """A bias by its value.
+        """Returns a bias with the given value.
 
         Args:
-          tensor: `Float[Array, "#batch #heads target source"]`; without the axis of the heads, or
-            without both, it counts for all of them.
+          tensor: `Float[Array, "#batch #heads target source"]`. Without the axis of
+            heads, or batch and heads, it is broadcast over these.
         """
         return cls(_with_heads(tensor), dtype=tensor.dtype)
 
@@ -206,13 +186,10 @@ class TensorAttentionBias(BaseAttentionBias):
 
 
 class BoolAttentionBias(BaseAttentionBias):
-    """A mask: 0 where attending is allowed, `NEG_INF` elsewhere.
-
-    A subclass defines `bool_value`.
-    """
+    """Mask: 0 where attending is allowed, `NEG_INF` elsewhere. A subclass defines `bool_value`."""
 
     def bool_value(self) -> Tensor | None:
-        """`Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
+        """Returns `Bool[Array, "#batch #heads target source"]`, or None if all is allowed."""
         raise NotImplementedError(type(self))
 
     def value(self) -> Tensor | None:
@@ -227,17 +204,17 @@ class BoolAttentionBias(BaseAttentionBias):
 
 
 class BoolTensorAttentionBias(BoolAttentionBias):
-    """A mask that is given by its value; see `from_tensor`."""
+    """Mask given by its value; see `from_tensor`."""
 
     _bool_value: Tensor
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "BoolTensorAttentionBias":
-        """A mask by its value.
+        """Returns a mask with the given value.
 
         Args:
-          tensor: `Bool[Array, "#batch #heads target source"]`; without the axis of the heads, or
-            without both, it counts for all of them.
+          tensor: `Bool[Array, "#batch #heads target source"]`, True where attending is allowed.
+            Without the axis of heads, or batch and heads, it is broadcast over these.
 
         Raises:
           ArgumentValueError: if it is not boolean.
@@ -258,12 +235,11 @@ class BoolTensorAttentionBias(BoolAttentionBias):
 
 
 class MaskFnAttentionBias(BoolAttentionBias):
-    """A mask that is given by a function of positions.
+    """Mask computed by a function of positions.
 
     Attributes:
-      mask: the function.
-      target_positions: `Int[Array, "#batch target"]` of the queries.
-      source_positions: `Int[Array, "#batch source"]` of the keys.
+      target_positions: `Int[Array, "#batch target"]`, of the queries.
+      source_positions: `Int[Array, "#batch source"]`, of the keys.
     """
 
     mask: MaskFn = struct.field(pytree_node=False)
@@ -272,11 +248,7 @@ class MaskFnAttentionBias(BoolAttentionBias):
 
     @classmethod
     def default_config(cls, mask: ConfigOr[MaskFn]) -> Any:
-        """A config of this class without positions, for the field `mask` of an attention layer.
-
-        Args:
-          mask: the function, or a config that makes it.
-        """
+        """Returns a config without positions, for the field `mask` of an attention layer."""
         return config_for_class(cls).set(mask=mask)
 
     def bool_value(self) -> Tensor:
@@ -298,13 +270,13 @@ class MaskFnAttentionBias(BoolAttentionBias):
 
 
 class CausalAttentionBias(MaskFnAttentionBias):
-    """Each position attends to itself and to what came before."""
+    """Mask by which each position attends to itself and earlier positions."""
 
     mask: MaskFn = struct.field(pytree_node=False, default=causal_mask, kw_only=True)
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config of this class without positions, for the field `mask` of an attention layer."""
+        """Returns a config without positions, for the field `mask` of an attention layer."""
         return config_for_class(cls)
 
     @classmethod
@@ -314,17 +286,13 @@ class CausalAttentionBias(MaskFnAttentionBias):
 
 
 class SlidingWindowAttentionBias(MaskFnAttentionBias):
-    """Each position attends to itself and to some positions before it.
-
-    Attributes:
-      sliding_window_size: how many before it.
-    """
+    """Mask for attention to each position itself and `sliding_window_size` positions before it."""
 
     sliding_window_size: int = struct.field(pytree_node=False, kw_only=True)
 
     @classmethod
     def default_config(cls, sliding_window_size: int) -> Any:
-        """A config of this class without positions, for the field `mask` of an attention layer."""
+        """Returns a config without positions, for the field `mask` of an attention layer."""
         mask = config_for_function(sliding_window_causal_mask)
         return config_for_class(cls).set(
             mask=mask.set(sliding_window_size=sliding_window_size),
@@ -333,11 +301,11 @@ class SlidingWindowAttentionBias(MaskFnAttentionBias):
 
 
 class LeftRightWindowAttentionBias(MaskFnAttentionBias):
-    """Each position attends to itself and to some positions on both sides.
+    """Mask by which each position attends to itself and some positions on both sides.
 
     Attributes:
-      left_context: how many before it; None for all.
-      right_context: how many after it; None for all.
+      left_context: number of positions before it; None for all.
+      right_context: number of positions after it; None for all.
     """
 
     left_context: int | None = struct.field(pytree_node=False, kw_only=True)
@@ -345,17 +313,17 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
 
     @classmethod
     def default_config(cls, left_context: int | None, right_context: int | None) -> Any:
-        """A config of this class without positions, for the field `mask` of an attention layer."""
+        """Returns a config without positions, for the field `mask` of an attention layer."""
         window = {"left_context": left_context, "right_context": right_context}
         mask = config_for_function(left_right_window_mask).set(**window)
         return config_for_class(cls).set(mask=mask, **window)
 
 
 class SegmentIdAttentionBias(BoolAttentionBias):
-    """Each position attends to those of its own segment.
+    """Mask by which each position attends to its own segment.
 
     Attributes:
-      segment_ids: `Int[Array, "batch time"]`, of queries and keys alike.
+      segment_ids: `Int[Array, "batch time"]`, of both queries and keys.
     """
 
     segment_ids: Tensor
@@ -372,25 +340,17 @@ class ZeroAttentionBias(BoolAttentionBias):
 
 
 def as_attention_bias(bias: BaseAttentionBias | Tensor | None) -> BaseAttentionBias:
-    """A bias as an object.
-
-    Args:
-      bias: an object already, a value, or None for no bias.
-    """
+    """Returns a bias as an object: itself, a wrapped value, or a `ZeroAttentionBias` for None."""
     if bias is None:
         return ZeroAttentionBias()
     return bias if isinstance(bias, BaseAttentionBias) else TensorAttentionBias.from_tensor(bias)
 
 
 def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, ...]:
-    """Takes a bias apart.
-
-    Args:
-      bias: the bias.
-      *cls: the classes to take out, one after the other.
+    """Splits a bias by class.
 
     Returns:
-      The part of each class, a `ZeroAttentionBias` where there is none, and the rest.
+      The part of each class, in order, a `ZeroAttentionBias` where it has none, and the rest.
 
     Example:
       >>> ids = jnp.array([[1, 1, 2]])
@@ -408,7 +368,7 @@ def split(bias: BaseAttentionBias, *cls: type[BaseAttentionBias]) -> tuple[Any, 
 
 
 def make_causal_biases(seq_len: int) -> Tensor:
-    """The bias of causal attention, `Float[Array, "seq_len seq_len"]`.
+    """Returns the bias of causal attention, `Float[Array, "seq_len seq_len"]`.
 
     Example:
       >>> (make_causal_biases(2) < 0).tolist()
@@ -418,19 +378,16 @@ def make_causal_biases(seq_len: int) -> Tensor:
 
 
 def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) -> Tensor:
-    """The bias of attention to `sliding_window_size` positions before each."""
+    """Returns the bias of attention to `sliding_window_size` positions before each."""
     return _bias_of_mask(sliding_window_causal_mask(sliding_window_size), seq_len)
 
 
 def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
-    """The bias of attention within segments.
+    """Returns the bias of attention within segments, `Float[Array, "batch 1 target source"]`.
 
     Args:
       source_segments: `Int[Array, "batch source"]`.
       target_segments: `Int[Array, "batch target"]`.
-
-    Returns:
-      `Float[Array, "batch 1 target source"]`.
     """
     return bool_to_bias(attention_mask.segment_mask(target_segments, source_segments))
 
@@ -441,7 +398,7 @@ def _bias_of_mask(mask: MaskFn, seq_len: int) -> Tensor:
 
 
 def _with_heads(tensor: Tensor) -> Tensor:
-    """A bias with all four axes."""
+    """Returns a bias with all four axes."""
     if tensor.ndim not in (2, 3, 4):
         raise ArgumentShapeError(
             f"an attention bias has the shape {tensor.shape}; expected (batch, heads, target, "

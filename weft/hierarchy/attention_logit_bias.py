@@ -1,7 +1,7 @@
-"""Layers that make biases of attention logits from segments and positions.
+"""Layers that compute biases of attention logits from segments and positions.
 
-They give values, `Float[Array, "batch #heads time time"]`, for a model that makes one bias for all
-of its layers. An attention layer can mask by itself as well: see its field `mask`.
+They return values, `Float[Array, "batch #heads time time"]`, for a model that shares one bias among
+all layers. An attention layer can also mask by itself: see its field `mask`.
 """
 
 import jax.numpy as jnp
@@ -16,14 +16,11 @@ from weft.typing import Tensor
 
 
 def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Tensor:
-    """The bias of attention from and to what is not padding.
+    """Returns the bias that masks padding, `Float[Array, "batch 1 time time"]`.
 
     Args:
       input_ids: `Int[Array, "batch time"]`.
-      pad_token_id: of padding; None if there is none.
-
-    Returns:
-      `Float[Array, "batch 1 time time"]`.
+      pad_token_id: None if the inputs have no padding.
 
     Example:
       >>> (compute_padding_biases(jnp.array([[5, 0]]), pad_token_id=0) == 0).tolist()
@@ -37,14 +34,11 @@ def compute_padding_biases(input_ids: Tensor, *, pad_token_id: int | None) -> Te
 def apply_attention_logit_biases(
     logits: Tensor, attention_logit_biases: Tensor | None = None
 ) -> Tensor:
-    """Adds a bias to logits.
+    """Returns the sum of logits and a bias, in the dtype of the logits.
 
     Args:
       logits: `Float[Array, "batch heads target source"]`.
       attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
-
-    Returns:
-      The sum, in the dtype of the logits.
     """
     if attention_logit_biases is None:
         return logits
@@ -53,10 +47,7 @@ def apply_attention_logit_biases(
 
 
 def alibi_get_slopes(num_heads: int) -> list[float]:
-    """The slope by which each head's logits fall with distance (Press et al., 2022).
-
-    Args:
-      num_heads: the number of heads.
+    """Returns the slope by which each head's logits fall with distance (Press et al., 2022).
 
     Example:
       >>> alibi_get_slopes(4)
@@ -66,28 +57,25 @@ def alibi_get_slopes(num_heads: int) -> list[float]:
 
 
 class AttentionLogitBiasLayer(BaseLayer):
-    """Positions attend to those of their own segment."""
+    """Layer whose bias lets positions attend to their own segment."""
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
-        """Makes a bias.
+        """Returns a bias, `Float[Array, "batch #heads time time"]`.
 
         Args:
           segment_ids: `Int[Array, "batch time"]`.
           positions: `Int[Array, "batch time"]` within the segments.
-
-        Returns:
-          `Float[Array, "batch #heads time time"]`.
         """
         del positions
         return make_segment_mask(source_segments=segment_ids, target_segments=segment_ids)
 
 
 class FullAttentionLogitBiasLayer(AttentionLogitBiasLayer):
-    """Positions attend to all of their segment."""
+    """Layer whose bias lets positions attend to their whole segment."""
 
 
 class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
-    """Positions attend to themselves and to what came before in their segment."""
+    """Layer whose bias lets positions attend to themselves and earlier ones of their segment."""
 
     def forward(self, *, segment_ids: Tensor, positions: Tensor) -> Tensor:
         causal = bool_to_bias(evaluate_mask(causal_mask, positions, positions))
@@ -95,15 +83,11 @@ class CausalAttentionLogitBiasLayer(AttentionLogitBiasLayer):
 
 
 class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
-    """Causal attention whose logits fall with distance, in each head with its own slope."""
+    """Layer for causal attention whose logits fall with distance, with one slope per head."""
 
     @config_class
     class Config(CausalAttentionLogitBiasLayer.Config):
-        """Configures an ALiBiAttentionLogitBiasLayer.
-
-        Attributes:
-          num_heads: the number of heads.
-        """
+        """Configures an ALiBiAttentionLogitBiasLayer."""
 
         num_heads: Required[int] = REQUIRED
 
@@ -113,15 +97,11 @@ class ALiBiAttentionLogitBiasLayer(CausalAttentionLogitBiasLayer):
 
 
 class SymmetricALiBiAttentionLogitBiasLayer(FullAttentionLogitBiasLayer):
-    """Attention in both directions whose logits fall with distance, in each head with its slope."""
+    """Layer for bidirectional attention whose logits fall with distance, one slope per head."""
 
     @config_class
     class Config(FullAttentionLogitBiasLayer.Config):
-        """Configures a SymmetricALiBiAttentionLogitBiasLayer.
-
-        Attributes:
-          num_heads: the number of heads.
-        """
+        """Configures a SymmetricALiBiAttentionLogitBiasLayer."""
 
         num_heads: Required[int] = REQUIRED
 

@@ -1,8 +1,7 @@
-"""How the weights and activations of transformer layers lie over a mesh.
+"""Sharding of the weights and activations of transformer layers.
 
-The weights of attention and feed-forward layers are sharded twice, over the axis of tensor
-parallelism by heads or hidden dimensions, and over the axis of data parallelism by the model's
-dimension (Xu et al., 2021).
+Weights of attention and feed-forward layers are sharded twice: heads or hidden dimensions over the
+tensor-parallel axis, the model dimension over the data-parallel axis (Xu et al., 2021).
 """
 
 from collections.abc import Sequence
@@ -24,12 +23,11 @@ def set_attention_partition_specs(
     seq_axis_names: AxisNames = "seq",
     set_attn_activation_specs: bool = False,
 ) -> None:
-    """Sets the partition specs of an attention layer.
+    """Sets the partition specs of an attention layer in place.
 
     Args:
-      cfg: changed in place.
       batch_axis_names: the mesh axes of the batch.
-      fsdp_axis_names: the mesh axes of the model's dimension in weights.
+      fsdp_axis_names: the mesh axes of the model dimension in weights.
       tp_axis_names: the mesh axes of heads.
       seq_axis_names: the mesh axes of positions.
       set_attn_activation_specs: whether to set those of queries, keys, values and the output.
@@ -51,13 +49,13 @@ def set_feed_forward_partition_specs(
     tp_axis_names: AxisNames = "model",
     seq_axis_names: AxisNames = "seq",
 ) -> None:
-    """Sets the partition specs of a feed-forward layer.
+    """Sets the partition specs of a feed-forward layer in place.
 
     Args:
-      cfg: of a `TransformerFeedForwardLayer`, or of a mixture of experts, changed in place. Experts
-        stay on the mesh axes that they are on.
+      cfg: of a `TransformerFeedForwardLayer`, or of a mixture of experts, which keeps the mesh axes
+        of its experts.
       batch_axis_names: the mesh axes of the batch.
-      fsdp_axis_names: the mesh axes of the model's dimension in weights.
+      fsdp_axis_names: the mesh axes of the model dimension in weights.
       tp_axis_names: the mesh axes of the hidden dimension.
       seq_axis_names: the mesh axes of positions.
     """
@@ -79,7 +77,7 @@ def set_feed_forward_partition_specs(
 
 
 def _innermost(cfg: Any) -> Any:
-    """The config of the layer that has the weight, within those that add something to it."""
+    """Returns the config of the layer with the weight, inside of layers that add to it."""
     while True:
         for name in ("input_linear", "layer"):
             if hasattr(cfg, name):
@@ -92,7 +90,7 @@ def _innermost(cfg: Any) -> Any:
 def _set_expert_partition_specs(
     cfg: Any, *, batch: AxisNames, fsdp: AxisNames, tp: AxisNames, seq: AxisNames
 ) -> None:
-    """Sets those of a mixture of experts, whose arrays are known by the letters of their axes."""
+    """Sets those of a mixture of experts, whose arrays are keyed by the letters of their axes."""
     batch, fsdp, tp, seq = (
         x if x is None or isinstance(x, str) else tuple(x) for x in (batch, fsdp, tp, seq)
     )
@@ -124,12 +122,11 @@ def set_double_shard_weights_config(
     seq_axis_names: AxisNames = "seq",
     set_attn_activation_specs: bool = False,
 ) -> None:
-    """Sets the partition specs of transformer layers.
+    """Sets the partition specs of one or several transformer layers in place.
 
     Args:
-      cfg: of one layer or of several, changed in place.
       batch_axis_names: the mesh axes of the batch.
-      fsdp_axis_names: the mesh axes of the model's dimension in weights.
+      fsdp_axis_names: the mesh axes of the model dimension in weights.
       tp_axis_names: the mesh axes of heads and hidden dimensions.
       seq_axis_names: the mesh axes of positions.
       set_attn_activation_specs: whether to set those of queries, keys, values and the output of

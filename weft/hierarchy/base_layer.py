@@ -1,4 +1,4 @@
-"""Layers: modules with parameters, which they describe and draw but do not hold."""
+"""Layers: modules that describe and initialize parameters but do not hold them."""
 
 import copy
 import dataclasses
@@ -61,24 +61,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ParameterNoise(Configurable):
-    """Perturbs the parameters of a layer before it is trained on a batch."""
+    """Perturbation of a layer's parameters before each training step."""
 
     def apply(self, prng_key: Tensor, params: NestedTensor) -> NestedTensor:
-        """The perturbed parameters; by itself this class changes nothing.
-
-        Args:
-            prng_key: for the noise.
-            params: of the layer and those below it.
-        """
+        """Returns the perturbed parameters of a layer and its descendants, by default unchanged."""
         return params
 
 
 @dataclasses.dataclass(frozen=True)
 class RematSpec:
-    """What of a layer's forward pass is computed again in the backward pass.
+    """Parts of a layer's forward pass to recompute in the backward pass.
 
     Attributes:
-        prevent_cse: as for `jax.checkpoint`; False is right, and quicker, inside a scan.
+        prevent_cse: as for `jax.checkpoint`; False is right, and faster, inside a scan.
         policy: one of `jax.checkpoint_policies`, or a config of one; None keeps nothing.
     """
 
@@ -87,13 +82,13 @@ class RematSpec:
 
 
 def no_remat(fn: F) -> F:
-    """Marks a method that keeps what it computes, although the layer has a `remat_spec`."""
+    """Exempts a method from its layer's `remat_spec`."""
     fn._weft_no_remat = True  # pyright: ignore[reportFunctionMemberAccess]
     return fn
 
 
 class Parameters(dict[str, Any]):
-    """A layer's state, which says what there is when an entry is missing."""
+    """State of a layer, with an error for a missing entry that lists the entries."""
 
     def __init__(self, state: NestedTensor, path: str):
         super().__init__(state)
@@ -108,9 +103,9 @@ class Parameters(dict[str, Any]):
 
 
 class BaseLayer(Module):
-    """A module with parameters.
+    """Module with parameters.
 
-    A subclass says which by `_create_layer_parameter_specs`, and uses them in its methods as
+    A subclass describes them in `_create_layer_parameter_specs` and reads them in its methods as
     `self.parameters[name]`.
     """
 
@@ -120,11 +115,11 @@ class BaseLayer(Module):
 
         Attributes:
             dtype: of the parameters; None for that of the parent layer, float32 at the root.
-            param_init: draws the parameters; None for that of the parent layer.
+            param_init: initializes the parameters; None for that of the parent layer.
             param_partition_spec: the mesh axes of the layer's main weight, one entry per axis.
             param_noise: perturbs the parameters in training.
-            remat_spec: what to compute again in the backward pass; None keeps everything.
-            tensor_stats: what to report about activations.
+            remat_spec: what to recompute in the backward pass; None keeps everything.
+            tensor_stats: the statistics of activations to report.
         """
 
         dtype: DType | None = None
@@ -143,14 +138,14 @@ class BaseLayer(Module):
 
     @nowrap
     def dtype(self) -> DType:
-        """The dtype of the layer's parameters."""
+        """Returns the dtype of the layer's parameters."""
         if self.config.dtype is not None:
             return self.config.dtype
         return self.parent.dtype() if isinstance(self.parent, BaseLayer) else jnp.float32
 
     @nowrap
     def param_init(self) -> Any:
-        """The initializer of the layer's parameters."""
+        """Returns the initializer of the layer's parameters."""
         if self._param_init is not None:
             return self._param_init
         if isinstance(self.parent, BaseLayer):
@@ -158,17 +153,17 @@ class BaseLayer(Module):
         return DefaultInitializer.default_config().instantiate()
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """The parameters that the layer itself has, without those of its children."""
+        """Returns the specs of the layer's own parameters, without those of its children."""
         return {}
 
     def _compute_fan_axes(self, name: str, spec: ParameterSpec) -> FanAxes | None:
-        """Which axes are inputs and outputs where the spec does not say."""
+        """Returns the input and output axes of a parameter whose spec has none."""
         if name.endswith("weight") and len(spec.shape) >= 2:
             return FanAxes(in_axis=-2, out_axis=-1)
         return None
 
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """`_create_layer_parameter_specs`, with every field filled in."""
+        """Returns `_create_layer_parameter_specs` with every field filled in."""
         specs, path = {}, self.path()
         check_sizes(path, **{k: v for k, v in self.config.items() if k.endswith("_dim")})
         for name, spec in self._create_layer_parameter_specs().items():
@@ -194,12 +189,12 @@ class BaseLayer(Module):
         return specs
 
     def _num_copies(self, name: str) -> int | None:
-        """How many stacked copies of a child's parameters there are; None for one, not stacked."""
+        """Returns the number of stacked copies of a child's parameters; None if not stacked."""
         return None
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        """The specs of all parameters of the layer and those below it, nested as its state is.
+        """Returns the specs of all parameters of the layer and below, nested as the state.
 
         Raises:
             ParameterSpecError: if a spec contradicts itself, naming the parameter.
@@ -214,18 +209,17 @@ class BaseLayer(Module):
     def initialize_parameters_recursively(
         self, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
     ) -> dict[str, Any]:
-        """Draws all parameters of the layer and those below it.
+        """Initializes all parameters of the layer and its descendants.
 
-        The key of a parameter is `prng_key` with the names on its path folded in, so that it does
-        not depend on what else the model has.
+        The key of a parameter is `prng_key` with the names on its path folded in, independent of
+        the rest of the model.
 
         Args:
-            prng_key: for the draws.
-            prebuilt: values to use instead, nested as the state is; what is missing or None is
-              drawn.
+            prebuilt: values to use instead, nested as the state; missing or None entries are
+              initialized.
 
         Raises:
-            ParameterSpecError: if a value in `prebuilt` has the wrong shape, or is of no parameter.
+            ParameterSpecError: if a prebuilt value has the wrong shape, or matches no parameter.
             ParameterInitError: if no initializer fits a parameter.
         """
         given: dict[str, Any] = dict(prebuilt or {})
@@ -270,12 +264,7 @@ class BaseLayer(Module):
     def apply_parameter_noise_recursively(
         self, prng_key: Tensor, params: NestedTensor
     ) -> NestedTensor:
-        """The parameters with each layer's `param_noise` applied.
-
-        Args:
-            prng_key: for the noise; each layer uses its own part of it.
-            params: of this layer and those below it.
-        """
+        """Returns the parameters with each layer's `param_noise` applied, each with its own key."""
         noisy: Any = copy.copy(params)  # a stack stays marked as one
         for name, child in self._children.items():
             if isinstance(child, BaseLayer) and name in noisy:
@@ -291,10 +280,10 @@ class BaseLayer(Module):
 
     @nowrap
     def require_prng_key(self, what: str) -> Tensor:
-        """The PRNG key of the current invocation.
+        """Returns the PRNG key of the current invocation.
 
         Args:
-            what: needs it, for the error.
+            what: what needs the key, for the error.
 
         Raises:
             MissingPrngKeyError: if the invocation has none.
@@ -317,11 +306,11 @@ class BaseLayer(Module):
         )(*args, **kwargs)
 
     def _add_tensor_stats(self, name: str, value: Tensor) -> None:
-        """Reports about an activation if the config asks for it."""
+        """Reports the configured statistics of an activation."""
         if "tensor_stats" in self._children:
             with child_context(f"tensor_stats_{name}", module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)
 
     def _remat_name(self, x: Tensor, name: str) -> Tensor:
-        """Names a value for the policies that keep values by name, as `<layer class>.<name>`."""
+        """Names a value for policies that keep values by name, as `<layer class>.<name>`."""
         return checkpoint_name(x, f"{type(self).__name__}.{name}")

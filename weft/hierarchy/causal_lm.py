@@ -1,4 +1,4 @@
-"""Causal language models: a decoder, its loss, and ways to decode with it."""
+"""Causal language models: a decoder, its loss, and decoding."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,22 +57,22 @@ TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLay
 
 
 def _normal_initializer_cfg(scale: float, fan: str | None = None) -> DefaultInitializer.Config:
-    """Weights are normal, with a `WeightInitializer` of this scale and fan."""
+    """Returns normal initialization of weights, by a `WeightInitializer` of this scale and fan."""
     weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
     return DefaultInitializer.default_config().set(init_by_param_name={PARAM_REGEXP_WEIGHT: weight})
 
 
 class Model(BaseModel):
-    """A causal language model.
+    """Causal language model.
 
     A batch is a dict of
       input_ids: `Int[Array, "batch time"]`.
-      target_labels: `Int[Array, "batch time"]`: the token after each input. One that is negative,
-        beyond the vocabulary, or the decoder's `pad_token_id` does not count.
-      target_num_bytes: optional, `Int[Array, "batch"]`: of how many bytes the targets of each
-        example are, for bits per byte.
-      input_segment_ids: optional, `Int[Array, "batch time"]`: tokens attend to those of their own
-        segment; 0 is padding.
+      target_labels: `Int[Array, "batch time"]`: the token after each input. Negative ones, those
+        beyond the vocabulary, and the decoder's `pad_token_id` do not count.
+      target_num_bytes: optional, `Int[Array, "batch"]`: number of bytes of each example's targets,
+        for bits per byte.
+      input_segment_ids: optional, `Int[Array, "batch time"]`: tokens attend to their own segment; 0
+        is padding.
       input_positions: optional, `Int[Array, "batch time"]`, within the segments; by default counted
         from 0.
       token_type_ids: optional, `Int[Array, "batch time"]`, for an embedding of types.
@@ -83,12 +83,11 @@ class Model(BaseModel):
         """Configures a Model.
 
         Attributes:
-          decoder: the decoder.
-          metrics: makes the loss and the metrics from logits.
-          batch_axis_names: the mesh axes that examples are laid over; None to let them lie.
-          seq_axis_names: the mesh axes that positions are laid over.
-          scan_chunk: of how many positions logits are in memory at once, in computing the loss;
-            None for all. They are computed again in the backward pass.
+          metrics: computes the loss and the metrics from logits.
+          batch_axis_names: the mesh axes over which to shard examples; None to not shard inputs.
+          seq_axis_names: the mesh axes over which to shard positions.
+          scan_chunk: number of positions whose logits are in memory at once; None for all. They are
+            recomputed in the backward pass.
         """
 
         decoder: Decoder.Config = Decoder.default_config()
@@ -99,7 +98,7 @@ class Model(BaseModel):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weights are normal with the standard deviation 0.02."""
+        """Returns a config whose weights are normal with the standard deviation 0.02."""
         return super().default_config().set(param_init=_normal_initializer_cfg(0.02))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -114,7 +113,7 @@ class Model(BaseModel):
 
         Args:
           input_batch: see `Model`.
-          return_aux: whether to give what the loss was made from.
+          return_aux: whether to return intermediate values.
 
         Returns:
           The loss, and a dict: empty, or of `logits` (unless `scan_chunk` is set), `hidden_states`,
@@ -135,7 +134,7 @@ class Model(BaseModel):
         return jnp.asarray(loss.mean), {**predictions, **arrays} if return_aux else {}
 
     def _laid_out(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch, laid over the mesh if there is one."""
+        """Shards the batch over the current mesh, if any."""
         cfg = self.config
         axes = (cfg.batch_axis_names, cfg.seq_axis_names)
         if axes == (None, None):
@@ -151,7 +150,7 @@ class Model(BaseModel):
     def _measure(
         self, batch: dict[str, Any], predictions: dict[str, Any]
     ) -> tuple[WeightedScalar, dict[str, Any]]:
-        """The loss and the metrics, from logits or, chunk by chunk, from hidden states."""
+        """Returns the loss and the metrics, from logits or, by chunks, from hidden states."""
         outputs = predictions
         if self.config.scan_chunk is not None:
             statistics = self._chunked_statistics(batch, predictions["hidden_states"])
@@ -163,7 +162,7 @@ class Model(BaseModel):
     def _chunked_statistics(
         self, batch: dict[str, Any], hidden_states: Tensor
     ) -> dict[str, Tensor]:
-        """`target_statistics` of logits that are never in memory all at once."""
+        """Returns `target_statistics` without all logits in memory at once."""
         chunk, length = self.config.scan_chunk, hidden_states.shape[1]
         if length % chunk:
             raise ArgumentShapeError(
@@ -190,10 +189,7 @@ class Model(BaseModel):
         return jax.tree.map(from_chunks, statistics)
 
     def predict(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Runs the decoder.
-
-        Args:
-          input_batch: see `Model`; targets are not used.
+        """Runs the decoder on a batch, ignoring targets.
 
         Returns:
           A dict of `logits`, `Float[Array, "batch time vocab"]`, unless `scan_chunk` is set, and
@@ -212,39 +208,22 @@ class Model(BaseModel):
         return outputs
 
     def compute_logits(self, predictions: Mapping[str, Any]) -> Tensor:
-        """The logits that a prediction's hidden states give.
-
-        Args:
-          predictions: as `predict` gives them.
-
-        Returns:
-          `Float[Array, "batch time vocab"]`.
-        """
+        """Returns logits, `Float[Array, "batch time vocab"]`, from the output of `predict`."""
         with child_context("compute_logits", module=self.decoder):
             return self.decoder.compute_logits(predictions)
 
     def extract_logits(self, input_batch: Mapping[str, Any]) -> Tensor:
-        """The logits of the token after each input.
-
-        Args:
-          input_batch: see `Model`; targets are not used.
-
-        Returns:
-          `Float[Array, "batch time vocab"]`.
-        """
+        """Returns the logits of the token after each input, `Float[Array, "batch time vocab"]`."""
         predictions = self.predict(input_batch)
         logits = predictions.get("logits")
         return self.compute_logits(predictions) if logits is None else logits
 
     def score(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """How unlikely each target is.
-
-        Args:
-          input_batch: see `Model`.
+        """Computes the loss of each target.
 
         Returns:
-          A dict of `per_token_loss`, `Float[Array, "batch time"]`, the loss at each target and 0
-          where it does not count, and `live_targets`, `Bool[Array, "batch time"]`: which count.
+          A dict of `per_token_loss`, `Float[Array, "batch time"]`, 0 where a target does not count,
+          and `live_targets`, `Bool[Array, "batch time"]`: which targets count.
         """
         batch: dict[str, Any] = dict(input_batch)
         live = self._live_targets(batch["target_labels"])
@@ -264,9 +243,8 @@ class Model(BaseModel):
 
         Args:
           input_batch: a dict with `prefix`, `Int[Array, "batch length"]`: prompts, padded on the
-            right with the decoder's `pad_token_id`. Each begins with a token that results leave
-            out.
-          num_decodes: how many continuations to sample for each prompt.
+            right with the decoder's `pad_token_id`. Results omit the first token of each prompt.
+          num_decodes: number of continuations per prompt.
           max_sequence_length: the length of a result; `length` if None.
           logits_modifier: temperature and cut-offs, such as
             `chain(scale_by(0.7), top_k_logits(40))`; None samples from the model's distribution.
@@ -295,9 +273,9 @@ class Model(BaseModel):
 
         Args:
           input_batch: as for `sample_decode`.
-          num_decodes: how many hypotheses to keep, and to return, for each prompt.
-          brevity_penalty: corrects scores for lengths; see `brevity_penalty_fn`. Without one the
-            likeliest win, which are rather short.
+          num_decodes: number of hypotheses to keep, and to return, per prompt.
+          brevity_penalty: corrects scores for lengths; see `brevity_penalty_fn`. By default the
+            likeliest hypotheses win, which tend to be short.
           max_sequence_length: the length of a result; that of the prompts if None.
         """
         prefix: Tensor = input_batch["prefix"]
@@ -311,7 +289,7 @@ class Model(BaseModel):
 
 
 def _split_metric(metric: Any) -> tuple[Any, Any]:
-    """The summaries and the arrays of a metric, or of a dict of them; None for none."""
+    """Splits a metric, or a dict of metrics, into summaries and arrays; None if empty."""
     if not isinstance(metric, dict):
         return (metric, None) if isinstance(metric, WeightedScalar) else (None, metric)
     parts = {name: _split_metric(value) for name, value in metric.items()}
@@ -320,16 +298,12 @@ def _split_metric(metric: Any) -> tuple[Any, Any]:
 
 
 def layer_norm_config(eps: float = 1e-5) -> LayerNorm.Config:
-    """A config of a LayerNorm.
-
-    Args:
-      eps: added to the variance.
-    """
+    """Returns a config of a LayerNorm with `eps` added to the variance."""
     return LayerNorm.default_config().set(eps=eps)
 
 
 def residual_initializer_cfg(num_layers: int, scale: float = 0.02) -> DefaultInitializer.Config:
-    """How to initialize what is added to the residual stream, so that its variance stays.
+    """Returns an initializer of layers that add to the residual stream, to keep its variance.
 
     Weights are normal with the standard deviation `scale / sqrt(2 * num_layers)`, since each layer
     adds to the stream twice (Radford et al., 2019, section 2.3).
@@ -358,19 +332,16 @@ def gpt_decoder_config(
     dropout_rate: float = 0.0,
     layer_remat: RematSpec | None = None,
 ) -> Decoder.Config:
-    """A config of a decoder as in GPT-2 (Radford et al., 2019), with tied embeddings.
+    """Returns a config of a decoder as in GPT-2 (Radford et al., 2019), with tied embeddings.
 
     Args:
-      stack_cfg: a config of how layers are stacked.
-      num_layers: the number of layers.
-      hidden_dim: the size of the model's vectors; feed-forward layers have four times as many.
-      num_heads: the number of attention heads.
-      vocab_size: the number of tokens.
-      max_position_embeddings: how long sequences may be.
+      stack_cfg: a config of the layer stack.
+      hidden_dim: the model dimension; feed-forward layers have four times as many.
+      max_position_embeddings: the maximum sequence length.
       activation_function: of the feed-forward layers; see `get_activation_fn`.
       layer_norm_epsilon: added to variances in norms.
       dropout_rate: of all dropouts.
-      layer_remat: what each layer computes again in the backward pass; nothing if None.
+      layer_remat: what each layer recomputes in the backward pass; nothing if None.
     """
     stack = stack_cfg.clone()
     layer: Any = stack.layer

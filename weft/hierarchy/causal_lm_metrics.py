@@ -1,8 +1,8 @@
-"""From the outputs of a language model to its loss and its metrics.
+"""Losses and metrics of a language model.
 
-A loss is a `WeightedScalar`, a mean with the number of targets it is over, so that losses of parts
-of a batch add up. Metrics are a dict: each `WeightedScalar` among them is reported as a summary,
-arrays of one number per target are given back to the caller.
+A loss is a `WeightedScalar`, a mean with its number of targets, so that losses of parts of a batch
+add up. Metrics are a dict of `WeightedScalar`s, which are reported as summaries, and arrays of one
+number per target, which are returned to the caller.
 """
 
 import math
@@ -25,7 +25,7 @@ Metrics = dict[str, Any]
 
 
 class Perplexity(WeightedScalar):
-    """The exponential of a mean; two add up to the exponential of the mean over both.
+    """Exponential of a mean; two add up to the exponential of the mean over both.
 
     Example:
       >>> total = Perplexity(4.0, 1.0) + Perplexity(1.0, 1.0)
@@ -40,7 +40,7 @@ class Perplexity(WeightedScalar):
 
 
 class BaseLossMetrics(BaseLayer):
-    """Computes a loss and metrics. A subclass defines `forward`."""
+    """Layer that computes a loss and metrics. A subclass defines `forward`."""
 
     def forward(
         self,
@@ -49,16 +49,12 @@ class BaseLossMetrics(BaseLayer):
         predict_outputs: Mapping[str, Any],
         module_outputs: Mapping[str, Any],
     ) -> tuple[WeightedScalar, Metrics]:
-        """Computes them.
+        """Returns a loss and a dict of metrics.
 
         Args:
-          input_batch: what the model was given.
-          predict_outputs: what it predicted, a dict with `logits`,
-            `Float[Array, "batch time vocab"]`.
-          module_outputs: what its modules gave by `add_module_output`, nested as they are.
-
-        Returns:
-          The loss and a dict of metrics.
+          input_batch: the model's input.
+          predict_outputs: a dict with `logits`, `Float[Array, "batch time vocab"]`.
+          module_outputs: outputs added by `add_module_output`, nested as the modules.
         """
         raise NotImplementedError(type(self))
 
@@ -66,12 +62,12 @@ class BaseLossMetrics(BaseLayer):
 def target_statistics(
     logits: Tensor, target_labels: Tensor, live_targets: Tensor
 ) -> dict[str, Tensor]:
-    """What metrics need to know of the logits, in one number per target.
+    """Computes the per-target numbers that metrics need from the logits.
 
     Args:
       logits: `Float[Array, "batch time vocab"]`.
       target_labels: `Int[Array, "batch time"]`.
-      live_targets: `Bool[Array, "batch time"]`: which of them count.
+      live_targets: `Bool[Array, "batch time"]`: which targets count.
 
     Returns:
       A dict of arrays `Float[Array, "batch time"]`, 0 where a target does not count: `nll`, the
@@ -89,30 +85,28 @@ def target_statistics(
 
 
 class CrossEntropyLossMetrics(BaseLossMetrics):
-    """The cross entropy of the targets, and what follows from it."""
+    """Cross entropy of the targets, and metrics derived from it."""
 
     @config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CrossEntropyLossMetrics.
 
         Attributes:
-          z_loss_scale: the factor of the squared `log_normalizer`, which keeps logits from drifting
-            (Chowdhery et al., 2022). It is a part of the loss and of `per_label_loss`; cross
-            entropy, perplexity and bits per byte are without it.
+          z_loss_scale: factor of the squared `log_normalizer`, which keeps logits from drifting
+            (Chowdhery et al., 2022). Added to the loss and `per_label_loss`, not to cross entropy,
+            perplexity and bits per byte.
         """
 
         z_loss_scale: float | None = None
 
     def forward(self, input_batch, *, predict_outputs, module_outputs):
-        """Computes them; see `BaseLossMetrics.forward`.
+        """Returns the loss and metrics; see `BaseLossMetrics.forward`.
 
         Args:
           input_batch: a dict with `target_labels`, `Int[Array, "batch time"]`, and optionally
             `live_targets`, `Bool[Array, "batch time"]`, by default all but negative ones, and
-            `target_num_bytes`, `Int[Array, "batch"]`: of how many bytes the targets of each example
-            are.
-          predict_outputs: a dict with `logits`, or else with their `target_statistics`.
-          module_outputs: not used.
+            `target_num_bytes`, `Int[Array, "batch"]`, the bytes of each example's targets.
+          predict_outputs: a dict with `logits` or their `target_statistics`.
         """
         del module_outputs
         labels = input_batch["target_labels"]
@@ -147,27 +141,21 @@ class CrossEntropyLossMetrics(BaseLossMetrics):
 
 
 class AuxLossMetrics(BaseLossMetrics):
-    """The sum of losses that modules computed by themselves, such as a router's load balance."""
+    """Sum of losses computed inside modules, such as a router's load balance."""
 
     @config_class
     class Config(BaseLossMetrics.Config):
         """Configures an AuxLossMetrics.
 
         Attributes:
-          aux_loss_regex: which module outputs are losses: all whose paths, such as
-            "decoder/transformer/layer0/feed_forward/aux_loss", it matches as a whole. None for
-            none.
+          aux_loss_regex: full match for the paths of module outputs that are losses, such as
+            "decoder/transformer/layer0/feed_forward/aux_loss"; None for none.
         """
 
         aux_loss_regex: str | None = None
 
     def forward(self, input_batch, *, predict_outputs, module_outputs):
-        """Computes it; see `BaseLossMetrics.forward`.
-
-        Args:
-          input_batch: not used.
-          predict_outputs: not used.
-          module_outputs: with the losses.
+        """Returns the loss and metrics; see `BaseLossMetrics.forward`.
 
         Raises:
           MetricsError: if no output has a path that matches.
@@ -183,42 +171,39 @@ class AuxLossMetrics(BaseLossMetrics):
         if not losses:
             raise MetricsError(
                 f"aux_loss_regex={regex!r} of {self.path()} matches none of the module outputs "
-                f"{sorted(by_path)}; a repeated layer gives its outputs only if `drop_output` lets "
-                "them through."
+                f"{sorted(by_path)}; a repeated layer outputs only those that `drop_output` lets "
+                "through."
             )
         loss = WeightedScalar(jnp.sum(jnp.stack(losses)).astype(jnp.float32), jnp.float32(1))
         return loss, {"aux_loss": loss}
 
 
 class CompositeLossWeights(Module):
-    """Weighs the losses of several metrics: all of them by 1. A subclass may do otherwise."""
+    """Weights of the losses of several metrics, all 1. A subclass may return others."""
 
     def forward(
         self, child_metrics: dict[str, tuple[WeightedScalar, Metrics]]
     ) -> dict[str, Tensor | float]:
-        """Gives the weights.
+        """Returns the factor of each child's loss, by name.
 
         Args:
           child_metrics: the loss and the metrics of each child, by name.
-
-        Returns:
-          The factor of each child's loss, by name.
         """
         return dict.fromkeys(child_metrics, 1.0)
 
 
 class CompositeLossMetrics(BaseLossMetrics):
-    """The sum of several losses, and the metrics of all."""
+    """Sum of several losses, with the metrics of all."""
 
     @config_class
     class Config(BaseLossMetrics.Config):
         """Configures a CompositeLossMetrics.
 
         Attributes:
-          metrics: the parts by name. The sum counts for as many targets as the first of them.
+          metrics: the parts by name. The first part's number of targets is that of the sum.
           loss_weights: the factors of the losses; all 1 if None.
-          flatten_metrics: whether the metrics of all parts are in one dict, instead of in one for
-            each part.
+          flatten_metrics: whether to merge the metrics of all parts into one dict, instead of
+            nesting them by part.
         """
 
         metrics: Required[dict[str, BaseLossMetrics.Config]] = REQUIRED
@@ -238,10 +223,10 @@ class CompositeLossMetrics(BaseLossMetrics):
             self._add_child("loss_weights", cfg.loss_weights)
 
     def forward(self, input_batch, *, predict_outputs, module_outputs):
-        """Computes them; see `BaseLossMetrics.forward`.
+        """Returns the loss and metrics; see `BaseLossMetrics.forward`.
 
         Raises:
-          MetricsError: if two parts have a metric of the same name, and it is to be one dict.
+          MetricsError: if flattened metrics of two parts have the same name.
         """
         cfg = self.config
         parts = {
@@ -264,8 +249,8 @@ class CompositeLossMetrics(BaseLossMetrics):
         for part, (_, metrics) in parts.items():
             if both := sorted(collected.keys() & metrics.keys()):
                 raise MetricsError(
-                    f"{part!r} of {self.path()} has the metrics {both}, which another part has as "
-                    "well; set flatten_metrics=False."
+                    f"{part!r} of {self.path()} has the metrics {both}, which another part also "
+                    "has; set flatten_metrics=False."
                 )
             collected |= metrics
         return collected
@@ -274,7 +259,7 @@ class CompositeLossMetrics(BaseLossMetrics):
 def metrics_config(
     *, z_loss_scale: float | None = None, aux_loss_regex: str | None = None
 ) -> CompositeLossMetrics.Config:
-    """A config of the metrics of a language model: cross entropy "lm" and auxiliary losses "aux".
+    """Returns a config of a language model's metrics: cross entropy "lm", auxiliary losses "aux".
 
     Args:
       z_loss_scale: see `CrossEntropyLossMetrics`.

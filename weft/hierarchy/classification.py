@@ -1,7 +1,7 @@
-"""Classification: what is reported about logits and labels, and the loss.
+"""Classification: losses, metrics and heads.
 
-A label outside `[0, num_classes)` does not count, neither in the loss nor in what is reported. All
-means are reported as `WeightedScalar` with the number of labels that count.
+Labels outside `[0, num_classes)` count neither in losses nor in metrics. All means are reported as
+`WeightedScalar` with the number of labels that count.
 """
 
 import jax
@@ -21,31 +21,24 @@ from weft.typing import NestedTensor, Tensor
 
 
 class BaseClassificationMetric(BaseLayer):
-    """Base of the layers that compute a loss of logits, and report metrics."""
+    """Base of the layers that compute a loss from logits and report metrics."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseClassificationMetric.
-
-        Attributes:
-            num_classes: the number of classes.
-        """
+        """Configures a BaseClassificationMetric."""
 
         num_classes: Required[int] = REQUIRED
 
     def forward(
         self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
     ) -> Tensor:
-        """Reports metrics and returns the loss.
+        """Reports metrics and returns the loss, `Float[Array, ""]`.
 
         Args:
             logits: `Float[Array, "*batch num_classes"]`.
             labels: `Int[Array, "*batch"]`, the right class.
             soft_labels: `Float[Array, "*batch num_classes"]`, the probability of each class, for
                 the loss in place of the labels.
-
-        Returns:
-            `Float[Array, ""]`.
         """
         raise NotImplementedError(type(self))
 
@@ -53,7 +46,7 @@ class BaseClassificationMetric(BaseLayer):
         return ((labels >= 0) & (labels < self.config.num_classes)).astype(jnp.float32)
 
     def _report(self, live: Tensor, **means: Tensor) -> None:
-        """Adds means over what counts as summaries."""
+        """Adds means over live labels as summaries."""
         for name, mean in means.items():
             self.add_summary(name, WeightedScalar(mean, live.sum()))
 
@@ -66,7 +59,7 @@ class ClassificationMetric(BaseClassificationMetric):
         """Configures a ClassificationMetric.
 
         Attributes:
-            label_smoothing: how much of each label is spread over all classes.
+            label_smoothing: the share of each label spread over all classes.
         """
 
         label_smoothing: float = 0.0
@@ -99,7 +92,7 @@ class BinaryClassificationMetric(BaseClassificationMetric):
 
         Attributes:
             num_classes: 2.
-            prediction_threshold: the probability from which on the prediction is "true".
+            prediction_threshold: the lowest probability of a prediction "true".
         """
 
         num_classes: int = 2
@@ -108,16 +101,13 @@ class BinaryClassificationMetric(BaseClassificationMetric):
     def forward(
         self, logits: Tensor, *, labels: Tensor, soft_labels: Tensor | None = None
     ) -> Tensor:
-        """Reports metrics and returns the loss.
+        """Reports metrics and returns the loss, `Float[Array, ""]`.
 
         Args:
             logits: `Float[Array, "*batch"]` or `Float[Array, "*batch 1"]`, of being true.
             labels: `Int[Array, "*batch"]`, 1 for true and 0 for false.
             soft_labels: `Float[Array, "*batch"]`, the probability of being true, for the loss in
                 place of the labels.
-
-        Returns:
-            `Float[Array, ""]`.
         """
         logits = logits.reshape(labels.shape)
         live = self._live(labels)
@@ -153,15 +143,13 @@ class CategoricalHingeLossMetric(BaseClassificationMetric):
 
 
 class BaseClassificationHead(BaseLayer):
-    """Base of the layers between a backbone's features and logits. A subclass defines `forward`."""
+    """Base of the layers that map a backbone's features to logits. A subclass defines `forward`."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseClassificationHead.
 
         Attributes:
-            input_dim: the size of a feature vector.
-            num_classes: the number of classes.
             metric: computes the loss.
         """
 
@@ -174,27 +162,17 @@ class BaseClassificationHead(BaseLayer):
         self._add_child("metric", cfg.metric.clone(num_classes=cfg.num_classes))
 
     def forward(self, input_batch: NestedTensor) -> Tensor:
-        """Returns logits.
-
-        Args:
-            input_batch: a dict with the features, as the subclass wants them.
-
-        Returns:
-            `Float[Array, "*batch num_classes"]`.
-        """
+        """Returns logits, `Float[Array, "*batch num_classes"]`, from a dict of features."""
         raise NotImplementedError(type(self))
 
     def loss(
         self, *, logits: Tensor, target_labels: Tensor, soft_labels: Tensor | None = None
     ) -> Tensor:
-        """Reports metrics and returns the loss.
+        """Reports metrics and returns the loss, `Float[Array, ""]`.
 
         Args:
             logits: `Float[Array, "*batch num_classes"]`.
             target_labels: `Int[Array, "*batch"]`.
             soft_labels: `Float[Array, "*batch num_classes"]`, the probability of each class.
-
-        Returns:
-            `Float[Array, ""]`.
         """
         return self.metric(logits, labels=target_labels, soft_labels=soft_labels)

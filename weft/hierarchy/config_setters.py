@@ -1,7 +1,6 @@
-"""Functions that set one thing everywhere in a config: dropout rates, norms, biases.
+"""Functions that set dropout rates, norms or biases everywhere in a config.
 
-They change the config that they are given, wherever a layer's config lies in it: in a field, a list
-or a dict.
+They change the config in place, including configs in fields, lists and dicts.
 """
 
 from collections.abc import Callable
@@ -15,12 +14,7 @@ from weft.hierarchy.normalization import BaseNormalizationLayer, LayerNormStatel
 def set_dropout_rate_recursively(
     cfg: ConfigBase, dropout_rate: float | None, set_only_if_none: bool = False
 ) -> None:
-    """Sets the rate of every Dropout.
-
-    Args:
-        cfg: the config to change.
-        dropout_rate: the rate.
-        set_only_if_none: whether to leave alone what has a rate.
+    """Sets the rate of every Dropout, or only of those without one.
 
     Example:
         >>> cfg = Dropout.default_config()
@@ -39,13 +33,7 @@ def set_dropout_rate_recursively(
 def set_layer_norm_eps_recursively(
     cfg: ConfigBase, eps: float, set_only_if_none: bool = False
 ) -> None:
-    """Sets `eps` of every LayerNorm.
-
-    Args:
-        cfg: the config to change.
-        eps: the value.
-        set_only_if_none: whether to leave alone what has a value.
-    """
+    """Sets `eps` of every LayerNorm, or only of those without one."""
 
     def set_eps(config: Any) -> None:
         if _makes(config, LayerNormStateless) and not (set_only_if_none and config.eps is not None):
@@ -55,27 +43,20 @@ def set_layer_norm_eps_recursively(
 
 
 def set_bias_recursively(cfg: ConfigBase, bias: bool = False) -> None:
-    """Sets the field `bias` wherever there is one.
-
-    Args:
-        cfg: the config to change.
-        bias: whether layers add a bias.
-    """
+    """Sets every field `bias`."""
 
     def set_bias(config: Any) -> None:
-        if "bias" in config.keys():  # noqa: SIM118 - a config is no mapping
+        if "bias" in config.keys():  # noqa: SIM118 - a config is not a mapping
             config.bias = bias
 
     for_each_config(cfg, set_bias)
 
 
 def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
-    """Replaces every normalisation layer by another.
+    """Replaces every normalization layer.
 
     Args:
-        cfg: the config to change.
-        norm_cfg: of the other layer; where its `input_dim` is not set, that of the replaced one
-            stays.
+        norm_cfg: the new layer; without an `input_dim`, it gets that of the replaced one.
     """
 
     def replaced(value: Any) -> Any:
@@ -104,18 +85,13 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
 
 
 def _makes(value: Any, cls: type) -> bool:
-    """Whether a value is the config of a class or of one derived from it."""
+    """Returns whether a value is the config of a class or a subclass of it."""
     klass = getattr(value, "klass", None)
     return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
 
 
 def for_each_config(root: ConfigBase, fn: Callable[[ConfigBase], None]) -> None:
-    """Calls a function on every config, inner ones first.
-
-    Args:
-        root: the config in which they lie, and itself.
-        fn: changes one.
-    """
+    """Calls `fn` on every config inside `root`, inner ones first, and on `root` itself."""
     found: list[ConfigBase] = []
 
     def enter(path: str, value: Any, children: list | None) -> list | None:
