@@ -150,7 +150,5 @@ def test_devices_that_fit_no_shape(shape, per_slice, slices, message):
 
 
 def test_slices_that_divide_no_axis():
-    with pytest.raises(
-        MeshError, match=r"in 4 slices, which divide no axis of mesh_shape=\(2, 2\)"
-    ):
+    with pytest.raises(MeshError, match=r"form 4 slices, and no axis of mesh_shape=\(2, 2\)"):
         reshape_devices(devices=range(4), mesh_shape=(2, 2), devices_per_slice=1, num_slices=4)

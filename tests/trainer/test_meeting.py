@@ -74,8 +74,8 @@ def test_who_did_not_come_is_named_to_all(address):
 
 def test_without_process_0_the_address_is_named(address):
     (error,) = together(address, [(1, 2)], timeout=0.3)
-    assert str(error).startswith(f"process 1 of 2 did not get through to process 0 at {address}")
-    assert "Its log says whether it runs" in str(error)
+    assert str(error).startswith(f"process 1 of 2 could not join process 0 at {address}")
+    assert "Check in its log whether it runs" in str(error)
 
 
 def test_two_with_one_number_and_strangers_are_refused(address):
@@ -99,7 +99,7 @@ def test_two_with_one_number_and_strangers_are_refused(address):
     thread.join()
     texts = sorted(map(str, found[1:]))
     assert texts[0].startswith("process 1 of 3 came to a run of 3 processes, in which process 1 of")
-    assert texts[0].endswith("is there already. Give each process a number.")
+    assert texts[0].endswith("is there already. Give each process its own number.")
     assert str(found[0]) == texts[1] and texts[1].startswith("process 2 of 3 did not come")
     found = together(address, [(0, 2), (1, 5)], timeout=1.5)
     assert "process 1 of 5 came to a run of 2 processes. Give each" in str(found[1])
@@ -169,7 +169,7 @@ def test_one_that_is_started_again_before_all_have_come_takes_its_own_place(addr
     with first_of(address, 3) as found:
         come(address, 1, 3, 7).close()  # killed
         deadline = time.monotonic() + 10
-        while "pid 7) has ended before all" not in caplog.text and time.monotonic() < deadline:
+        while "pid 7) ended before all" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
         with come(address, 1, 3, 8) as again, come(address, 2, 3, 9) as last:
             assert b"welcome" in again.recv(1000) and b"welcome" in last.recv(1000)
@@ -207,7 +207,7 @@ def test_a_process_with_another_token_is_refused_and_takes_no_place(address, fir
         with come(address, 1, 2, 7, token=other) as stranger, stranger.makefile() as lines:
             refused = json.loads(lines.readline())["refused"]
             assert lines.readline() == ""
-        assert refused.startswith("this process has not the token of the run")
+        assert refused.startswith("this process does not have the token of the run")
         assert "WEFT_RENDEZVOUS_TOKEN" in refused and (not first or first not in refused.split())
         with come(address, 1, 2, 8, token=first) as ours:
             assert b"welcome" in ours.recv(1000)
@@ -216,7 +216,7 @@ def test_a_process_with_another_token_is_refused_and_takes_no_place(address, fir
 def test_one_that_is_refused_says_so_at_once(address):
     started = time.monotonic()
     with first_of(address, 2, token="secret"):
-        with pytest.raises(ProcessesNotReadyError, match="give all of them the same WEFT_REND"):
+        with pytest.raises(ProcessesNotReadyError, match="set the same WEFT_REND"):
             meet(address, process_id=1, num_processes=2, timeout_seconds=20, token="other")
         assert time.monotonic() - started < 10
         with come(address, 1, 2, 8, token="secret") as ours:

@@ -73,9 +73,7 @@ def test_a_hybrid_mesh_whose_slices_lie_along_the_second_axis():
 
 def test_a_plain_shape_over_several_slices():
     assert over_slices((1, 8), 2) == HybridMeshShape((1, 4), (1, 2))
-    with pytest.raises(
-        MeshError, match=r"in 3 slices, which divide no axis of mesh_shape=\(2, 4\)"
-    ):
+    with pytest.raises(MeshError, match=r"form 3 slices, and no axis of mesh_shape=\(2, 4\)"):
         over_slices((2, 4), 3)
 
 
@@ -99,7 +97,7 @@ def test_cpu_devices_stand_for_any_number_of_slices():
             r"ici_mesh_shape .* and dcn_mesh_shape \(data=-1, model=1\): .* one may",
         ),
         ((3, 1), (2, 1), r"ici_mesh_shape \(data=3.*dcn_mesh_shape \(data=2.*6 devices and .* 8"),
-        ((1, 2), (4, 1), r"\(data=4, model=1\) goes over 4 .* in 2 slice\(s\) and 1 process\(es\)"),
+        ((1, 2), (4, 1), r"\(data=4, model=1\) spans 4 .* in 2 slice\(s\) and 1 process\(es\)"),
     ],
 )
 def test_hybrid_shapes_that_do_not_fit(ici, dcn, message):

@@ -167,7 +167,7 @@ def test_predictions_of_all_batches_come_together(field):
 
 def test_a_field_that_the_batch_lacks():
     calculator = make(Median.default_config().set(predict_input_field="tarGet"))
-    text = r"predict_input_field='tarGet' is no field of the batch\. Did you mean 'target'"
+    text = r"the batch has no field predict_input_field='tarGet'\. Did you mean 'target'"
     with pytest.raises(MetricCalculatorError, match=text):
         evaluate(calculator)
 
@@ -229,7 +229,7 @@ def test_dependencies_that_cannot_be():
     plus = Plus.default_config()
     with pytest.raises(MetricCalculatorError, match=r"names 'bee', .* There are: a, b"):
         make(composite([Dependency("bee", "a")], a=plus, b=plus))
-    with pytest.raises(MetricCalculatorError, match=r"in a circle: [ab] -> [ab] -> [ab]"):
+    with pytest.raises(MetricCalculatorError, match=r"form a cycle: [ab] -> [ab] -> [ab]"):
         make(composite([Dependency("a", "b"), Dependency("b", "a")], a=plus, b=plus))
 
 

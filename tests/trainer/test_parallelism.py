@@ -247,7 +247,7 @@ def test_sizes_by_name():
 
 def test_a_model_without_transformer_layers():
     cfg = lm_tiny().set(model=Linear.default_config())
-    with pytest.raises(ConfigModifierError, match="finds no attention and no feed-forward layer"):
+    with pytest.raises(ConfigModifierError, match="finds no attention or feed-forward layer"):
         ParallelismModifier.default_config().set(fsdp=2).instantiate()(cfg)
 
 

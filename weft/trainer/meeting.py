@@ -1,12 +1,12 @@
-"""How the processes of a run find each other before JAX is used, and who is missing if they do not.
+"""Rendezvous of a run's processes before JAX is used.
 
-Process 0 listens where JAX's coordinator will, for as long as it takes all others to come; then
-that address is free again for JAX, and the connections stay as their `Companions`. A program that
-has initialized `jax.distributed` by itself is met later, at a port that process 0 tells by JAX.
+Process 0 listens at the address of JAX's later coordinator until all others have joined, then
+releases that address; the connections remain as `Companions`. A program that has initialized
+`jax.distributed` itself meets later, at a port that process 0 broadcasts by JAX.
 
-Any program that reaches that address can connect. A process proves that it belongs to the run by a
-token, which a launcher puts into the environment of all, and is refused without it. Until then it
-may send one short line, within a few seconds, and there is room for a few at a time.
+Anyone who reaches the address can connect. A process proves by a token, which the launcher puts
+into every process's environment, that it belongs to the run. Until then it may send one short line
+within a few seconds, and only a few such connections are open at a time.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ _MAX_STRANGERS = 64
 _SHOWN = 16
 
 _WRONG_TOKEN = (
-    "this process has not the token of the run that it came to, so it is not one of its processes. "
-    "Start all processes by one launcher, or give all of them the same WEFT_RENDEZVOUS_TOKEN, or "
-    "none of them any."
+    "this process does not have the token of the run that it tried to join, so it is not one of "
+    "its processes. Start all processes with one launcher, or set the same WEFT_RENDEZVOUS_TOKEN "
+    "in all of them, or in none."
 )
 
 logger = logging.getLogger(__name__)
@@ -60,24 +60,24 @@ def meet(
     token: str = "",
     heartbeat_timeout_seconds: float = HEARTBEAT_TIMEOUT_SECONDS,
 ) -> Companions:
-    """Waits for all processes, and opens the lines between them.
+    """Waits for all processes and opens the connections between them.
 
     Args:
         address: host:port where process 0 listens.
-        process_id: which this one is.
-        num_processes: how many there are.
-        timeout_seconds: how long to wait for the others.
-        token: a secret of all processes of the run; one that has another is refused. Without one,
-            whoever reaches the address can join.
-        heartbeat_timeout_seconds: after how long a silent process counts as gone.
+        process_id: index of this process.
+        timeout_seconds: time to wait for the others.
+        token: a secret of the run; processes with another token are refused. Without one, anyone
+            who reaches the address can join.
+        heartbeat_timeout_seconds: time after which a silent process counts as gone.
 
     Raises:
-        ProcessesNotReadyError: if some do not come, or this one is refused; the message names them.
+        ProcessesNotReadyError: if some processes do not come, which the message lists, or if this
+            one is refused.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     if process_id == 0:
-        # Nobody else is to hear of what stays on this machine.
+        # A rendezvous on this machine need not be visible to others.
         here = host in ("localhost", "::1") or host.startswith("127.")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.create_server((host if here else "", int(port)), family=family) as server:
@@ -95,16 +95,10 @@ def meet(
 
 
 def open_companions(timeout_seconds: float) -> Companions | None:
-    """Lines to the other processes of `jax.distributed`, if there are any; all have to call this.
+    """Opens connections to the other processes of `jax.distributed`; all have to call this.
 
-    The first exchange is one of JAX, which would wait without end: where some do not come to it in
-    time, this process says so and ends.
-
-    Args:
-        timeout_seconds: how long to wait for the others.
-
-    Returns:
-        None for a process that is alone.
+    The first exchange uses JAX, which would wait forever: if some processes do not join it in time,
+    this process prints an error and exits. Returns None if there is one process only.
     """
     if jax.process_count() == 1:
         return None
@@ -129,7 +123,7 @@ def _own_address(name: str) -> str:
 
 
 def _broadcast(value: Any, timeout_seconds: float) -> Any:
-    """A JSON value of process 0, in all processes."""
+    """Broadcasts a JSON value of process 0 to all processes."""
     timer = threading.Timer(timeout_seconds, _end_alone, args=(timeout_seconds,))
     timer.daemon = True
     timer.start()
@@ -146,10 +140,10 @@ def _broadcast(value: Any, timeout_seconds: float) -> Any:
 
 def _end_alone(timeout_seconds: float) -> None:
     print_error(
-        f"weft: process {jax.process_index()} of {jax.process_count()} has come to its run, and "
-        f"not all others did within {timeout_seconds:g} s. See in their logs where they are. JAX "
-        "cannot say which; a program that joins the others by "
-        "`weft.launch.distributed.joined_processes` is told."
+        f"weft: process {jax.process_index()} of {jax.process_count()} waited for the other "
+        f"processes of its run, and some did not come within {timeout_seconds:g} s. Look for the "
+        "cause in their logs. JAX cannot tell which ones are missing; "
+        "`weft.launch.distributed.joined_processes` can."
     )
     os._exit(1)
 
@@ -162,7 +156,6 @@ def _receive(
     heartbeat_timeout_seconds: float,
     address: str,
 ) -> Companions:
-    """Process 0: takes in one process after the other."""
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         reception = stack.enter_context(_Reception(server, count, token, selector))
@@ -185,10 +178,10 @@ def _receive(
 
 
 class _Reception:
-    """Who has come to process 0 so far, and who has connected and not yet said who it is.
+    """Joined processes, and connections that have not yet identified themselves.
 
-    A connection that sends nothing, as from a port scanner, delays no process: it is dropped after
-    some seconds, or earlier if many more come.
+    A connection that stays silent, such as one of a port scanner, delays nobody: it is dropped
+    after some seconds, or earlier if many more come.
     """
 
     def __init__(
@@ -209,21 +202,21 @@ class _Reception:
             connection.close()
 
     def take(self, source: Any) -> None:
-        """Takes what has come from where something has come."""
+        """Accepts a connection, or reads from one."""
         if source is not self._server:
-            if source.fileno() >= 0:  # else it was dropped for one that came in the same moment
+            if source.fileno() >= 0:  # else it was dropped for one that came at the same time
                 self._read(source)
             return
-        with contextlib.suppress(OSError):  # gone again
+        with contextlib.suppress(OSError):  # closed again
             connection, _ = self._server.accept()
             connection.setblocking(False)
             if len(self._strangers) >= _MAX_STRANGERS:
-                self._drop(next(iter(self._strangers)))  # the one that has had the most time
+                self._drop(next(iter(self._strangers)))  # the oldest one
             self._strangers[connection] = (time.monotonic(), b"")
             self._selector.register(connection, selectors.EVENT_READ)
 
     def drop_the_silent(self) -> None:
-        """Closes what has not said who it is for too long."""
+        """Closes connections that have not identified themselves in time."""
         now = time.monotonic()
         for connection, (since, _) in list(self._strangers.items()):
             if now - since > _HELLO_SECONDS:
@@ -237,9 +230,9 @@ class _Reception:
         except OSError:
             data = b""
         if connection not in self._strangers:
-            if not data:  # killed before all had come; another one may come in its place
+            if not data:  # killed before all had joined; another one may take its place
                 (index,) = (i for i, c in self.connections.items() if c is connection)
-                logger.warning("%s has ended before all others came", self.names.pop(index))
+                logger.warning("%s ended before all others came", self.names.pop(index))
                 self._drop(self.connections.pop(index))
             return
         since, before = self._strangers[connection]
@@ -257,7 +250,7 @@ class _Reception:
             self._drop(connection)  # not a process of a run
             return
         if not hmac.compare_digest(_token_bytes(hello.get("token", "")), _token_bytes(self._token)):
-            logger.warning("a process with another token, or without one, was refused")
+            logger.warning("refused a process with a wrong token or without one")
             _tell(connection, {"refused": _WRONG_TOKEN})
             self._drop(connection)
             return
@@ -265,7 +258,7 @@ class _Reception:
             text = f"process {index} of {of} came to a run of {self._count} processes"
             if index in self.names:
                 text += f", in which {self.names[index]} is there already"
-            _tell(connection, {"refused": f"{text}. Give each process a number."})
+            _tell(connection, {"refused": f"{text}. Give each process its own number."})
             self._drop(connection)
             return
         del self._strangers[connection]
@@ -283,7 +276,7 @@ def _token_bytes(token: str) -> bytes:
 
 
 def _tell(connection: socket.socket, message: dict[str, Any]) -> None:
-    # Whoever is not there any more is missed later.
+    # A process that is gone is missed later.
     with contextlib.suppress(OSError):
         connection.settimeout(_HELLO_SECONDS)
         connection.sendall(line_of(message))
@@ -297,7 +290,7 @@ def _join(
     timeout_seconds: float,
     heartbeat_timeout_seconds: float,
 ) -> Companions:
-    """The others: come to process 0, and wait until it has all."""
+    """Connects to process 0 and waits until it has all processes."""
     hello = {"process": index, "of": count, "token": token}
     hello |= {"host": socket.gethostname(), "pid": os.getpid()}
     deadline = time.monotonic() + timeout_seconds
@@ -309,7 +302,7 @@ def _join(
                     socket.create_connection(addresses[attempt % len(addresses)], timeout=5)
                 )
                 connection.sendall(line_of(hello))
-                # Process 0 waits for the rest; it speaks first if they do not come.
+                # Process 0 waits for the others and reports first if they do not come.
                 answer = _read_line(connection, deadline - time.monotonic() + _HELLO_SECONDS)
             except OSError as failure:
                 answer, error = {}, failure
@@ -327,14 +320,14 @@ def _join(
         attempt += 1
         time.sleep(0.1)
     raise ProcessesNotReadyError(
-        f"process {index} of {count} did not get through to process 0 at "
+        f"process {index} of {count} could not join process 0 at "
         f"{' or '.join(f'{host}:{port}' for host, port in addresses)} within "
-        f"{timeout_seconds:g} s ({error}). Its log says whether it runs, and what it waits for."
+        f"{timeout_seconds:g} s ({error}). Check in its log whether it runs and what it waits for."
     )
 
 
 def _read_line(connection: socket.socket, timeout_seconds: float) -> dict[str, Any]:
-    """The first line that comes; nothing of what follows it is taken."""
+    """Reads the first line, and nothing that follows it."""
     deadline = time.monotonic() + timeout_seconds
     line = b""
     try:
@@ -358,8 +351,8 @@ def _missing(names: dict[int, str], count: int, address: str, seconds: float) ->
     there = _listed([names[i] for i in sorted(names)], "; ")
     plural = "processes" if count - len(names) > 1 else "process"
     return (
-        f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Those that "
-        f"are there: {there}. See in the logs of the others whether they were started."
+        f"{plural} {missing} of {count} did not come to {address} within {seconds:g} s. Present: "
+        f"{there}. Check in the logs of the missing ones whether they were started."
     )
 
 

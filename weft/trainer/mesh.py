@@ -1,8 +1,8 @@
-"""The mesh: devices in a grid whose axes have names that layouts speak of.
+"""Meshes: grids of devices with named axes.
 
-Devices that are close together talk fast: those of a slice by its interconnect, those of a host by
-its links. A hybrid mesh says which part of each axis stays within such a group (`ici_mesh_shape`)
-and which goes over the network between them (`dcn_mesh_shape`); an axis has the product of both.
+A hybrid mesh distinguishes the part of each axis within a slice or host, with a fast interconnect
+(`ici_mesh_shape`), from the part that crosses the network between them (`dcn_mesh_shape`); the size
+of an axis is the product of both.
 """
 
 import copy
@@ -24,13 +24,14 @@ MeshShape = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class HybridMeshShape:
-    """The shape of a mesh over several slices, or over several hosts.
+    """Shape of a mesh over several slices or hosts.
 
     Attributes:
-        ici_mesh_shape: the number of devices along each axis within a slice, or within a host.
-        dcn_mesh_shape: the number of slices, or hosts, along each axis.
+        ici_mesh_shape: number of devices along each axis within a slice or host.
+        dcn_mesh_shape: number of slices or hosts along each axis.
 
-    Of all numbers of both one may be -1, for what is left. Each axis of the mesh has the product:
+    Each axis has the product of both. At most one number of both may be -1, which fills in the
+    rest:
 
         HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(4, 1))    # 4 × 8, 4 slices of 8
     """
@@ -44,13 +45,12 @@ def build_mesh(
     mesh_axis_names: Sequence[str],
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """The mesh of a shape over all devices.
+    """Builds a mesh over all devices.
 
     Args:
-        mesh_shape: the number of devices along each axis; one entry may be -1, for what is left.
-            Several slices of TPUs lie along the first axis that their number divides.
-        mesh_axis_names: the name of each axis.
-        devices: the devices, all of them by default.
+        mesh_shape: number of devices along each axis; one entry may be -1, which fills in the rest.
+            Several TPU slices are placed along the first axis that their number divides.
+        devices: all devices by default.
 
     Raises:
         MeshError: if the shape does not fit the names or the devices.
@@ -67,21 +67,17 @@ def build_mesh(
         return jax.sharding.Mesh(grid, names, axis_types=axis_types)
     (sizes,) = _filled({"mesh_shape": mesh_shape}, names, len(devices))
     num_slices = len({_slice_of(device) for device in devices})
-    if num_slices > 1 and devices[0].platform == "tpu":  # which make_mesh knows one slice of
+    if num_slices > 1 and devices[0].platform == "tpu":  # make_mesh handles a single slice only
         grid = _hybrid_grid(over_slices(sizes, num_slices), names, devices)
         return jax.sharding.Mesh(grid, names, axis_types=axis_types)
     return jax.make_mesh(sizes, names, axis_types=axis_types, devices=devices)
 
 
 def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
-    """A mesh shape over several slices, which lie along the first axis that they divide.
-
-    Args:
-        mesh_shape: the number of devices along each axis, over all slices.
-        num_slices: how many slices there are.
+    """Splits a mesh shape over slices, along the first axis that their number divides.
 
     Raises:
-        MeshError: if they divide no axis.
+        MeshError: if it divides no axis.
 
     >>> over_slices((1, 4, 2), 2)
     HybridMeshShape(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(1, 2, 1))
@@ -89,8 +85,8 @@ def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
     axis = next((i for i, size in enumerate(mesh_shape) if size % num_slices == 0), None)
     if axis is None:
         raise MeshError(
-            f"the devices are in {num_slices} slices, which divide no axis of mesh_shape="
-            f"{tuple(mesh_shape)}; make one a multiple, or set a HybridMeshShape."
+            f"the devices form {num_slices} slices, and no axis of mesh_shape={tuple(mesh_shape)} "
+            "is divisible by that number; make one a multiple, or set a HybridMeshShape."
         )
     across = tuple(num_slices if i == axis else 1 for i in range(len(mesh_shape)))
     within = tuple(size // n for size, n in zip(mesh_shape, across, strict=True))
@@ -104,7 +100,7 @@ def _slice_of(device: Any) -> Hashable:
 def _filled(
     shapes: dict[str, MeshShape], names: tuple[str, ...], num_devices: int
 ) -> list[tuple[int, ...]]:
-    """Shapes that together multiply to the number of devices, with the -1 filled in."""
+    """Replaces the -1, such that all shapes multiply to the number of devices."""
     for field, shape in shapes.items():
         if len(shape) != len(names):
             raise MeshError(
@@ -124,7 +120,7 @@ def _filled(
         raise MeshError(
             f"{said} needs {'a multiple of ' if -1 in sizes else ''}{known} devices "
             f"and there are {num_devices}; the sizes must multiply to the number of devices "
-            "(-1 stands for what is left)."
+            "(-1 fills in the rest)."
         )
     return [tuple(rest if size == -1 else size for size in shape) for shape in shapes.values()]
 
@@ -154,7 +150,7 @@ _GROUPINGS: dict[str, Callable[[Any], Hashable]] = {
 def _groups(
     devices: Sequence[Any], count: int, names: tuple[str, ...], dcn: tuple[int, ...]
 ) -> list[Sequence[Any]]:
-    """The slices, or the devices of each process, whichever are as many as asked for."""
+    """Groups devices by slice or by process, whichever yields `count` groups."""
     found = {}
     for kind, group_of in _GROUPINGS.items():
         groups: dict[Hashable, list[Any]] = {}
@@ -164,30 +160,29 @@ def _groups(
             return list(groups.values())
         found[kind] = len(groups)
     if all(device.platform == "cpu" for device in devices):
-        # These are all alike: they may stand for those of any number of slices.
+        # CPU devices are interchangeable and can emulate any number of slices.
         size = len(devices) // count
         return [devices[i * size : (i + 1) * size] for i in range(count)]
     said = ", ".join(f"{name}={size}" for name, size in zip(names, dcn, strict=True))
     there = " and ".join(f"{number} {kind}" for kind, number in found.items())
     raise MeshError(
-        f"dcn_mesh_shape ({said}) goes over {count} equal groups of devices, and the "
-        f"{len(devices)} devices are in {there}; its sizes must multiply to one of these numbers."
+        f"dcn_mesh_shape ({said}) spans {count} equal groups of devices, and the {len(devices)} "
+        f"devices are in {there}; its sizes must multiply to one of these numbers."
     )
 
 
 def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
-    """Changes a trainer config for the hardware it is to run on, by its `mesh_rules`.
+    """Adapts a trainer config in place to the target hardware, by its `mesh_rules`.
 
-    A rule is a pair of a regular expression and what holds for hardware whose whole name matches
-    it: a mesh shape, a config modifier that sets one and whatever goes with it, or None for the
-    config as it is. The first that matches counts; without any, the config stays as it is.
+    A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh
+    shape and related fields), or None to change nothing. The first rule whose expression matches
+    the whole selector applies; without a match the config is unchanged.
 
     Args:
-        trainer_config: changed in place, if a rule matches.
-        mesh_selector: names the hardware, such as "tpu-v5e-256" or "gpu-h100-8".
+        mesh_selector: name of the hardware, such as "tpu-v5e-256" or "gpu-h100-8".
 
     Raises:
-        ConfigModifierError: if a modifier returns another config in place of changing this one.
+        ConfigModifierError: if a modifier returns another config instead of changing this one.
     """
     for pattern, rule in trainer_config.mesh_rules or ():
         if not re.fullmatch(pattern, mesh_selector):
@@ -199,22 +194,20 @@ def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
         elif modifier(trainer_config) is not trainer_config:
             raise ConfigModifierError(
                 f"mesh_rules[{pattern!r}]: {type(modifier).__name__} returned another config for "
-                "the trainer; a modifier of a mesh rule changes the config that it is given, and "
-                "returns it."
+                "the trainer; a modifier of a mesh rule has to change the given config in place "
+                "and return it."
             )
         return
 
 
 def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> None:
-    """Checks that an array's axes divide over the mesh axes they are laid over.
+    """Checks that a sharding divides an array's axes evenly.
 
     Args:
-        path: names the array in the error.
-        shape: of the array.
-        sharding: its layout.
+        path: name of the array, for the error message.
 
     Raises:
-        MeshError: if an axis does not divide, or a mesh axis does not exist.
+        MeshError: if an axis is not divisible, or a mesh axis does not exist.
     """
     sizes = dict(sharding.mesh.shape)
     for i, entry in enumerate(sharding.spec):
@@ -231,12 +224,10 @@ def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedS
 def named_sharding(
     mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
 ) -> jax.sharding.NamedSharding:
-    """The layout of an array on a mesh.
+    """Returns the sharding of an array on a mesh.
 
     Args:
-        mesh: the mesh.
-        spec: the mesh axes of each axis. Names that the mesh does not have are an error.
-        path: names the array in the error.
+        path: name of the array, for the error message.
 
     Raises:
         MeshError: if `spec` names an axis that the mesh does not have.

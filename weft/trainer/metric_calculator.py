@@ -1,8 +1,7 @@
-"""From batches to metrics: what an evaler does with its model.
+"""Metric calculators, which an evaler uses to turn batches into metrics.
 
-A calculator runs the model on each batch (`forward`, compiled once), carries a state from batch to
-batch, which holds the PRNG key, and makes the summaries at the end. Nothing is kept from one
-evaluation to the next.
+A calculator runs the model on each batch (`forward`, compiled once), passes a state with the PRNG
+key from batch to batch, and computes the summaries at the end. Evaluations share no state.
 """
 
 import functools
@@ -28,11 +27,11 @@ from weft.typing import DType, Nested, NestedTensor, Tensor
 
 
 class BaseMetricCalculator(Module):
-    """Base of the metric calculators.
+    """Base class of metric calculators.
 
     Args:
-        model: The model that is evaluated; not a child, since it is the trainer's.
-        model_param_partition_specs: How its parameters lie over the mesh, nested as they are.
+        model: The model to evaluate; not a child, since it belongs to the trainer.
+        model_param_partition_specs: Partition specs of its parameters, nested like them.
     """
 
     @config_class
@@ -40,8 +39,8 @@ class BaseMetricCalculator(Module):
         """Configures a BaseMetricCalculator.
 
         Attributes:
-            eval_dtype: In which the model computes; None for the dtype of its parameters.
-            prefix: Goes before the names of the metrics, as `prefix/name`.
+            eval_dtype: The dtype in which the model computes; None for that of its parameters.
+            prefix: Prepended to metric names, as `prefix/name`.
         """
 
         eval_dtype: DType | None = None
@@ -60,12 +59,7 @@ class BaseMetricCalculator(Module):
         self._model_param_partition_specs = model_param_partition_specs
 
     def init_state(self, *, prng_key: Tensor, model_params: NestedTensor) -> Any:
-        """The state before the first batch.
-
-        Args:
-            prng_key: For this evaluation.
-            model_params: The parameters.
-        """
+        """Returns the state before the first batch."""
         raise NotImplementedError(type(self))
 
     def forward(
@@ -75,11 +69,11 @@ class BaseMetricCalculator(Module):
 
         Args:
             input_batch: A global batch.
-            model_params: The parameters.
-            state: From `init_state`, or from the `forward` of the batch before.
+            state: From `init_state`, or from `forward` of the previous batch.
 
         Returns:
-            "state" for the next batch, and "output", which `get_summaries` gets of all batches.
+            A dict of "state", for the next batch, and "output", which is collected for
+            `get_summaries`.
         """
         raise NotImplementedError(type(self))
 
@@ -90,17 +84,16 @@ class BaseMetricCalculator(Module):
         state: Any,
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
-        """The metrics of the evaluation.
+        """Computes the metrics of the evaluation.
 
         Args:
-            model_params: The parameters.
-            state: After the last batch.
+            state: The state after the last batch.
             all_forward_outputs: The "output" of each batch.
         """
         raise NotImplementedError(type(self))
 
     def formatted_metric_name(self, metric_name: str) -> str:
-        """The name of a metric in the summaries: with the prefix, if there is one."""
+        """Returns the name of a metric with the prefix, if any."""
         prefix = self.config.prefix
         return f"{prefix}/{metric_name}" if prefix else metric_name
 
@@ -114,23 +107,23 @@ class BaseMetricCalculator(Module):
         inputs: Callable[[Any], Any],
         outputs: Callable[[Any, Any, OutputCollection], Any],
     ) -> Callable[[NestedTensor, Tensor, NestedTensor], tuple[Tensor, Any]]:
-        """A method of the model, compiled at its first call.
+        """Returns a method of the model, compiled at its first call.
 
         Args:
-            method: Its name.
-            inputs: From a batch to the method's arguments, a tuple or a dict.
-            outputs: From the batch, the method's result and its side outputs to what is of use.
+            method: Name of the method.
+            inputs: Maps a batch to the method's arguments, a tuple or a dict.
+            outputs: Maps the batch, the method's result and its side outputs to the outputs.
 
         Returns:
-            A function of parameters, PRNG key and batch. It returns the key for the next batch and
-            the outputs, whole on every device, so that each process can read them.
+            A function of parameters, PRNG key and batch that returns the key for the next batch and
+            the outputs, replicated so that each process can read them.
         """
-        # Asked now and not at the first evaluation, which may come after hours of training.
+        # Checked now rather than at the first evaluation, which may be hours into training.
         if method_named(self._model, method) is None:
             names = [name for name in dir(type(self._model)) if not name.startswith("_")]
             raise MetricCalculatorError(
-                f"{self.path()} is to call {method!r} of the model, a "
-                f"{type(self._model).__name__}, which has no such method. "
+                f"{self.path()} is to call {method!r} of the model, but "
+                f"{type(self._model).__name__} has no such method. "
                 f"{did_you_mean(method, names)}"
             )
 
@@ -158,16 +151,15 @@ class BaseMetricCalculator(Module):
 
 
 class ModelSummaryAccumulator(BaseMetricCalculator):
-    """Adds up the summaries that the model itself reports."""
+    """Metric calculator that accumulates the summaries of the model itself."""
 
     @config_class
     class Config(BaseMetricCalculator.Config):
         """Configures a ModelSummaryAccumulator.
 
         Attributes:
-            model_method: The method of the model that is called with each batch.
-            model_method_kwargs: Its further arguments.
-            metric_accumulator: Adds up the summaries.
+            model_method: The method of the model to call with each batch.
+            model_method_kwargs: Further arguments of the method.
         """
 
         model_method: str = "forward"
@@ -205,22 +197,16 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
 
 
 class PredictionOutputs(NamedTuple):
-    """A batch and what the model made of it.
-
-    Attributes:
-        input_batch: The batch.
-        predict_outputs: What the model's method returned.
-    """
+    """Batch with the model's predictions."""
 
     input_batch: Nested[Any]
     predict_outputs: Nested[Any]
 
 
 class GlobalMetricCalculator(BaseMetricCalculator):
-    """Base of calculators for metrics that need all examples at once, such as AUC or BLEU.
+    """Base class of calculators for metrics that need all examples at once, such as AUC or BLEU.
 
-    A subclass defines `_calculate_metrics`. Batches and predictions are brought together on the
-    host of each process.
+    A subclass defines `_calculate_metrics`. Batches and predictions are gathered on each host.
     """
 
     @config_class
@@ -228,8 +214,8 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         """Configures a GlobalMetricCalculator.
 
         Attributes:
-            predict_method: The method of the model that is called with each batch.
-            predict_input_field: The field of the batch that it gets; None for the whole batch.
+            predict_method: The method of the model to call with each batch.
+            predict_input_field: The field of the batch to pass; None for the whole batch.
         """
 
         predict_method: str = "predict"
@@ -244,22 +230,21 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         )
 
     def _given(self, input_batch: NestedTensor) -> Any:
-        """The part of a batch that the model gets."""
         field = self.config.predict_input_field
         if field is None:
             return input_batch
         if field not in input_batch:
             raise MetricCalculatorError(
-                f"{self.path()}: predict_input_field={field!r} is no field of the batch. "
+                f"{self.path()}: the batch has no field predict_input_field={field!r}. "
                 f"{did_you_mean(field, input_batch)}"
             )
         return input_batch[field]  # pyright: ignore[reportIndexIssue]
 
     def _calculate_metrics(self, outputs: PredictionOutputs) -> dict[str, Any]:
-        """The metrics.
+        """Computes the metrics.
 
         Args:
-            outputs: Of all batches, rows one after another, as host arrays.
+            outputs: The rows of all batches, concatenated, as host arrays.
 
         Returns:
             Scalars, `WeightedScalar`s and other summaries by name.
@@ -273,7 +258,7 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
     ) -> dict[str, Any]:
         prng_key, outputs = self._run(model_params, state["prng_key"], input_batch)
-        # On the host, where there is room for the predictions of all batches.
+        # The host has room for the predictions of all batches.
         return {"state": {"prng_key": prng_key}, "output": jax.device_get(outputs)}
 
     def get_summaries(
@@ -288,15 +273,15 @@ class GlobalMetricCalculator(BaseMetricCalculator):
 
 
 class CompositeMetricCalculator(BaseMetricCalculator):
-    """Several calculators that see the same batches."""
+    """Metric calculator that runs several calculators on the same batches."""
 
     class Dependency(NamedTuple):
-        """A calculator that needs what another one makes of each batch.
+        """Dependency of one calculator on the output of another for each batch.
 
         Attributes:
-            src: The name of the calculator whose output is needed.
-            dst: The name of the one that needs it.
-            key: Under which it finds the output in its batch; None for `src`.
+            src: Name of the calculator that produces the output.
+            dst: Name of the calculator that consumes it.
+            key: The field of the batch that holds the output for `dst`; None for `src`.
         """
 
         src: str
@@ -308,9 +293,9 @@ class CompositeMetricCalculator(BaseMetricCalculator):
         """Configures a CompositeMetricCalculator.
 
         Attributes:
-            metric_calculators: The calculators by name. Their metrics must have different names,
-                as by their `prefix`.
-            dependencies: Which of them need the outputs of others.
+            metric_calculators: The calculators by name. Their metrics need different names; set
+                `prefix`.
+            dependencies: Calculators that need the outputs of others.
         """
 
         metric_calculators: Required[Mapping[str, BaseMetricCalculator.Config]] = REQUIRED
@@ -331,15 +316,15 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             for name in (dependency.src, dependency.dst):
                 if name not in needs:
                     raise MetricCalculatorError(
-                        f"{self.path()}: the dependency {dependency} names {name!r}, which is none "
-                        f"of the metric_calculators. {did_you_mean(name, needs)}"
+                        f"{self.path()}: the dependency {dependency} names {name!r}, which is not "
+                        f"one of the metric_calculators. {did_you_mean(name, needs)}"
                     )
             needs[dependency.dst].append(dependency.src)
         try:
             return list(TopologicalSorter(needs).static_order())
         except CycleError as error:
             raise MetricCalculatorError(
-                f"{self.path()}: the dependencies go round in a circle: "
+                f"{self.path()}: the dependencies form a cycle: "
                 f"{' -> '.join(error.args[1])}. Remove one of them."
             ) from None
 
@@ -383,7 +368,7 @@ class CompositeMetricCalculator(BaseMetricCalculator):
             )
             if twice := sorted(together.keys() & summaries.keys()):
                 raise MetricCalculatorError(
-                    f"{calculator.path()} reports {twice}, which another calculator reports too; "
+                    f"{calculator.path()} reports {twice}, which another calculator also reports; "
                     f"give it a prefix: prefix={name!r}."
                 )
             together |= summaries

@@ -1,4 +1,4 @@
-"""MLflow. The package is imported when a writer is made, and only then."""
+"""Summary writer for MLflow, which is imported only when a writer is created."""
 
 import os
 import time
@@ -13,10 +13,10 @@ from weft.trainer.base_writer import PeriodicWriter, processor_zero_only
 
 
 class MLflowWriter(PeriodicWriter):
-    """Writes numbers to a run of MLflow, and texts beside them.
+    """Summary writer that logs numbers and texts to an MLflow run.
 
-    The run begins with what is written first. Its id is kept in `dir`, so that training that is
-    started again goes on with it. Images, sound and arrays are left to other writers.
+    The first write starts the run. Its id is stored in `dir`, so that restarted training continues
+    it. Images, audio and arrays are not written.
 
     Raises:
         MissingExtraError: If the package mlflow is not installed.
@@ -29,13 +29,11 @@ class MLflowWriter(PeriodicWriter):
         """Configures an MLflowWriter.
 
         Attributes:
-            tracking_uri: Where MLflow keeps runs: a server's address, or `sqlite:///PATH`; None
-                for what MLflow is set up with, as by MLFLOW_TRACKING_URI, else `mlflow.db` in the
-                working directory.
-            experiment_name: The experiment that the run belongs to; it is made if there is none.
-            run_name: The name of the run; None lets MLflow choose one.
-            tags: Its tags.
-            prefix: Goes before the name of every number, as `prefix/name`.
+            tracking_uri: A server's address or `sqlite:///PATH`; None for MLflow's own setting,
+                such as MLFLOW_TRACKING_URI, else `mlflow.db` in the working directory.
+            experiment_name: The experiment of the run, created if it does not exist.
+            run_name: None lets MLflow choose a name.
+            prefix: Prepended to names, as `prefix/name`.
         """
 
         tracking_uri: str | None = None
@@ -56,7 +54,7 @@ class MLflowWriter(PeriodicWriter):
             ) from error
         self._mlflow: Any = mlflow
         self._client: Any = None
-        self._run_id = ""  # of the run that is open
+        self._run_id = ""  # of the open run
 
     def _start_run(self) -> None:
         if self._run_id:
@@ -120,6 +118,6 @@ class MLflowWriter(PeriodicWriter):
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         metrics = [metric(self._named(path), value, now, step) for path, value in values.items()]
-        # MLflow takes a thousand at a time.
+        # MLflow accepts at most a thousand at a time.
         for i in range(0, len(metrics), 1000):
             self._client.log_batch(self._run_id, metrics=metrics[i : i + 1000])

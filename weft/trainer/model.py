@@ -1,12 +1,11 @@
-"""The model of a trainer: a layer of the hierarchy, or a module of any library as one.
+"""Model of a trainer: a hierarchy layer, or a module of any library wrapped as one.
 
-Whatever it is written in, its call takes a batch and returns a loss and anything else:
+Its call takes a batch and returns a loss and auxiliary outputs:
 
     loss, aux = model(input_batch)
 
-A module of another library becomes a `LibraryModel` as soon as the trainer knows what a batch looks
-like. Its parameters, state, keys and the names of its axes are then those of a hierarchy layer, so
-the trainer has one way for all.
+The trainer wraps a module of another library in a `LibraryModel` once the shapes of a batch are
+known. Its parameters, state, keys and axis names are then those of a hierarchy layer.
 """
 
 import contextlib
@@ -28,21 +27,14 @@ from weft.typing import Tensor
 
 
 class LibraryModel(InHierarchy):
-    """A module of any library that makes a loss from a batch.
+    """Layer that computes a loss from a batch with a module of any library.
 
-    What it sows into a collection `summaries` is reported. The loss is as well, as the mean over
-    the rows of the batch, unless the module sows a `loss` of its own.
+    Values that the module sows into the collection `summaries` are reported, and so is the loss, as
+    the mean over the rows of the batch, unless the module sows its own `loss`.
     """
 
     def forward(self, input_batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-        """Computes the loss.
-
-        Args:
-            input_batch: A batch of examples, as the input gives it.
-
-        Returns:
-            The loss, a scalar, and whatever else the module returns.
-        """
+        """Computes the loss, a scalar, and the module's other outputs."""
         with explained(self, input_batch):
             loss, aux = checked_outputs(self, super().forward(input_batch))
         if "loss" not in self.get_invocation_context().get_summaries():
@@ -54,15 +46,11 @@ class LibraryModel(InHierarchy):
     @property
     @nowrap
     def predicts(self) -> bool:
-        """Whether the module has a method `predict`."""
+        """True if the module has a method `predict`."""
         return self._model.has_method("predict")
 
     def predict(self, input_batch: Mapping[str, Any]) -> Any:
-        """What the module's own method `predict` makes of a batch.
-
-        Args:
-            input_batch: A batch of examples.
-        """
+        """Calls the module's `predict` method with a batch."""
         with explained(self, input_batch):
             return super().forward(input_batch, method="predict")
 
@@ -72,12 +60,12 @@ class LibraryModel(InHierarchy):
 
 
 def model_config(model: Any, batch: Callable[[], Any]) -> Any:
-    """The config of the layer that a trainer trains.
+    """Returns the config of the layer to train.
 
     Args:
-        model: the config of a layer of the hierarchy, which stays what it is, or of a class or
+        model: the config of a hierarchy layer, which is returned unchanged, or of a class or
             function that makes a module of any library.
-        batch: gives the shapes and dtypes of a batch; called for modules of other libraries.
+        batch: returns the shapes and dtypes of a batch; called for modules of other libraries only.
     """
     if isinstance(model, Module.Config) or _makes_a_layer(model):
         return model
@@ -85,17 +73,13 @@ def model_config(model: Any, batch: Callable[[], Any]) -> Any:
 
 
 def _makes_a_layer(model: Any) -> bool:
-    """Whether a config of a function makes a layer of the hierarchy, in the place it is given."""
-    # The fields of a Linen module have these names as well.
+    """Returns whether a config of a function makes a hierarchy layer."""
+    # Linen modules have fields of these names too.
     return isinstance(model, FunctionConfigBase) and {"name", "parent"} <= set(model.keys())
 
 
 def build_model(trainer_config: Any) -> BaseLayer:
-    """The model of a trainer without the trainer.
-
-    Args:
-        trainer_config: its `model` and `input` are looked at.
-    """
+    """Builds the model of a trainer config without the trainer, from its `model` and `input`."""
 
     def batch() -> Any:
         return trainer_config.input.set(name="input").instantiate(parent=None).element_spec()
@@ -105,14 +89,10 @@ def build_model(trainer_config: Any) -> BaseLayer:
 
 
 def checked_outputs(model: Module, outputs: Any) -> tuple[Tensor, Any]:
-    """The loss and what else a model returned.
-
-    Args:
-        model: for the error.
-        outputs: of its call.
+    """Returns the loss and the auxiliary outputs of a model's call.
 
     Raises:
-        ModelOutputError: if there is no loss, or it is no scalar of floating-point numbers.
+        ModelOutputError: if there is no loss, or it is not a floating-point scalar.
     """
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
@@ -135,15 +115,11 @@ def _described(x: Any) -> str:
 
 @contextlib.contextmanager
 def explained(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Says in words what it means if a model does not find in the batch what it needs.
-
-    Args:
-        model: whose call is in the block.
-        batch: what it is called with.
+    """Explains errors of a model that does not find in the batch what it needs.
 
     Raises:
-        BatchFieldError: if it looks up a field that the batch does not have.
-        ModelCallError: if it is to be called with more than the batch.
+        BatchFieldError: if the model looks up a field that the batch does not have.
+        ModelCallError: if the model requires more arguments than the batch.
     """
     try:
         yield
@@ -152,16 +128,16 @@ def explained(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
         if type(error) is not KeyError or not isinstance(key, str) or key in batch:
             raise
         raise BatchFieldError(
-            f"{model.path()} looked up {key!r}, and the batch has no such field; it has "
-            f"{', '.join(map(repr, batch))}. {did_you_mean(key, batch)} Let the input give it, or "
-            "the model look up another."
+            f"{model.path()} looked up {key!r}, but the batch has no such field; it has "
+            f"{', '.join(map(repr, batch))}. {did_you_mean(key, batch)} Add the field to the "
+            "input, or look up another in the model."
         ) from error
     except TypeError as error:
         missing = re.search(r"missing \d+ required .* arguments?: (.*)", str(error))
         if type(error) is not TypeError or missing is None:
             raise
         raise ModelCallError(
-            f"{model.path()} is to be called with more than the batch: {missing[1]} is missing. It "
-            "is given one argument, a dict of the fields of the batch, beside those that say "
-            "whether it is called in training: `def __call__(self, input_batch)`."
+            f"{model.path()} requires more arguments than the batch: {missing[1]} is missing. It "
+            "is called with one argument, a dict of the batch's fields, and with flags for "
+            "training or evaluation if it takes them: `def __call__(self, input_batch)`."
         ) from error

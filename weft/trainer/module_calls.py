@@ -1,11 +1,11 @@
-"""Calls of a model's modules, whatever library they are of, seen by one function.
+"""Interception of calls of a model's modules, of any library, with one observer.
 
-Modules of several libraries may lie in each other, and each library names its own from its own
-root. Here a name leads from the root of all:
+Modules of several libraries may be nested, and each library names its own from its own root. Here a
+path starts at the outermost root:
 
     trainer.model.decoder.head.layers.0    of NNX, in a module of Linen, in a layer of the hierarchy
 
-Modules of Equinox and of Flax NNX do not tell of their calls; the layer around them does.
+Equinox and Flax NNX modules report no calls; the layer around them does.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from weft.nnx.pytree import Pytree
 from weft.nnx.rngs import Rngs, RngStream
 
 _PLACE = "_place_in_model"
-"""The attribute of an NNX module that says where it is; static, so transformations keep it."""
+"""Attribute with the path of an NNX module; static, so that transformations keep it."""
 
 
 class ModuleCall(NamedTuple):
-    """A call of a method of a module.
+    """Call of a module's method.
 
     Attributes:
-        path: of the module.
-        kind: its class.
-        method: the method's name.
+        path: path of the module.
+        kind: name of its class.
+        method: name of the method.
     """
 
     path: str
@@ -42,21 +42,21 @@ class ModuleCall(NamedTuple):
 
 
 Observer = Callable[[ModuleCall, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function of a call, the method and its arguments; it calls the method."""
+"""Function that receives a call, the method and its arguments, and calls the method."""
 
 
 @contextlib.contextmanager
 def watched_calls(observer: Observer) -> Iterator[None]:
-    """While open, calls of the methods of modules go through a function.
+    """Passes calls of modules' methods to an observer while the context is open.
 
     Args:
-        observer: called in place of the method, within the transformation in which the call is.
+        observer: called in place of the method, inside the transformations around the call.
     """
     watch = _Watch(observer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(observed_calls(watch.of_hierarchy))
         stack.enter_context(intercept_methods(watch.of_linen))
-        # A model that has modules of these has imported them.
+        # A model with modules of these libraries has imported them.
         if "flax.linen" in sys.modules:
             stack.enter_context(sys.modules["flax.linen"].intercept_methods(watch.of_linen))
         if "haiku" in sys.modules:
@@ -70,13 +70,12 @@ def watched_calls(observer: Observer) -> Iterator[None]:
 
 
 class _Open(NamedTuple):
-    """A call that is under way.
+    """Call in progress.
 
     Attributes:
-        path: of the module.
-        context: the invocation of a hierarchy layer in which it is.
-        root: the outermost module of its hierarchy; None in other libraries.
-        prefix: where the outermost module of its library is, for those that say their paths.
+        context: invocation context of the surrounding hierarchy layer.
+        root: outermost module of its hierarchy; None in other libraries.
+        prefix: path of the library's outermost module, for libraries with paths of their own.
     """
 
     path: str
@@ -86,7 +85,7 @@ class _Open(NamedTuple):
 
 
 class _Watch:
-    """Names calls and gives them to an observer."""
+    """Names calls and passes them to an observer."""
 
     def __init__(self, observer: Observer):
         self._observer = observer
@@ -124,14 +123,14 @@ class _Watch:
                 observe(x, _of_nnx)
 
     def _prefix(self) -> str:
-        """Where the outermost module of a library is that says the paths of its modules."""
+        """Returns the path of the outermost module of a library whose modules know their paths."""
         last = self._open[-1] if self._open else None
         if last is not None and last.prefix is not None and last.context is current_context():
             return last.prefix
         return self._around()
 
     def _around(self) -> str:
-        """The path of the module whose call is the innermost."""
+        """Returns the path of the innermost module being called."""
         context, last = current_context(), self._open[-1] if self._open else None
         if last is not None and (context is None or last.context is context):
             return last.path
@@ -139,7 +138,7 @@ class _Watch:
         return "" if module is None else self._whole_path(module)
 
     def _whole_path(self, module: Module) -> str:
-        """The path of a hierarchy layer, also of one that is in a model of another library."""
+        """Returns the path of a hierarchy layer, also inside a model of another library."""
         root = _root(module)
         outer = next((call for call in reversed(self._open) if call.root is not root), None)
         if outer is None:

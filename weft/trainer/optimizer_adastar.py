@@ -1,10 +1,10 @@
-"""An optimizer of which AdamW and Adafactor without factors are special cases.
+"""Adastar: a generalization of AdamW and of Adafactor without factored moments.
 
-Per parameter, with moving averages that may be left out:
+Per parameter, with optional moving averages:
 
     m = average(gradient)                       v = average(gradient² + eps_square)
     raw = m / (sqrt(v) + eps)                   clipped to a root mean square, per layer
-    u = average(raw)                            then transformed as one likes
+    u = average(raw)                            then transformed by adam_update_transformation
     update = -update_schedule(step) * (learning_rate * u + weight_decay * parameter)
 """
 
@@ -44,29 +44,28 @@ def adastar_optimizer(
     update_schedule: Schedule,
     verbosity: int = 0,
 ) -> PartitionedGradientTransformation:
-    """The optimizer that this module describes.
+    """Creates an Adastar optimizer, as described in this module's docstring.
 
     With `gradient_ema_debias`, `gradient_square_ema_debias` and no `update_ema_decay` it is
     `adamw_decoupled_optimizer`; with `eps=0` and no `gradient_ema_decay` it is Adafactor without
-    factors, whose epsilon is `eps_square` and whose `b1` is `update_ema_decay`.
+    factoring, with epsilon `eps_square` and `b1` `update_ema_decay`.
 
     Args:
-      learning_rate: a factor of the update, but not of weight decay.
-      gradient_ema_decay: decay of the average of gradients; None for the gradients themselves.
-      gradient_ema_debias: whether that average is corrected for beginning at zero.
+      learning_rate: factor of the update, but not of weight decay.
+      gradient_ema_decay: decay of the average of gradients; None uses the gradients themselves.
+      gradient_ema_debias: whether to correct that average for its initial zero; the other
+        `*_debias` arguments do the same for their averages.
       gradient_square_ema_decay: decay of the average of squared gradients.
-      gradient_square_ema_debias: whether that average is corrected.
       eps: added to the root of the average of squares.
       eps_square: added to squared gradients.
-      raw_update_clipping_threshold: the largest root mean square of a raw update, for each layer of
-        a stack; None not to clip.
-      update_ema_decay: decay of the average of updates; None for the updates themselves.
-      update_ema_debias: whether that average is corrected.
-      adam_update_transformation: a transformation of updates before they are scaled, or a config.
-      weight_decay: a factor of the parameters.
+      raw_update_clipping_threshold: maximum root mean square of a raw update, per layer of a stack;
+        None disables clipping.
+      update_ema_decay: decay of the average of updates; None uses the updates themselves.
+      adam_update_transformation: transformation of updates before scaling, or a config of one.
+      weight_decay: factor of the parameters.
       weight_decay_per_param_scale: as for `add_decayed_weights`.
       update_schedule: scales the whole update, weight decay included.
-      verbosity: with 1 or more, norms of updates are reported for each parameter.
+      verbosity: 1 or more reports norms of updates per parameter.
     """
 
     def norms(name: str) -> str | None:
@@ -96,14 +95,7 @@ def adastar_optimizer(
 
 
 class AdastarState(NamedTuple):
-    """The averages that an Adastar optimizer keeps.
-
-    Attributes:
-      count: the number of steps done.
-      gradient_ema: of gradients; None if there is no such average, as for `update_ema`.
-      gradient_square_ema: of squared gradients.
-      update_ema: of updates.
-    """
+    """State of an Adastar optimizer: the number of steps and its averages, None where not used."""
 
     count: Any
     gradient_ema: Any
@@ -111,7 +103,7 @@ class AdastarState(NamedTuple):
     update_ema: Any
 
 
-_Average = tuple[float | None, bool]  # decay, whether to correct for the beginning at zero
+_Average = tuple[float | None, bool]  # decay, whether to debias
 
 
 def _scale_by_averages(
@@ -148,7 +140,7 @@ def _scale_by_averages(
 
 
 def _averaged(x: NestedTensor, ema: Any, average: _Average, count: Any) -> tuple[Any, Any]:
-    """The average to use, and the one to keep."""
+    """Returns the average to use and the one to keep."""
     decay, debias = average
     if decay is None:
         return x, None

@@ -1,13 +1,12 @@
-"""What an optimizer is: three pure functions, and how such functions are put together.
+"""Optimizers as triples of pure functions, and their composition.
 
     state   = init(params)                       params: a tree of OptParam
     updates, state = update(updates, state, params)
     specs   = partition(param_specs)             laid out as state, each leaf a TensorSpec
 
-The first two are those of optax, except that a parameter comes with what its layer says about it.
-The third says how the state is laid out on the mesh before there is any state. A plain optax
-transformation stands in wherever such an optimizer is expected; its third function is derived from
-its first.
+The first two are those of optax, except that a parameter carries metadata of its layer; `partition`
+computes the state's layout on the mesh before the state exists. A plain optax transformation works
+wherever such an optimizer is expected; its `partition` is derived from its `init`.
 """
 
 import dataclasses
@@ -28,13 +27,12 @@ from weft.typing import DType, Nested, NestedTensor, Shape, Tensor
 
 @dataclasses.dataclass(frozen=True)
 class OptParam:
-    """A parameter as an optimizer sees it; a leaf of the tree of parameters.
+    """Parameter as an optimizer sees it; a leaf of the tree of parameters.
 
     Attributes:
-      value: the array.
-      factorization_spec: how statistics of it may be factored; None if they may not.
-      weight_decay_scale: the layer's factor for weight decay; None to leave it to the optimizer.
-      is_state: whether it is the layer's state, which optimizers leave alone.
+      factorization_spec: axes along which to factor statistics; None if they may not be factored.
+      weight_decay_scale: the layer's factor for weight decay; None leaves it to the optimizer.
+      is_state: whether it is state of the layer, which optimizers leave unchanged.
     """
 
     value: Tensor
@@ -60,33 +58,26 @@ TransformPartitionSpecFn = Callable[[NestedParameterSpec], NestedOptStateSpec]
 
 
 class TransformUpdateFn(Protocol):
-    """Transforms updates, and the state of the transformation."""
+    """Function that transforms updates and the state of the transformation."""
 
     def __call__(
         self, updates: NestedTensor, state: Any, params: NestedOptParam
     ) -> tuple[NestedTensor, Any]:
-        """One step.
+        """Performs one step.
 
         Args:
-          updates: laid out as `params`; gradients, or what an earlier transformation made of them.
-          state: from `init` or from the step before.
+          updates: laid out as `params`; gradients, or the output of an earlier transformation.
           params: before the update.
 
         Returns:
-          The updates, which the last transformation leaves such that they are to be added to the
-          parameters, and the new state.
+          The new updates, which after the last transformation are added to the parameters, and the
+          state.
         """
         ...
 
 
 class PartitionedGradientTransformation(NamedTuple):
-    """An optimizer, or a part of one.
-
-    Attributes:
-      init: the state for some parameters.
-      update: one step.
-      partition: the layout of the state, from the specs of the parameters.
-    """
+    """Optimizer, or a part of one: its initial state, one step, and the layout of its state."""
 
     init: TransformInitFn
     update: TransformUpdateFn
@@ -94,7 +85,7 @@ class PartitionedGradientTransformation(NamedTuple):
 
 
 def opt_param_values(params: NestedOptParam) -> NestedTensor:
-    """The arrays of a tree of parameters.
+    """Returns the arrays of a tree of parameters.
 
     >>> opt_param_values({"w": OptParam(value=1.0)})
     {'w': 1.0}
@@ -103,7 +94,7 @@ def opt_param_values(params: NestedOptParam) -> NestedTensor:
 
 
 def tree_paths(tree: Any) -> Any:
-    """A tree like `tree` that holds at each leaf its path, such as "decoder/emb/weight".
+    """Returns a tree like `tree` with the path of each leaf, such as "decoder/emb/weight".
 
     >>> tree_paths({"a": {"b": 1}, "c": (2, 3)})
     {'a': {'b': 'a/b'}, 'c': ('c/0', 'c/1')}
@@ -112,15 +103,12 @@ def tree_paths(tree: Any) -> Any:
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A key path of JAX as names joined by slashes."""
+    """Returns a JAX key path as names joined by slashes."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def report(name: str, value: Any) -> None:
-    """Adds a summary to the invocation under way, if there is one.
-
-    A chain may hold two transformations that report under one name; the later one stands.
-    """
+    """Adds a summary to the current invocation, if any, in place of an earlier one of that name."""
     context = current_context()
     if context is not None:
         context.get_summaries()[name] = value
@@ -130,23 +118,23 @@ def report(name: str, value: Any) -> None:
 
 
 def replicated(shape: Shape, dtype: DType) -> OptStateSpec:
-    """The spec of an array that every device holds."""
+    """Returns the spec of a replicated array."""
     return TensorSpec(shape=tuple(shape), dtype=dtype, mesh_axes=(None,) * len(shape))
 
 
-# Any, as it stands in states where an array stands in others.
+# Any, since it takes the place of an array in states.
 COUNT_SPEC: Any = replicated((), jnp.int32)
 
 
 def copy_partition(
     specs: Any, *, pattern: str | re.Pattern | None = None, memory_kind: str | None = None
 ) -> Any:
-    """Specs of arrays that are laid out as those that `specs` describe.
+    """Returns specs of arrays laid out like those that `specs` describe.
 
     Args:
       specs: a tree of specs, of parameters or of states.
-      pattern: the memory kind is set where it matches the whole path; None for everywhere.
-      memory_kind: the memory that holds the arrays; None to leave it as it is.
+      pattern: sets the memory kind only where it matches the whole path; None sets it everywhere.
+      memory_kind: the memory that holds the arrays; None leaves it unchanged.
     """
 
     def copied(path: tuple[Any, ...], spec: TensorSpec) -> TensorSpec:
@@ -163,11 +151,11 @@ def copy_partition(
 def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
     """Derives the layout of a state from the function that makes it.
 
-    A leaf of the state that has the shape of a parameter, and a path that ends with the parameter's
-    path, is laid out as the parameter; every other leaf is replicated.
+    A leaf of the state with the shape of a parameter and a path that ends in that parameter's path
+    is laid out like the parameter; all other leaves are replicated.
 
     Args:
-      init: makes the state from parameters; it is evaluated abstractly, on their shapes and dtypes.
+      init: makes the state from parameters; evaluated abstractly, on shapes and dtypes.
     """
 
     def partition(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
@@ -194,12 +182,7 @@ def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
 def with_partition_fn(
     base: optax.GradientTransformation, partition_fn: TransformPartitionSpecFn
 ) -> PartitionedGradientTransformation:
-    """An optax transformation, which sees the arrays of the parameters only, with a partition.
-
-    Args:
-      base: a transformation of plain arrays.
-      partition_fn: the layout of its state.
-    """
+    """Adds a partition to an optax transformation, which sees only the arrays of the parameters."""
 
     def init_fn(params: NestedOptParam) -> Any:
         return base.init(opt_param_values(params))
@@ -211,7 +194,7 @@ def with_partition_fn(
 
 
 def as_partitioned(transformation: Any) -> PartitionedGradientTransformation:
-    """A transformation with its partition, from either kind of transformation or a config of one.
+    """Returns either kind of transformation, or one made from a config, with its partition.
 
     Raises:
       TransformationTypeError: if it is neither.
@@ -228,12 +211,12 @@ def as_partitioned(transformation: Any) -> PartitionedGradientTransformation:
 
 
 def adam_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
-    """`optax.scale_by_adam` with both moments laid out as the parameters."""
+    """Returns `optax.scale_by_adam` with both moments laid out like the parameters."""
     return as_partitioned(base)
 
 
 def trace_partition(base: optax.GradientTransformation) -> PartitionedGradientTransformation:
-    """`optax.trace` with the trace laid out as the parameters."""
+    """Returns `optax.trace` with the trace laid out like the parameters."""
     return as_partitioned(base)
 
 
@@ -243,7 +226,7 @@ def trace_partition(base: optax.GradientTransformation) -> PartitionedGradientTr
 def stateless(
     update_fn: Callable[[NestedTensor, NestedOptParam], NestedTensor],
 ) -> PartitionedGradientTransformation:
-    """A transformation without state, from a function of updates and parameters."""
+    """Creates a transformation without state from a function of updates and parameters."""
     return PartitionedGradientTransformation(
         init=lambda params: optax.EmptyState(),
         update=lambda updates, state, params: (update_fn(updates, params), state),
@@ -252,18 +235,15 @@ def stateless(
 
 
 def identity() -> PartitionedGradientTransformation:
-    """Leaves updates as they are."""
+    """Returns a transformation that leaves updates unchanged."""
     return stateless(lambda updates, params: updates)
 
 
 def chain(*args: Any) -> PartitionedGradientTransformation:
-    """One transformation after another; the state is a tuple of theirs.
-
-    Args:
-      *args: transformations with or without a partition, or configs of them.
+    """Chains transformations, with or without a partition, or their configs; the state is a tuple.
 
     Raises:
-      TransformationTypeError: if one is none of these.
+      TransformationTypeError: if an argument is none of these.
 
     >>> tx = chain(optax.scale(2.0), optax.scale(3.0))
     >>> params = {"w": OptParam(value=jnp.zeros(()))}
@@ -288,7 +268,7 @@ def chain(*args: Any) -> PartitionedGradientTransformation:
 
 
 def named_chain(**kwargs: Any) -> PartitionedGradientTransformation:
-    """`chain`, with a state that is a dict by the names of the transformations.
+    """Chains transformations like `chain`, with a state that is a dict by their names.
 
     >>> tx = named_chain(double=optax.scale(2.0), momentum=optax.trace(0.9))
     >>> sorted(tx.init({"w": OptParam(value=jnp.zeros(()))}))
@@ -298,7 +278,7 @@ def named_chain(**kwargs: Any) -> PartitionedGradientTransformation:
 
 
 def _in_sequence(transformations: Mapping[str, Any]) -> PartitionedGradientTransformation:
-    # A tuple, which cannot change: so chains of equal parts are equal to who compares functions.
+    # An immutable tuple, such that chains of equal parts compare equal.
     parts = tuple((name, as_partitioned(part)) for name, part in transformations.items())
 
     def update_fn(

@@ -1,4 +1,4 @@
-"""Transformations that clip updates: all together by their norm, or each by its size."""
+"""Transformations that clip updates, by their global norm or by the size of each one."""
 
 from typing import Any
 
@@ -18,19 +18,19 @@ from weft.vdict import VDict, map_blocks
 
 
 def global_norm(updates: NestedTensor) -> Tensor:
-    """The norm of all updates together, at least in float32; a number wherever each of them is."""
+    """Returns the global norm, at least in float32, without overflow of the squares."""
     norm = norm_by_squares(updates)
-    # A branch: what fits, and that is all but always, is not looked at again.
+    # The slower computation is needed only if the sum of squares overflows.
     return jax.lax.cond(jnp.isfinite(norm), lambda _: norm, _norm_by_shares, updates)
 
 
 def norm_by_squares(updates: NestedTensor) -> Tensor:
-    """The norm in one pass over the updates; infinite where a sum of squares is."""
+    """Returns the norm in one pass over the updates; infinite if a sum of squares is."""
     return optax.tree.norm(jax.tree.map(_at_least_float32, updates))
 
 
 def _norm_by_shares(updates: NestedTensor) -> Tensor:
-    """The norm by what each number is of the largest one, at most the largest there is."""
+    """Returns the norm relative to the largest absolute value, at most the largest float."""
     updates = jax.tree.map(_at_least_float32, updates)
     largest = optax.tree.norm(updates, ord="inf")
     norm = largest * optax.tree.norm(jax.tree.map(lambda u: u / largest, updates))
@@ -43,27 +43,27 @@ def _at_least_float32(update: Tensor) -> Tensor:
 
 
 def scaled(updates: NestedTensor, factor: Tensor) -> NestedTensor:
-    """The updates times a number, in their own dtypes."""
+    """Multiplies updates by a number, in their own dtypes."""
     return jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates)
 
 
 def clipping_factor(norm: Tensor, max_norm: float | None, eps: float) -> Tensor:
-    """The factor that brings a norm down to `max_norm`; 1, or no number, where it is no larger."""
-    # Also without a limit the factor depends on the norm, so that one that is no number shows.
+    """Returns the factor that reduces a norm to `max_norm`: at most 1, and NaN if the norm is."""
+    # The factor depends on the norm even without a limit, to propagate NaN.
     return norm * 0 + 1 if max_norm is None else jnp.minimum(1.0, max_norm / (norm + eps))
 
 
 def clip_by_global_norm(
     max_norm: float | None = None, *, drop_norm: float | None = None, eps: float = 1e-8
 ) -> PartitionedGradientTransformation:
-    """Scales all updates such that their norm is at most `max_norm`.
+    """Scales all updates such that their global norm is at most `max_norm`.
 
     Reports "gradient_norm", before clipping, and "gradient_scale".
 
     Args:
-      max_norm: the norm; None not to clip.
-      drop_norm: updates with a larger norm become zero; None to keep them. Norms that are not a
-        number give updates that are none; see `skip_and_clip_by_global_norm`.
+      max_norm: None disables clipping.
+      drop_norm: updates with a larger norm become zero; None disables dropping. A NaN norm makes
+        the updates NaN; see `skip_and_clip_by_global_norm`.
       eps: added to the norm before dividing by it.
     """
 
@@ -84,12 +84,10 @@ def clip_by_global_norm(
 def clip_by_block_rms(
     threshold: float | None, *, summary_suffix: str | None = None
 ) -> PartitionedGradientTransformation:
-    """Scales each update such that its root mean square is at most `threshold`.
-
-    In a stack of layers each layer counts for itself.
+    """Scales each update, per layer of a stack, to a root mean square of at most `threshold`.
 
     Args:
-      threshold: the root mean square; None not to clip.
+      threshold: None disables clipping.
       summary_suffix: if given, each update's root mean square before clipping is reported under its
         path with this suffix, as "decoder/emb/weight/norm"; in a stack, under "repeat/0/layer/...".
     """
@@ -114,7 +112,7 @@ def report_blocks(values: NestedTensor, suffix: str) -> None:
     """Reports one number per parameter, or per layer where the parameters are stacked.
 
     Args:
-      values: laid out as the parameters; scalars, with a leading axis for each `VDict` above.
+      values: laid out as the parameters; scalars, with a leading axis for each enclosing `VDict`.
       suffix: appended to each path.
     """
 

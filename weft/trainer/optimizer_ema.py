@@ -1,7 +1,7 @@
 """Moving averages of updates and of parameters.
 
-An average of updates may be kept in an integer dtype. It is then a fixed-point number with one
-factor for each column, a column being what has the same indices in all axes but the first.
+An average of updates may be stored in an integer dtype: as fixed-point numbers with one factor per
+column, where a column shares all indices but that of the first axis.
 """
 
 from typing import Any, NamedTuple
@@ -28,12 +28,12 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class EmaState(NamedTuple):
-    """The state of `ema`.
+    """State of `ema`.
 
     Attributes:
-      count: the number of steps done.
-      ema: the averages, in the dtype of the accumulator.
-      scale: what an integer average is multiplied by; one unused number for any other dtype.
+      count: number of steps done.
+      ema: averages in the dtype of the accumulator.
+      scale: factor of integer averages; one unused number for other dtypes.
     """
 
     count: Any
@@ -47,10 +47,10 @@ def ema(
     """Replaces updates by their exponential moving average.
 
     Args:
-      decay: the weight of the average so far; may be a schedule.
-      debias: whether to divide by `1 - decay**t` after t steps, since the average begins at zero.
-      accumulator_dtype: of the average that is kept; None for that of the parameter. For an integer
-        dtype the average is rounded to fixed point.
+      decay: weight of the previous average; may be a schedule.
+      debias: whether to divide by `1 - decay**t` after t steps, to correct for the initial zero.
+      accumulator_dtype: dtype of the stored average; None for that of the parameter. With an
+        integer dtype the average is rounded to fixed point.
     """
     decay_fn = as_schedule_fn(decay)
 
@@ -122,25 +122,20 @@ def _to_accumulator(x: Tensor, dtype: DType) -> tuple[Tensor, Tensor]:
 
 
 class ParamEmaState(NamedTuple):
-    """The state of `param_ema`.
-
-    Attributes:
-      count: the number of steps done.
-      ema: the averages of the parameters.
-    """
+    """State of `param_ema`: the number of steps done and the averages of the parameters."""
 
     count: Any
     ema: Any
 
 
 def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransformation:
-    """Keeps an exponential moving average of the parameters, and leaves updates as they are.
+    """Keeps an exponential moving average of the parameters and leaves updates unchanged.
 
-    The average begins at zero; `weft.trainer.schedule.ema_schedule` gives decays with which that
-    does not matter. State of layers, such as moving statistics, is not averaged but kept as it is.
+    The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
+    State of layers, such as moving statistics, is stored without averaging.
 
     Args:
-      decay: the weight of the average so far; may be a schedule. None keeps no average.
+      decay: weight of the previous average; may be a schedule. None keeps no average.
     """
     if decay is None:
         return identity()
@@ -174,7 +169,7 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
 
 
 def replace_with_updates() -> PartitionedGradientTransformation:
-    """Makes each parameter what its incoming update is, instead of adding to it.
+    """Sets each parameter to its incoming update instead of adding the update to it.
 
     For statistics that come back as gradients, such as the scales of 8-bit floating point.
     """

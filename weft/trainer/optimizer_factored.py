@@ -1,8 +1,8 @@
-"""Second moments kept as their sums over rows and over columns.
+"""Second moments stored as sums over rows and over columns.
 
 For a matrix of gradients G, the moment of G² is approximated by the outer product of its row means
-and its column means, divided by the mean of all: two vectors are kept in place of a matrix. Which
-axes are rows and columns is said by the layer, in the parameter's factorization spec.
+and its column means, divided by the mean of all: two vectors replace a matrix. The layer chooses
+the row and column axes in the parameter's factorization spec.
 Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 """
 
@@ -24,7 +24,7 @@ from weft.typing import NestedTensor, Tensor
 
 
 class _Moment(NamedTuple):
-    """The second moment of one parameter: either both vectors or the whole are used."""
+    """Second moment of one parameter: either `v_row` and `v_col` or `v` is used."""
 
     v_row: Any
     v_col: Any
@@ -37,7 +37,7 @@ def scale_by_factored_rms(
     """Divides updates by the root of the moving average of their squares.
 
     Args:
-      decay: the weight of the average so far; may be a schedule.
+      decay: weight of the previous average; may be a schedule.
       factored: whether to factor the averages of parameters whose spec allows it.
       eps: added to the squares.
     """
@@ -119,7 +119,7 @@ def _step(
     row, col = axes
     v_row = averaged(moment.v_row, jnp.mean(squares, axis=row))
     v_col = averaged(moment.v_col, jnp.mean(squares, axis=col))
-    # The mean over the axis that is left of rows and columns; the others are stacked, not factored.
+    # The mean over the remaining one of both axes; the other axes are stacked, not factored.
     mean = jnp.mean(v_row, axis=col - (row < col), keepdims=True)
     by_row = jnp.expand_dims(jax.lax.rsqrt(v_row / mean), axis=row)
     by_col = jnp.expand_dims(jax.lax.rsqrt(v_col), axis=col)

@@ -1,7 +1,7 @@
-"""Keeping an optimizer's state in the host's memory between steps.
+"""Offloading of an optimizer's state to host memory between steps.
 
-The layout that `partition` gives names the memory, and `update` moves the state to the accelerator
-and back. How much of that runs beside computation is up to XLA.
+`partition` sets the memory kind in the layout, and `update` moves the state to the accelerator and
+back. XLA decides how much of the transfer overlaps with computation.
 """
 
 import re
@@ -35,12 +35,12 @@ def offload_optimizer(
 
     Args:
       optimizer: a transformation, or a config of one.
-      pattern: matches the whole path of what is moved, such as "0/mu/decoder/emb/weight".
-      offload_src: the memory in which the optimizer computes: "device" or "pinned_host".
-      offload_dst: the memory in which the state waits: likewise.
+      pattern: matches the whole path of the leaves to move, such as "0/mu/decoder/emb/weight".
+      offload_src: memory in which the optimizer computes: "device" or "pinned_host".
+      offload_dst: memory that holds the state between steps: "device" or "pinned_host".
 
     Raises:
-      OptimizerArgumentError: if there is no such memory.
+      OptimizerArgumentError: if a memory is unknown.
     """
     inner = as_partitioned(optimizer)
     to_src = _move_to("offload_src", offload_src, pattern)

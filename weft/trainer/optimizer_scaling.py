@@ -1,6 +1,6 @@
-"""Transformations that scale updates: by a number, a schedule, a parameter's own scale; and decay.
+"""Transformations that scale updates by a number, a schedule or a per-parameter scale, and decay.
 
-A per-parameter scale is a function of the tree of parameters that gives a tree of factors.
+A per-parameter scale is a function from the tree of parameters to a tree of factors.
 """
 
 import logging
@@ -41,13 +41,12 @@ def scale(step_size: float) -> PartitionedGradientTransformation:
 def scale_by_schedule(
     step_size_fn: Schedule, *, name: str | None = None
 ) -> PartitionedGradientTransformation:
-    """Multiplies updates by a schedule's value at the number of steps done so far.
+    """Multiplies updates by a schedule's value at the number of steps done.
 
     Reports "schedule_step" and "schedule_scale".
 
     Args:
-      step_size_fn: the schedule.
-      name: a prefix of the names under which it reports; needed to tell two schedules apart.
+      name: prefix of the reported names; needed to distinguish two schedules.
     """
     schedule_fn = as_schedule_fn(step_size_fn)
     prefix = "" if name is None else f"{name}/"
@@ -69,11 +68,10 @@ def scale_by_schedule(
 
 
 def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
-    """A schedule for `scale_by_schedule` that reports "learning_rate" and "lr_schedule_step".
+    """Adapts a learning rate for `scale_by_schedule`; reports its value and "lr_schedule_step".
 
     Args:
-      learning_rate: the schedule of the learning rate.
-      flip_sign: whether to return its negative, so that gradients become descents.
+      flip_sign: whether to negate the learning rate, for descent along gradients.
     """
     learning_rate_fn = as_schedule_fn(learning_rate)
 
@@ -92,13 +90,13 @@ def per_param_scale_by_path(
     description: str,
     default_scale: float = 1.0,
 ) -> PerParamScale:
-    """Scales by regular expressions of parameters' paths.
+    """Returns scales by regular expressions on parameters' paths.
 
     Args:
       scale_by_path: pairs of a pattern, which must match the whole path, such as
         "decoder/emb/weight", and a scale; the first match counts.
-      description: what the scale is for; it is logged with the parameters whose scale differs.
-      default_scale: where nothing matches.
+      description: purpose of the scale, logged with the parameters whose scale differs.
+      default_scale: scale without a match.
 
     >>> no_bias_decay = per_param_scale_by_path(
     ...     scale_by_path=[(".*/bias", 0.0)], description="weight decay"
@@ -118,7 +116,7 @@ def per_param_scale_by_path(
 
 
 def per_param_scale_by_rms(*, min_scale: float = 1e-4) -> PerParamScale:
-    """Scales by the root mean square of each parameter, but at least by `min_scale`."""
+    """Returns scales by the root mean square of each parameter, at least `min_scale`."""
 
     def scale_of(param: OptParam) -> Tensor:
         return optax.safe_root_mean_squares(param.value, min_scale)
@@ -127,11 +125,7 @@ def per_param_scale_by_rms(*, min_scale: float = 1e-4) -> PerParamScale:
 
 
 def scale_update_per_param(per_param_scale: PerParamScale) -> PartitionedGradientTransformation:
-    """Multiplies each update by the scale of its parameter.
-
-    Args:
-      per_param_scale: a function of the parameters, or a config of one.
-    """
+    """Multiplies each update by the scale of its parameter; accepts the function or its config."""
     scale_fn = maybe_instantiate(per_param_scale)
     return stateless(
         lambda updates, params: jax.tree.map(lambda u, s: u * s, updates, scale_fn(params))
@@ -139,10 +133,10 @@ def scale_update_per_param(per_param_scale: PerParamScale) -> PartitionedGradien
 
 
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTransformation:
-    """Multiplies each update by the root mean square of its parameter, for each layer of a stack.
+    """Multiplies each update by its parameter's root mean square, per layer of a stack.
 
     Args:
-      min_scale: the least factor, so that parameters that are zero can leave it.
+      min_scale: minimum factor, which lets parameters that are zero change.
     """
 
     def scaled(update: Tensor, value: Tensor) -> Tensor:
@@ -154,14 +148,13 @@ def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTran
 def scale_by_trust_ratio(
     min_norm: float = 0.0, trust_coefficient: float = 1.0, eps: float = 0.0
 ) -> PartitionedGradientTransformation:
-    """Multiplies each update by the ratio of its parameter's norm to its own.
+    """Multiplies each update by the ratio of its parameter's norm to its own, per layer of a stack.
 
-    In a stack of layers each layer counts for itself.
     Source: You et al., https://arxiv.org/abs/1904.00962; see `optax.scale_by_trust_ratio`.
 
     Args:
-      min_norm: the least norm that is counted.
-      trust_coefficient: a factor of the ratio.
+      min_norm: lower bound of both norms.
+      trust_coefficient: factor of the ratio.
       eps: added to the norm of the update.
     """
     base = optax.scale_by_trust_ratio(min_norm, trust_coefficient, eps)
@@ -176,17 +169,13 @@ def scale_by_trust_ratio(
 
 
 class AddDecayedWeightsState(NamedTuple):
-    """The state of `add_decayed_weights`.
-
-    Attributes:
-      count: the number of steps done; None if no schedule is involved.
-    """
+    """State of `add_decayed_weights`: the number of steps done, or None without a schedule."""
 
     count: Any
 
 
 def decay_scales(params: NestedOptParam, per_param_scale: PerParamScale | None) -> Nested[Any]:
-    """The factor of each parameter's decay: what its layer says, else `per_param_scale`, else 1."""
+    """Returns the decay factors of the layers, else of `per_param_scale`, else 1."""
     if per_param_scale is None:
         return jax.tree.map(_layer_scale, params)
     return jax.tree.map(_layer_scale, params, per_param_scale(params))
@@ -206,11 +195,10 @@ def add_decayed_weights(
     """Adds to each update its parameter times the weight decay.
 
     Args:
-      weight_decay: the rate.
-      learning_rate_exponent: if given, the rate is multiplied by this power of the learning rate.
-      learning_rate: the schedule of the learning rate.
-      per_param_scale: a function, or a config of one, that gives a factor for each parameter whose
-        layer gives none by `weight_decay_scale`.
+      learning_rate_exponent: if given, multiplies the decay by this power of the learning rate.
+      learning_rate: schedule of the learning rate.
+      per_param_scale: function, or a config of one, that returns factors for parameters whose layer
+        sets no `weight_decay_scale`.
     """
     scale_fn = maybe_instantiate(per_param_scale)
     learning_rate_fn = as_schedule_fn(learning_rate)
@@ -238,7 +226,7 @@ def l2_regularizer(
     """Adds to each gradient that of an L2 penalty, `regularizer_weight` times the parameter.
 
     Args:
-      regularizer_weight: the weight of half the squared norm; 0 or None for nothing.
+      regularizer_weight: weight of half the squared norm; 0 or None disables the penalty.
       per_param_scale: as for `add_decayed_weights`.
     """
     if not regularizer_weight:
@@ -268,7 +256,7 @@ def decoupled_scale_and_decay(
     weight_decay_per_param_scale: PerParamScale | None,
     update_schedule: Schedule,
 ) -> tuple[PartitionedGradientTransformation, ...]:
-    """The parts of `-update_schedule * (learning_rate * update + weight_decay * parameter)`.
+    """Returns parts of `-update_schedule * (learning_rate * update + weight_decay * parameter)`.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, where weight decay does not
     depend on the learning rate, but both depend on the schedule.

@@ -1,6 +1,6 @@
-"""Skipping steps whose gradients are not to be trusted: not finite, or too large.
+"""Skipping of steps whose gradients are not finite or too large.
 
-A step that is skipped leaves parameters and state as they were, except for what counts such steps.
+A skipped step leaves parameters and state unchanged, except for the counters of skipped steps.
 """
 
 from collections.abc import Sequence
@@ -27,29 +27,25 @@ from weft.typing import NestedTensor, Tensor
 
 
 class DropNormThresholdFn(Protocol):
-    """Norms above which a step is skipped, from statistics of the norms so far."""
+    """Function from statistics of past norms to norms above which a step is skipped."""
 
     def __call__(self, *, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
-        """The thresholds.
+        """Returns the thresholds.
 
         Args:
-          count: the number of steps that were not skipped.
-          mean: the moving average of their gradients' norms.
-          stddev: the moving standard deviation.
+          count: number of steps that were not skipped.
+          mean: moving average of their gradients' norms.
+          stddev: moving standard deviation of the same.
 
         Returns:
-          Thresholds by name. A step is skipped if its norm is above the least of them; how often
-          each was exceeded is counted.
+          Thresholds by name. A step is skipped if its norm exceeds the smallest one; the steps that
+          exceed each threshold are counted.
         """
         ...
 
 
 def drop_norm_by_grad_norm_ema(multipliers: Sequence[float] = (20, 40, 100)) -> DropNormThresholdFn:
-    """Thresholds at multiples of the mean norm; the first step has none.
-
-    Args:
-      multipliers: of the mean.
-    """
+    """Returns thresholds at multiples of the mean norm; the first step has none."""
 
     def fn(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
         return {f"{m}x_ema": jnp.where(count > 0, mean * m, jnp.inf) for m in multipliers}
@@ -60,11 +56,10 @@ def drop_norm_by_grad_norm_ema(multipliers: Sequence[float] = (20, 40, 100)) -> 
 def drop_norm_by_grad_norm_stddev(
     *, min_count: int = 500, multipliers: Sequence[float] = (20, 40, 100)
 ) -> DropNormThresholdFn:
-    """Thresholds at multiples of the standard deviation above the mean norm.
+    """Returns thresholds at multiples of the standard deviation above the mean norm.
 
     Args:
-      min_count: the number of steps before there is any threshold.
-      multipliers: of the standard deviation.
+      min_count: number of steps before thresholds apply.
     """
 
     def fn(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
@@ -77,17 +72,17 @@ def drop_norm_by_grad_norm_stddev(
 
 
 class SkipClipState(NamedTuple):
-    """The state of `skip_and_clip_by_global_norm`.
+    """State of `skip_and_clip_by_global_norm`.
 
     Attributes:
-      count: the number of steps that were not skipped.
-      nonvalid_count: the number of steps that were.
-      grad_norm_ema: the moving average of the norms of those that were not.
-      grad_norm_square_ema: that of their squares.
-      inner_state: of the wrapped transformation.
-      drop_stats: how often each threshold was exceeded, by its name.
+      count: number of steps that were not skipped.
+      nonvalid_count: number of skipped steps.
+      grad_norm_ema: moving average of the norms of steps that were not skipped.
+      grad_norm_square_ema: moving average of their squares.
+      inner_state: state of the wrapped transformation.
+      drop_stats: number of times each threshold was exceeded, by its name.
 
-    All but `nonvalid_count` and `inner_state` are None where `drop_norm` is no function.
+    All but `nonvalid_count` and `inner_state` are None unless `drop_norm` is a function.
     """
 
     count: Any
@@ -108,20 +103,20 @@ def skip_and_clip_by_global_norm(
 ) -> PartitionedGradientTransformation:
     """Clips gradients for `inner`, and skips steps whose gradients are not finite or too large.
 
-    Reports "gradient_norm", "nonvalid_count" and "gradient_scale"; where `drop_norm` is a function
-    also "gradient_norm_ema", "gradient_norm_stddev" and, for each threshold, how often it was
+    Reports "gradient_norm", "nonvalid_count" and "gradient_scale"; if `drop_norm` is a function
+    also "gradient_norm_ema", "gradient_norm_stddev" and the number of times each threshold was
     exceeded.
 
     Args:
       inner: the transformation to wrap, or a config of it.
-      drop_norm: steps with a larger norm are skipped: a number, or a function of statistics of the
-        norms of the steps that were not skipped, or a config of one. None for no limit.
-      max_norm: gradients are scaled to at most this norm; None not to clip.
-      grad_norm_ema_decay: the decay of the statistics; needed if `drop_norm` is a function.
+      drop_norm: steps with a larger norm are skipped: a number, or a function (or its config) of
+        statistics of the norms of steps that were not skipped. None for no limit.
+      max_norm: gradients are scaled to at most this norm; None disables clipping.
+      grad_norm_ema_decay: decay of the statistics; required if `drop_norm` is a function.
       eps: added to the norm before dividing by it.
 
     Raises:
-      OptimizerArgumentError: if `drop_norm` is a function and there is no `grad_norm_ema_decay`.
+      OptimizerArgumentError: if `drop_norm` is a function and `grad_norm_ema_decay` is None.
     """
     inner = as_partitioned(inner)
     limit: Any = maybe_instantiate(drop_norm)
@@ -150,7 +145,7 @@ def skip_and_clip_by_global_norm(
             factor = clipping_factor(norm, max_norm, eps)
             report("gradient_scale", factor)
             updates = scaled(updates, factor)
-        # The inner step is elementwise: a selection fuses with it, a branch would not.
+        # The inner step is elementwise: a select fuses with it, a conditional would not.
         updates, inner_state = inner.update(updates, state.inner_state, params)
         updates = jax.tree.map(lambda u: jnp.where(is_valid, u, 0), updates)
         state = tree_where(is_valid, accepted._replace(inner_state=inner_state), state)
@@ -163,7 +158,7 @@ def skip_and_clip_by_global_norm(
 
 
 class _NormStatistics(NamedTuple):
-    """The part of the state that a `drop_norm` function needs."""
+    """Norm statistics for a `drop_norm` function."""
 
     threshold_fn: DropNormThresholdFn
     decay: float
@@ -175,7 +170,7 @@ class _NormStatistics(NamedTuple):
         if decay is None:
             raise OptimizerArgumentError(
                 "skip_and_clip_by_global_norm was given a function as drop_norm, but no "
-                "grad_norm_ema_decay, by which the statistics for it are averaged; set for example "
+                "grad_norm_ema_decay for the statistics that the function needs; set for example "
                 "grad_norm_ema_decay=0.99."
             )
         threshold_fn: Any = limit
@@ -186,7 +181,7 @@ class _NormStatistics(NamedTuple):
         return list(self.threshold_fn(count=count, mean=number, stddev=number))
 
     def compare(self, norm: Tensor, state: SkipClipState) -> tuple[Tensor, dict[str, Tensor]]:
-        """Whether the norm is below all thresholds, and how often each was exceeded by now."""
+        """Returns whether the norm is below all thresholds, and the updated counts."""
         mean = state.grad_norm_ema
         stddev = jnp.sqrt(jnp.maximum(state.grad_norm_square_ema - jnp.square(mean), 0))
         thresholds = self.threshold_fn(count=state.count, mean=mean, stddev=stddev)
@@ -199,9 +194,9 @@ class _NormStatistics(NamedTuple):
         return ~jnp.any(jnp.array(list(exceeded.values()))), counts
 
     def with_norm(self, norm: Tensor, state: SkipClipState) -> SkipClipState:
-        """The state once the norm belongs to the statistics."""
+        """Returns the state after adding the norm to the statistics."""
         decay = decay_bias_correction(self.decay)(state.count)
-        # Infinite, it would stay in the average for good, and there would be no threshold.
+        # An infinite square would stay in the average forever, and remove the threshold.
         square = jnp.minimum(jnp.square(norm), jnp.finfo(jnp.float32).max)
 
         def averaged(ema: Tensor, x: Tensor) -> Tensor:
@@ -226,23 +221,19 @@ _SKIPPING_STATES = (SkipClipState, optax.ApplyIfFiniteState, optax.ZeroNansState
 
 
 def skips_undefined(state: Any) -> bool:
-    """Whether an optimizer has a part that expects gradients that are no numbers.
-
-    Args:
-      state: the optimizer's; it holds that of the part, of this module or of optax.
-    """
+    """Returns whether a part of an optimizer, here or of optax, skips steps with NaN gradients."""
     found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _SKIPPING_STATES))
     return any(isinstance(x, _SKIPPING_STATES) for x in found)
 
 
 def all_finite(tree: Any) -> Tensor:
-    """Whether every number of every array is finite."""
+    """Returns whether every number of every array is finite."""
     finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     return jnp.all(jnp.array(finite)) if finite else jnp.array(True)
 
 
 def tree_where(condition: Tensor, tree: Any, otherwise: Any) -> Any:
-    """`tree` if the condition holds, else `otherwise`, in the dtypes of the latter."""
+    """Returns `tree` if the condition holds, else `otherwise`, in the dtypes of the latter."""
 
     def choose(x: Tensor, y: Tensor) -> Tensor:
         return jnp.where(condition, x if x.dtype == y.dtype else x.astype(y.dtype), y)

@@ -1,8 +1,8 @@
-"""Optimizers as configs make them: `config_for_function(adamw_optimizer).set(learning_rate=3e-4)`.
+"""Optimizers for configs: `config_for_function(adamw_optimizer).set(learning_rate=3e-4)`.
 
-Each is a chain of the transformations that stand in the files named optimizer_*; all of them can
-be imported from here. Where optax has the mathematics it is optax's. In a learner a plain optax
-optimizer serves as well: `config_for_function(optax.adamw).set(learning_rate=3e-4)`.
+Each is a chain of the transformations in the files named optimizer_*, which can all be imported
+from here; the mathematics comes from optax where it exists there. A learner also accepts a plain
+optax optimizer: `config_for_function(optax.adamw).set(learning_rate=3e-4)`.
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ from weft.typing import DType
 ScaleByLionState = optax.ScaleByLionState
 
 __all__ = [
-    # What an optimizer is.
+    # Interfaces.
     "NestedOptParam",
     "OptParam",
     "OptStateSpec",
@@ -89,7 +89,7 @@ __all__ = [
     "adastar_optimizer",
     "lion_optimizer",
     "sgd_optimizer",
-    # Around other optimizers.
+    # Wrappers and composition.
     "chain",
     "named_chain",
     "offload_optimizer",
@@ -130,13 +130,13 @@ def sgd_optimizer(
     weight_decay: float = 0,
     weight_decay_per_param_scale: PerParamScale | None = None,
 ) -> PartitionedGradientTransformation:
-    """Stochastic gradient descent.
+    """Creates an optimizer for stochastic gradient descent.
 
     Args:
       learning_rate: a number or a schedule.
-      decouple_weight_decay: whether weight decay is added after momentum and does not enter it.
-      momentum: the decay of the trace of gradients; with 0 no trace is kept.
-      weight_decay: a factor of the parameters; multiplied by the learning rate.
+      decouple_weight_decay: whether to add weight decay after momentum instead of before.
+      momentum: decay of the trace of gradients; 0 keeps no trace.
+      weight_decay: factor of the parameters; multiplied by the learning rate.
       weight_decay_per_param_scale: as for `add_decayed_weights`.
 
     >>> tx = sgd_optimizer(0.5, decouple_weight_decay=True)
@@ -161,18 +161,17 @@ def adam_optimizer(
     l2_regularizer_per_param_scale: PerParamScale | None = None,
     mu_dtype: DType | None = None,
 ) -> PartitionedGradientTransformation:
-    """Adam, with an L2 penalty that goes through the moments.
+    """Creates an Adam optimizer with an L2 penalty that passes through the moments.
 
     Source: Kingma and Ba, https://arxiv.org/abs/1412.6980; see `optax.scale_by_adam`.
 
     Args:
       learning_rate: a number or a schedule.
-      b1: the decay of the first moment.
-      b2: the decay of the second moment.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
       eps: added to the root of the second moment.
-      l2_regularizer_weight: as for `l2_regularizer`.
-      l2_regularizer_per_param_scale: likewise.
-      mu_dtype: of the first moment; None for that of the parameter.
+      l2_regularizer_weight, l2_regularizer_per_param_scale: as for `l2_regularizer`.
+      mu_dtype: dtype of the first moment; None for that of the parameter.
     """
     return chain(
         l2_regularizer(l2_regularizer_weight, l2_regularizer_per_param_scale),
@@ -192,20 +191,17 @@ def adamw_optimizer(
     mu_dtype: DType | None = None,
     adam_update_transformation: Any = None,
 ) -> PartitionedGradientTransformation:
-    """Adam, with weight decay that is multiplied by the learning rate.
+    """Creates an Adam optimizer with weight decay that is multiplied by the learning rate.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; see `optax.scale_by_adam`.
 
     Args:
       learning_rate: a number or a schedule.
-      b1: the decay of the first moment.
-      b2: the decay of the second moment.
-      eps: added to the root of the second moment.
-      weight_decay: a factor of the parameters.
+      b1, b2, eps, mu_dtype: as for `adam_optimizer`.
+      weight_decay: factor of the parameters.
       weight_decay_per_param_scale: as for `add_decayed_weights`.
-      mu_dtype: of the first moment; None for that of the parameter.
-      adam_update_transformation: a transformation, or a config of one, applied to what Adam gives
-        before weight decay is added.
+      adam_update_transformation: transformation, or a config of one, of Adam's update before weight
+        decay is added.
     """
     return chain(
         *_adam(b1, b2, eps, mu_dtype, adam_update_transformation),
@@ -226,21 +222,16 @@ def adamw_decoupled_optimizer(
     mu_dtype: DType | None = None,
     adam_update_transformation: Any = None,
 ) -> PartitionedGradientTransformation:
-    """Adam, with weight decay that does not depend on the learning rate.
+    """Creates an Adam optimizer with weight decay that does not depend on the learning rate.
 
-    The update is `-update_schedule * (learning_rate * adam + weight_decay * parameter)`, so that a
-    larger learning rate does not call for a smaller decay.
+    The update is `-update_schedule * (learning_rate * adam + weight_decay * parameter)`; a larger
+    learning rate therefore does not require a smaller decay.
 
     Args:
-      learning_rate: a number.
-      b1: the decay of the first moment.
-      b2: the decay of the second moment.
-      eps: added to the root of the second moment.
+      b1, b2, eps, mu_dtype: as for `adam_optimizer`.
       update_schedule: scales the whole update; usually between 0 and 1.
-      weight_decay: a factor of the parameters; much smaller than for `adamw_optimizer`.
-      weight_decay_per_param_scale: as for `add_decayed_weights`.
-      mu_dtype: of the first moment; None for that of the parameter.
-      adam_update_transformation: as for `adamw_optimizer`.
+      weight_decay: factor of the parameters; much smaller than for `adamw_optimizer`.
+      weight_decay_per_param_scale, adam_update_transformation: as for `adamw_optimizer`.
     """
     return chain(
         *_adam(b1, b2, eps, mu_dtype, adam_update_transformation),
@@ -272,24 +263,24 @@ def adafactor_optimizer(
     factored: bool = True,
     apply_scale_by_trust_ratio: bool = False,
 ) -> PartitionedGradientTransformation:
-    """Adafactor: second moments by rows and columns, and updates relative to the parameters.
+    """Creates an Adafactor optimizer, with factored moments and updates relative to parameters.
 
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235.
 
     Args:
       learning_rate: a number or a schedule.
-      b1: the decay of a moving average of updates; None for none.
-      b2: the decay of the second moment; often `config_for_function(adafactor_decay_rate)`.
+      b1: decay of a moving average of updates; None keeps no average.
+      b2: decay of the second moment; often `config_for_function(adafactor_decay_rate)`.
       multiply_by_parameter_scale: whether to multiply updates by the parameter's root mean square.
-      clipping_threshold: the largest root mean square of an update; None not to clip.
-      dtype_momentum: of the moving average of updates.
-      weight_decay: a factor of the parameters; None for none.
-      weight_decay_scale_by_learning_rate_exponent: weight decay is multiplied by this power of the
-        learning rate. Must be given if `weight_decay` is.
+      clipping_threshold: maximum root mean square of an update; None disables clipping.
+      dtype_momentum: dtype of the moving average of updates.
+      weight_decay: factor of the parameters; None disables decay.
+      weight_decay_scale_by_learning_rate_exponent: multiplies weight decay by this power of the
+        learning rate. Required with `weight_decay`.
       weight_decay_per_param_scale: as for `add_decayed_weights`.
       eps: added to squared gradients, and to the norm of updates for the trust ratio.
-      factored: whether to factor second moments, of parameters whose spec says how.
-      apply_scale_by_trust_ratio: whether to scale updates by the trust ratio at last.
+      factored: whether to factor second moments of parameters whose spec allows it.
+      apply_scale_by_trust_ratio: whether to finally scale updates by the trust ratio.
 
     Raises:
       OptimizerArgumentError: if `weight_decay` is given without its exponent.
@@ -325,14 +316,14 @@ def adafactor_optimizer(
 def scale_by_lion(
     b1: float = 0.9, b2: float = 0.99, mu_dtype: DType | None = None
 ) -> PartitionedGradientTransformation:
-    """The sign of a mean of the gradient and its moving average.
+    """Replaces updates by the sign of a mean of the gradient and its moving average.
 
     Source: Chen et al., https://arxiv.org/abs/2302.06675; see `optax.scale_by_lion`.
 
     Args:
-      b1: the weight of the average in the mean.
-      b2: the decay of the average.
-      mu_dtype: of the average; None for that of the parameter.
+      b1: weight of the average in the mean.
+      b2: decay of the average.
+      mu_dtype: dtype of the average; None for that of the parameter.
     """
     return as_partitioned(optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype))
 
@@ -346,14 +337,12 @@ def lion_optimizer(
     multiply_by_parameter_scale: bool = False,
     weight_decay_per_param_scale: PerParamScale | None = None,
 ) -> PartitionedGradientTransformation:
-    """Lion, with weight decay that is multiplied by the learning rate.
+    """Creates a Lion optimizer with weight decay that is multiplied by the learning rate.
 
     Args:
       learning_rate: a number or a schedule; about a tenth of Adam's.
-      b1: as for `scale_by_lion`.
-      b2: likewise.
-      mu_dtype: likewise.
-      weight_decay: a factor of the parameters.
+      b1, b2, mu_dtype: as for `scale_by_lion`.
+      weight_decay: factor of the parameters.
       multiply_by_parameter_scale: whether to multiply signs by the parameter's root mean square.
       weight_decay_per_param_scale: as for `add_decayed_weights`.
     """

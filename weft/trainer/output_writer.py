@@ -1,4 +1,4 @@
-"""What an evaler hands its model's outputs to, batch by batch."""
+"""Base class of writers for an evaler's model outputs."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ from weft.typing import Nested
 
 
 class BaseOutputWriter(Module):
-    """Base of the writers of outputs. A subclass defines `write` and, if it buffers, `flush`."""
+    """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
 
     def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
         """Writes the outputs of one batch.
 
         Args:
             input_batch: The batch, on the devices.
-            output_batch: What the metric calculator's `forward` gave as its output.
+            output_batch: The "output" of the metric calculator's `forward`.
         """
         raise NotImplementedError(type(self))
 
     def flush(self) -> None:
-        """Is called after the last batch."""
+        """Flushes buffers; called after the last batch."""

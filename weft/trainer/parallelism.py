@@ -1,18 +1,17 @@
-"""Parallel transformers: one layout of the library's transformer over a mesh of named axes.
+"""Parallel transformers: layouts of the library's transformer on a mesh of named axes.
 
-The axes stand for kinds of parallelism, and their sizes say which are in use; an axis of size 1
-costs nothing.
+Each axis is one kind of parallelism; an axis of size 1 costs nothing.
 
-| axis | what lies over it |
+| axis | sharded over it |
 |---|---|
-| `pipeline` | the stages of a pipeline |
-| `data` | the rows of a batch; parameters are copied |
-| `expert` | the rows of a batch, and the experts of mixture-of-experts layers |
-| `fsdp` | the rows of a batch, and parameters, which are gathered for a layer when it runs |
-| `seq` | the positions of a sequence; attention gathers keys and values |
+| `pipeline` | stages of a pipeline |
+| `data` | rows of a batch; parameters are replicated |
+| `expert` | rows of a batch, and the experts of mixture-of-experts layers |
+| `fsdp` | rows of a batch, and parameters, which are gathered for a layer when it runs |
+| `seq` | positions of a sequence; attention gathers keys and values |
 | `model` | heads, hidden dimensions, and the vocabulary |
 
-So a parameter of a feed-forward layer lies as (fsdp, model), an activation as ((data, expert,
+A parameter of a feed-forward layer is sharded as (fsdp, model), an activation as ((data, expert,
 fsdp), seq, model). Sources: Rajbhandari et al., https://arxiv.org/abs/1910.02054 (fsdp); Xu et al.,
 https://arxiv.org/abs/2105.04663 (weights over two axes); Korthikanti et al.,
 https://arxiv.org/abs/2205.05198 (seq).
@@ -40,8 +39,8 @@ from weft.typing import PartitionSpec
 MESH_AXIS_NAMES = ("pipeline", "data", "expert", "fsdp", "seq", "model")
 BATCH_AXIS_NAMES = ("data", "expert", "fsdp")
 _VECTORS = (BATCH_AXIS_NAMES, "seq", None)
-# By the letters of their axes, as in `weft.hierarchy.moe_layer`. Groups of tokens lie as the rows
-# of a batch do, in the order of its axes, so that tokens move over the axis of experts only.
+# Keyed by axis letters, as in `weft.hierarchy.moe_layer`. Groups of tokens are sharded like the
+# rows of a batch, in the order of its axes, so that tokens move over the expert axis only.
 _GROUPS = ("expert", "fsdp")
 _OF_EXPERTS = {
     "me": PartitionSpec("fsdp", None),
@@ -64,18 +63,17 @@ def mesh_shape_from_axes(
     seq: int = 1,
     model: int = 1,
 ) -> tuple[int, ...]:
-    """The mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
+    """Returns the mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
+
+    One size may be -1, for the remaining devices.
 
     Args:
-        pipeline: the number of stages of a pipeline.
-        data: of groups of devices that hold the same parameters and see other rows.
-        expert: of groups of experts.
-        fsdp: of parts that parameters are cut into.
-        seq: of parts of a sequence.
-        model: of parts that heads, hidden dimensions and the vocabulary are cut into.
-
-    Returns:
-        The shape. One size may be -1, for the devices that are left.
+        pipeline: number of pipeline stages.
+        data: number of groups of devices with the same parameters and different rows.
+        expert: number of groups of experts.
+        fsdp: number of shards of parameters.
+        seq: number of shards of a sequence.
+        model: number of shards of heads, hidden dimensions and the vocabulary.
 
     >>> mesh_shape_from_axes(data=-1, fsdp=8)
     (1, -1, 1, 8, 1, 1)
@@ -84,11 +82,11 @@ def mesh_shape_from_axes(
 
 
 class ParallelismModifier(ConfigModifier):
-    """Lays a trainer's transformer over a mesh with the axes `MESH_AXIS_NAMES`.
+    """Config modifier that shards a trainer's transformer over a mesh with axes `MESH_AXIS_NAMES`.
 
-    It sets the mesh, and how the batch, the parameters and the activations of the library's layers
-    lie over it, wherever in the model they are. Optimizer state and gradients follow the
-    parameters. Parameters of other layers stay as they are; `weft check` shows them.
+    It sets the mesh and the shardings of the batch and of the parameters and activations of the
+    library's layers, anywhere in the model. Optimizer state and gradients follow the parameters.
+    Parameters of other layers are unchanged; `weft check` shows them.
 
     Example:
         >>> from weft.recipes.lm import lm_tiny
@@ -102,15 +100,11 @@ class ParallelismModifier(ConfigModifier):
     class Config(ConfigModifier.Config):
         """Configures a ParallelismModifier.
 
+        The first six fields are the sizes of the mesh axes, as for `mesh_shape_from_axes`.
+
         Attributes:
-            pipeline: the size of the mesh axis of that name.
-            data: likewise; one of all may be -1, for the devices that are left.
-            expert: likewise.
-            fsdp: likewise.
-            seq: likewise.
-            model: likewise.
-            num_microbatches: into how many parts a pipeline divides a batch; twice as many as it
-              has stages if None.
+            num_microbatches: number of parts into which a pipeline divides a batch; None for twice
+                the number of stages.
         """
 
         pipeline: int = 1
@@ -127,9 +121,9 @@ class ParallelismModifier(ConfigModifier):
             _into_stages(cfg.model, stages, self.config.num_microbatches or 2 * stages)
         if not _lay_out(cfg.model):
             raise ConfigModifierError(
-                f"{type(self).__name__} finds no attention and no feed-forward layer of "
-                "weft.hierarchy in the trainer's `model` to lay over the mesh. Set the partition "
-                "specs of its own layers: `PartitionSpecModifier`."
+                f"{type(self).__name__} finds no attention or feed-forward layer of weft.hierarchy "
+                "in the trainer's `model` to shard over the mesh. Set the partition specs of the "
+                "model's own layers with `PartitionSpecModifier`."
             )
         sizes = {name: getattr(self.config, name) for name in MESH_AXIS_NAMES}
         return cfg.set(
@@ -140,7 +134,7 @@ class ParallelismModifier(ConfigModifier):
 
 
 def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
-    """The configs of classes in a model's config, with their paths."""
+    """Returns the configs of classes in a model's config, with their paths."""
     found: list[tuple[str, Any]] = []
 
     def enter(path: str, value: Any, children: list | None) -> list | None:
@@ -153,13 +147,13 @@ def _layers(model: ConfigBase) -> list[tuple[str, Any]]:
 
 
 def _into_stages(model: Any, num_stages: int, num_microbatches: int) -> None:
-    """Makes pipelines of the stacks of a model that are none yet."""
+    """Replaces stacks of layers in a model by pipelines."""
     stacks = [
         (path, cfg)
         for path, cfg in _layers(model)
         if issubclass(cfg.klass, RepeatedTransformerLayer | StackedTransformerLayer)
     ]
-    # Those inside of others, as the stage of a pipeline is, are parts of these.
+    # Only the outermost ones; those inside them are parts of a stage.
     outer = [
         (path, cfg)
         for path, cfg in stacks
@@ -184,7 +178,7 @@ def _into_stages(model: Any, num_stages: int, num_microbatches: int) -> None:
 
 
 def _lay_out(model: ConfigBase) -> bool:
-    """Sets the layouts of the layers of a model; returns whether one is a transformer's."""
+    """Sets the layouts of a model's layers; returns whether any belongs to a transformer."""
     has_layers = False
     for _, cfg in _layers(model):
         if issubclass(cfg.klass, MultiheadAttention):
@@ -194,7 +188,7 @@ def _lay_out(model: ConfigBase) -> bool:
             has_layers = True
         elif issubclass(cfg.klass, TransformerFeedForwardLayer):
             set_feed_forward_partition_specs(cfg, batch_axis_names=BATCH_AXIS_NAMES)
-            # As the residual stream and the output of attention, so that nothing moves in between.
+            # The same as for the residual stream and attention's output, to avoid resharding.
             cfg.linear2.output_partition_spec = _VECTORS
             has_layers = True
         elif issubclass(cfg.klass, TransformerFeedForwardMoE):
@@ -206,9 +200,9 @@ def _lay_out(model: ConfigBase) -> bool:
 
 
 def _lay_out_around(cfg: Any) -> None:
-    """Sets the layout of what a language model has around its attention and feed-forward layers."""
+    """Sets the layout of a language model's parts around its attention and feed-forward layers."""
     if issubclass(cfg.klass, Embedding):
-        # The table is gathered over fsdp where it is used, as a layer's weights are.
+        # The table is gathered over fsdp where it is used, like a layer's weights.
         cfg.set(
             param_partition_spec=("model", "fsdp"),
             embedding_partition_spec=("model", None),
