@@ -76,7 +76,8 @@ def test_one_that_never_begins_its_run_is_not_waited_for_without_end_by_jax_alon
     absent.wait_for("here unstarted")
     assert ends(first, time.monotonic()) == 1
     assert (
-        "weft: process 0 of 2 waited for the other processes of its run, and some did not come within 8 s."
+        "weft: process 0 of 2 waited for the other processes of its run, and some did not come "
+        "within 8 s."
     ) in first.told
     assert ends(absent, time.monotonic()) != 0
 

@@ -69,7 +69,7 @@ def test_who_did_not_come_is_named_to_all(address):
     for error in together(address, [(0, 4), (2, 4)], timeout=2.5):
         assert isinstance(error, ProcessesNotReadyError)
         assert str(error).startswith(f"processes 1, 3 of 4 did not come to {address} within 2.5 s.")
-        assert "there: process 0 of 4 (host " in str(error) and "process 2 of 4" in str(error)
+        assert "Present: process 0 of 4 (host " in str(error) and "process 2 of 4" in str(error)
 
 
 def test_without_process_0_the_address_is_named(address):

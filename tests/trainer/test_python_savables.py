@@ -75,6 +75,6 @@ def test_another_number_of_processes_restores_what_all_wrote_alike(tmp_path, mon
         maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
         assert restored.state == {"next_index": 5}
     else:
-        with pytest.raises(CheckpointStructureError, match=r"states differ.*as many processes"):
+        with pytest.raises(CheckpointStructureError, match=r"states differ.*number of processes"):
             maybe_restore_python_savables({"it": restored}, dir=str(tmp_path))
         assert restored.state is None

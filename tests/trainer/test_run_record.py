@@ -78,7 +78,7 @@ def test_another_config_is_refused_with_the_difference(tmp_path):
     with pytest.raises(RunDirError, match=r"width: 4 → 8") as error:
         claim_run_dir(run_config(tmp_path, width=8, max_step=11))
     assert "max_step" not in str(error.value)
-    assert "Name another directory" in str(error.value)
+    assert "Choose another directory" in str(error.value)
     assert (tmp_path / CONFIG_FILE).read_text() == before
 
 

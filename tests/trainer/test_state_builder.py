@@ -313,7 +313,7 @@ def test_nothing_selected_and_no_such_layer(saved):
     with pytest.raises(StateBuilderError, match=r"no path of the state matches.*decoder/a/bias"):
         run_initial(converted(saved, merge(("decoder/.*", "source"))), like)
     no_part = merge((r"model/decoder/./(.*)", r"model/decoder/a/\1"), ("prng_key", "key"))
-    with pytest.raises(StateBuilderError, match=r"'key' is no path of a state"):
+    with pytest.raises(StateBuilderError, match=r"'key' is not a path of a state"):
         run_initial(converted(saved, no_part), like)
     no_layer = from_source(ModelStateScopeConverter, scope={"decoder/a": "encoder"})
     with pytest.raises(StateBuilderError, match=r"has no layer 'encoder'; its parameters are"):

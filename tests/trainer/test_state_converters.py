@@ -30,7 +30,7 @@ def test_what_is_taken_gets_the_dtype_and_layout_of_the_run():
 
 @pytest.mark.parametrize("scopes", [("y", "z"), ("y", ""), ("n", "z")], ids=str)
 def test_layers_with_other_parameters_are_refused(scopes):
-    with pytest.raises(StateBuilderError, match=r"has other parameters than what is to be put"):
+    with pytest.raises(StateBuilderError, match=r"has other parameters than the source"):
         traverse_and_set_target_state_parameters(
             target_state={"x": {"w": 1}, "y": {"w": 2, "b": 3}},
             target_scope=scopes[0],

@@ -111,9 +111,7 @@ def test_none_is_served_unless_asked_for_and_a_port_that_is_taken_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with (
-            pytest.raises(
-                StatusPageError, match=rf"127\.0\.0\.1:{port} cannot be listened on.*0 for"
-            ),
+            pytest.raises(StatusPageError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*0 for"),
             status_page(port, Watchdog(), listener),
         ):
             pass

@@ -128,7 +128,7 @@ def test_a_rule_of_several_modifiers_survives_the_config_text():
         (
             PartitionSpecModifier,
             {"partition_specs": {f"{EMB}.dim": ("model",)}},
-            "PartitionSpecModifier looks for a config at .*token_emb.dim', where there is",
+            "PartitionSpecModifier expects a config at .*token_emb.dim', but found",
         ),
         (
             PartitionSpecModifier,

@@ -1,4 +1,4 @@
-"""What a run tells to whoever watches it."""
+"""Listeners for the progress of a run."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 def has_ended(reason: str) -> bool:
-    """Whether a run that is over for this reason was at its end, not only asked to stop.
+    """Returns whether a run with this end reason is complete, rather than asked to stop.
 
     Args:
-        reason: As `RunListener.on_end` gets it.
+        reason: As passed to `RunListener.on_end`.
 
     >>> has_ended("max_step"), has_ended("SIGTERM")
     (True, False)
@@ -25,22 +25,20 @@ def has_ended(reason: str) -> bool:
 
 
 class RunListener:
-    """Is told what a trainer does; by itself it does nothing. Subclass it for displays and reports.
+    """Listener for a trainer's progress that does nothing. Subclass it for displays and reports.
 
-    Values in `outputs` and `summaries` are arrays on devices: to read one waits for the step that
-      computes it.
+    Values in `outputs` and `summaries` are arrays on devices; reading one waits for its step.
     """
 
     def on_start(self, trainer: "SpmdTrainer", resumed_from: int | None) -> None:
-        """The state is ready.
+        """Handles the start of the run, with the state ready and before the first step.
 
         Args:
-            trainer: about to run its first step.
-            resumed_from: the step of the checkpoint that was restored, or None for a new run.
+            resumed_from: the step of the restored checkpoint, or None for a new run.
         """
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
-        """A training step was started.
+        """Handles the start of a training step's computation.
 
         Args:
             step: counts from 1.
@@ -49,24 +47,24 @@ class RunListener:
         """
 
     def on_eval(self, name: str, step: int, summaries: dict[str, Any]) -> None:
-        """An evaler ran."""
+        """Handles the summaries of an evaler."""
 
     def on_checkpoint(self, step: int) -> None:
-        """The state after a step was handed to the checkpointer."""
+        """Handles a state that was passed to the checkpointer."""
 
     def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
-        """A save has failed for lack of room, and training goes on.
+        """Handles a save that failed for lack of disk space; training continues.
 
         Args:
-            step: the last one that was run; the error names the one that could not be saved.
-            error: says why, and which checkpoints stand.
+            step: the last step of the run; the error names the one that could not be saved.
+            error: names the cause and the existing checkpoints.
         """
 
     def on_end(self, step: int, reason: str) -> None:
-        """The run is over, also one that was asked to stop before `on_start`.
+        """Handles the end of the run, even if it was asked to stop before `on_start`.
 
         Args:
-            step: the last one that was run.
+            step: the last step of the run.
             reason: "max_step", "input ended", "early stopping", or the name of the signal that
                 asked to stop; see `has_ended`.
         """

@@ -1,7 +1,6 @@
-"""Objects that keep their own state, such as the iterator over the data, in a checkpoint.
+"""Objects with a state of their own in a checkpoint, such as the iterator over the data.
 
-Their states are JSON, or bytes: reading one runs no code from the file. Each process has its own
-objects, so each writes files of its own.
+States are JSON or bytes; reading one runs no code. Each process writes files for its own objects.
 """
 
 import base64
@@ -22,18 +21,14 @@ _BYTES = "base64"
 
 @runtime_checkable
 class PythonSavable(Protocol):
-    """An object whose state is a JSON value, or bytes."""
+    """Object whose state is a JSON value or bytes."""
 
     def get_state(self) -> Any:
-        """The state as it is now."""
+        """Returns the current state."""
         ...
 
     def set_state(self, state: Any) -> None:
-        """Goes on from a state.
-
-        Args:
-            state: What `get_state` gave.
-        """
+        """Continues from a state that `get_state` returned."""
         ...
 
 
@@ -41,7 +36,7 @@ def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> Non
     """Writes the states of this process's savable objects.
 
     Args:
-        value_map: Values by path; those that are not savable are passed over.
+        value_map: Values by path; those that are not savable are skipped.
         dir: The directory, shared by all processes.
 
     Raises:
@@ -60,9 +55,9 @@ def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> Non
             text = json.dumps(content, default=_plain_number)
         except (TypeError, ValueError) as error:
             raise CheckpointStateError(
-                f"the state of {path!r}, an object of type {type(value).__qualname__}, is no JSON "
-                f"value: {error}. Let its `get_state` return dicts, lists, numbers, strings or "
-                "bytes."
+                f"the state of {path!r}, an object of type {type(value).__qualname__}, is not a "
+                f"JSON value: {error}. Return dicts, lists, numbers, strings or bytes from its "
+                "`get_state`."
             ) from None
         file = _file(dir, path, jax.process_index(), jax.process_count())
         os.makedirs(os.path.dirname(file), exist_ok=True)
@@ -71,16 +66,16 @@ def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> Non
 
 
 def maybe_restore_python_savables(value_map: Mapping[str, Any], *, dir: str) -> None:
-    """Lets this process's savable objects go on from the states that were written.
+    """Restores the states of this process's savable objects.
 
     Args:
-        value_map: Values by path; those that are not savable are passed over.
+        value_map: Values by path; those that are not savable are skipped.
         dir: The directory that they were written to.
 
     Raises:
-        CheckpointStructureError: If there is none, or another number of processes wrote them, and
-            not all alike.
-        DamagedCheckpointError: If what was written is not the text of a state.
+        CheckpointStructureError: If a state is missing, or a different number of processes wrote
+            states that differ.
+        DamagedCheckpointError: If a file is not the text of a state.
     """
     for path, value in value_map.items():
         if not isinstance(value, PythonSavable):
@@ -92,7 +87,7 @@ def maybe_restore_python_savables(value_map: Mapping[str, Any], *, dir: str) -> 
 
 
 def _read(path: str, directory: str) -> dict[str, Any]:
-    """What this process wrote; where other processes did, what each of them wrote alike."""
+    """Returns this process's state; if other processes wrote states, the one they agree on."""
     own = _file(directory, path, jax.process_index(), jax.process_count())
     if os.path.exists(own):
         return _load(own)
@@ -102,8 +97,8 @@ def _read(path: str, directory: str) -> dict[str, Any]:
     if not contents or any(content != contents[0] for content in contents):
         raise CheckpointStructureError(
             f"{directory!r} has no state of {path!r} for process {jax.process_index()} of "
-            f"{jax.process_count()}, but {of_process}, and their states differ. Restore with as "
-            "many processes as saved it."
+            f"{jax.process_count()}, but {of_process}, and their states differ. Restore with the "
+            "number of processes that saved it."
         )
     return contents[0]
 

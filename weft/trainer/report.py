@@ -1,7 +1,7 @@
-"""`report.html`: what came of a run, as one page that opens without a server.
+"""`report.html`: the results of a run, as one page that opens without a server.
 
-It is made from what lies in the run's directory: the summaries that a `JsonLinesWriter` wrote, the
-config, and `run.json`. So it can be made at any time, also of a run that was cut.
+It is made from the run's directory: the summaries of a `JsonLinesWriter`, the config, and
+`run.json`. It can be written at any time, also after an interrupted run.
 """
 
 import html
@@ -22,25 +22,14 @@ Curves = dict[str, list[Point]]
 
 
 def write_report(directory: str) -> Path:
-    """Writes the report of a run into its directory.
-
-    Args:
-        directory: The run's.
-
-    Returns:
-        The path of the page.
-    """
+    """Writes the report of a run into its directory and returns the path of the page."""
     path = Path(directory, REPORT_FILE)
     write_whole(path, render_report(directory))
     return path
 
 
 def render_report(directory: str) -> str:
-    """The report of a run as HTML.
-
-    Args:
-        directory: The run's.
-    """
+    """Returns the report of a run as HTML."""
     record = read_record(directory)
     curves = read_curves(directory)
     config = Path(directory, CONFIG_FILE)
@@ -56,14 +45,10 @@ def render_report(directory: str) -> str:
 
 
 def read_curves(directory: str) -> dict[str, Curves]:
-    """The scalar summaries of a run.
-
-    Args:
-        directory: The run's.
+    """Returns the scalar summaries of a run.
 
     Returns:
-        By the name of who reported (`train_train`, and the evalers), and by the path of the
-        summary, pairs of step and value.
+        Pairs of step and value by reporter (`train_train`, and the evalers) and summary path.
     """
     curves: dict[str, Curves] = {}
     for file in sorted(Path(directory, SUMMARIES_DIR).glob(f"**/{FILE_NAME}")):
@@ -76,7 +61,7 @@ def read_curves(directory: str) -> dict[str, Curves]:
 
 
 def named(values: Mapping[str, Any], name: str) -> Any:
-    """The value of the shortest path that ends in a name, None if there is none.
+    """Returns the value of the shortest path that ends in a name, or None.
 
     >>> named({"model/decoder/loss": 2, "model/loss": 1, "accuracy": 0}, "loss")
     1
@@ -104,7 +89,7 @@ def _header(directory: str, record: Mapping[str, Any]) -> str:
 _REASONS = {
     "max_step": "finished",
     "input ended": "the data ended",
-    "early stopping": "stopped early, as its evaluations no longer improved",
+    "early stopping": "stopped early, since its evaluations no longer improved",
 }
 
 

@@ -1,15 +1,10 @@
-"""How a report looks: one page with its style inside, light or dark as the reader's system is."""
+"""HTML page of a report, with embedded style sheet and light and dark color schemes."""
 
 import html
 
 
 def page(title: str, body: str) -> str:
-    """A page that needs nothing beside itself.
-
-    Args:
-        title: Plain text.
-        body: HTML.
-    """
+    """Returns a self-contained page from a title in plain text and a body in HTML."""
     return _PAGE.format(title=html.escape(title), style=_STYLE, body=body)
 
 

@@ -1,8 +1,8 @@
-"""Rules for axis names, by the kind of array that is laid out.
+"""Rules for axis names, by kind of array.
 
-A model names the axes of its parameters and activations once. What a name stands for may be another
-thing for each kind: parameters that every device holds whole, with optimizer state that is split,
-and so on. Gradients and the learner's state take their names from the parameters.
+A model names the axes of its parameters and activations once. Each kind of array may map a name to
+a different mesh axis, for example to shard the optimizer state of replicated parameters. Gradients
+and the learner's state take their names from the parameters.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ AxisRules = Sequence[tuple[str, str | Sequence[str] | None]]
 
 
 class RulesByKind(Configurable):
-    """Rules that hold for one kind of array, before those that hold for all.
+    """Axis rules for one kind of array, which take precedence over those for all kinds.
 
     Example:
         >>> cfg = RulesByKind.default_config().set(parameters=[("fsdp", None)])
@@ -27,13 +27,13 @@ class RulesByKind(Configurable):
     class Config(Configurable.Config):
         """Configures a RulesByKind.
 
-        Each field has pairs of a name and the mesh axis or axes that it stands for, None for none.
+        Each field has pairs of a name and the mesh axis or axes for it, or None.
 
         Attributes:
             parameters: for the model's parameters and other state.
-            optimizer: for the learner's state, moving averages of the parameters among it.
-            gradients: for gradients, where they leave the backward pass.
-            activations: for what the model lays out while it runs.
+            optimizer: for the learner's state, including moving averages of parameters.
+            gradients: for gradients, as they leave the backward pass.
+            activations: for layouts that the model sets inside its computation.
         """
 
         parameters: AxisRules = []
@@ -42,13 +42,13 @@ class RulesByKind(Configurable):
         activations: AxisRules = []
 
     def with_all(self, rules: AxisRules) -> "KindRules":
-        """The rules of each kind.
+        """Returns the rules of each kind.
 
         Args:
-            rules: for all kinds; a name that a kind has rules for has these alone.
+            rules: for all kinds; ignored for names that a kind has its own rules for.
 
         Raises:
-            LogicalAxisError: if rules are not of the form above.
+            LogicalAxisError: if rules are malformed.
         """
         return KindRules(
             **{kind: _before(getattr(self.config, kind), rules) for kind in KindRules._fields}
@@ -56,7 +56,7 @@ class RulesByKind(Configurable):
 
 
 class KindRules(NamedTuple):
-    """The rules of each kind, complete; the fields are those of `RulesByKind.Config`."""
+    """Complete rules of each kind, with the fields of `RulesByKind.Config`."""
 
     parameters: Rules = ()
     optimizer: Rules = ()
@@ -65,11 +65,7 @@ class KindRules(NamedTuple):
 
 
 def rules_of(cfg: Any) -> KindRules:
-    """The rules of each kind that a trainer's config says.
-
-    Args:
-        cfg: with the fields `logical_axis_rules` and `rules_by_kind`.
-    """
+    """Returns the rules from a config's `logical_axis_rules` and `rules_by_kind`."""
     return cfg.rules_by_kind.instantiate().with_all(cfg.logical_axis_rules)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a run while it lives: a watchdog, signals, other processes, its status page."""
+"""Context managers active during a run: watchdog, signals, other processes, status page."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +15,14 @@ from weft.trainer.watchdog import Watchdog
 def run_life(
     cfg: Any, listener: RunListener | None, step: Callable[[], int] = lambda: 0
 ) -> Iterator[tuple[GracefulStop, RunListener]]:
-    """Watches over a run while open; one that is asked to stop before or after its steps is over.
+    """Supervises a run while open; ends quietly if asked to stop before or after its steps.
 
     Args:
         cfg: the trainer's config.
-        listener: of the run.
-        step: gives the last one that was run.
+        step: returns the last step of the run.
 
     Yields:
-        What knows when to stop, and the listener that the run is to tell.
+        The object that decides when to stop, and the listener for the run.
     """
     limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
     with (
@@ -31,12 +30,12 @@ def run_life(
         status_page(cfg.status_port, watchdog, listener or RunListener()) as told,
         graceful_stop(watchdog.report, cfg.readiness_timeout_seconds) as stop,
     ):
-        # All are here before the first collective, which would wait without a word for who is not.
-        # A wish to stop is heard before the first step.
+        # Wait for all processes before the first collective, which would block without a message.
+        # A request to stop is handled before the first step.
         stop.agreed("preparing the state", within_seconds=cfg.readiness_timeout_seconds)
         try:
             yield stop, told
-        except StopRun as stopped:  # there is nothing to save, or it is saved
+        except StopRun as stopped:  # nothing to save, or already saved
             if stopped.error is not None:
                 raise stopped.error from None
             told.on_end(step(), stopped.wish.text)
@@ -45,13 +44,11 @@ def run_life(
 def void_later_summaries(
     reporters: Iterable[Any], checkpoints_dir: str, *, step: int, state: Any
 ) -> None:
-    """Tells summary writers that the run goes on from a step, whatever was reported of later ones.
+    """Discards summaries that the trainer and its evalers reported for steps after a restored one.
 
     Args:
-        reporters: the trainer and its evalers, which have a `summary_writer` each.
-        checkpoints_dir: from which the state was restored.
-        step: of the state.
-        state: the state.
+        reporters: the trainer and its evalers, with a `summary_writer` each.
+        checkpoints_dir: the directory that the state was restored from.
     """
     for reporter in reporters:
         reporter.summary_writer.log_checkpoint(

@@ -1,11 +1,11 @@
-"""What a run's directory says of the run: its config, its data, and where it was started.
+"""Record of a run in its directory: config, data, and starts.
 
     config.txt    the config, as text that `weft.config.from_text` reads
     run.json      the corpus and its hash, notes, and for each start: time, versions, devices
 
-A directory belongs to the config that it was first claimed with. What decides the bits of the
-result (model, learner, data, seed) has to be the same at each start; how long, where and how
-closely watched it runs may change.
+A directory belongs to the config that first claimed it. Fields that determine the resulting bits
+(model, learner, data, seed) must be the same at each start; duration, location and monitoring of
+the run may change.
 """
 
 import ast
@@ -30,7 +30,7 @@ CONFIG_FILE = "config.txt"
 RECORD_FILE = "run.json"
 CHECKPOINTS_DIR = "checkpoints"
 
-# What the parameters after a given step do not depend on.
+# Fields that do not affect the parameters after a given step.
 MAY_CHANGE = frozenset(
     {
         "name",
@@ -48,7 +48,7 @@ MAY_CHANGE = frozenset(
         "crash_on_hang_timeout_seconds",
         "readiness_timeout_seconds",
         "status_port",
-        # What a person changes to get past the step at which a run has stopped.
+        # Changed to get past the step at which a run has stopped.
         "anomaly_policy",
         "early_stopping",
         "throughput",
@@ -65,7 +65,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_run_dir(cfg: Any) -> None:
-    """Checks that a run may use its directory, and changes nothing.
+    """Checks that a run may use its directory, without changes.
 
     Args:
         cfg: A trainer's config.
@@ -79,7 +79,7 @@ def check_run_dir(cfg: Any) -> None:
         if (directory / CHECKPOINTS_DIR).exists():
             raise RunDirError(
                 f"dir={cfg.dir!r} holds checkpoints of an unknown run: there is no {CONFIG_FILE}. "
-                "Name another directory."
+                "Choose another directory."
             )
         return
     changes = _changes(directory / CONFIG_FILE, cfg)
@@ -87,29 +87,26 @@ def check_run_dir(cfg: Any) -> None:
         raise RunDirError(
             f"dir={cfg.dir!r} belongs to a run with another config (its value → the one given):\n"
             + "\n".join(f"  {change}" for change in changes)
-            + "\nName another directory, or set these fields as they were."
+            + "\nChoose another directory, or restore the values of these fields."
         )
     before, now = read_record(cfg.dir).get("corpora", {}), _corpora(cfg)
     for path in before.keys() & now.keys():
         if before[path]["sha256"] != now[path]["sha256"]:
             raise RunDirError(
                 f"dir={cfg.dir!r} belongs to a run on other text: {path} was "
-                f"{_shown(before[path])} and is {_shown(now[path])}. Name another directory, or "
-                "bring the text back."
+                f"{_shown(before[path])} and is {_shown(now[path])}. Choose another directory, or "
+                "restore the text."
             )
 
 
 def claim_run_dir(cfg: Any) -> bool:
-    """Makes the directory of a run, and notes in it what is started and where.
+    """Creates the directory of a run and records its start; returns whether it was started before.
 
     Args:
         cfg: A trainer's config.
 
-    Returns:
-        Whether the run was started before.
-
     Raises:
-        RunDirError: as of `check_run_dir`.
+        RunDirError: as for `check_run_dir`.
     """
     check_run_dir(cfg)
     directory = Path(cfg.dir)
@@ -128,10 +125,7 @@ def claim_run_dir(cfg: Any) -> bool:
 
 
 def read_record(directory: str) -> dict[str, Any]:
-    """What `run.json` holds; nothing if it is not there.
-
-    Args:
-        directory: The run's.
+    """Returns the contents of `run.json`, empty if the file is missing.
 
     Raises:
         RunDirError: if it cannot be read.
@@ -146,23 +140,18 @@ def read_record(directory: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise RunDirError(
-            f"{path} cannot be read: {error}. It only tells of the run; move it away to go on."
+            f"{path} cannot be read: {error}. It is only a record; move it away to continue."
         ) from error
 
 
 def update_record(directory: str, **values: Any) -> None:
-    """Sets entries of `run.json`.
-
-    Args:
-        directory: The run's.
-        **values: Plain JSON values.
-    """
+    """Sets entries of `run.json` to plain JSON values."""
     text = json.dumps({**read_record(directory), **values}, indent=2)
     write_whole(Path(directory, RECORD_FILE), text + "\n")
 
 
 def environment() -> dict[str, Any]:
-    """Where this process runs: versions, devices, time."""
+    """Returns versions, devices and time of this process."""
     devices = jax.devices()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -176,11 +165,10 @@ def environment() -> dict[str, Any]:
 
 
 def values_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
-    """What stands in fields of a name, such as the `corpus` of an input; None is left out.
+    """Returns all values of fields of a name, such as an input's `corpus`, that are not None.
 
     Args:
-        name: The field's.
-        cfg: The config of an input, or of anything that holds some.
+        cfg: The config of an input, or of anything that contains inputs.
 
     Returns:
         Configs, or objects, by path.
@@ -207,21 +195,21 @@ def _shown(corpus: Mapping[str, Any]) -> str:
 
 
 def _changes(path: Path, cfg: Any) -> list[str]:
-    """What differs from the config in a file, in the fields that may not."""
+    """Returns the differences from the config in a file, for fields that may not change."""
     try:
         text = path.read_text()
     except OSError as error:
-        raise RunDirError(f"{path} cannot be read: {error}. Name another directory.") from error
+        raise RunDirError(f"{path} cannot be read: {error}. Choose another directory.") from error
     try:
-        # It is compared, and nothing is made from it.
+        # Only compared; nothing is instantiated from it.
         before = from_text(text, source=str(path), allow=("weft.trainer",))
     except ConfigError:
-        # It holds what no text can, such as a lambda; two of its kind look the same in both.
+        # It has values without a text form, such as lambdas, which all look the same.
         return list(_changed_lines(_field_texts(text), _field_texts(to_text(cfg))))
     return [str(c) for c in diff(before, cfg) if not _may_change(c.path)]
 
 
-# How arrays of a model lie over the mesh, wherever in its config that is said.
+# Fields for shardings, anywhere in a model's config.
 _LAYOUT = re.compile(r"partition_spec$|^(batch|seq)_axis_names$|^dim_to_mesh_axis_map$")
 
 
@@ -231,7 +219,7 @@ def _may_change(path: str) -> bool:
 
 
 def _field_texts(text: str) -> dict[str, str]:
-    """The outermost fields of a config's text."""
+    """Returns the outermost fields of a config's text."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
@@ -259,12 +247,12 @@ def _check_writable(directory: Path) -> None:
 
 def _unwritable(directory: Path, why: object) -> RunDirError:
     return RunDirError(
-        f"dir={str(directory)!r} cannot be written: {why}. Name one that can, dir=runs/name."
+        f"dir={str(directory)!r} cannot be written: {why}. Choose another one with dir=runs/name."
     )
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file at once: whoever reads it sees all of it, or what was there before."""
+    """Writes a file atomically: readers see the new or the previous contents."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_text(text)

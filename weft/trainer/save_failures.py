@@ -1,11 +1,11 @@
-"""What a save that failed means for the run.
+"""Handling of failed saves.
 
-    a disk or a quota is full    it is reported, training goes on, and the save that is due next is
-                                 the next try; what was saved before stands
-    anything else                the run fails, when the next save is due at the latest
-    at the end of the run        the last step has to be saved; one more try, then the run fails
+    full disk or quota     reported, training continues, and the next save that is due is the next
+                           attempt; earlier checkpoints remain
+    any other error        the run fails, at the latest when the next save is due
+    at the end of the run  the last step must be saved: one more attempt, then the run fails
 
-So a run whose end is not saved never ends as if it were.
+A run whose last step is not saved therefore never ends as if it were.
 """
 
 from collections.abc import Callable
@@ -14,17 +14,14 @@ from weft.errors import CheckpointSaveError
 
 
 def save_if_due(save: Callable[[], bool], *, report: Callable[[CheckpointSaveError], None]) -> bool:
-    """Saves after a step.
+    """Saves after a step and returns whether a save has begun.
 
     Args:
-        save: saves if the policy says so, and says whether it did.
-        report: is told of a failure that does not end the run.
-
-    Returns:
-        Whether a save has begun.
+        save: saves if the policy requires it, and returns whether it did.
+        report: called with a failure that does not end the run.
 
     Raises:
-        CheckpointSaveError: if a save has failed, and not for lack of room.
+        CheckpointSaveError: if a save failed for a reason other than lack of space.
     """
     try:
         return save()
@@ -41,16 +38,13 @@ def save_at_end(
     *,
     report: Callable[[CheckpointSaveError], None],
 ) -> bool:
-    """Saves the last step of a run, and waits until it is saved.
+    """Saves the last step of a run, waits for it, and returns whether a save was needed.
 
     Args:
-        save: saves unless this step is saved, or being saved, already; says whether it does.
-        wait: waits for what is being saved.
-        report: is told of a failure that does not end the run: of an earlier step, or of the first
-            try.
-
-    Returns:
-        Whether a save was needed.
+        save: saves unless this step is already saved or being saved; returns whether it does.
+        wait: waits for a save in progress.
+        report: called with a failure that does not end the run: of an earlier step, or of the
+            first attempt.
 
     Raises:
         CheckpointSaveError: if the last step could not be saved.

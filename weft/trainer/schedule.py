@@ -1,8 +1,7 @@
 """Schedules: scalars that depend on the training step, such as learning rates and decay rates.
 
-A schedule is a number, a function from a step to a number, or the config of something that makes
-such a function; `as_schedule_fn` turns every form into a function. The functions are pure and take
-the step as a number or a traced array.
+A schedule is a number, a function from a step to a number, or a config of either; `as_schedule_fn`
+converts all of them to functions, which are pure and take the step as a number or traced array.
 """
 
 import math
@@ -23,13 +22,13 @@ Schedule = float | Tensor | ScheduleFn | InstantiableConfig
 
 
 def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
-    """The function from step to value that a schedule stands for.
+    """Converts a schedule to a function from step to value.
 
     Args:
       s: a number, a function of the step, a config of either, or None for the constant 1.
 
     Raises:
-      ScheduleError: if `s` is none of them.
+      ScheduleError: if `s` is not a schedule.
 
     >>> as_schedule_fn(0.1)(7)
     0.1
@@ -58,17 +57,15 @@ def polynomial(
     end_value: float = 0,
     power: float = 1,
 ) -> ScheduleFn:
-    """Moves from `begin_value` to `end_value` along a polynomial, and is constant before and after.
+    """Interpolates from `begin_value` to `end_value` along a polynomial, constant before and after.
 
     Between the two steps the value is `begin_value + (end_value - begin_value) * t**power`, where t
     grows from 0 to 1.
 
     Args:
-      begin_step: the last step of `begin_value`.
-      begin_value: the value up to `begin_step`.
-      end_step: the first step of `end_value`.
-      end_value: the value from `end_step` on.
-      power: the exponent; 1 is a straight line.
+      begin_step: last step with `begin_value`.
+      end_step: first step with `end_value`.
+      power: exponent; 1 is linear.
 
     Raises:
       ScheduleError: if `begin_step >= end_step`.
@@ -91,13 +88,13 @@ def exponential(
     end_step: int = 1,
     end_value: float = 0,
 ) -> ScheduleFn:
-    """Moves from `begin_value` to `end_value` by a constant factor per step, constant around that.
+    """Interpolates from `begin_value` to `end_value` exponentially, constant before and after.
+
+    Both values must be positive.
 
     Args:
-      begin_step: the last step of `begin_value`.
-      begin_value: the value up to `begin_step`; must be positive.
-      end_step: the first step of `end_value`.
-      end_value: the value from `end_step` on; must be positive.
+      begin_step: last step with `begin_value`.
+      end_step: first step with `end_value`.
 
     Raises:
       ScheduleError: if `begin_step >= end_step`, or if a value is not positive.
@@ -129,7 +126,7 @@ def _fraction_between(name: str, begin_step: int, end_step: int) -> ScheduleFn:
 
 
 def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
-    """`1 / sqrt(max(step, warmup_steps))`. Unlike its siblings it is itself a function of the step.
+    """Computes `1 / sqrt(max(step, warmup_steps))`; itself a function of the step.
 
     >>> float(inverse_sqrt(16, warmup_steps=4))
     0.25
@@ -138,14 +135,13 @@ def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
 
 
 def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
-    """One schedule after another, each seeing the steps since its own beginning.
+    """Concatenates schedules, each counting steps from its own start.
 
     Args:
-      sub: the schedules, in order.
-      start_step: the first step of each schedule but the first, in order.
+      start_step: first step of each schedule except the first, in order.
 
     Raises:
-      ScheduleError: if the lengths do not fit or a start lies before the one before it.
+      ScheduleError: if the lengths do not match or the starts are not in order.
 
     >>> [float(stepwise([1.0, 0.5, 0.25], [10, 20])(step)) for step in (9, 10, 20)]
     [1.0, 0.5, 0.25]
@@ -157,14 +153,13 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
 
 
 def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
-    """`stepwise`, where it is said how long each schedule lasts.
+    """Concatenates schedules like `stepwise`, given the length of each.
 
     Args:
-      segments: the schedules, in order.
-      segment_steps: the number of steps of each schedule but the last, which has no end.
+      segment_steps: number of steps of each schedule except the last, which never ends.
 
     Raises:
-      ScheduleError: if the lengths do not fit or a length is negative.
+      ScheduleError: if the lengths do not match or a length is negative.
 
     >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 1.0], segment_steps=[4])
     >>> [float(warm(step)) for step in (0, 2, 4, 9)]
@@ -196,15 +191,13 @@ def adafactor(
     decay_power: float = -0.5,
     step_offset: int = 0,
 ) -> ScheduleFn:
-    """A linear warm-up, then `scale * step**decay_power`; the two meet at `warmup_steps`.
+    """Returns a linear warm-up, then `scale * step**decay_power`; both meet at `warmup_steps`.
 
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power).
 
     Args:
-      scale: factor of the whole schedule.
-      warmup_steps: where the two parts meet; at least 1.
-      decay_power: the exponent after the warm-up.
-      step_offset: added to the step: how far an earlier run already went.
+      warmup_steps: at least 1.
+      step_offset: added to the step: the steps of an earlier run.
 
     Raises:
       ScheduleError: if `warmup_steps < 1`.
@@ -224,7 +217,7 @@ def adafactor(
 
 
 def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
-    """The decay of Adafactor's second moment: `1 - t**-c`, `t = max(step - step_offset, 0) + 1`.
+    """Returns Adafactor's second-moment decay: `1 - t**-c`, `t = max(step - step_offset, 0) + 1`.
 
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.2.
 
@@ -239,11 +232,10 @@ def adafactor_decay_rate(c: float = 0.8, step_offset: int = 0) -> ScheduleFn:
 
 
 def decay_bias_correction(decay: float) -> ScheduleFn:
-    """A decay that makes an exponential moving average unbiased without a division at the end.
+    """Returns a decay that makes an exponential moving average unbiased without a final division.
 
     The value is `decay * (1 - decay**(t-1)) / (1 - decay**t)` with `t = step + 1`: 0 at step 0,
-    `decay` in the limit.
-    Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
+    `decay` in the limit. Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235, section 7.1.
 
     >>> round(float(decay_bias_correction(0.5)(1)), 6)
     0.333333
@@ -259,15 +251,14 @@ def decay_bias_correction(decay: float) -> ScheduleFn:
 def ema_schedule(
     decay: float = 0.9999, *, warmup_steps: int = 1, step_offset: int = 0
 ) -> ScheduleFn:
-    """The decay of a moving average that is the plain mean of all values during the warm-up.
+    """Returns a moving average's decay that yields the plain mean during the warm-up.
 
     With `t = max(step - step_offset, 0)` the value is `t / (t + 1)` while `t < warmup_steps`, then
     `decay`.
 
     Args:
-      decay: the decay after the warm-up.
-      warmup_steps: at least 1, so that the first average is the first value.
-      step_offset: the step at which the average begins.
+      warmup_steps: at least 1; the first average is then the first value.
+      step_offset: step at which the average begins.
 
     Raises:
       ScheduleError: if `warmup_steps < 1`.
@@ -292,7 +283,7 @@ def _check_positive(name: str, warmup_steps: int) -> None:
 def constant_with_linear_warmup(
     peak_lr: float, *, warmup_steps: int = 500, begin_value: float = 0.0
 ) -> ScheduleFn:
-    """A straight line from `begin_value` to `peak_lr` over `warmup_steps` (0: none), then constant.
+    """Warms up linearly from `begin_value` to `peak_lr`, unless `warmup_steps=0`; then constant.
 
     >>> [float(constant_with_linear_warmup(1.0, warmup_steps=4)(step)) for step in (0, 1, 4, 100)]
     [0.0, 0.25, 1.0, 1.0]
@@ -308,9 +299,9 @@ def linear_schedule_with_warmup(
     begin_value: float = 0.0,
     end_value: float = 0.0,
 ) -> ScheduleFn:
-    """A straight line up to `peak_lr` over `warmup_steps` (0: none), then one down to `end_value`.
+    """Warms up linearly to `peak_lr`, then decays linearly to `end_value` at `max_step`.
 
-    The second line ends at `max_step`.
+    There is no warm-up with `warmup_steps=0`.
 
     Raises:
       ScheduleError: if `max_step` is not above `warmup_steps`.
@@ -335,18 +326,15 @@ def cosine_with_linear_warmup(
     alpha: float = 0.0,
     decay_begin_step: int | None = None,
 ) -> ScheduleFn:
-    """A straight line up to `peak_lr`, then half a cosine down to `alpha * peak_lr` at `max_step`.
+    """Warms up linearly to `peak_lr`, then decays by a cosine to `alpha * peak_lr` at `max_step`.
 
     Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
 
     Args:
-      peak_lr: the largest value.
-      max_step: the step at which the cosine ends.
-      warmup_steps: length of the line; 0 for none.
-      begin_value: where the line begins.
-      alpha: the last value as a fraction of `peak_lr`.
-      decay_begin_step: where the cosine begins; `peak_lr` is kept between the warm-up and it. By
-        default, and if it lies within the warm-up, the end of the warm-up.
+      warmup_steps: 0 for no warm-up.
+      begin_value: value at the start of the warm-up.
+      decay_begin_step: start of the cosine; `peak_lr` is kept until then. By default, and if it is
+        within the warm-up, the end of the warm-up.
 
     Raises:
       ScheduleError: if `max_step` is not above the step at which the cosine begins.
@@ -376,17 +364,15 @@ def warmup_stable_decay(
     begin_value: float = 0.0,
     alpha: float = 0.0,
 ) -> ScheduleFn:
-    """A straight line up to `peak_lr`, a long constant part, and a line down to `alpha * peak_lr`.
+    """Warms up linearly to `peak_lr`, keeps it, then decays linearly to `alpha * peak_lr`.
 
     Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
 
     Args:
-      peak_lr: the largest value.
-      max_step: the step at which the decay ends.
-      decay_begin_step: the step at which it begins; not before the end of the warm-up.
-      warmup_steps: length of the first line; 0 for none.
-      begin_value: where the first line begins.
-      alpha: the last value as a fraction of `peak_lr`.
+      max_step: end of the decay.
+      decay_begin_step: start of the decay; not before the end of the warm-up.
+      warmup_steps: 0 for no warm-up.
+      begin_value: value at the start of the warm-up.
 
     Raises:
       ScheduleError: if not `warmup_steps <= decay_begin_step < max_step`.

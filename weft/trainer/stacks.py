@@ -1,7 +1,7 @@
-"""Where all threads are, printed in a process that may not wait for whoever reads what it prints.
+"""Stack traces of all threads, printed by a process that must not block on its reader.
 
-A pipe that nobody reads, as of a launcher that is frozen, holds up who writes to it; and what
-`faulthandler` writes there itself holds up all threads.
+An unread pipe, such as that of a frozen launcher, blocks its writers, and `faulthandler` blocks all
+threads when it writes there.
 """
 
 import faulthandler
@@ -15,30 +15,21 @@ _SECONDS = 1.0
 
 
 def beside(call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Calls what may be held up, and goes on after a second if it is.
-
-    Args:
-        call: such as `logger.error`.
-        args, kwargs: what it is called with.
-    """
+    """Runs a call that may block, such as `logger.error`, and continues after at most a second."""
     thread = threading.Thread(target=call, args=args, kwargs=kwargs, daemon=True)
     thread.start()
     thread.join(_SECONDS)
 
 
 def print_error(text: str) -> None:
-    """Prints where the process prints errors, whatever stands in for `sys.stderr`.
-
-    Args:
-        text: what to print.
-    """
+    """Prints to the process's own standard error, even if `sys.stderr` is replaced."""
     file = sys.__stderr__ or sys.stderr
     if file is not None:
         beside(print, text, file=file, flush=True)
 
 
 def stacks_of_all_threads() -> str:
-    """As `faulthandler` shows them; that of the caller is the current one."""
+    """Returns the stacks as `faulthandler` shows them, with the caller's as the current one."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)
         file.seek(0)

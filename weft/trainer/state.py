@@ -1,8 +1,8 @@
-"""The state of a training run: what it holds, how it lies over a mesh, and how it begins.
+"""State of a training run: its specs, its sharding over a mesh, and its initial value.
 
-The specs of the model's parameters come first, for each kind of array by its own rules. From them
-follow the specs of the learner's state, from all specs the layouts, and the state is computed with
-these: each device computes its own part of each array, and the whole of none is anywhere.
+The specs of the model's parameters determine those of the learner's state, and all specs, by the
+rules of each kind of array, the shardings. Each device computes only its own shards of the initial
+state; no array is ever materialized whole.
 """
 
 from typing import Any
@@ -20,12 +20,7 @@ from weft.typing import Tensor
 
 
 def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
-    """The specs of a model's parameters.
-
-    Args:
-        model: the model.
-        rules: say what the names of their axes stand for.
-    """
+    """Returns the specs of a model's parameters, with rules for the names of their axes."""
     with logical_axis_rules(rules):
         return model.create_parameter_specs_recursively()
 
@@ -33,12 +28,11 @@ def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
 def state_specs(
     model: BaseLayer, learner: BaseLearner, rules: KindRules | None = None
 ) -> TrainerState:
-    """Shapes, dtypes and layouts of the state.
+    """Returns shapes, dtypes and layouts of the state.
 
     Args:
-        model: the model.
-        learner: updates its parameters.
-        rules: for parameters and for the learner's state; None for none.
+        learner: determines the state for the model's parameters.
+        rules: for parameters and for the learner's state.
     """
     rules = rules or KindRules()
     for_learner = parameter_specs(model, rules.optimizer)
@@ -50,23 +44,15 @@ def state_specs(
 
 
 def partition_specs(specs: TrainerState) -> TrainerState:
-    """The mesh axes of each array.
-
-    Args:
-        specs: of `state_specs`.
-    """
+    """Returns the mesh axes of each array."""
     return jax.tree.map(lambda spec: spec.partition_spec, specs, is_leaf=_is_spec)
 
 
 def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """The layout of each array on a mesh.
-
-    Args:
-        mesh: the mesh.
-        specs: of `state_specs`, or any other tree of specs.
+    """Returns the sharding of each array of a tree of specs.
 
     Raises:
-        MeshError: if an array does not fit the mesh, naming it.
+        MeshError: if an array does not fit the mesh; the message names it.
     """
 
     def sharding(path: Any, spec: TensorSpec) -> jax.sharding.NamedSharding:
@@ -81,13 +67,11 @@ def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
 def new_state(
     prng_key: Tensor, *, model: BaseLayer, learner: BaseLearner, model_specs: Any
 ) -> TrainerState:
-    """The state before the first step.
+    """Computes the state before the first step.
 
     Args:
         prng_key: for the parameters and all steps.
-        model: the model.
-        learner: updates its parameters.
-        model_specs: the specs of these.
+        model_specs: the specs of the model's parameters.
     """
     prng_key, init_key = jax.random.split(prng_key)
     params = model.initialize_parameters_recursively(init_key)
@@ -97,12 +81,7 @@ def new_state(
 
 
 def shapes_with(shapes: TrainerState, shardings: TrainerState) -> TrainerState:
-    """Shapes and dtypes together with layouts.
-
-    Args:
-        shapes: as of `jax.eval_shape`.
-        shardings: of `state_shardings`.
-    """
+    """Combines shapes and dtypes, as of `jax.eval_shape`, with `state_shardings`."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

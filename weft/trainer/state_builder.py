@@ -1,7 +1,7 @@
-"""What a new run begins with: parts of other runs' checkpoints, converted to what it needs.
+"""Initial states from parts of other runs' checkpoints, with conversions.
 
-The field `init_state_builder` of a trainer's config takes a `Builder`. It is asked once, when the
-run has no checkpoint of its own; what it does not give is drawn as in any new run.
+The field `init_state_builder` of a trainer's config takes a `Builder`. The trainer calls it once,
+if the run has no checkpoint of its own; leaves that it does not provide are initialized as usual.
 """
 
 from weft.trainer.builder_base import (

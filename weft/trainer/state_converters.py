@@ -1,4 +1,4 @@
-"""Converters: parts of a state, under other names, of other models, of other lengths."""
+"""Converters of states: parts of a state, other names, other models, other lengths."""
 
 import enum
 import math
@@ -20,11 +20,11 @@ from weft.trainer.train_step import TrainerState
 
 
 class MergeStateSelection(enum.StrEnum):
-    """Where the value of a leaf comes from.
+    """Source of a leaf's value.
 
     Attributes:
-        SOURCE: from the storage, where it has the same path.
-        TARGET: it is drawn, as in a run without a builder.
+        SOURCE: the storage, under the same path.
+        TARGET: initialized as in a run without a builder.
     """
 
     SOURCE = "source"
@@ -32,9 +32,9 @@ class MergeStateSelection(enum.StrEnum):
 
 
 class MergeStateConverter(Converter):
-    """Takes leaves from the storage by their paths, under the same or under other names.
+    """Converter that takes leaves from the storage by path, under the same or other names.
 
-    Only what is taken is read.
+    Only these leaves are read.
     """
 
     @config_class
@@ -43,10 +43,9 @@ class MergeStateConverter(Converter):
 
         Attributes:
             selection_regexes: pairs of a regular expression for whole paths in the target, such as
-                "model/decoder/.*", and where these leaves come from: a `MergeStateSelection`, or
-                their paths in the storage, in which "\1" stands for what the first group of the
-                expression matched. The first pair that matches counts; a leaf that none matches is
-                drawn.
+                "model/decoder/.*", and the source of these leaves: a `MergeStateSelection`, or
+                their paths in the storage, where "\1" is replaced by the first group of the match.
+                The first matching pair counts; leaves without a match are initialized as usual.
         """
 
         selection_regexes: list[tuple[str, str | MergeStateSelection]] = []
@@ -82,7 +81,7 @@ class MergeStateConverter(Converter):
 
 
 class EmaParamsConverter(Converter):
-    """Takes the moving average of parameters that a run has kept as the parameters of the model."""
+    """Converter that uses a run's moving average of parameters as the model's parameters."""
 
     def target_state_type(self) -> Builder.StateType:
         return Builder.StateType.TENSOR_SPECS
@@ -98,18 +97,17 @@ class EmaParamsConverter(Converter):
 
 
 class BaseConverterFromPretrainedModel(Converter):
-    """Base of the converters from the model of another trainer's config."""
+    """Base class of converters from the model of another trainer's config."""
 
     @config_class
     class Config(Converter.Config):
         """Configures a BaseConverterFromPretrainedModel.
 
         Attributes:
-            source_trainer_config: makes the config of the trainer that has saved the checkpoint, or
-                a function that does.
-            mesh_shape: over which its arrays are laid while they are read; None for the mesh of the
-                run.
-            mesh_axis_names: the axes of that mesh.
+            source_trainer_config: makes the config of the trainer that saved the checkpoint, or a
+                function that does.
+            mesh_shape: shape of the mesh that its arrays are read onto; None for the run's mesh.
+            mesh_axis_names: names of that mesh's axes.
         """
 
         source_trainer_config: Required[InstantiableConfig] = REQUIRED
@@ -124,7 +122,7 @@ class BaseConverterFromPretrainedModel(Converter):
         return Builder.State(target.step, source), target
 
     def _source_model(self) -> Any:
-        """Shapes, dtypes and layouts of the source's model."""
+        """Returns shapes, dtypes and layouts of the source's model."""
         cfg = self.config
         made: Any = maybe_instantiate(cfg.source_trainer_config)
         trainer_cfg: Any = made() if callable(made) else made
@@ -143,22 +141,22 @@ class BaseConverterFromPretrainedModel(Converter):
 
 
 class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
-    """Takes the model of another run, or some of its layers, whatever the names in this one."""
+    """Converter that takes the model of another run, or some of its layers under any names."""
 
     @config_class
     class Config(BaseConverterFromPretrainedModel.Config):
         """Configures a ModelStateScopeConverter.
 
         Attributes:
-            scope: the path of a layer, such as "decoder/transformer", in both models; or from paths
-                in this model to paths in the other. None, and an empty path, for the whole model.
+            scope: path of a layer, such as "decoder/transformer", in both models; or a mapping from
+                paths in this model to paths in the other. None or "" is the whole model.
         """
 
         scope: str | Mapping[str, str] | None = None
 
     @property
     def scopes(self) -> dict[str, str]:
-        """From paths in this model to paths in the other."""
+        """Mapping from paths in this model to paths in the other."""
         scope = self.config.scope
         if scope is None:
             return {"": ""}
@@ -173,8 +171,8 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
             if not inside:
                 raise StateBuilderError(
                     f"{self.path()}: the model of source_trainer_config has no layer {scope!r}; "
-                    f"its parameters are {', '.join(list(leaves)[:5])}, … Write a path as there, "
-                    "without 'model/'."
+                    f"its parameters are {', '.join(list(leaves)[:5])}, … Use such a path, without "
+                    "'model/'."
                 )
             kept |= inside
         return Builder.State(target.step, _nested(kept, self.path())), aux
@@ -195,9 +193,9 @@ class ModelStateScopeConverter(BaseConverterFromPretrainedModel):
 
 
 class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
-    """Takes a model whose tables of positions are longer or shorter than those of this one.
+    """Converter for a model with position tables of another length.
 
-    Every parameter is taken. Those below a layer called "pos_emb" are fitted along the axes in
+    All parameters are taken. Those below a layer called "pos_emb" are resized along the axes in
     which their shapes differ.
     """
 
@@ -206,8 +204,8 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
         """Configures a PosEmbeddingConverter.
 
         Attributes:
-            strategy: "truncate" takes the first positions of a longer table; "interpolate"
-                stretches or shrinks it linearly.
+            strategy: "truncate" takes the first positions of a longer table; "interpolate" resizes
+                it linearly.
         """
 
         strategy: Required[str] = REQUIRED
@@ -236,13 +234,13 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
         if any(n > m for n, m in zip(shape, value.shape, strict=True)):
             raise StateBuilderError(
                 f"{self.path()}: {path!r} is {list(value.shape)} in the checkpoint and "
-                f"{list(shape)} here; 'truncate' makes tables shorter only. Use 'interpolate'."
+                f"{list(shape)} here; 'truncate' only shortens tables. Use 'interpolate'."
             )
         return value[tuple(slice(n) for n in shape)]
 
 
 class PruneEmaStateBuilder(Builder):
-    """Leaves out of the moving average of parameters what the model does not have."""
+    """Builder that drops entries from the moving average that the model does not have."""
 
     def input_state_type(self) -> Builder.StateType:
         return Builder.StateType.TENSORS
@@ -264,16 +262,15 @@ class PruneEmaStateBuilder(Builder):
 def traverse_and_set_target_state_parameters(
     *, target_state: Any, target_scope: str, source_params: Any, source_scope: str
 ) -> Any:
-    """The parameters of a model, with those of a layer taken from another model.
+    """Returns a model's parameters with those of one layer taken from another model.
 
     Args:
         target_state: nested dicts of parameters, or their specs.
-        target_scope: the path of the layer, with "/"; "" for the whole.
-        source_params: nested dicts of parameters.
-        source_scope: the path of the layer there.
+        target_scope: path of the layer, with "/"; "" for the whole model.
+        source_scope: path of the layer in `source_params`.
 
     Raises:
-        StateBuilderError: if there is no such layer, or it has other parameters.
+        StateBuilderError: if a layer does not exist, or has other parameters.
     """
     of_target = {p: x for p, x in flatten_state(target_state) if _within(p, target_scope)}
     of_source = {
@@ -289,7 +286,7 @@ def traverse_and_set_target_state_parameters(
     if differ or not of_target:
         where = f"{target_scope or 'the model'} (from {source_scope or 'the whole'})"
         raise StateBuilderError(
-            f"{where} has other parameters than what is to be put there"
+            f"{where} has other parameters than the source"
             + (f": {', '.join(differ[:5])} are on one side only" if differ else ": none at all")
             + ". Name layers of the same class and config."
         )
@@ -298,11 +295,7 @@ def traverse_and_set_target_state_parameters(
 
 
 def is_dict(x: Any, has_key: str | None = None) -> bool:
-    """Whether something is a dict, and has a key if one is named.
-
-    Args:
-        x: anything.
-        has_key: the key.
+    """Returns whether `x` is a dict, and has a key if one is given.
 
     >>> is_dict({"weight": 1}, "weight"), is_dict({"bias": 1}, "weight"), is_dict([1])
     (True, False, False)
@@ -319,7 +312,7 @@ def _within(path: str, scope: str) -> bool:
 
 
 def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
-    """A state of nested dicts from its leaves by path."""
+    """Returns a state of nested dicts from its leaves by path."""
     tree: dict[str, Any] = {name: {} for name in TrainerState._fields}
     for path, leaf in leaves.items():
         *above, name = path.split("/")
@@ -328,7 +321,7 @@ def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
             node = node.setdefault(part, {})
         if path.split("/")[0] not in TrainerState._fields or (above and name in node):
             raise StateBuilderError(
-                f"{where}: {path!r} is no path of a state, or is asked for twice; expected one "
+                f"{where}: {path!r} is not a path of a state, or is requested twice; expected one "
                 f"that begins with one of {', '.join(TrainerState._fields)}."
             )
         node[name] = leaf
@@ -336,7 +329,7 @@ def _nested(leaves: Mapping[str, Any], where: str) -> TrainerState:
 
 
 def _with_values(target: Builder.State, values: Mapping[str, Any], step: int) -> Builder.State:
-    """The target with some of its leaves, each in the dtype and layout that it has there."""
+    """Returns the target with some leaves replaced, each in its dtype and layout there."""
     wanted = flatten_state(target.trainer_state)
     known = dict(wanted)
     for path, value in values.items():
@@ -344,8 +337,8 @@ def _with_values(target: Builder.State, values: Mapping[str, Any], step: int) ->
             here = "nothing" if path not in known else list(known[path].shape)
             raise StateBuilderError(
                 f"{path!r} is {list(value.shape)} in the checkpoint, of "
-                f"{math.prod(value.shape):,} elements, and {here} in this run. Select parts that "
-                "both have in the same shapes, or convert it."
+                f"{math.prod(value.shape):,} elements, and {here} in this run. Select parts with "
+                "the same shapes in both, or convert it."
             )
     leaves = [_like(values[path], leaf) if path in values else leaf for path, leaf in wanted]
     state = jax.tree.unflatten(jax.tree.structure(target.trainer_state), leaves)

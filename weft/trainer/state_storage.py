@@ -1,7 +1,7 @@
-"""Where the arrays of a checkpoint go: the storage, one of them on Orbax.
+"""Storages for the arrays of a checkpoint, one of them based on Orbax.
 
-`save_to_dir` returns as soon as the state may change again; a thread of its own writes, and calls
-back when everything is on the disk.
+`save_to_dir` returns as soon as the state may change again; a separate thread writes it and runs a
+callback when everything is on disk.
 """
 
 import asyncio
@@ -49,24 +49,24 @@ logger = logging.getLogger(__name__)
 
 
 class StateStorageCommitCallback(Protocol):
-    """Is called when a state is on the disk, in the thread that wrote it."""
+    """Callback for a state that is on disk, called in the thread that wrote it."""
 
     def __call__(self, *, ckpt_dir: str, index: Index) -> None:
         """Completes the checkpoint.
 
         Args:
             ckpt_dir: The directory that the state was written to.
-            index: What the state consists of.
+            index: The entries of the state.
         """
         ...
 
 
 class StateStorage(Configurable):
-    """Base of the storages. Saves one state at a time; all processes call it alike.
+    """Base class of storages, which save one state at a time; all processes make the same calls.
 
     Attributes:
-        checks_below: the directory, with "/" at its end, whose files `restore_from_dir` itself
-            compares with the manifest, all of them, while it reads; None if it looks at no digest.
+        checks_below: directory, with a trailing "/", whose files `restore_from_dir` compares with
+            the manifest while it reads; None if it checks no digests.
     """
 
     checks_below: str | None = None
@@ -82,7 +82,6 @@ class StateStorage(Configurable):
         """Begins to save a state. When it returns, the state may be changed or donated.
 
         Args:
-            step: Its step.
             state: A pytree of arrays, Python values and savable objects.
             ckpt_dir: An empty directory.
             on_commit_callback: Called when everything is written. If it raises, the save failed.
@@ -90,11 +89,7 @@ class StateStorage(Configurable):
         raise NotImplementedError(type(self))
 
     def wait_until_finished(self) -> None:
-        """Waits for the save that is under way.
-
-        Raises:
-            Exception: What made it fail.
-        """
+        """Waits for the save in progress, and raises its exception if it failed."""
         raise NotImplementedError(type(self))
 
     def restore_from_dir(
@@ -108,34 +103,32 @@ class StateStorage(Configurable):
         """Reads a state.
 
         Args:
-            step: Its step.
-            state: What it is to look like: a pytree of arrays, or `jax.ShapeDtypeStruct`s or
-                `TensorSpec`s with the layout that each array is to get, Python values and savable
-                objects.
+            state: A pytree of arrays, or `jax.ShapeDtypeStruct`s or `TensorSpec`s with the layouts
+                to restore to, Python values and savable objects.
             ckpt_dir: The directory that it was saved to.
-            validation: How alike the checkpoint and `state` must be.
+            validation: The required similarity of the checkpoint and `state`.
 
         Returns:
-            A pytree like `state`, with the saved values; savable objects are changed in place.
+            A pytree like `state` with the saved values; savable objects are changed in place.
 
         Raises:
-            CheckpointStructureError: If they are not alike.
-            DamagedCheckpointError: If a file is not as it was written; in all processes, whichever
-                of them found it. Savable objects are as they were then.
+            CheckpointStructureError: If the structures differ.
+            DamagedCheckpointError: If a file has changed since it was written; raised in all
+                processes, with savable objects as they were.
         """
         raise NotImplementedError(type(self))
 
     def stop(self) -> None:
-        """Waits for the save that is under way, and gives back threads."""
+        """Waits for the save in progress, and releases threads."""
         raise NotImplementedError(type(self))
 
 
 class OrbaxStateStorage(StateStorage):
-    """Keeps each array in a directory of its own, in the zarr format, written by Orbax.
+    """Storage that writes each array to its own directory in the zarr format, with Orbax.
 
-    Without ocdbt, which takes five times as long, and without compression, which takes three times
-    as long and finds little in trained parameters. Works from any mesh to any other, and from any
-    number of processes to any other: each reads what its own devices take.
+    It uses neither ocdbt, which is five times slower, nor compression, which is three times slower
+    and saves little on trained parameters. Restoring works on any mesh and with any number of
+    processes; each reads only what its devices need.
     """
 
     @config_class
@@ -143,8 +136,8 @@ class OrbaxStateStorage(StateStorage):
         """Configures an OrbaxStateStorage.
 
         Attributes:
-            max_chunk_bytes: the size of the largest file. A process that needs a part of it reads
-                the whole, so this bounds the memory that restoring takes beside the state itself.
+            max_chunk_bytes: size of the largest file. A process that needs a part of a file reads
+                all of it, which bounds the extra memory for restoring.
         """
 
         max_chunk_bytes: int = 2**28
@@ -154,7 +147,7 @@ class OrbaxStateStorage(StateStorage):
 
     def __init__(self, config: StateStorage.Config):
         super().__init__(config)
-        import orbax.checkpoint  # takes half a second, so only where one is made
+        import orbax.checkpoint  # takes half a second to import
         from etils import epath
 
         self._ocp: Any = orbax.checkpoint
@@ -211,7 +204,7 @@ class OrbaxStateStorage(StateStorage):
             self.wait_until_finished()
 
     def _begin_to_write(self, arrays: dict[str, Any], directory: str) -> list[Any]:
-        """Copies arrays to the host; returns what is to be waited for until they are written."""
+        """Copies arrays to the host; returns futures of the writes."""
         if not arrays:
             return []
         if self._handler is None:
@@ -254,7 +247,7 @@ class OrbaxStateStorage(StateStorage):
         return jax.tree.unflatten(jax.tree.structure(state, is_leaf=is_state_leaf), restored)
 
     def _read_arrays(self, step: int, targets: dict[str, Any], ckpt_dir: str) -> dict[str, Any]:
-        """The arrays by path, each with the dtype and layout of its target."""
+        """Returns the arrays by path, each with the dtype and layout of its target."""
         found = read_manifest(ckpt_dir, step=step) if has_manifest(ckpt_dir) else None
         manifest, faults = (None, [found]) if isinstance(found, str) else (found, [])
         files = ArrayFiles(ckpt_dir, self._ARRAYS, manifest)
@@ -263,7 +256,7 @@ class OrbaxStateStorage(StateStorage):
         )
         faults += of_arrays
         if manifest is not None:
-            # What nobody needs is looked at as well, each file by one of the processes.
+            # Files that no process needs are checked too, each by one of the processes.
             below = sorted(p for p in manifest.files if p.startswith(f"{self._ARRAYS}/"))
             mine = below[jax.process_index() :: jax.process_count()]
             faults += manifest.damage_of_all(p for p in mine if p not in seen)
@@ -285,9 +278,9 @@ class OrbaxStateStorage(StateStorage):
 
 
 def _remove_what_was_written(ckpt_dir: str) -> None:
-    """Makes room on a full disk."""
-    # After the first error, other arrays are still being written; each brings its directory back if
-    # that is gone.
+    """Frees space on a full disk."""
+    # After the first error, other arrays are still being written, which recreates their
+    # directories.
     for seconds in (0, 0.1, 0.4):
         time.sleep(seconds)
         shutil.rmtree(ckpt_dir, ignore_errors=True)
@@ -295,7 +288,7 @@ def _remove_what_was_written(ckpt_dir: str) -> None:
 
 @contextlib.contextmanager
 def _orbax_errors_not_logged() -> Iterator[None]:
-    """Keeps Orbax from logging an error three times with its traceback; it is raised as well."""
+    """Keeps Orbax from logging an error three times with its traceback; it is also raised."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or "orbax" not in record.pathname
@@ -308,7 +301,7 @@ def _orbax_errors_not_logged() -> Iterator[None]:
         absl.removeFilter(keep)
 
 
-# Arrays without elements have no values, and Orbax refuses them: the index has all there is.
+# Orbax refuses arrays without elements; the index has all the information about them.
 
 
 def _stored(leaf: Any) -> bool:
@@ -326,8 +319,8 @@ def _restored(path: str, leaf: Any, arrays: dict[str, Any], values: dict[str, An
 
 
 def _array_name(path: str) -> str:
-    """The name of an array's directory: its path, with hyphens, cut to what file systems take."""
-    # Not with dots, at which Orbax splits names when it reads them.
+    """Returns an array's directory name: its path with hyphens, cut for file systems."""
+    # No dots, since Orbax splits names at dots when reading.
     parts = [
         quote(part, safe="").replace(".", "%2E").replace("-", "%2D") for part in path.split("/")
     ]
@@ -340,8 +333,8 @@ def _array_name(path: str) -> str:
 def _to_save(path: str, leaf: Any) -> Any:
     if str(leaf.dtype) in ("uint2", "uint4"):
         raise CheckpointStateError(
-            f"{path!r} is an array of {leaf.dtype}, which the array storage does not know; save it "
-            "as uint8."
+            f"{path!r} is an array of {leaf.dtype}, which the array storage does not support; save "
+            "it as uint8."
         )
     # A NumPy array can change while it is being written; a JAX array cannot.
     return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
@@ -354,7 +347,7 @@ def _sharding_of(leaf: Any) -> Any:
 
 
 def _with_layout(leaf: Any) -> Any:
-    """What an array is to look like, as reading takes it."""
+    """Returns an array's target with its layout."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf
     dtype = leaf.dtype if is_key_dtype(leaf.dtype) else jnp.dtype(leaf.dtype)

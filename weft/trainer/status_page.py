@@ -1,12 +1,12 @@
-"""A page that says how a run is, over HTTP, for people on the same machine.
+"""Status page of a run, over HTTP, for users of the same machine.
 
-    /          for people: step, rate, losses, checkpoint, evaluations, what it does now
-    /json      the same for programs
-    /stacks    where each thread is
+    /          HTML: step, rate, losses, checkpoint, evaluations, current activity
+    /json      the same as JSON
+    /stacks    stack traces of all threads
 
-It listens on the loopback interface only; from elsewhere it is reached by `ssh -L`. A request has
-to name that interface as its host, so that a page of the web whose name is made to lead here (DNS
-rebinding) is refused. Connections are few and short: no client takes threads from the run.
+The server listens on the loopback interface only; use `ssh -L` from elsewhere. It refuses requests
+whose host is not that interface, which prevents DNS rebinding. Connections are few and short, such
+that clients cannot exhaust the run's threads.
 """
 
 import collections
@@ -49,11 +49,11 @@ _STYLE = (
 
 
 class RunStatus(RunListener):
-    """What a run is doing, read by other threads while it runs.
+    """Listener that records the status of a run for other threads.
 
     Args:
-        watchdog: knows what the run does now.
-        listener: is told everything as well.
+        watchdog: knows the current activity.
+        listener: receives all events as well.
     """
 
     def __init__(self, watchdog: Watchdog, listener: RunListener):
@@ -99,8 +99,8 @@ class RunStatus(RunListener):
         self._listener.on_save_failed(step, error)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as JSON values; waits for no step that is not done."""
-        # Arrays of steps that are still computed would make the reader wait.
+        """Returns the status as JSON values, without waiting for unfinished steps."""
+        # Arrays of unfinished steps would block the reader.
         done = [(step, loss) for step, loss in list(self._losses) if loss.is_ready()]
         moments = list(self._moments)
         rate = None
@@ -127,7 +127,7 @@ def _number(x: Any) -> float | str:
 
 
 def stacks() -> str:
-    """Where each thread of this process is, as text."""
+    """Returns the stacks of all threads of this process as text."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return "\n".join(
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -136,11 +136,7 @@ def stacks() -> str:
 
 
 def page(status: dict[str, Any]) -> str:
-    """A snapshot for people.
-
-    Args:
-        status: as of `RunStatus.snapshot`.
-    """
+    """Returns a `RunStatus.snapshot` as an HTML page."""
     shown = {name.replace("_", " "): value for name, value in status.items() if name != "losses"}
     if status["max_step"] is not None:
         shown["step"] = f"{status['step']:,} of {status['max_step']:,}"
@@ -169,7 +165,7 @@ def _text(value: Any) -> str:
 
 
 def names_this_machine(host: str) -> bool:
-    """Whether the host that a request names is the loopback interface, at any port.
+    """Returns whether the host of a request is the loopback interface, at any port.
 
     >>> names_this_machine("localhost:8080"), names_this_machine("127.0.0.1.evil.example")
     (True, False)
@@ -185,7 +181,7 @@ def names_this_machine(host: str) -> bool:
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Answers a few clients at a time, and each for a short time only."""
+    """Server for a few clients at a time, each for a short time."""
 
     daemon_threads = True
 
@@ -215,28 +211,23 @@ class _Server(http.server.ThreadingHTTPServer):
         with self._lock:
             for request, since in self._since.items():
                 if now - since > _CONNECTION_SECONDS:
-                    with contextlib.suppress(OSError):  # it is ending by itself
+                    with contextlib.suppress(OSError):  # already ending
                         request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Nothing: a client that has gone is not worth a traceback in the run's log."""
+        """Ignores errors, such as a client that has disconnected."""
 
 
 @contextlib.contextmanager
 def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> Iterator[Any]:
-    """Serves the page while open.
+    """Serves the page while open, and yields the listener for the run.
 
     Args:
-        port: to listen on; 0 for any that is free, None for no page. Each of several processes
-            takes the next one.
-        watchdog: of the run.
-        listener: of the run.
-
-    Yields:
-        The listener that the run is to tell.
+        port: 0 for any free port, None for no page. With several processes, each uses the next
+            port.
 
     Raises:
-        StatusPageError: if the port cannot be listened on.
+        StatusPageError: if the server cannot listen on the port.
     """
     if port is None:
         yield listener
@@ -255,7 +246,7 @@ def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> 
             elif self.path == "/":
                 self._answer(page(status.snapshot()), "text/html; charset=utf-8")
             else:
-                self.send_error(404, "there are /, /json and /stacks")
+                self.send_error(404, "the paths are /, /json and /stacks")
 
         def _answer(self, text: str, kind: str) -> None:
             data = text.encode()
@@ -266,15 +257,15 @@ def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> 
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: a run's log is not for who looks at it."""
+            """Keeps requests out of the run's log."""
 
     own = port + jax.process_index() if port else 0
     try:
         server = _Server(own, Handler)
     except OSError as error:
         raise StatusPageError(
-            f"status_port={port}: 127.0.0.1:{own} cannot be listened on: {error}. Name another "
-            "port, or 0 for any that is free."
+            f"status_port={port}: cannot listen on 127.0.0.1:{own}: {error}. Choose another port, "
+            "or 0 for any free one."
         ) from error
     thread = threading.Thread(target=server.serve_forever, name="weft-status-page", daemon=True)
     thread.start()

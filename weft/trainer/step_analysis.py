@@ -1,10 +1,10 @@
-"""What XLA says of a compiled step."""
+"""XLA's analysis of a compiled step."""
 
 import jax
 
 
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
-    """Memory by purpose and floating-point operations of a compiled step.
+    """Returns a compiled step's memory by purpose and its floating-point operations.
 
     Args:
         compiled: from `SpmdTrainer.compile_train_step`.

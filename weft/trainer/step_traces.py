@@ -1,8 +1,8 @@
-"""Profiler traces of chosen steps, to be looked at with XProf, TensorBoard or Perfetto.
+"""Profiler traces of chosen steps, for XProf, TensorBoard or Perfetto.
 
-A trace has a directory of its own below the run's: `trace/step_00000010/plugins/profile/<time>/`
-with `*.xplane.pb`, which XProf and TensorBoard's profile plugin read, and `*.trace.json.gz`, which
-ui.perfetto.dev opens.
+Each trace has its own directory below the run's, `trace/step_00000010/plugins/profile/<time>/`,
+with `*.xplane.pb` for XProf and TensorBoard's profile plugin, and `*.trace.json.gz` for
+ui.perfetto.dev.
 """
 
 import contextlib
@@ -18,19 +18,18 @@ _DEFAULT_STEPS = 3
 
 
 class StepTraces:
-    """Starts and stops the profiler around steps.
+    """Controller that starts and stops the profiler around steps.
 
     Args:
-        directory: The run's.
-        start_steps: The steps that a trace begins with; one that an earlier trace still covers
-            begins none.
-        n_steps: How many steps a trace covers; None for 3.
+        directory: The run's directory.
+        start_steps: The first steps of traces; steps within an earlier trace are ignored.
+        n_steps: Number of steps per trace; None for 3.
         processes: The processes that trace, or "all".
-        host_tracer_level: How much it has of the host, 0 for nothing; None for what JAX chooses.
-        python_tracer_level: How much it has of Python, likewise.
+        host_tracer_level: Level of detail for the host, 0 for none; None for JAX's default.
+        python_tracer_level: The same for Python.
 
     Raises:
-        ProfilerTraceError: If a trace would cover no step.
+        ProfilerTraceError: If `n_steps` is less than 1.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class StepTraces:
         self._start_steps = frozenset(start_steps if here else ())
         self._directory = directory
         self._n_steps = n_steps or _DEFAULT_STEPS
-        self._last: int | None = None  # the last step of the trace that is open
+        self._last: int | None = None  # the last step of the open trace
         self._options = jax.profiler.ProfileOptions()
         if host_tracer_level is not None:
             self._options.host_tracer_level = host_tracer_level
@@ -61,13 +60,10 @@ class StepTraces:
 
     @contextlib.contextmanager
     def around(self, step: int) -> Iterator[Callable[[Any], None]]:
-        """To be opened around a step.
-
-        Args:
-            step: Its number.
+        """Surrounds a step.
 
         Yields:
-            A function that takes what the step computes, to wait for it if a trace ends here.
+            A function to call with the step's outputs; it waits for them if a trace ends here.
         """
         if step in self._start_steps and self._last is None:
             directory = os.path.join(self._directory, f"trace/step_{step:08d}")
@@ -80,7 +76,7 @@ class StepTraces:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that is open, as when the run ends before the trace does."""
+        """Ends an open trace, as when the run ends before the trace does."""
         if self._last is not None:
             self._last = None
             jax.profiler.stop_trace()

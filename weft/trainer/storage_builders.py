@@ -1,7 +1,7 @@
 """Builders that read checkpoints of other runs.
 
-They read what they are asked for and nothing else, into the layouts that the run needs, and check
-every file of the checkpoint: a damaged one is named, and passed over if any step will do.
+They read only the requested leaves, into the layouts that the run needs, and check every file of
+the checkpoint. A damaged checkpoint is named, and skipped if any step is acceptable.
 """
 
 import os
@@ -25,17 +25,17 @@ from weft.trainer.train_step import TrainerState
 
 
 class BaseStateStorageBuilder(Builder):
-    """Base of the builders that read a checkpoint."""
+    """Base class of builders that read a checkpoint."""
 
     @config_class
     class Config(Builder.Config):
         """Configures a BaseStateStorageBuilder.
 
         Attributes:
-            base_dir: the directory of all checkpoints of a run.
-            step: which of them; None for the newest that is whole.
-            validation: how alike the checkpoint and what is asked for must be, in those of the
-                model, the learner and the PRNG key that are asked for.
+            base_dir: directory of all checkpoints of a run.
+            step: None for the newest undamaged checkpoint.
+            validation: required similarity of the checkpoint and the requested leaves, within each
+                requested one of model, learner and PRNG key.
         """
 
         base_dir: str | None = None
@@ -77,15 +77,14 @@ class BaseStateStorageBuilder(Builder):
 
 
 class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
-    """Reads a checkpoint that a `Checkpointer` has saved."""
+    """Builder that reads a checkpoint of a `Checkpointer`."""
 
     @config_class
     class Config(BaseStateStorageBuilder.Config):
         """Configures a TensorStoreStateStorageBuilder.
 
         Attributes:
-            dir: the directory of one checkpoint, in place of `base_dir` and `step`.
-            storage: what reads it.
+            dir: directory of one checkpoint, instead of `base_dir` and `step`.
         """
 
         dir: str | None = None
@@ -105,7 +104,7 @@ class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
 
 
 class OrbaxStateBuilder(BaseStateStorageBuilder):
-    """Reads a checkpoint that a `Checkpointer` has saved with its `OrbaxStateStorage`."""
+    """Builder that reads a checkpoint of a `Checkpointer` with an `OrbaxStateStorage`."""
 
     def __call__(self, state: Builder.State) -> Builder.State:
         cfg = self.config

@@ -1,4 +1,4 @@
-"""Summaries, as the trainer's users import them; they stand with the layers that make them."""
+"""Public names of summaries, which are defined next to the layers that make them."""
 
 from weft.hierarchy.summary import AudioSummary, CallbackSummary, ImageSummary, Summary
 

@@ -1,7 +1,7 @@
-"""From a step's nested summaries to a flat list of what a writer is to show.
+"""Flattening of a step's nested summaries for writers.
 
-Each leaf gets the path of names that leads to it, joined by `/`, and a kind. The kind decides
-whether the leaf is due at a step, before anything is copied from a device.
+Each leaf gets its path of names, joined by `/`, and a kind, which decides before any copy from a
+device whether the leaf is due at a step.
 """
 
 import logging
@@ -25,14 +25,14 @@ SummaryKind = Literal[
 
 
 class Shown(NamedTuple):
-    """One leaf of a step's summaries, on the host.
+    """Leaf of a step's summaries, on the host.
 
     Attributes:
         path: As "model/decoder/loss".
-        kind: What `value` is; never "CallbackSummary", since its value is of another.
-        value: A float, a str, an array of a histogram's values, of images `[batch, height, width,
-            channels]` or of sound `[batch, time, channels]`.
-        sample_rate: Of sound.
+        kind: Kind of `value`; never "CallbackSummary", whose value is of another kind.
+        value: A float, a str, or an array of values for a histogram, of images `[batch, height,
+            width, channels]` or of audio `[batch, time, channels]`.
+        sample_rate: Sample rate of audio.
     """
 
     path: str
@@ -48,16 +48,15 @@ def due_summaries(
     every_n_steps: int,
     every_n_steps_by_kind: Mapping[SummaryKind, int] | None = None,
 ) -> list[Shown]:
-    """What is to be shown of a step's summaries.
+    """Returns the summaries of a step that are due.
 
     Args:
-        step: The step.
-        values: Summaries, scalars, arrays and strings in nested dicts. None is left out.
-        every_n_steps: Steps between two times that a leaf is shown.
+        values: Summaries, scalars, arrays and strings in nested dicts. None is omitted.
+        every_n_steps: Number of steps between two writes of a leaf.
         every_n_steps_by_kind: The same for leaves of some kinds.
 
     Returns:
-        The leaves that are due at this step, with values on the host, in order of their paths.
+        The due leaves with values on the host, in order of their paths.
     """
     intervals = every_n_steps_by_kind or {}
     due = {

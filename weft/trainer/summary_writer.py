@@ -1,7 +1,7 @@
-"""Writers that show what a run reports: for TensorBoard here, others beside.
+"""Summary writers, with one for TensorBoard defined here.
 
-A writer takes the nested summaries of a step; the name of a summary is its path, `model/loss`.
-Several writers are one by `CompositeWriter`.
+A writer receives the nested summaries of a step; the name of a summary is its path, `model/loss`.
+`CompositeWriter` combines several writers.
 """
 
 import contextlib
@@ -48,11 +48,11 @@ _DEFAULT_FLUSH_SECONDS = 120.0
 
 
 class SummaryWriter(PeriodicWriter):
-    """Writes TensorBoard event files: scalars, histograms, texts, images and sound.
+    """Writer of TensorBoard event files: scalars, histograms, texts, images and audio.
 
-    A run that is started again writes another file in the same directory. Where it restored an
-    earlier step than the last one written, `log_checkpoint` lets TensorBoard forget the steps in
-    between, so that each step has one value.
+    A restarted run writes another file in the same directory. If it restored an earlier step than
+    the last one written, `log_checkpoint` makes TensorBoard discard the steps in between, such that
+    each step has one value.
     """
 
     @config_class
@@ -60,8 +60,9 @@ class SummaryWriter(PeriodicWriter):
         """Configures a SummaryWriter.
 
         Attributes:
-            max_queue: Events that may wait in memory for the disk.
-            flush_ms: Milliseconds that they may wait, as seen at the next step; None for 120,000.
+            max_queue: Number of events that may be buffered in memory.
+            flush_ms: Maximum age of buffered events in milliseconds, checked at each step; None for
+                120,000.
         """
 
         max_queue: int = 1000
@@ -80,7 +81,7 @@ class SummaryWriter(PeriodicWriter):
 
     @processor_zero_only
     def log_config(self, config: ConfigBase, step: int = 0) -> None:
-        # Indented, it is a block of code in Markdown, whose lines stay lines.
+        # Indentation makes it a Markdown code block, which keeps the line breaks.
         lines = textwrap.indent(config.debug_string(), "    ")
         self._add(step, [event_file.text("trainer_config", lines)])
         self.flush()
@@ -103,11 +104,11 @@ class SummaryWriter(PeriodicWriter):
 
     @contextlib.contextmanager
     def as_default(self) -> Iterator[EventFile | None]:
-        """Gives the event file to code that makes protocol buffers of its own.
+        """Yields the event file to code that makes its own protocol buffers.
 
-        In the block, `file.add(proto, step)` writes one, also where it is not due; after it, the
-        file is flushed. On processes other than the first, and while the disk refuses, the block
-        gets None.
+        In the block, `file.add(proto, step)` writes one regardless of the interval; the file is
+        flushed afterwards. On processes other than the first, and while the disk fails, it yields
+        None.
 
         Example:
             >>> import tempfile
@@ -146,13 +147,13 @@ class SummaryWriter(PeriodicWriter):
             self.flush()
 
     def _write(self, action: Callable[[EventFile], Any]) -> None:
-        """Does something with the event file, which is opened where there is none."""
+        """Runs an action on the event file, opening it if needed."""
         with self._errors_reported():
             try:
                 self._file = self._file or EventFile(self.config.dir)
                 action(self._file)
             except OSError:
-                self._drop_file()  # it may end within a record; the next one is whole
+                self._drop_file()  # it may end within a record; the next file is complete
                 raise
 
     def _drop_file(self) -> None:

@@ -1,7 +1,6 @@
-"""A line chart as one SVG element, for pages that must stand alone.
+"""Line charts as single SVG elements, for self-contained pages.
 
-Colours are CSS classes (`series-0`, `series-1`, …, `level`, `grid`), so that a page decides them,
-for light and for dark.
+Colors are CSS classes (`series-0`, `series-1`, …, `level`, `grid`) for the page's style sheet.
 """
 
 import html
@@ -16,14 +15,14 @@ _MARGIN_LEFT, _MARGIN_RIGHT, _MARGIN_TOP, _MARGIN_BOTTOM = 52, 20, 10, 28
 
 
 class Series(NamedTuple):
-    """One line of a chart.
+    """Line of a chart.
 
     Attributes:
-        name: Shown in the legend, and beside values.
-        points: Pairs of x and y, by x. Those that are not finite are left out.
-        style: Which of the page's classes `series-N`.
-        faint: Whether it stands in the background.
-        dots: Whether each point gets a dot that shows its value.
+        name: Shown in the legend and next to values.
+        points: Pairs of x and y, sorted by x; non-finite ones are omitted.
+        style: Index N of the page's class `series-N`.
+        faint: Whether the line is in the background.
+        dots: Whether each point has a dot that shows its value.
     """
 
     name: str
@@ -41,17 +40,13 @@ def line_chart(
     height: int = 320,
     label: str = "",
 ) -> str:
-    """Draws lines over a grid with labelled axes.
+    """Draws lines over a grid with labelled axes, and returns the `<svg>` element.
 
     Args:
-        series: The lines, those in the background first.
+        series: The lines, background lines first.
         levels: Horizontal lines by name, such as baselines.
-        width: In CSS pixels; the page may scale it.
-        height: Likewise.
-        label: What the chart is, for readers that cannot see it.
-
-    Returns:
-        The `<svg>` element.
+        width: In CSS pixels, like `height`; the page may scale it.
+        label: Description of the chart for screen readers.
 
     >>> line_chart([Series("loss", [(1, 3.0), (2, 2.5)])], label="loss").startswith("<svg")
     True
@@ -75,12 +70,12 @@ def line_chart(
 
 
 def finite(points: Sequence[Point]) -> list[Point]:
-    """The points whose coordinates are finite."""
+    """Returns the points with finite coordinates."""
     return [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
 
 
 def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]:
-    """Points evenly picked of many, the first and the last among them.
+    """Returns evenly selected points, including the first and the last.
 
     >>> thin_out([(i, i) for i in range(10)], at_most=4)
     [(0, 0), (3, 3), (6, 6), (9, 9)]
@@ -91,11 +86,10 @@ def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
-    """A moving average that starts at the first value.
+    """Returns a moving average that starts at the first value.
 
     Args:
-        points: Pairs of x and y.
-        span: The share of the points that an average is about over.
+        span: Approximate fraction of the points to average over.
 
     >>> smoothed([(0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0)], span=0.5)
     [(0, 1.0), (1, 1.6666666666666667), (2, 2.4285714285714284), (3, 2.7333333333333334)]
@@ -110,7 +104,7 @@ def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers from below `low` to above `high`.
+    """Returns round numbers from below `low` to above `high`.
 
     >>> ticks(0.3, 9.2, about=5)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
@@ -126,7 +120,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A number in few characters.
+    """Formats a number in few characters.
 
     >>> number(1.23456), number(0.0003), number(2_500_000.0), number(400.0)
     ('1.235', '0.0003', '2.5M', '400')
@@ -139,7 +133,7 @@ def number(value: float) -> str:
 
 
 class _Frame:
-    """Where values lie on the drawing."""
+    """Mapping from values to positions on the drawing."""
 
     def __init__(self, width: int, height: int, x_ticks: list[float], y_ticks: list[float]):
         self.x_ticks, self.y_ticks = x_ticks, y_ticks

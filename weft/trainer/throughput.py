@@ -1,14 +1,14 @@
-"""How fast a run is, in its summaries: steps, examples and tokens per second, MFU and goodput.
+"""Speed of a run in its summaries: steps, examples and tokens per second, MFU and goodput.
 
-    steps per second   of the steps between two readings, without what evaluation and saving took
-    MFU                the operations that the model needs, as a share of what the devices could do
-    input wait         seconds per step that went by before its batch was there
-    goodput            the share of the time since the run was first started that went into steps
-                       which it still stands on
+    steps per second   between two readings, excluding evaluation and saving
+    MFU                operations that the model needs, relative to the devices' peak
+    input wait         seconds per step of waiting for its batch
+    goodput            fraction of the time since the first start of the run that went into steps
+                       that were not lost
 
-MFU counts three times the operations of a forward pass (the backward pass takes two), whatever is
-computed again (Chowdhery et al., 2022, appendix B). Goodput counts over all starts: what was lost
-when a process was killed, compiling, waiting to be started, saving and evaluating are not steps.
+MFU counts three times the operations of a forward pass (the backward pass takes two), regardless of
+recomputation (Chowdhery et al., 2022, appendix B). Goodput covers all starts: work lost when a
+process was killed, compilation, waiting for a start, saving and evaluation do not count as steps.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from weft.hierarchy.module import functional
 from weft.trainer.flops import count_flops
 from weft.trainer.run_record import read_record, update_record
 
-# Dense products in bfloat16, FLOP/s of one device as JAX names it, from the makers' data sheets. A
-# kind is looked up by the longest name that it contains.
+# Dense bfloat16 FLOP/s per device, by JAX's device kind, from the makers' data sheets. The longest
+# name contained in a device kind applies.
 PEAK_FLOPS = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
@@ -49,7 +49,7 @@ PEAK_FLOPS = {
     "B200": 2250e12,
 }
 _RECORD = "goodput"
-# From which share of the time on it is said that the input is slow.
+# Fraction of the time above which the input is reported as slow.
 _SLOW_INPUT = 0.1
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _KEPT_MARKS = 200
 
 
 def peak_flops_of(device_kind: str) -> float | None:
-    """Operations per second of a device at its best; None for a kind that is not known.
+    """Returns a device's peak operations per second; None for unknown kinds.
 
     Args:
         device_kind: As `jax.Device.device_kind`.
@@ -70,11 +70,11 @@ def peak_flops_of(device_kind: str) -> float | None:
 
 
 class Throughput(Configurable):
-    """Measures the steps of a run.
+    """Measurement of a run's steps.
 
     Args:
-        clock: Seconds; of a clock that only goes forward.
-        now: The time of day.
+        clock: Monotonic clock, in seconds.
+        now: Time of day, in seconds.
     """
 
     @config_class
@@ -82,11 +82,11 @@ class Throughput(Configurable):
         """Configures a Throughput.
 
         Attributes:
-            every_n_steps: Steps between two readings. A reading waits for its step to be computed;
-                between them steps are started ahead.
-            tokens_field: The field of a batch whose elements are counted as tokens, if it is there.
-            peak_flops_per_device: For the MFU; None for that of the kind of device, as
-                `peak_flops_of` knows it. There is no MFU for a kind that is not known.
+            every_n_steps: Number of steps between two readings. A reading waits for its step; in
+                between, steps are dispatched ahead.
+            tokens_field: The field of a batch whose elements are counted as tokens, if present.
+            peak_flops_per_device: For the MFU; None for `peak_flops_of` the device kind, without
+                MFU for unknown kinds.
         """
 
         every_n_steps: int = 100
@@ -106,21 +106,16 @@ class Throughput(Configurable):
                 f"throughput.every_n_steps={config.every_n_steps}; expected 1 or more steps."
             )
         self._clock, self._now = clock, now
-        self._start: tuple[int, float] | None = None  # the step and time that steps count from
-        self._paused = 0.0  # seconds in all
+        self._start: tuple[int, float] | None = None  # step and time to count from
+        self._paused = 0.0  # total seconds
         self._pause_began: float | None = None
-        self._productive = 0.0  # seconds of steps since the run was first started
+        self._productive = 0.0  # seconds of steps since the first start of the run
         self._flops: float | None = None  # of a step, once counted
-        self._waited: tuple[int, float] = (0, 0.0)  # the last report's step and seconds in all
+        self._waited: tuple[int, float] = (0, 0.0)  # last report's step and total seconds
         self._said_slow = False
 
     def start(self, directory: str, step: int) -> None:
-        """Begins a run, or goes on with one.
-
-        Args:
-            directory: The run's.
-            step: The last one that was run.
-        """
+        """Starts or resumes measuring after a step."""
         self._directory, self._start = directory, None
         record = read_record(directory)
         starts = record.get("starts", [])
@@ -142,18 +137,15 @@ class Throughput(Configurable):
         params: Any,
         input_wait_seconds: float = 0.0,
     ) -> dict[str, float]:
-        """Takes note of a step that was started.
+        """Records a dispatched step.
 
         Args:
-            step: Its number.
-            outputs: Arrays that it computes.
-            batch: Its input.
-            model: Whose `forward(input_batch)` the step differentiates.
-            params: The model's parameters.
-            input_wait_seconds: For how long the run has waited for batches until now, in all.
+            outputs: Arrays that the step computes.
+            model: The module whose `forward(input_batch)` the step differentiates.
+            input_wait_seconds: Total time that the run has waited for batches so far.
 
         Returns:
-            What is to be reported, by name; most of the time nothing.
+            Values to report by name, mostly empty.
         """
         first = self._start is None
         if not first and step % self.config.every_n_steps:
@@ -185,7 +177,7 @@ class Throughput(Configurable):
             self._said_slow = True
             logger.warning(
                 "Up to step %d each step waited %.3g s for its input, %.0f %% of the time: the "
-                "input is slower than the model. Let it do less per batch, or read with more "
+                "input is slower than the model. Reduce its work per batch, or read with more "
                 "workers.",
                 step,
                 wait,
@@ -193,23 +185,23 @@ class Throughput(Configurable):
             )
 
     def _read(self, step: int) -> tuple[int, float]:
-        """The steps since the last reading, and the seconds that they took."""
+        """Returns the number of steps since the last reading, and their duration in seconds."""
         now = self._active_seconds()
         before, self._start = self._start, (step, now)
-        if before is None:  # the first step: its time is that of compiling
+        if before is None:  # the first step, which includes compilation
             return 0, 0.0
         seconds = now - before[1]
         self._productive += seconds
         return step - before[0], seconds
 
     def _active_seconds(self) -> float:
-        """The time, but for pauses; in a pause it stands still."""
+        """Returns the time without pauses."""
         now = self._clock() if self._pause_began is None else self._pause_began
         return now - self._paused
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """While open, something other than steps takes time."""
+        """Excludes the time while open from that of steps."""
         self._pause_began = self._clock()
         try:
             yield
@@ -218,11 +210,10 @@ class Throughput(Configurable):
             self._pause_began = None
 
     def on_checkpoint(self, step: int, outputs: Any) -> None:
-        """Notes in the run's directory what went into the steps that are saved.
+        """Records in the run's directory the time of the steps up to a saved one.
 
         Args:
-            step: The last of them.
-            outputs: Arrays that it computes.
+            outputs: Arrays that the step computes.
         """
         jax.block_until_ready(outputs)
         self._read(step)
@@ -231,7 +222,7 @@ class Throughput(Configurable):
         marks = read_record(self._directory).get(_RECORD, [])
         marks = [mark for mark in marks if mark["step"] < step][-_KEPT_MARKS:]
         marks.append({"step": step, "productive_seconds": round(self._productive, 3)})
-        with contextlib.suppress(OSError):  # a full disk ends no training
+        with contextlib.suppress(OSError):  # a full disk does not end training
             update_record(self._directory, **{_RECORD: marks})
 
     def _utilization(self, per_second: float, batch: Any, model: Any, params: Any) -> float | None:
@@ -245,7 +236,7 @@ class Throughput(Configurable):
 
 
 def _forward_flops(model: Any, params: Any, batch: Any) -> int:
-    """The operations of a forward pass over a global batch, without running it."""
+    """Counts the operations of a forward pass over a global batch, without running it."""
 
     def forward(params: Any, batch: Any) -> Any:
         (loss, _), _ = functional(

@@ -1,4 +1,4 @@
-"""In which dtype a model computes: one for all parameters, or by the paths of parameters."""
+"""Dtype of the model's computation: one for all parameters, or by path."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from weft.trainer.optimizer_base import tree_paths
 from weft.typing import DType, Nested, NestedTensor
 
 PerParamDType = Callable[[NestedTensor], Nested[DType | None]]
-"""From parameters to the dtype of each in the forward pass; None leaves it as it is."""
+"""Function from parameters to their dtypes in the forward pass; None keeps a dtype."""
 
 
 def per_param_train_dtype_by_path(
@@ -22,12 +22,13 @@ def per_param_train_dtype_by_path(
     *,
     update_rules: Sequence[tuple[str, DType | None]] = (),
 ) -> PerParamDType:
-    """Dtypes by regular expressions of parameters' paths, for `SpmdTrainer.Config.train_dtype`.
+    """Returns dtypes by regular expressions on parameters' paths, for a trainer's `train_dtype`.
 
     Args:
-        default_dtype: Where no rule matches, and of the floats in a batch; None for their own.
-        update_rules: Pairs of a pattern, which must match the whole path, such as
-            "decoder/emb/.*", and a dtype, None for the parameter's own; the first match counts.
+        default_dtype: For parameters without a matching rule and for floats in a batch; None keeps
+            their own.
+        update_rules: Pairs of a pattern, which must match the whole path, such as "decoder/emb/.*",
+            and a dtype, or None for the parameter's own; the first match counts.
 
     Raises:
         TrainDtypeError: When called, if a rule matches no parameter.
@@ -65,7 +66,7 @@ class _ByPath:
 
 
 def cast_floats(tree: Any, dtype: DType | None) -> Any:
-    """Floating-point arrays in another dtype; all else, and everything for None, as it is."""
+    """Casts floating-point arrays to a dtype; other leaves, or all for None, are unchanged."""
     if dtype is None:
         return tree
     return jax.tree.map(
@@ -76,12 +77,10 @@ def cast_floats(tree: Any, dtype: DType | None) -> Any:
 def cast_for_forward(
     params: NestedTensor, batch: Any, train_dtype: DType | PerParamDType | None
 ) -> tuple[NestedTensor, Any]:
-    """Parameters and a batch as the forward pass takes them.
+    """Casts parameters and a batch for the forward pass.
 
     Args:
-        params: The parameters.
-        batch: The batch.
-        train_dtype: One dtype for all, a function that gives one for each parameter, or None.
+        train_dtype: One dtype for all, a function that returns one per parameter, or None.
     """
     if train_dtype is None or not _is_per_param(train_dtype):
         return cast_floats(params, train_dtype), cast_floats(batch, train_dtype)

@@ -1,4 +1,4 @@
-"""One step of training, as a pure function of the state and a batch."""
+"""Training step as a pure function of the state and a batch."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class TrainerState(NamedTuple):
-    """All that training changes, but for the position in the data.
+    """State that training changes, except for the position in the data.
 
     Attributes:
         prng_key: for the next step.
@@ -30,12 +30,7 @@ class TrainerState(NamedTuple):
 
 
 def opt_params(model_params: NestedTensor, specs: Any) -> Any:
-    """Parameters as the learner takes them, with what their specs say to the optimizer.
-
-    Args:
-        model_params: values, nested as the model is.
-        specs: their `ParameterSpec`s.
-    """
+    """Converts parameters for the learner, with metadata from their `ParameterSpec`s."""
     return jax.tree.map(
         lambda spec, value: OptParam(
             value=value,
@@ -50,13 +45,7 @@ def opt_params(model_params: NestedTensor, specs: Any) -> Any:
 
 
 def with_state_of(params: NestedTensor, cast: NestedTensor, specs: Any) -> NestedTensor:
-    """Parameters in another dtype, and state as it is: a moving average adds up small numbers.
-
-    Args:
-        params: as they are.
-        cast: in another dtype.
-        specs: their `ParameterSpec`s.
-    """
+    """Returns cast parameters, and state uncast, since a moving average sums small numbers."""
     return jax.tree.map(
         lambda spec, whole, low: whole if spec.is_state else low,
         specs,
@@ -81,19 +70,18 @@ def train_step(
     """Runs the model on a batch and lets the learner update its parameters.
 
     Args:
-        state: before the step.
-        batch: as the processes brought it.
-        model: returns a loss and anything else from `forward(input_batch)`.
+        batch: as provided by the processes.
+        model: returns a loss and auxiliary outputs from `forward(input_batch)`.
         learner: a `BaseLearner`.
-        input_: the `Input` that says how the batch is dispatched.
-        model_specs: the specs of the model's parameters.
-        gradient_specs: those of their gradients.
-        train_dtype: in which the model computes, for all parameters or by their paths; None for
-            that of its parameters.
-        with_gradients: whether those gradients that have to be numbers are among the outputs.
+        input_: the `Input`, which dispatches the batch.
+        model_specs: specs of the model's parameters.
+        gradient_specs: specs of their gradients.
+        train_dtype: dtype of the model's computation, for all parameters or by path; None for that
+            of its parameters.
+        with_gradients: whether to return the gradients that have to be finite.
 
     Returns:
-        The state after the step, and "loss", "aux" and "summaries", with "gradients" if wanted.
+        The new state, and a dict of "loss", "aux", "summaries" and optionally "gradients".
     """
     next_key, noise_key, forward_key, learner_key = jax.random.split(state.prng_key, 4)
     batch = input_.dispatch_global_batch(batch)
@@ -145,5 +133,5 @@ def train_step(
 
 
 def loss_is_finite(loss: Tensor) -> bool:
-    """Whether a loss is a number; waits for the step that computes it."""
+    """Returns whether a loss is finite; waits for the step that computes it."""
     return bool(jnp.isfinite(loss))

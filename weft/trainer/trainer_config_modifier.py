@@ -1,8 +1,7 @@
-"""Config modifiers: changes to a trainer's config that are values themselves.
+"""Config modifiers: changes to a trainer's config, as configs themselves.
 
-What differs from one kind of hardware to another is little: the mesh, what is computed again in the
-backward pass, in how many microbatches. A modifier holds such a change, so that `mesh_rules` can
-name it, several can be put together, and a config's text shows them.
+Configs for different hardware differ little: in the mesh, rematerialization, the number of
+microbatches. A modifier represents such a change for `mesh_rules`, composition and config texts.
 
     modifier = ChainConfigModifier.default_config().set(
         config_modifiers=[
@@ -14,8 +13,8 @@ name it, several can be put together, and a config's text shows them.
     )
     cfg = modifier.instantiate()(cfg)
 
-Every modifier changes the config that it is given, and returns it. A path that leads nowhere is an
-error: a change that does nothing was not meant.
+Every modifier changes the given config in place and returns it. A path without a match is an error,
+since a change without effect is a mistake.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +44,7 @@ from weft.typing import MeshAxes, PartitionSpec
 
 
 def _config_at(modifier: ConfigModifier, cfg: Any, path: str) -> ConfigBase:
-    """The config at a path of a trainer's config."""
+    """Returns the config at a path of a trainer's config."""
     name = type(modifier).__name__
     try:
         found = cfg.get_recursively(path)
@@ -53,17 +52,17 @@ def _config_at(modifier: ConfigModifier, cfg: Any, path: str) -> ConfigBase:
         raise ConfigModifierError(f"{name} finds nothing at {path!r}: {error}") from None
     if not isinstance(found, ConfigBase):
         raise ConfigModifierError(
-            f"{name} looks for a config at {path!r}, where there is {found!r:.80}; name the layer "
-            "and not its field."
+            f"{name} expects a config at {path!r}, but found {found!r:.80}; use the path of the "
+            "layer, not of its field."
         )
     return found
 
 
 def _set_field(modifier: ConfigModifier, config: Any, path: str, field: str, value: Any) -> None:
-    if field not in config.keys():  # noqa: SIM118 - a config is no mapping
+    if field not in config.keys():  # noqa: SIM118 - a config is not a mapping
         kind = getattr(config, "klass", type(config)).__name__
         raise ConfigModifierError(
-            f"{type(modifier).__name__} is to set {field!r} of {path!r}, and {kind} has no such "
+            f"{type(modifier).__name__} is to set {field!r} of {path!r}, but {kind} has no such "
             f"field. {did_you_mean(field, config.keys())}"
         )
     setattr(config, field, value)
@@ -76,26 +75,24 @@ def _set_field_of_layer(
     made = getattr(config, "klass", type(config))
     if not issubclass(made, BaseLayer) or field in {"klass", *_held_back(made)}:
         raise ConfigModifierError(
-            f"{type(modifier).__name__} is to set {field!r} of {path!r}, and sets layouts and "
-            f"recomputation of layers only. Set {field!r} of {made.__name__} in the config itself."
+            f"{type(modifier).__name__} is to set {field!r} of {path!r}, but it may only set "
+            f"layouts and recomputation of layers. Set {field!r} of {made.__name__} in the config "
+            "itself."
         )
     _set_field(modifier, config, path, field, value)
 
 
 def _held_back(made: Any) -> frozenset[str]:
-    """The fields that whoever runs a config decides, not a text, nor a modifier in it."""
+    """Returns the fields that only the caller may set, neither a text nor a modifier in it."""
     names = needs_allow(made) if isinstance(made, type) else frozenset()
     return frozenset() if isinstance(names, bool) else names
 
 
 def apply_config_modifiers(cfg: Any) -> Any:
-    """A trainer's config after the changes that its `config_modifiers` stand for.
-
-    Args:
-        cfg: The config; it stays as it is.
+    """Applies the `config_modifiers` of a trainer's config.
 
     Returns:
-        A copy without modifiers, changed by them in their order; `cfg` itself if it has none.
+        A modified copy without modifiers; `cfg` itself if it has none.
     """
     modifiers = getattr(cfg, "config_modifiers", ())
     if not modifiers:
@@ -107,15 +104,11 @@ def apply_config_modifiers(cfg: Any) -> Any:
 
 
 class ChainConfigModifier(ConfigModifier):
-    """Several modifiers, one after the other."""
+    """Config modifier that applies several modifiers in order."""
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a ChainConfigModifier.
-
-        Attributes:
-            config_modifiers: the modifiers, the first one first.
-        """
+        """Configures a ChainConfigModifier."""
 
         config_modifiers: Required[Sequence[ConfigOr[ConfigModifier]]] = REQUIRED
 
@@ -130,15 +123,11 @@ class ChainConfigModifier(ConfigModifier):
 
 
 class MeshShapeModifier(ConfigModifier):
-    """Sets the mesh shape."""
+    """Config modifier that sets the mesh shape."""
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a MeshShapeModifier.
-
-        Attributes:
-            mesh_shape: the number of devices along each axis of the mesh.
-        """
+        """Configures a MeshShapeModifier."""
 
         mesh_shape: Required[MeshShape | HybridMeshShape] = REQUIRED
 
@@ -147,15 +136,15 @@ class MeshShapeModifier(ConfigModifier):
 
 
 class RematSpecModifier(ConfigModifier):
-    """Sets what layers compute again in the backward pass."""
+    """Config modifier that sets the rematerialization of layers."""
 
     @config_class
     class Config(ConfigModifier.Config):
         """Configures a RematSpecModifier.
 
         Attributes:
-            remat_policies: the `remat_spec` of layers, by the paths of their configs, such as
-              "model.decoder.transformer.layer".
+            remat_policies: the `remat_spec` by the path of a layer's config, such as
+                "model.decoder.transformer.layer".
         """
 
         remat_policies: Required[dict[str, RematSpec]] = REQUIRED
@@ -167,16 +156,16 @@ class RematSpecModifier(ConfigModifier):
 
 
 class PartitionSpecModifier(ConfigModifier):
-    """Sets how parameters, or activations, lie over the mesh."""
+    """Config modifier that sets the sharding of parameters or activations."""
 
     @config_class
     class Config(ConfigModifier.Config):
         """Configures a PartitionSpecModifier.
 
         Attributes:
-            partition_specs: by the paths of layers' configs, such as
-              "model.decoder.emb.token_emb", the layout of the layer's main weight, or a dict of
-              layouts by the names of its fields, such as `{"output_partition_spec": ("data",)}`.
+            partition_specs: by the path of a layer's config, such as "model.decoder.emb.token_emb":
+                the layout of its main weight, or a dict of layouts by field name, such as
+                `{"output_partition_spec": ("data",)}`.
         """
 
         partition_specs: Required[dict[str, PartitionSpec | MeshAxes | dict[str, Any]]] = REQUIRED
@@ -191,16 +180,16 @@ class PartitionSpecModifier(ConfigModifier):
 
 
 class ModuleConfigModifier(ConfigModifier):
-    """Puts another config in the place of one."""
+    """Config modifier that replaces one config by another."""
 
     @config_class
     class Config(ConfigModifier.Config):
         """Configures a ModuleConfigModifier.
 
         Attributes:
-            target_config: the path of the config to replace, such as
-              "model.decoder.transformer.layer.feed_forward".
-            modification: what is put there.
+            target_config: path of the config to replace, such as
+                "model.decoder.transformer.layer.feed_forward".
+            modification: the new config.
         """
 
         target_config: Required[str] = REQUIRED
@@ -214,10 +203,10 @@ class ModuleConfigModifier(ConfigModifier):
 
 
 class ReplaceLayerConfigModifier(ConfigModifier):
-    """Puts a config in the place of every config of a class, wherever in the trainer it is.
+    """Config modifier that replaces all configs of a class in a trainer's config.
 
-    Fields that both have carry over from what is replaced, as `input_dim` and `norm` do, but for
-    those that are left out by name: these are as in the source.
+    Fields common to both, such as `input_dim` and `norm`, are copied from the replaced config,
+    except for those in `exclude_keys`.
     """
 
     @config_class
@@ -225,9 +214,9 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         """Configures a ReplaceLayerConfigModifier.
 
         Attributes:
-            target_cls: the class whose configs are replaced; those of its subclasses are not.
-            source_config: what is put in their place, a copy in each.
-            exclude_keys: fields that do not carry over.
+            target_cls: class of the configs to replace; those of its subclasses are kept.
+            source_config: the replacement, copied for each.
+            exclude_keys: fields that keep the value in `source_config`.
         """
 
         target_cls: Required[type[Module]] = REQUIRED
@@ -248,7 +237,7 @@ class ReplaceLayerConfigModifier(ConfigModifier):
             raise ConfigModifierError(
                 f"{type(self).__name__} finds no config of {target.__name__} to replace."
             )
-        for path in reversed(paths):  # what lies inside of another is replaced before it
+        for path in reversed(paths):  # nested ones first
             cfg.set_recursively(path, value=self._replacement(cfg.get_recursively(path)))
         return cfg
 
@@ -256,27 +245,27 @@ class ReplaceLayerConfigModifier(ConfigModifier):
         new = self.config.source_config.clone()
         left_out = {"klass", *(self.config.exclude_keys or ())}
         common = set(new.keys()) & set(old.keys()) - left_out
-        # A text sets these fields of what is replaced, but not of what replaces it.
+        # A text may set these fields of the replaced config, but not of its replacement.
         decided = sorted(common & _held_back(new.klass) - _held_back(old.klass))
         if decided:
             raise ConfigModifierError(
-                f"{type(self).__name__} is to carry {', '.join(decided)} over from "
-                f"{old.klass.__name__} to {new.klass.__name__}, where it acts outside of the run. "
-                f"Set it in source_config, and say exclude_keys={decided!r}."
+                f"{type(self).__name__} is to copy {', '.join(decided)} from {old.klass.__name__} "
+                f"to {new.klass.__name__}, where it has effects outside the run. Set it in "
+                f"source_config, and add exclude_keys={decided!r}."
             )
         return new.set(**{name: getattr(old, name) for name in sorted(common)})
 
 
 class GradientAccumulationModifier(ConfigModifier):
-    """Cuts each batch into microbatches, which are run one after the other."""
+    """Config modifier that splits each batch into microbatches, which run one after another."""
 
     @config_class
     class Config(ConfigModifier.Config):
         """Configures a GradientAccumulationModifier.
 
         Attributes:
-            grad_acc_steps: the number of microbatches.
-            metric_accumulator: puts their summaries together.
+            grad_acc_steps: number of microbatches.
+            metric_accumulator: combines their summaries.
         """
 
         grad_acc_steps: Required[int] = REQUIRED

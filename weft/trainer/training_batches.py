@@ -1,4 +1,4 @@
-"""The batches of a training run: from the input onto the mesh, ahead of the steps."""
+"""Batches of a training run, moved from the input onto the mesh ahead of the steps."""
 
 import functools
 from collections.abc import Sequence
@@ -13,39 +13,24 @@ from weft.typing import Nested
 
 
 def batch_partition(input_: Input, batch_axis_names: str | Sequence[str] | None) -> PartitionSpec:
-    """How a batch lies over the mesh as the processes bring it.
-
-    Args:
-        input_: what it says itself counts.
-        batch_axis_names: the mesh axes for its rows otherwise.
-    """
+    """Returns the sharding of a batch: that of the input, else rows over `batch_axis_names`."""
     if input_.config.partition_spec is not None or input_.dispatcher is not None:
         return input_.partition_spec
     return PartitionSpec(batch_axis_names)
 
 
 def check_batches(input_: Input, partition: PartitionSpec) -> None:
-    """Lays out zeros in the place of a batch: whether it divides shows before any work.
-
-    Args:
-        input_: the training data.
-        partition: over the current mesh.
+    """Checks with zeros that a batch can be sharded, before any work.
 
     Raises:
-        BatchShardingError: if it does not.
+        BatchShardingError: if it cannot.
     """
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), input_.element_spec())
     host_to_global_device_array(zeros, partition=partition)
 
 
 def open_batches(input_: Input, partition: PartitionSpec, mesh: Mesh) -> PrefetchingIterator:
-    """The batches on the devices, made ready ahead of the step.
-
-    Args:
-        input_: the training data.
-        partition: how a batch lies over the mesh.
-        mesh: the mesh.
-    """
+    """Returns an iterator over batches on the devices, prepared ahead of the steps."""
     to_devices = functools.partial(host_to_global_device_array, partition=partition, mesh=mesh)
     return PrefetchingIterator(
         iter(input_.dataset()),  # pyright: ignore[reportArgumentType]
@@ -54,13 +39,7 @@ def open_batches(input_: Input, partition: PartitionSpec, mesh: Mesh) -> Prefetc
 
 
 def batch_shapes(input_: Input, partition: PartitionSpec, mesh: Mesh) -> Nested[Any]:
-    """Shapes, dtypes and layouts of a batch of all processes.
-
-    Args:
-        input_: the training data.
-        partition: how a batch lies over the mesh.
-        mesh: the mesh.
-    """
+    """Returns shapes, dtypes and layouts of a batch of all processes."""
     sharding = NamedSharding(mesh, partition)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
