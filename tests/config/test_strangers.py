@@ -310,7 +310,7 @@ def test_a_modifier_in_a_text_sets_layouts_of_layers_only(
     (tmp_path / "run" / "config.txt").write_text(text)
     assert main(command) == 2
     error = capsys.readouterr().err
-    expected = "to carry dir over" if kind.startswith("what") else "layouts and recomputation of"
+    expected = "to copy dir from" if kind.startswith("what") else "layouts and recomputation of"
     assert expected in error
     assert os.listdir(tmp_path) == ["run"]
 

@@ -312,7 +312,7 @@ class TestUpdateRules:
             result.output_collection.state_updates["norm"][name] = value
             return result
 
-        with pytest.raises(InplaceUpdateError, match=r"'norm/variance' is for no parameter"):
+        with pytest.raises(InplaceUpdateError, match=r"'norm/variance' is not for a parameter"):
             run(make(), 1, fn=lambda **kwargs: outputs("variance", jnp.ones(2), **kwargs))
         with pytest.raises(
             InplaceUpdateError, match=r"'norm/mean' has shape \(3,\), but .* \(2,\)"

@@ -100,7 +100,9 @@ def test_other_text_is_refused_by_its_hash(tmp_path):
     assert read_record(cfg.dir)["corpora"]["input.corpus"]["train_bytes"] == 3
     check_run_dir(cfg)
     (tmp_path / "text" / "a").write_text("two")
-    with pytest.raises(RunDirError, match=r"input\.corpus was text with the SHA-256 .* bring the"):
+    with pytest.raises(
+        RunDirError, match=r"input\.corpus was text with the SHA-256 .* restore the"
+    ):
         check_run_dir(cfg)
 
 

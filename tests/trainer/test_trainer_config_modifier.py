@@ -133,7 +133,7 @@ def test_a_rule_of_several_modifiers_survives_the_config_text():
         (
             PartitionSpecModifier,
             {"partition_specs": {EMB: {"outputs_partition_spec": ("model",)}}},
-            "'outputs_partition_spec' of .*token_emb', and Embedding has no .*"
+            "'outputs_partition_spec' of .*token_emb', but Embedding has no .*"
             "'output_partition_spec'",
         ),
         (

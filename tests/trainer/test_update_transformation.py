@@ -97,7 +97,7 @@ class TestUpdates:
             assert updates.updated_values()["w"].dtype == jnp.bfloat16
 
     def test_in_place_updates_must_fit(self):
-        with pytest.raises(InplaceUpdateError, match=r"'a/v' is for no parameter.*mean 'a/w'"):
+        with pytest.raises(InplaceUpdateError, match=r"'a/v' is not for a parameter.*mean 'a/w'"):
             make_updates(inplace_updates={"a": {"v": 1.0}}).updated_values()
         with pytest.raises(InplaceUpdateError, match=r"'b' has shape \(2,\), but .* has \(\)"):
             make_updates(inplace_updates={"b": jnp.ones(2)}).mask(lambda params: params)

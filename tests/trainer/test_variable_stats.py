@@ -22,5 +22,5 @@ def test_a_histogram_is_of_a_bounded_number_of_values():
 
 
 def test_a_statistic_that_is_not_known_is_named():
-    with pytest.raises(VariableStatError, match=r"names 'norms', which is no statistic.*'?norm"):
+    with pytest.raises(VariableStatError, match=r"names 'norms', which is not a statistic.*'?norm"):
         variable_stat("norms")

@@ -70,7 +70,7 @@ def test_where_there_is_none_the_target_is_returned(tmp_path):
     save(tmp_path, 1, 20, keep=2)
     assert restore_checkpoint(tmp_path, target={"step": 0}, step=1) == {"step": 1}
     assert restore_checkpoint(tmp_path, target, prefix="other_") is target
-    with pytest.raises(ValueError, match=r"checkpoint_3 in .*those there are of 1, 20\. Give the"):
+    with pytest.raises(ValueError, match=r"checkpoint_3 in .*existing steps: 1, 20\. Use the"):
         restore_checkpoint(tmp_path, target, step=3)
 
 
@@ -129,7 +129,7 @@ def test_steps_are_numbers(tmp_path):
     with pytest.raises(CheckpointStepError, match=r"checkpoint_2.5' is 2.5.*`step_type=float`"):
         available_steps(tmp_path)
     for step in ("3", None, True, float("nan")):
-        with pytest.raises(CheckpointStepError, match=rf"the step is {step!r}; give a finite int"):
+        with pytest.raises(CheckpointStepError, match=rf"the step is {step!r}; expected a finite"):
             save(tmp_path, step)
 
 

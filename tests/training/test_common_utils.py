@@ -29,7 +29,7 @@ def test_stack_forest():
     stacked = common_utils.stack_forest([{"a": 1, "b": jnp.ones(2)}, {"a": 2, "b": jnp.zeros(2)}])
     assert stacked["a"].tolist() == [1, 2]
     assert stacked["b"].tolist() == [[1, 1], [0, 0]]
-    with pytest.raises(ArgumentValueError, match=r"was given \[\]; give at least one"):
+    with pytest.raises(ArgumentValueError, match=r"was given \[\]; expected at least one"):
         common_utils.stack_forest([])
 
 

@@ -54,11 +54,11 @@ def test_what_is_computed_backwards_is_overwritten(kind):
 
 def test_both_or_none_have_the_collection():
     plain, both = {"params": jnp.ones(2)}, {"params": jnp.ones(2), OVERWRITE_WITH_GRADIENT: {}}
-    with pytest.raises(TrainStateError, match=r"params have the collection .* and grads have not"):
+    with pytest.raises(TrainStateError, match=r"params have the collection .* but grads do not"):
         made(both).apply_gradients(grads=plain)
-    with pytest.raises(TrainStateError, match=r"grads have the collection .* and params have not"):
+    with pytest.raises(TrainStateError, match=r"grads have the collection .* but params do not"):
         made(plain).apply_gradients(grads=both)
-    with pytest.raises(TrainStateError, match=r"collections \['w', '_over.*'params' is expected"):
+    with pytest.raises(TrainStateError, match=r"collections \['w', '_over.*expected 'params'"):
         made({"w": jnp.ones(2), OVERWRITE_WITH_GRADIENT: {}})
 
 

@@ -1,8 +1,8 @@
-"""What flows through a learner: a forward pass, the updates it calls for, and what transforms them.
+"""Forward passes, parameter updates, and transformations of updates in a learner.
 
-A parameter is updated in one of two ways. A delta is added to it: gradients become deltas. An
-in-place update replaces it: this is how moving averages, which a forward pass computes, come back.
-An `UpdateTransformation` is a module that makes updates of updates; optimizers are wrapped as one.
+A delta update is added to a parameter: gradients become deltas. An in-place update replaces it,
+such as a moving average computed in the forward pass. An `UpdateTransformation` is a module that
+maps updates to updates; optimizers are wrapped as one.
 """
 
 import re
@@ -43,12 +43,12 @@ from weft.typing import Nested, NestedTensor, Tensor
 
 
 class ForwardOutputs(PyTreeNode):
-    """What a forward pass computes.
+    """Outputs of a forward pass.
 
     Attributes:
       loss: a scalar.
-      aux: anything else.
-      output_collection: the side outputs of the model; its state updates become in-place updates.
+      aux: auxiliary outputs.
+      output_collection: side outputs of the model; its state updates become in-place updates.
     """
 
     loss: Any
@@ -57,27 +57,15 @@ class ForwardOutputs(PyTreeNode):
 
 
 class ForwardFn(Protocol):
-    """A pure function of a model's parameters."""
+    """Pure function of a model's parameters and of inputs, such as a batch and PRNG keys."""
 
     def __call__(self, *, model_params: NestedTensor, inputs: Any) -> ForwardOutputs:
-        """Runs the model.
-
-        Args:
-          model_params: a nested dict of arrays.
-          inputs: any pytree, such as a batch and PRNG keys.
-        """
+        """Runs the model."""
         ...
 
 
 class ForwardPass(PyTreeNode):
-    """A forward pass that was run, such that it can be run again.
-
-    Attributes:
-      forward_fn: the function.
-      inputs: what it was given beside parameters.
-      model_params: the parameters.
-      outputs: what it returned.
-    """
+    """Forward pass that was run, with all that is needed to run it again."""
 
     forward_fn: ForwardFn = field(pytree_node=False)
     inputs: Any
@@ -86,12 +74,12 @@ class ForwardPass(PyTreeNode):
 
 
 class BackwardOutputs(PyTreeNode):
-    """What the backward pass and the update give.
+    """Outputs of the backward pass and the update.
 
     Attributes:
-      updated_params: the parameters after the step.
-      gradients: of the loss, which have to be numbers: without those of parameters for which the
-        learner skips steps that are undefined. None if it does not say.
+      updated_params: parameters after the step.
+      gradients: gradients of the loss that have to be finite: without those of parameters for which
+        the learner skips undefined steps. None if it does not tell.
     """
 
     updated_params: Any
@@ -99,24 +87,17 @@ class BackwardOutputs(PyTreeNode):
 
 
 class ForwardBackwardOutputs(PyTreeNode):
-    """The results of one step of a learner.
-
-    Attributes:
-      forward_outputs: of the forward pass.
-      backward_outputs: of the update.
-    """
+    """Results of one step of a learner."""
 
     forward_outputs: ForwardOutputs
     backward_outputs: BackwardOutputs
 
 
 def mask_tree(tree: Any, *, keep: Nested[bool], mask_value: Any) -> Any:
-    """Replaces leaves of a tree.
+    """Replaces the leaves of a tree that `keep` marks False.
 
     Args:
-      tree: its leaves' paths are among those of `keep`; it may have fewer.
-      keep: which leaves stay.
-      mask_value: in place of the others.
+      tree: may have fewer leaves than `keep`.
 
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
     {'a': 1, 'b': None}
@@ -128,13 +109,13 @@ def mask_tree(tree: Any, *, keep: Nested[bool], mask_value: Any) -> Any:
 
 
 class Updates(PyTreeNode):
-    """Updates of a model's parameters. What is masked out of a tree is an `optax.MaskedNode()`.
+    """Updates of a model's parameters. Masked leaves are `optax.MaskedNode()`.
 
     Attributes:
-      opt_params: the parameters before the update.
-      delta_updates: laid out as `opt_params`; at first the gradients, at last what is to be added.
-      inplace_updates: new values of some of the parameters, nested as these are.
-      forward_pass: the passes that the updates come from, by name; "default" for a learner's own.
+      opt_params: parameters before the update.
+      delta_updates: laid out as `opt_params`; initially the gradients, finally the values to add.
+      inplace_updates: new values of some of the parameters, nested like them.
+      forward_pass: passes that the updates come from, by name; "default" for a learner's own.
     """
 
     opt_params: NestedOptParam
@@ -143,11 +124,11 @@ class Updates(PyTreeNode):
     forward_pass: Mapping[str, ForwardPass] = field(default_factory=dict)
 
     def param_values(self) -> NestedTensor:
-        """The arrays of the parameters."""
+        """Returns the arrays of the parameters."""
         return opt_param_values(self.opt_params)
 
     def param_specs(self) -> NestedParameterSpec:
-        """The parameters' specs, as far as optimizers are concerned with them."""
+        """Returns the parameters' specs, as far as optimizers need them."""
 
         def spec_of(param: OptParam) -> ParameterSpec:
             return ParameterSpec(
@@ -166,12 +147,12 @@ class Updates(PyTreeNode):
         *,
         fields: Sequence[str] = ("opt_params", "delta_updates", "inplace_updates"),
     ) -> "Updates":
-        """Updates of a part of the parameters.
+        """Masks the updates of all but some parameters.
 
         Args:
-          keep: a tree like `opt_params` that says which parameters are kept, or a function that
-            makes one from `opt_params`.
-          fields: the trees in which the others are masked.
+          keep: a tree like `opt_params` that marks the parameters to keep, or a function that makes
+            one from `opt_params`.
+          fields: the trees to mask.
         """
         kept = keep(self.opt_params) if callable(keep) else keep
         if "inplace_updates" in fields:
@@ -184,10 +165,10 @@ class Updates(PyTreeNode):
         )
 
     def updated_values(self) -> NestedTensor:
-        """The parameters after the update: deltas are added, then in-place updates replace.
+        """Adds deltas to the parameters, then applies in-place updates.
 
         Raises:
-          InplaceUpdateError: if an in-place update is for no parameter, or has another shape.
+          InplaceUpdateError: if an in-place update has no parameter, or another shape.
         """
         _check_inplace_updates(self)
         delta_at, inplace_at = _flat(self.delta_updates), _flat(self.inplace_updates)
@@ -203,7 +184,6 @@ class Updates(PyTreeNode):
 
 
 def _flat(tree: Any) -> dict[tuple[Any, ...], Any]:
-    """The leaves of a tree by their key paths."""
     return dict(jax.tree_util.tree_flatten_with_path(tree)[0])
 
 
@@ -213,8 +193,8 @@ def _check_inplace_updates(updates: Updates) -> None:
         if path not in param_at:
             name, names = path_name(path), [path_name(known) for known in param_at]
             raise InplaceUpdateError(
-                f"the state update {name!r} is for no parameter; a layer may update what its "
-                "`_create_layer_parameter_specs` names, and nothing else. "
+                f"the state update {name!r} is not for a parameter; a layer may only update what "
+                "its `_create_layer_parameter_specs` names. "
                 f"{did_you_mean(name, names)}"
             )
         if jnp.shape(value) != tuple(param_at[path].shape):
@@ -225,24 +205,21 @@ def _check_inplace_updates(updates: Updates) -> None:
 
 
 class UpdateTransformation(LearnerModule):
-    """A module that turns updates into updates, in an invocation that holds its state."""
+    """Module that maps updates to updates, in an invocation that holds its state."""
 
     def __call__(self, updates: Updates) -> Updates:
         return self.transform_update(updates)
 
     def transform_update(self, updates: Updates) -> Updates:
-        """One step; the new state is added to the invocation's state updates.
-
-        Args:
-          updates: of some or all parameters.
-        """
+        """Performs one step, and adds the new state to the invocation's state updates."""
         raise NotImplementedError(f"{type(self).__name__} must define `transform_update`.")
 
 
 def set_state_update(module: Module, value: Any) -> None:
-    """Makes `value` the whole new state of a module, of whatever type it is.
+    """Sets the whole new state of a module, of any type.
 
-    State updates of a root are a dict; there a state that is none stands under the module's name.
+    State updates of a root are a dict; there a state of another type has the module's name as its
+    key.
     """
     context = module.get_invocation_context()
     if isinstance(value, dict):
@@ -253,7 +230,7 @@ def set_state_update(module: Module, value: Any) -> None:
 
 
 class WrappedPartitionedGradientTransformation(UpdateTransformation):
-    """An optimizer as an update transformation: it transforms deltas, not in-place updates."""
+    """Update transformation that applies an optimizer to deltas, not to in-place updates."""
 
     @config_class
     class Config(UpdateTransformation.Config):
@@ -290,7 +267,7 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
 
 
 class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformation):
-    """An optimizer of which some parameters are left out: these become what their gradients are.
+    """Optimizer with exceptions: some parameters are replaced by their gradients.
 
     For statistics that a backward pass computes, such as the scales of 8-bit floating point.
     """
@@ -341,7 +318,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
 
 
 class ConditionalUpdateTransformation(UpdateTransformation):
-    """An update transformation that does nothing in some steps: deltas are zero, state stays."""
+    """Update transformation that skips some steps, with zero deltas and unchanged state."""
 
     @config_class
     class Config(UpdateTransformation.Config):
@@ -349,8 +326,8 @@ class ConditionalUpdateTransformation(UpdateTransformation):
 
         Attributes:
           inner: an update transformation or an optimizer.
-          update_schedule: whether to update, as a function of the number of steps so far, or a
-            config of one; None for always.
+          update_schedule: whether to update, as a function of the number of steps so far, or its
+            config; None for always.
         """
 
         inner: Required[InstantiableConfig] = REQUIRED
@@ -380,7 +357,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
             return transformed
         should_update = jnp.asarray(self._update_schedule(step), bool)
         self.add_summary("should_update", should_update)
-        # Optimizers are elementwise: a selection fuses with them, a branch would not.
+        # Optimizers are elementwise: a select fuses with them, a conditional would not.
         states = self.get_invocation_context().get_state_updates()
         states["inner"] = tree_where(should_update, states["inner"], self.state["inner"])
         deltas = jax.tree.map(
@@ -392,7 +369,7 @@ class ConditionalUpdateTransformation(UpdateTransformation):
         )
 
     def _unless(self, should_update: Tensor, transformed: Updates, updates: Updates) -> Any:
-        """In-place updates that leave parameters as they are where the inner ones do not count."""
+        """Returns in-place updates that keep parameters in skipped steps."""
         before, values = _flat(updates.inplace_updates), _flat(updates.param_values())
         leaves = {
             path: jnp.where(should_update, value, before[path] if path in before else values[path])
@@ -402,14 +379,14 @@ class ConditionalUpdateTransformation(UpdateTransformation):
 
 
 def as_update_transformation(cfg: InstantiableConfig) -> UpdateTransformation.Config:
-    """The config of an update transformation, from such a one or from that of an optimizer."""
+    """Returns the config of an update transformation, made from that of an optimizer if needed."""
     if isinstance(cfg, UpdateTransformation.Config):
         return cfg
     return WrappedPartitionedGradientTransformation.default_config().set(transformation=cfg)
 
 
 def _with_leaves(tree: Any, leaves: dict[tuple[Any, ...], Any]) -> dict[str, Any]:
-    """A nested dict with some leaves added or replaced."""
+    """Returns a nested dict with some leaves added or replaced."""
     new: dict[str, Any] = {}
     for path, value in {**_flat(tree), **leaves}.items():
         node = new

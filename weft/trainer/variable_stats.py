@@ -1,8 +1,6 @@
 """Statistics of parameters and gradients that a learner reports.
 
-rms        the root of the mean square
-norm       the root of the sum of squares
-max_abs    the largest magnitude
+rms        root mean square norm       root of the sum of squares max_abs    maximum absolute value
 histogram  up to 1,024 of the values, evenly spaced over the array
 """
 
@@ -18,20 +16,17 @@ _SAMPLES = 1024
 
 
 def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that computes a statistic.
-
-    Args:
-        name: Of the statistic.
+    """Returns the function that computes a statistic.
 
     Raises:
-        VariableStatError: If there is none of this name.
+        VariableStatError: If the name is unknown.
 
     >>> float(variable_stat("norm")(jnp.array([3.0, -4.0])))
     5.0
     """
     if name not in _STATS:
         raise VariableStatError(
-            f"per_variable_stats names {name!r}, which is no statistic. "
+            f"per_variable_stats names {name!r}, which is not a statistic. "
             f"{did_you_mean(name, _STATS)}"
         )
     return _STATS[name]

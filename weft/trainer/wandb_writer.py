@@ -1,4 +1,4 @@
-"""Weights & Biases. The package is imported when a writer is made, and only then."""
+"""Summary writer for Weights & Biases, which is imported only when a writer is created."""
 
 import os
 import time
@@ -14,12 +14,12 @@ from weft.trainer.summary_values import Shown
 
 
 class WandBWriter(PeriodicWriter):
-    """Writes to the process's run of Weights & Biases.
+    """Summary writer for the process's run of Weights & Biases.
 
-    All writers of a process share one run, such as those of a trainer and its evalers; a `prefix`
-    tells their summaries apart. The first that writes starts it, by its own config, and ends it,
-    unless the program has started one, which stays open. The id is kept in the `dir` of that
-    writer, so that training that is started again goes on with the run.
+    All writers of a process, such as those of a trainer and its evalers, share one run; `prefix`
+    distinguishes their summaries. The first one to write starts the run with its config, and ends
+    it, unless the program itself started one. The id is stored in that writer's `dir`, so that
+    restarted training continues the run.
 
     Raises:
         MissingExtraError: If the package wandb is not installed.
@@ -32,19 +32,16 @@ class WandBWriter(PeriodicWriter):
         """Configures a WandBWriter.
 
         Attributes:
-            prefix: Goes before the name of every summary, as `prefix/name`.
-            exp_name: The name of the run; None lets wandb choose one.
-            project: Its project.
-            entity: The user or team that it belongs to.
-            group: The group of runs that it is one of.
-            tags: Its tags.
-            notes: Its description.
+            prefix: Prepended to the name of every summary, as `prefix/name`.
+            exp_name: Name of the run; None lets wandb choose one.
+            entity: The user or team that owns the run.
+            notes: Description of the run.
             mode: "online", "offline" or "disabled".
-            resume: What to do about a run of the same id, as in `wandb.init`; "auto" goes on with
-                it, as "allow" does.
-            wandb_dir: Where wandb keeps its own files; None for `dir`.
-            wandb_settings_kwargs: Further arguments, for `wandb.Settings`.
-            convert_2d_to_image: Whether arrays with two axes are shown as images, not histograms.
+            resume: As in `wandb.init` for a run of the same id; "auto" continues it, like "allow".
+            wandb_dir: Directory of wandb's own files; None for `dir`.
+            wandb_settings_kwargs: Further arguments for `wandb.Settings`.
+            convert_2d_to_image: Whether to show arrays with two axes as images instead of
+                histograms.
         """
 
         prefix: str | None = None
@@ -71,7 +68,7 @@ class WandBWriter(PeriodicWriter):
                 "summary_writer."
             ) from error
         self._wandb: Any = wandb
-        self._own_run: Any = None  # that this writer has started
+        self._own_run: Any = None  # started by this writer
 
     def _start_run(self) -> None:
         if self._wandb.run is not None:
@@ -88,7 +85,7 @@ class WandBWriter(PeriodicWriter):
             tags=cfg.tags and list(cfg.tags),
             notes=cfg.notes,
             mode=cfg.mode,
-            # wandb's own "auto" looks for an id in its directory, not at the one given.
+            # wandb's own "auto" reads the id from its directory, not from the argument.
             resume="allow" if cfg.resume == "auto" else cfg.resume,
             dir=cfg.wandb_dir or cfg.dir,
             settings=None if settings is None else self._wandb.Settings(**settings),
@@ -130,10 +127,7 @@ class WandBWriter(PeriodicWriter):
 
     @staticmethod
     def format_config(val: Any) -> Any:
-        """A config as wandb shows it: nested dicts of numbers and strings.
-
-        Args:
-            val: A config, or a value inside of one.
+        """Converts a config, or a value in one, to nested dicts of numbers and strings for wandb.
 
         >>> from weft.config import config_for_function
         >>> WandBWriter.format_config(config_for_function(round).set(number=2.5))

@@ -1,6 +1,6 @@
-r"""A watchdog: when a step hangs, the stacks of all threads say where.
+r"""Watchdog that prints the stacks of all threads when a step hangs.
 
-Whoever wants to know at once, sends SIGQUIT to the process: `kill -QUIT`, or Ctrl-\ on a terminal.
+SIGQUIT prints them at once: `kill -QUIT`, or Ctrl-\ on a terminal.
 """
 
 import faulthandler
@@ -18,15 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Prints every thread's stack when nothing was reported for too long, and at SIGQUIT.
+    """Context manager that prints all threads' stacks after a time without reports, and at SIGQUIT.
 
     Args:
-        timeout_seconds: after how long without a report the stacks are printed, again after each
-            further such time; None for never.
-        crash_after_seconds: after how long the process is ended by SIGABRT; None for never.
+        timeout_seconds: time without a report before the stacks are printed, repeatedly; None for
+            never.
+        crash_after_seconds: time after which SIGABRT ends the process; None for never.
 
     Attributes:
-        doing: what the run did at the last report.
+        doing: activity of the run at the last report.
 
     Example:
         >>> with Watchdog(timeout_seconds=60.0) as watchdog:
@@ -44,12 +44,12 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def report(self, doing: str) -> None:
-        """Says that the run is alive, and what it does next."""
+        """Reports that the run is alive, and its next activity."""
         self._last, self.doing = time.monotonic(), doing
 
     @property
     def silent_seconds(self) -> float:
-        """The time since the last report."""
+        """Time since the last report."""
         return time.monotonic() - self._last
 
     def __enter__(self) -> "Watchdog":
@@ -89,5 +89,5 @@ class Watchdog:
 
 
 def _stderr() -> Any:
-    """Where the process prints errors, whatever stands in for `sys.stderr`."""
+    """Returns the process's own standard error, even if `sys.stderr` is replaced."""
     return sys.__stderr__ or sys.stderr

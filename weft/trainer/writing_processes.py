@@ -1,13 +1,12 @@
-"""Several processes write one checkpoint; the first publishes it when all have written.
+"""Coordination of several processes that write one checkpoint, which the first one publishes.
 
-They write in threads of their own, which must not use collectives: the main thread does, for the
-next step. So each leaves a file beside what it writes, and renames it, which takes no room on a
-full disk:
+They write in threads, which must not use collectives since the main thread uses them for the next
+step. Instead, each leaves a file and renames it, which needs no space on a full disk:
 
     step_00000300.tmp/processes/1.writing      at the beginning
     step_00000300.tmp/processes/1.written      at the end
-    step_00000300.tmp/processes/1.failed       in its stead, with what went wrong if that fits
-    step_00000300.tmp/processes/1.full         likewise, for lack of room
+    step_00000300.tmp/processes/1.failed       after an error, with its message if that fits
+    step_00000300.tmp/processes/1.full         after an error for lack of space
 """
 
 import contextlib
@@ -26,11 +25,7 @@ _POLL_SECONDS = 0.02
 
 
 class WritingProcesses:
-    """All processes that write one checkpoint.
-
-    Args:
-        ckpt_dir: the directory that they all write to.
-    """
+    """Group of processes that write one checkpoint to a common directory."""
 
     def __init__(self, ckpt_dir: str):
         self._dir = os.path.join(ckpt_dir, "processes")
@@ -38,10 +33,10 @@ class WritingProcesses:
 
     @contextlib.contextmanager
     def written(self) -> Iterator[None]:
-        """Around what a process writes. The first one leaves it when all others have left it.
+        """Surrounds the writes of a process; in the first one it waits for all others.
 
         Raises:
-            OSError: in the first process, if another one failed, or does not come to an end.
+            OSError: in the first process, if another one failed or timed out.
         """
         if self._count == 1:
             yield

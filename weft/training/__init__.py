@@ -1,6 +1,6 @@
-"""Small parts of a training loop that one writes oneself.
+"""Building blocks for custom training loops.
 
-For a trainer with input, checkpoints and evaluation see `weft.trainer`. These modules are imported
-by name: `train_state`, `checkpoints`, `dynamic_scale`, `early_stopping`, `common_utils`,
+See `weft.trainer` for a trainer with input, checkpoints and evaluation. Import these modules by
+name: `train_state`, `checkpoints`, `dynamic_scale`, `early_stopping`, `common_utils`,
 `prefetch_iterator`.
 """

@@ -1,8 +1,8 @@
-"""The files of one checkpoint, as state dicts.
+"""File formats of a checkpoint, read as state dicts.
 
-    checkpoint_10           one file: a state dict, as `weft.serialization` packs it
+    checkpoint_10           one file: a state dict, packed by `weft.serialization`
     checkpoint_20/          or a directory of Orbax
-    checkpoint_30           a file whose arrays of several processes are placeholders ...
+    checkpoint_30           a file with placeholders for arrays of several processes ...
     checkpoint_30_gda/      ... and these arrays, each a directory in the zarr format
 
 Flax writes all of these; Weft writes the first.
@@ -32,23 +32,22 @@ _ORBAX_FILE = "_METADATA"
 
 
 def is_orbax(path: str) -> bool:
-    """Whether a path is a directory that Orbax has written, and finished."""
+    """Returns whether a path is a complete Orbax directory."""
     return os.path.isfile(os.path.join(path, _ORBAX_FILE))
 
 
 def read_checkpoint(path: str, target: Any) -> Any:
-    """The state dict of a checkpoint.
+    """Returns the state dict of a checkpoint.
 
     Args:
         path: its file or directory.
-        target: the state dict of what it is to be restored to, whose arrays say how to lay out
-            what stands in files of its own; None if there is none.
+        target: a state dict whose arrays define the layout of arrays in files of their own, or
+            None.
 
     Raises:
         DamagedCheckpointError: if the files are not as they were written.
-        MPARestoreTargetRequiredError: if there are arrays of several processes, and `target` does
-            not say how to lay them out.
-        MissingExtraError: if a package is needed that the extra `train` installs.
+        MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
+        MissingExtraError: if a package of the extra `train` is missing.
     """
     layouts = {
         _name(key): leaf.sharding
@@ -79,7 +78,7 @@ def _read_file(path: str) -> Any:
 
 
 def _with_arrays(state: Any, path: str, layouts: Mapping[str, Any] | None) -> Any:
-    """Puts the arrays of several processes, which stand in files of their own, in their places."""
+    """Replaces placeholders by the arrays of several processes, which have files of their own."""
 
     def filled(key: Any, leaf: Any) -> Any:
         if not (isinstance(leaf, str) and leaf.startswith(_PLACEHOLDER)):
@@ -124,11 +123,11 @@ def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
     def restore_args(key: Any, saved: Any) -> Any:
         if type(saved) is not ocp.metadata.ArrayMetadata:
             return ocp.RestoreArgs()
-        # What was no JAX array, or would be narrowed to one, such as float64, is one of NumPy.
+        # Arrays that were not JAX arrays, or that JAX would narrow (float64), become NumPy arrays.
         layout = layouts.get(_name(key), first_device if saved.sharding is not None else None)
         if layout is None or jax.dtypes.canonicalize_dtype(saved.dtype) != saved.dtype:
             return ocp.RestoreArgs(restore_type=np.ndarray)
-        layout.shard_shape(saved.shape)  # a layout that does not fit is no damage to the files
+        layout.shard_shape(saved.shape)  # a layout that does not fit is not damage to the files
         return ocp.ArrayRestoreArgs(sharding=layout)
 
     def result(read: Any, **kwargs: Any) -> Any:
@@ -148,7 +147,7 @@ def _read_orbax(path: str, layouts: Mapping[str, Any]) -> Any:
 
 
 def _with_empty_nodes(state: Any, target: Any) -> Any:
-    """Gives back the nodes without leaves, such as `optax.EmptyState`: Orbax reads them as None."""
+    """Restores nodes without leaves, such as `optax.EmptyState`, which Orbax reads as None."""
     if isinstance(state, dict) and isinstance(target, dict):
         return {key: _with_empty_nodes(value, target.get(key)) for key, value in state.items()}
     empty = state is None and isinstance(target, dict) and not target
@@ -163,6 +162,6 @@ def _damaged(path: str, why: str) -> DamagedCheckpointError:
 
 def _missing(path: str, package: str, error: ImportError) -> MissingExtraError:
     return MissingExtraError(
-        f"to read the checkpoint {path!r} the package {package} is needed, which cannot be "
+        f"reading the checkpoint {path!r} needs the package {package}, which cannot be "
         f"imported ({error}). Install it with `pip install 'weft[train]'`."
     )

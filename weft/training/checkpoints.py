@@ -1,12 +1,12 @@
-"""A directory of checkpoints, as Flax writes and reads it.
+"""Directories of checkpoints, in Flax's formats.
 
     run/
         checkpoint_10           a file
-        checkpoint_20/          or a directory; `weft.training.checkpoint_formats` tells them apart
+        checkpoint_20/          or a directory; see `weft.training.checkpoint_formats`
 
-Names are a prefix and the step, nothing else. A checkpoint is written under a hidden name, and
-renamed when it is whole. Trainers with arrays on several processes, or that save while they train,
-want `weft.trainer.checkpointer` instead.
+Names are a prefix and the step. A checkpoint is written under a hidden name and renamed when it is
+complete. For arrays on several processes, or to save during training, use
+`weft.trainer.checkpointer` instead.
 """
 
 import os
@@ -43,27 +43,27 @@ def save_checkpoint(
     overwrite: bool = False,
     keep_every_n_steps: int | None = None,
 ) -> str:
-    """Writes a checkpoint that Flax reads as well, then removes old ones. Call it on one process.
+    """Writes a checkpoint that Flax can read, then removes old ones. Call it on one process.
 
     Args:
-        ckpt_dir: the directory; made if there is none. "" is the current one, as for `pathlib`; `~`
-            is not expanded.
+        ckpt_dir: created if needed. "" is the current directory, as for `pathlib`; `~` is not
+            expanded.
         target: a tree, such as a `TrainState` or a dict of variables.
-        step: its number; must be larger than those before.
-        prefix: what the name begins with, before the step.
-        keep: how many of the newest checkpoints stay, this one included; 0 keeps all.
-        overwrite: whether checkpoints of this step and of later ones are removed.
-        keep_every_n_steps: of the older checkpoints, those so far apart stay as well.
+        step: must be larger than those of existing checkpoints.
+        prefix: start of the name, before the step.
+        keep: number of newest checkpoints to keep, including this one; 0 keeps all.
+        overwrite: whether to remove checkpoints of this and later steps.
+        keep_every_n_steps: also keeps older checkpoints that are at least this far apart.
 
     Returns:
         The path of the file.
 
     Raises:
-        InvalidCheckpointError: if there is this step, or a later one, and `overwrite` is False.
-        AlreadyExistsError: if something that is no checkpoint has its name.
-        MPACheckpointingRequiredError: if an array is spread over several processes.
+        InvalidCheckpointError: if this or a later step exists, and `overwrite` is False.
+        AlreadyExistsError: if something other than a checkpoint has its name.
+        MPACheckpointingRequiredError: if an array is sharded over several processes.
         CheckpointStepError: if `step` is not a finite number.
-        UnserializableValueError: if `target` holds what has no form as bytes.
+        UnserializableValueError: if a value in `target` cannot be converted to bytes.
 
     Example:
         >>> import tempfile
@@ -91,26 +91,25 @@ def save_checkpoint(
 def restore_checkpoint(
     ckpt_dir: Path, target: Any, step: int | float | None = None, prefix: str = "checkpoint_"
 ) -> Any:
-    """Reads a checkpoint that `save_checkpoint` or Flax has written, in any of their formats.
+    """Reads a checkpoint of `save_checkpoint` or Flax, in any of their formats.
 
     Args:
-        ckpt_dir: the directory of the checkpoints, or the path of one.
-        target: a tree like the one that was saved; None for its state dict. What Orbax wrote gets
-            the layouts of its `jax.Array`s, or `jax.ShapeDtypeStruct`s with a sharding. What a file
-            holds comes back as NumPy arrays and Python values.
-        step: which one; None for the newest.
-        prefix: what the names begin with, before the step.
+        ckpt_dir: directory of checkpoints, or the path of one.
+        target: a tree like the saved one; None for its state dict. Arrays in Orbax's format are
+            laid out like its `jax.Array`s or `jax.ShapeDtypeStruct`s with a sharding; a checkpoint
+            in a single file is read as NumPy arrays and Python values.
+        step: None for the newest.
+        prefix: start of the names, before the step.
 
     Returns:
-        A tree like `target` with the saved values; `target` itself, if there is no checkpoint and
-        no `step` is asked for.
+        A tree like `target` with the saved values; `target` itself if there is no checkpoint and
+        `step` is None.
 
     Raises:
         MatchingCheckpointNotFoundError: if there is no checkpoint of `step`.
-        StateDictMismatchError: if the checkpoint and `target` have different structures.
+        StateDictMismatchError: if the structures of the checkpoint and `target` differ.
         DamagedCheckpointError: if the files are not as they were written.
-        MPARestoreTargetRequiredError: if there are arrays of several processes, and `target` does
-            not say how to lay them out.
+        MPARestoreTargetRequiredError: if `target` lacks layouts for arrays of several processes.
         MissingExtraError: if it is a directory, and Orbax is not installed.
 
     Example:
@@ -126,12 +125,7 @@ def restore_checkpoint(
 
 
 def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None:
-    """The path of the checkpoint with the largest step; None if there is none.
-
-    Args:
-        ckpt_dir: the directory of the checkpoints. There may be none.
-        prefix: what the names begin with, before the step.
-    """
+    """Returns the path of the checkpoint with the largest step, or None."""
     found = _found(ckpt_dir, prefix)
     return found[-1][1] if found else None
 
@@ -139,12 +133,7 @@ def latest_checkpoint(ckpt_dir: Path, prefix: str = "checkpoint_") -> str | None
 def available_steps(
     ckpt_dir: Path, prefix: str = "checkpoint_", step_type: type[int] | type[float] = int
 ) -> list[int | float]:
-    """The steps of the checkpoints in a directory, ascending.
-
-    Args:
-        ckpt_dir: the directory of the checkpoints. There may be none.
-        prefix: what the names begin with, before the step.
-        step_type: what to return them as.
+    """Returns the steps of the checkpoints in a directory, ascending; it need not exist.
 
     Raises:
         CheckpointStepError: if `step_type` is int and a step is not whole.
@@ -153,17 +142,16 @@ def available_steps(
     for step, path in found:
         if step_type(step) != step:
             raise CheckpointStepError(
-                f"the step of the checkpoint {path!r} is {step}, which is no "
-                f"{step_type.__name__}; give `step_type=float`."
+                f"the step of the checkpoint {path!r} is {step}, which is not of type "
+                f"{step_type.__name__}; use `step_type=float`."
             )
     return [step_type(step) for step, _ in found]
 
 
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
-    """Sorts names so that the numbers in them count as numbers.
+    """Sorts names by the values of the numbers in them.
 
     Args:
-        file_list: the names.
         signed: whether a `-` before a number makes it negative.
 
     Example:
@@ -183,21 +171,18 @@ def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
 def _checked(step: Any) -> int | float:
     step = step.item() if hasattr(step, "item") else step
     if type(step) not in (int, float) or not np.isfinite(step):
-        raise CheckpointStepError(f"the step is {step!r}; give a finite int or float.")
+        raise CheckpointStepError(f"the step is {step!r}; expected a finite int or float.")
     return step
 
 
 def _directory_and_start(ckpt_dir: Path, prefix: str) -> tuple[str, str]:
-    """Where checkpoints are, and what their names begin with: the only place that joins the two.
-
-    So a checkpoint has one path here, however its directory is written.
-    """
+    """Returns the directory of checkpoints and the start of their names, however it is written."""
     directory, start = os.path.split(os.path.join(ckpt_dir, prefix))
     return directory or os.curdir, start
 
 
 def _found(ckpt_dir: Path, prefix: str) -> list[tuple[int | float, str]]:
-    """The steps and paths of all checkpoints, ascending; other files are passed over."""
+    """Returns the steps and paths of all checkpoints, ascending."""
     directory, start = _directory_and_start(ckpt_dir, prefix)
     found = []
     for name in os.listdir(directory) if os.path.isdir(directory) else []:
@@ -214,16 +199,16 @@ def _chosen(ckpt_dir: str, step: int | float | None, prefix: str) -> str | None:
         return ckpt_dir if itself else latest_checkpoint(ckpt_dir, prefix)
     found = dict(_found(ckpt_dir, prefix))
     if _checked(step) not in found:
-        there = f"those there are of {', '.join(map(str, found))}" if found else "there is none"
+        there = f"existing steps: {', '.join(map(str, found))}" if found else "there are none"
         raise MatchingCheckpointNotFoundError(
-            f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {there}. Give the step of one "
-            "that is there, or None for the newest."
+            f"there is no checkpoint {prefix}{step} in {ckpt_dir!r}; {there}. Use the step of an "
+            "existing one, or None for the newest."
         )
     return found[step]
 
 
 def _is_spread(leaf: Any) -> bool:
-    """Whether no process has all of the values."""
+    """Returns whether no process has all of the values."""
     return (
         isinstance(leaf, jax.Array)
         and not leaf.is_fully_addressable
@@ -232,7 +217,7 @@ def _is_spread(leaf: Any) -> bool:
 
 
 def _hidden(path: str) -> str:
-    """A name beside `path` that neither Weft nor Flax takes for a checkpoint."""
+    """Returns a name next to `path` that neither Weft nor Flax takes for a checkpoint."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f".{name}.{uuid.uuid4().hex}")
 
@@ -245,7 +230,7 @@ def _write(path: str, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if os.path.isdir(path):  # a file can take the place of a file at once, not of a directory
+        if os.path.isdir(path):  # a rename can replace a file, but not a directory
             os.rename(path, replaced)
         os.replace(being_written, path)
     except BaseException:
@@ -275,7 +260,7 @@ def _remove_others(
 
 
 def _remove(path: str) -> None:
-    """Removes a checkpoint. Killed at any moment, it leaves no half of one under its name."""
+    """Removes a checkpoint atomically: an interruption leaves no partial one under its name."""
     for part in (path, path + ARRAYS_SUFFIX):
         if os.path.isdir(part):
             doomed = _hidden(part)

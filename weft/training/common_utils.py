@@ -1,4 +1,4 @@
-"""Small things that loops over replicated devices need."""
+"""Utilities for loops over replicated devices."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shard(xs: Any) -> Any:
         The same with arrays `(devices, batch / devices, ...)`.
 
     Raises:
-        ArgumentShapeError: if a batch cannot be shared out evenly.
+        ArgumentShapeError: if the batch dimension is not divisible by the number of devices.
 
     >>> shard({"x": jnp.ones((4 * jax.local_device_count(), 3))})["x"].shape[1:]
     (4, 3)
@@ -34,8 +34,8 @@ def shard(xs: Any) -> Any:
         if not x.ndim or x.shape[0] % n:
             raise ArgumentShapeError(
                 f"the array at {jax.tree_util.keystr(path) or 'the root'} has shape {x.shape}; its "
-                f"first axis must be a multiple of the {n} local devices: leave the rest out, or "
-                "use weft.jax_utils.pad_shard_unpad."
+                f"first axis must be a multiple of the {n} local devices: drop the rest, or use "
+                "weft.jax_utils.pad_shard_unpad."
             )
         return x.reshape(n, x.shape[0] // n, *x.shape[1:])
 
@@ -43,7 +43,7 @@ def shard(xs: Any) -> Any:
 
 
 def shard_prng_key(prng_key: Key[Array, ""]) -> Key[Array, " devices"]:
-    """A key for each of this process's devices.
+    """Returns a key for each of this process's devices.
 
     >>> shard_prng_key(jax.random.key(0)).shape == (jax.local_device_count(),)
     True
@@ -52,7 +52,7 @@ def shard_prng_key(prng_key: Key[Array, ""]) -> Key[Array, " devices"]:
 
 
 def stack_forest(forest: Sequence[Any]) -> Any:
-    """One pytree whose arrays are those of several equal ones, stacked.
+    """Stacks the arrays of several pytrees with equal structure.
 
     Raises:
         ArgumentValueError: if there are none.
@@ -62,18 +62,17 @@ def stack_forest(forest: Sequence[Any]) -> Any:
     """
     if not forest:
         raise ArgumentValueError(
-            f"stack_forest was given {forest!r}; give at least one tree, as the result of none has "
-            "no structure."
+            f"stack_forest was given {forest!r}; expected at least one tree, since the result of "
+            "none has no structure."
         )
     return jax.tree.map(lambda *xs: jnp.stack(xs), *forest)
 
 
 def get_metrics(device_metrics: Sequence[Any]) -> Any:
-    """The metrics of several steps, stacked on the host, from those of the first device.
+    """Stacks the metrics of several steps on the host, from those of the first device.
 
     Args:
-        device_metrics: a pytree for each step, of arrays `(devices, ...)` that are equal along
-            their first axis.
+        device_metrics: a pytree per step of arrays `(devices, ...)`, equal along the first axis.
 
     >>> get_metrics([{"loss": jnp.full(8, 3.0)}, {"loss": jnp.full(8, 2.0)}])["loss"].tolist()
     [3.0, 2.0]
@@ -85,13 +84,9 @@ def get_metrics(device_metrics: Sequence[Any]) -> Any:
 def onehot(
     labels: Int[Array, "*batch"], num_classes: int, on_value: float = 1.0, off_value: float = 0.0
 ) -> Float[Array, "*batch num_classes"]:
-    """`on_value` at each label and `off_value` elsewhere, in float32.
+    """Returns `on_value` at each label and `off_value` elsewhere, in float32.
 
-    Args:
-        labels: what is none of the classes has no `on_value` at all.
-        num_classes: the size of the new last axis.
-        on_value: of the label.
-        off_value: of the other classes.
+    Labels that are not a class have no `on_value`.
 
     >>> onehot(jnp.array([0, 2]), 3, 0.75, 0.25).tolist()
     [[0.75, 0.25, 0.25], [0.25, 0.25, 0.75]]

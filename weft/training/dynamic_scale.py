@@ -1,8 +1,8 @@
-"""A factor of the loss that keeps half-precision gradients from vanishing.
+"""Dynamic loss scaling, which prevents underflow of half-precision gradients.
 
-The loss is multiplied by a scale, its gradients are divided by it. The scale doubles once gradients
-were finite for `growth_interval` steps, and is halved as soon as they are not; that step is to be
-left out (Micikevicius et al., 2018).
+The loss is multiplied by a scale and its gradients are divided by it. The scale doubles after
+`growth_interval` steps with finite gradients, and is halved when they are not finite; skip such a
+step (Micikevicius et al., 2018).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from weft import struct
 
 
 class DynamicScaleResult(NamedTuple):
-    """What a function of `DynamicScale.value_and_grad` returns.
+    """Result of a function of `DynamicScale.value_and_grad`.
 
     Attributes:
         dynamic_scale: for the next step.
-        finite: whether all gradients are finite; if not, keep parameters and optimizer as they are.
-        aux: the value of the function, not scaled, with the rest of its result if `has_aux`.
-        grad: the gradients, not scaled, in float32 or wider.
+        finite: whether all gradients are finite; if not, keep parameters and optimizer state.
+        aux: unscaled value of the function, with its auxiliary output if `has_aux`.
+        grad: unscaled gradients, in float32 or wider.
     """
 
     dynamic_scale: DynamicScale
@@ -35,15 +35,13 @@ class DynamicScaleResult(NamedTuple):
 
 
 class DynamicScale(struct.PyTreeNode):
-    """The scale, and how it changes.
+    """Loss scale and its schedule.
 
     Attributes:
-        growth_factor: of the scale after `growth_interval` finite steps.
-        backoff_factor: of the scale after a step that was not finite.
-        growth_interval: number of steps.
-        fin_steps: how many finite steps there were since the scale changed.
-        scale: of the loss.
-        minimum_scale: what the scale does not fall below, if anything.
+        growth_factor: factor of the scale after `growth_interval` finite steps.
+        backoff_factor: factor of the scale after a step that was not finite.
+        fin_steps: number of finite steps since the scale changed.
+        minimum_scale: lower bound of the scale, if any.
 
     Example:
         >>> loss = lambda w: (w**2).sum()
@@ -72,19 +70,16 @@ class DynamicScale(struct.PyTreeNode):
         has_aux: bool = False,
         axis_name: str | None = None,
     ) -> Callable[..., DynamicScaleResult]:
-        """As `jax.value_and_grad`, with the loss scaled underway.
+        """Transforms a function like `jax.value_and_grad`, with a scaled loss.
 
         Args:
-            fun: returns the loss, or the loss and something else if `has_aux`.
-            argnums: of the arguments to differentiate by.
-            has_aux: whether `fun` returns something else.
             axis_name: a mapped axis over which gradients are averaged.
         """
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:
             loss, *rest = fun(*args, **kwargs) if has_aux else (fun(*args, **kwargs),)
             product = loss * self.scale
-            # Not the product divided again, which may be infinite where the loss is not.
+            # Dividing the product again may be infinite where the loss is not.
             loss = jnp.asarray(loss, product.dtype)
             return product, (loss, *rest) if has_aux else loss
 
@@ -106,11 +101,7 @@ class DynamicScale(struct.PyTreeNode):
         return jnp.asarray(grad, jnp.promote_types(grad.dtype, jnp.float32)) / self.scale
 
     def after(self, finite: Array) -> DynamicScale:
-        """The scale for the next step.
-
-        Args:
-            finite: whether the gradients of this one were finite.
-        """
+        """Returns the scale for the next step."""
         scale = jnp.asarray(self.scale, jnp.float32)
         grow = self.fin_steps == self.growth_interval
         largest = jnp.finfo(jnp.float32).max

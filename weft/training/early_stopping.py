@@ -1,4 +1,4 @@
-"""When to stop: the metric has not become smaller for a while."""
+"""Early stopping when a metric no longer decreases."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from weft import struct
 
 
 class EarlyStopping(struct.PyTreeNode):
-    """Counts how long a metric, smaller is better, has not improved.
+    """State that counts how long a metric, where smaller is better, has not improved.
 
     Attributes:
-        min_delta: by how much it must improve to count.
-        patience: how many updates in a row may pass without that before the next one stops.
-        best_metric: the smallest metric so far.
-        patience_count: how many updates have passed since.
+        min_delta: minimum improvement that counts.
+        patience: number of consecutive updates without improvement before the next one stops.
+        best_metric: smallest metric so far.
+        patience_count: number of updates since.
         should_stop: whether training should end; stays True.
-        has_improved: whether the last update was better than all before.
+        has_improved: whether the last update improved the metric.
 
     Example:
         >>> stopping = EarlyStopping(min_delta=0.1, patience=1)
@@ -35,14 +35,14 @@ class EarlyStopping(struct.PyTreeNode):
     has_improved: bool = False
 
     def reset(self) -> "EarlyStopping":
-        """As before the first update."""
+        """Returns the state before the first update."""
         return EarlyStopping(min_delta=self.min_delta, patience=self.patience)
 
     def update(self, metric: Any) -> "EarlyStopping":
-        """The state after one more evaluation.
+        """Returns the state after one more evaluation.
 
         Args:
-            metric: its value, a number or an array of one; NaN is no improvement.
+            metric: a number or an array with one; NaN is not an improvement.
         """
         if self.best_metric - metric > self.min_delta:
             return self.replace(best_metric=metric, patience_count=0, has_improved=True)

@@ -1,7 +1,6 @@
-"""An iterator that another thread runs ahead of.
+"""Iterator that is read ahead by a thread.
 
-Where the position in the input must outlive a restart, use `weft.input.PrefetchingIterator`, on
-which this one is built.
+Use `weft.input.PrefetchingIterator`, on which it is based, if the position must survive a restart.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,17 +11,15 @@ from weft.input.prefetch import PrefetchingIterator
 
 
 class PrefetchIterator:
-    """Reads an iterator ahead in a thread, which begins at the first `next`.
+    """Iterator that reads another one ahead in a thread, which starts at the first `next`.
 
-    An error of the iterator is raised in place of the element that it prevented, and at every
-    later `next`.
+    An error of the iterator is raised in place of the element, and at every later `next`.
 
     Args:
-        data_iter: what is read.
-        buffer_size: how many elements may wait.
+        buffer_size: maximum number of waiting elements.
 
     Raises:
-        ArgumentValueError: if nothing may wait.
+        ArgumentValueError: if `buffer_size` is less than 1.
 
     >>> with PrefetchIterator([1, 2, 3], buffer_size=2) as elements:
     ...     list(elements)
@@ -32,7 +29,7 @@ class PrefetchIterator:
     def __init__(self, data_iter: Iterable[Any], buffer_size: int = 1):
         if buffer_size < 1:
             raise ArgumentValueError(
-                f"buffer_size={buffer_size}: at least one element must be able to wait; give 1 or "
+                f"buffer_size={buffer_size}: at least one element must be able to wait; use 1 or "
                 "more."
             )
         self.buffer_size = buffer_size
@@ -48,7 +45,7 @@ class PrefetchIterator:
         return next(self._elements)
 
     def close(self) -> None:
-        """Ends the thread; what was read ahead is dropped and there are no further elements."""
+        """Ends the thread and drops the elements read ahead; there are no further elements."""
         self._closed = True
         self._elements.close()
 
@@ -60,7 +57,7 @@ class PrefetchIterator:
 
 
 class _Positionless:
-    """An iterator that knows no position."""
+    """Iterator without a position."""
 
     def __init__(self, elements: Iterable[Any]):
         self._elements = iter(elements)

@@ -1,9 +1,8 @@
-"""Parameters, their optimizer, and how many steps were taken, as one pytree.
+"""Parameters, optimizer state and step number as one pytree.
 
-A leaf of `params` usually moves by what the optimizer makes of its gradient. Some, such as the
-scales of low-precision layers, are computed in the backward pass itself: they stand in the
-collection `OVERWRITE_WITH_GRADIENT` beside `params`, their "gradient" is their next value, and the
-optimizer never sees them.
+The optimizer updates a leaf of `params` from its gradient. The backward pass itself computes the
+next value of some leaves, such as the scales of low-precision layers: these are in the collection
+`OVERWRITE_WITH_GRADIENT`, next to `params`, and the optimizer never sees them.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +15,17 @@ from weft import struct
 from weft.errors import TrainStateError
 
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
-"""The collection whose variables are replaced by their gradients."""
+"""Collection whose variables are replaced by their gradients."""
 
 
 class TrainState(struct.PyTreeNode):
-    """The state of a simple training loop; derive from it to add fields.
+    """State of a simple training loop; derive from it to add fields.
 
     Attributes:
-        step: how many times gradients were applied.
-        apply_fn: computes the model, usually its `apply`; part of the structure.
-        params: the parameters, or a dict of them under `params` and of `OVERWRITE_WITH_GRADIENT`.
-        tx: the optimizer; part of the structure.
-        opt_state: its state.
+        step: number of applied gradients.
+        apply_fn: computes the model, usually its `apply`; static.
+        params: parameters, or a dict with the collections `params` and `OVERWRITE_WITH_GRADIENT`.
+        tx: optimizer; static.
 
     Example:
         >>> state = TrainState.create(
@@ -46,10 +44,9 @@ class TrainState(struct.PyTreeNode):
     opt_state: optax.OptState
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """The state after one step of the optimizer.
+        """Returns the state after one step of the optimizer.
 
         Args:
-            grads: the gradients, a pytree like `params`.
             **kwargs: other fields to change.
 
         Raises:
@@ -59,9 +56,9 @@ class TrainState(struct.PyTreeNode):
         if overwrites != _has_overwrites(grads):
             with_it, without = ("params", "grads") if overwrites else ("grads", "params")
             raise TrainStateError(
-                f"{with_it} have the collection {OVERWRITE_WITH_GRADIENT!r} and {without} have "
-                "not; take the gradient with respect to all of state.params, and create the state "
-                "with all of these collections."
+                f"{with_it} have the collection {OVERWRITE_WITH_GRADIENT!r}, but {without} do not; "
+                "differentiate with respect to all of state.params, and create the state with all "
+                "of these collections."
             )
         theirs = _optimized(grads) if overwrites else grads
         params = _optimized(self.params)
@@ -74,16 +71,14 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """A state at step 0, with a fresh optimizer state.
+        """Creates a state at step 0, with a fresh optimizer state.
 
         Args:
-            apply_fn: computes the model; None if nothing asks for it.
-            params: the parameters.
-            tx: the optimizer.
-            **kwargs: the fields of a derived class.
+            apply_fn: may be None if unused.
+            **kwargs: fields of a derived class.
 
         Raises:
-            TrainStateError: if `params` has `OVERWRITE_WITH_GRADIENT` and no `params` beside it.
+            TrainStateError: if `params` has `OVERWRITE_WITH_GRADIENT` but no `params`.
         """
         opt_state = tx.init(_optimized(params))
         return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
@@ -94,12 +89,12 @@ def _has_overwrites(tree: Any) -> bool:
 
 
 def _optimized(tree: Any) -> Any:
-    """What the optimizer sees."""
+    """Returns the parameters that the optimizer updates."""
     if not _has_overwrites(tree):
         return tree
     if "params" not in tree:
         raise TrainStateError(
-            f"params have the collections {list(tree)}; beside {OVERWRITE_WITH_GRADIENT!r} "
-            "'params' is expected, with what the optimizer moves."
+            f"params have the collections {list(tree)}; in addition to {OVERWRITE_WITH_GRADIENT!r} "
+            "expected 'params', with the parameters that the optimizer updates."
         )
     return tree["params"]
