@@ -48,12 +48,17 @@ def test_training_goes_on_and_the_last_good_checkpoint_stays(small_disk, caplog)
     run(small_disk, filler, max_step=8)
     assert filler.ended == (8, "max_step")
     assert [step for step, _ in filler.failed] == [4, 6]
-    assert all("could not be saved" in why and "stand: 2." in why for _, why in filler.failed)
-    assert "Training goes on from step 4." in caplog.text
+    assert all(
+        "could not be saved" in why and "Complete checkpoints: 2." in why
+        for _, why in filler.failed
+    )
+    assert "Training continues from step 4." in caplog.text
     assert steps(small_disk)[-1] == 8
 
     # Without room at its end, the run goes on from there, and does not end as if all were well.
-    with pytest.raises(CheckpointSaveError, match=r"step 12 could not be saved .*stand: .*8\."):
+    with pytest.raises(
+        CheckpointSaveError, match=r"step 12 could not be saved .*Complete checkpoints: .*8\."
+    ):
         run(small_disk, Filler(small_disk, full_at=9), max_step=12)
     assert steps(small_disk)[-1] == 8
     (small_disk / "filler").unlink()

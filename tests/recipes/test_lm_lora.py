@@ -117,7 +117,9 @@ def test_the_model_is_that_of_the_base(tmp_path):
     run = load_config("lm-lora", [f"base={file}"])
     assert without_lora(run.model) == cfg
     save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(run.model)})
-    with pytest.raises(HuggingFaceConfigError, match=r"has adapters beside .* with --merge"):
+    with pytest.raises(
+        HuggingFaceConfigError, match=r"has adapters in addition to .* with --merge"
+    ):
         load_config("lm-lora", [f"base={file}"])
 
 
@@ -149,9 +151,9 @@ def test_bases_that_cannot_be_read(tmp_path):
         lm_lora.lm_lora(base=str(folder))
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     checkpoint(tmp_path / "base", vocab_size=9, eos_token_id=None)
-    with pytest.raises(HuggingFaceConfigError, match=r"names no eos_token_id"):
+    with pytest.raises(HuggingFaceConfigError, match=r"has no eos_token_id"):
         lm_lora.lm_lora(base=str(folder))
     file = tmp_path / "other.safetensors"
     save_safetensors(file, {"a": np.ones(1)})
-    with pytest.raises(HuggingFaceConfigError, match=r"does not say of which model it is"):
+    with pytest.raises(HuggingFaceConfigError, match=r"does not name its model"):
         lm_lora.lm_lora(base=str(file))

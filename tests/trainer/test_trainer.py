@@ -243,7 +243,7 @@ def failing_at(tmp_path, monkeypatch):
 def test_a_full_disk_ends_no_training_and_is_reported(failing_at, tmp_path, caplog):
     trainer, recorder = failing_at(2, lacks_room=True), Recorder()
     trainer.run(listener=recorder)
-    assert "2 cannot be saved: full. Training goes on from step 2." in caplog.text
+    assert "2 cannot be saved: full. Training continues from step 2." in caplog.text
     assert recorder.failed == [2]
     assert trainer.checkpointer.checkpoint_steps(trainer.checkpointer.config.dir) == [4]
     text = (tmp_path / "summaries/train_train/summaries.jsonl").read_text()

@@ -1,7 +1,7 @@
-"""The named trainer configs, the default one first.
+"""Named trainer configs, the default one first.
 
-A recipe is a function that makes the config of a trainer. Its module is imported when the config is
-made, so that a list of the recipes costs nothing.
+A recipe is a function that makes a trainer's config. Its module is imported only when the config is
+made.
 """
 
 import importlib
@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 
 class Recipe(NamedTuple):
-    """A trainer config that has a name.
+    """Named trainer config.
 
     Attributes:
-        name: What people call it.
-        summary: What it trains, in one line.
-        function: Where the function stands that makes it, as `module:function`.
-        preparation: Likewise, what makes ready what a run begins with; "" if it needs nothing.
+        summary: Description in one line.
+        function: The function that makes the config, as `module:function`.
+        preparation: Function in the same form that prepares a run's initial state; "" for none.
     """
 
     name: str
@@ -26,23 +25,17 @@ class Recipe(NamedTuple):
     preparation: str = ""
 
     def __call__(self, data_dir: str | None = None, **kwargs: Any) -> Any:
-        """Makes a fresh config; see `weft.config.TrainerConfigFn`.
-
-        Args:
-            data_dir: Where the data lies.
-            **kwargs: Further arguments of the recipe.
-        """
+        """Makes a fresh config; see `weft.config.TrainerConfigFn`."""
         return _imported(self.function)(data_dir, **kwargs)
 
     def arguments(self) -> set[str]:
-        """The names of the arguments of the recipe."""
+        """Returns the names of the recipe's arguments."""
         return set(inspect.signature(_imported(self.function)).parameters)
 
     def prepare(self, cfg: Any, train: Callable[[str, Any], Any]) -> bool:
-        """Makes ready what a run begins with, such as a checkpoint that is trained first.
+        """Prepares the initial state of a run, such as a checkpoint that is trained first.
 
         Args:
-            cfg: The config of the run.
             train: Trains a recipe by its name and config, and returns the trainer; None if it was
                 asked to stop.
 
@@ -65,7 +58,7 @@ RECIPES = (
     ),
     Recipe(
         "lm-tiny",
-        "the same, so small that a step takes milliseconds: to try things out",
+        "the same with steps of milliseconds: to try things out",
         "weft.recipes.lm:lm_tiny",
     ),
     Recipe(
@@ -75,22 +68,22 @@ RECIPES = (
     ),
     Recipe(
         "lm-nnx",
-        "the default recipe's model as a module of NNX, on the same data",
+        "the default recipe's model as an NNX module, on the same data",
         "weft.recipes.lm_nnx:lm_nnx",
     ),
     Recipe(
         "digits",
-        "a convolutional network of Linen with BatchNorm on scikit-learn's images: half a minute",
+        "a Linen convolutional network with BatchNorm on scikit-learn's digits: half a minute",
         "weft.recipes.digits:digits",
     ),
     Recipe(
         "lm-llama",
-        "a small byte-level Llama: what lm-lora begins with",
+        "a small byte-level Llama: the base of lm-lora",
         "weft.recipes.lm_lora:lm_llama",
     ),
     Recipe(
         "lm-lora",
-        "low-rank adapters on an imported checkpoint: that of base=PATH, or of lm-llama",
+        "low-rank adapters on an imported checkpoint: base=PATH, or that of lm-llama",
         "weft.recipes.lm_lora:lm_lora",
         "weft.recipes.lm_lora:prepare",
     ),
@@ -98,7 +91,7 @@ RECIPES = (
 
 
 def named_trainer_configs() -> dict[str, Recipe]:
-    """The recipes by name, the default one first.
+    """Returns the recipes by name, the default one first.
 
     >>> next(iter(named_trainer_configs()))
     'lm'

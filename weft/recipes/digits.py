@@ -1,7 +1,7 @@
-"""A convolutional network of Linen with BatchNorm tells handwritten digits apart.
+"""Handwritten digit classification by a Linen convolutional network with BatchNorm.
 
-The images, 8 × 8 pixels each, come with scikit-learn: nothing has to be downloaded. The running
-statistics of BatchNorm are state of the model, which training changes and evaluation reads.
+The images, 8 × 8 pixels each, come with scikit-learn. The running statistics of BatchNorm are state
+of the model, which training updates and evaluation reads.
 """
 
 from typing import Any
@@ -28,14 +28,13 @@ from weft.input.grain import (
 from weft.recipes.training import trainer_config
 
 _NUM_CLASSES = 10
-_NO_LABEL = -1  # of an image of padding, which does not count
+_NO_LABEL = -1  # of padding images, which do not count
 
 
 def digits(data_dir: str | None = None) -> InstantiableConfig:
-    """Above 97 % of unseen images within half a minute on two cores.
+    """Returns a config that reaches 97 % on unseen images in half a minute on two cores.
 
-    Args:
-        data_dir: Not used: the images come with scikit-learn.
+    `data_dir` is unused.
     """
     del data_dir
     cfg = trainer_config(
@@ -52,22 +51,18 @@ def digits(data_dir: str | None = None) -> InstantiableConfig:
 
 
 class Classifier(nn.Module):
-    """Convolutions, each with BatchNorm, and a linear layer for the logits.
-
-    Attributes:
-        features: of each convolution.
-    """
+    """Convolutions with these features, each with BatchNorm, and a linear layer for logits."""
 
     features: tuple[int, ...]
 
     @nn.compact
     def __call__(self, input_batch, training: bool):
-        """The mean cross entropy of the images that have a label, and the logits.
+        """Returns the mean cross entropy of the images with a label, and the logits.
 
         Args:
             input_batch: `image`, `Float[Array, "batch height width 1"]`, and `label`,
                 `Int[Array, "batch"]`.
-            training: Whether the statistics are those of the batch.
+            training: Whether to use the statistics of the batch.
         """
         x = input_batch["image"]
         for features in self.features:
@@ -88,14 +83,14 @@ class Classifier(nn.Module):
 def digits_source(
     *, split: Split, global_batch_size: int, is_training: bool, seed: int = 0
 ) -> BuildDatasetFn:
-    """A source of batches of images in [0, 1] and their labels.
+    """Returns a source of batches of images in [0, 1] and their labels.
 
     Args:
         split: "train" for four fifths of the images, "held_out" for the others.
         global_batch_size: Images per step over all processes.
-        is_training: Whether they come without end, in a new order in each pass; or once, in order,
-            the last batch filled up with images that have no label.
-        seed: Decides the order in training.
+        is_training: Whether to repeat the images forever, shuffled in each pass, instead of once in
+            order, with the last batch padded by images without a label.
+        seed: Seed of the order in training.
 
     Raises:
         MissingExtraError: If scikit-learn is not installed.

@@ -1,8 +1,8 @@
-"""A byte-level language model on the text of Python's standard library.
+"""Byte-level language model on the text of Python's standard library.
 
 A Transformer decoder with RMS norms, rotary positions, gated feed-forward layers and tied
-embeddings, trained by AdamW with a warm-up and a cosine decay. Bytes are the tokens, so that
-nothing has to be downloaded, and the loss can be compared with what counting n-grams reaches.
+embeddings, trained by AdamW with a warm-up and a cosine decay. Its tokens are bytes, which avoids a
+download and allows a comparison of the loss with n-gram counts.
 """
 
 from typing import Any
@@ -26,16 +26,16 @@ from weft.input.grain import Input
 from weft.input.text import lm_text_source
 from weft.recipes.training import trainer_config
 
-# Of the ids above the bytes only two are used; a multiple of 8 divides over a mesh.
+# Only two of the ids above the bytes are used; a multiple of 8 divides over a mesh.
 _VOCAB_SIZE = 264
 
 
 def lm(data_dir: str | None = None) -> InstantiableConfig:
-    """The default recipe: below the trigrams of its corpus within minutes on two cores.
+    """Returns the default recipe, which beats its corpus's trigrams within minutes on two cores.
 
     Args:
-        data_dir: A folder to train on, of text, JSON lines or Parquet files whose records have a
-            `text`; None for the standard library.
+        data_dir: A folder to train on, of text, JSON lines or Parquet files with a `text` in each
+            record; None for the standard library.
     """
     return _trainer(
         "runs/lm",
@@ -51,11 +51,7 @@ def lm(data_dir: str | None = None) -> InstantiableConfig:
 
 
 def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
-    """The same in small, on a part of the corpus: steps of milliseconds.
-
-    Args:
-        data_dir: A folder to train on, as for `lm`; None for a part of the standard library.
-    """
+    """Returns a small version of `lm`, with steps of milliseconds, on a part of the corpus."""
     cfg = _trainer(
         "runs/lm-tiny",
         data_dir,
@@ -75,8 +71,8 @@ def lm_tiny(data_dir: str | None = None) -> InstantiableConfig:
 
 def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
     layer = TransformerLayer.default_config()
-    # In training no sequence is longer. In sampling, what lies farther apart than anything in
-    # training did is not to meet.
+    # Training sequences are not longer. When sampling, positions must not attend over distances
+    # that did not occur in training.
     window = SlidingWindowAttentionBias.default_config(sliding_window_size=context - 1)
     layer.self_attention.set(
         norm=RMSNorm.default_config(),
@@ -97,7 +93,7 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
     )
     layer.feed_forward.linear1.bias = False
     layer.feed_forward.linear2.bias = False
-    # Each layer adds to the residual stream twice; together they add what one layer would.
+    # Each layer adds to the residual stream twice; the sum of all has the variance of one.
     for to_residual in (layer.self_attention.attention.output_linear, layer.feed_forward.linear2):
         to_residual.param_init = _init(variance=1 / (2 * num_layers))
     decoder = Decoder.default_config().set(
@@ -115,7 +111,7 @@ def _model(*, dim: int, num_layers: int, num_heads: int, context: int) -> Any:
 
 
 def _init(*, variance: float) -> Any:
-    """Weights that give outputs this variance from inputs of variance 1."""
+    """Returns an initializer whose outputs have this variance for inputs of variance 1."""
     weight = WeightInitializer.default_config().set(
         fan="fan_in", distribution="normal", scale=variance
     )

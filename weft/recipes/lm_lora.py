@@ -1,11 +1,10 @@
-"""A LoRA fine-tune of an imported checkpoint: adapters learn another kind of text.
+"""LoRA fine-tuning of an imported checkpoint on another kind of text.
 
     lm-llama    a small Llama, trained on one part of the standard library ...
     lm-lora     ... and fine-tuned on another part, from its Hugging Face checkpoint
 
-`weft train lm-lora base=PATH` begins with another one: the folder of a Hugging Face checkpoint, or
-a file that `weft export` has written. Without a base it is the small Llama's, which is trained
-first if it is not there.
+`weft train lm-lora base=PATH` starts from the folder of another Hugging Face checkpoint, or from a
+file written by `weft export`. Without a base it uses the small Llama, training it first if needed.
 """
 
 import os
@@ -34,7 +33,7 @@ _BASE_DIR = "runs/lm-llama"
 _BASE = f"{_BASE_DIR}/huggingface"
 _LENGTH = 128
 
-# As a config.json says it.
+# In the form of a config.json.
 _LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -49,11 +48,9 @@ _LLAMA = {
 
 
 def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
-    """A small byte-level Llama: a minute on two cores.
+    """Returns a small byte-level Llama, which trains in a minute on two cores.
 
-    Args:
-        data_dir: A folder of text to train on; None for the standard library but what `lm_lora`
-            is to learn.
+    It trains on `data_dir`, or on the standard library without the part for `lm_lora`.
     """
     model: Any = FAMILIES["llama"].read(Settings(_LLAMA)).set(param_init=_init(variance=1.0))
     cfg = _trainer(
@@ -71,16 +68,16 @@ def lm_llama(data_dir: str | None = None) -> InstantiableConfig:
 
 
 def lm_lora(data_dir: str | None = None, base: str | None = None) -> InstantiableConfig:
-    """Low-rank adapters on all layers of a causal LM, which is imported and stays as it is.
+    """Returns a recipe for low-rank adapters on all layers of an imported, frozen causal LM.
 
     Args:
         data_dir: A folder of text to train on; None for the standard library's tables of encodings.
-        base: The folder of a Hugging Face checkpoint, or a file that `weft export` has written;
-            None for the export of `lm_llama`.
+        base: The folder of a Hugging Face checkpoint, or a file written by `weft export`; None for
+            the export of `lm_llama`.
 
     Raises:
         WeightsReadError: if there is no checkpoint at `base`.
-        HuggingFaceConfigError: if it is of a model that has no counterpart, or has no tokenizer.
+        HuggingFaceConfigError: if its model is not supported, or has no tokenizer.
     """
     llama: Any = lm_llama()
     model = llama.model if base is None else _model_of(base)
@@ -109,15 +106,11 @@ def lm_lora(data_dir: str | None = None, base: str | None = None) -> Instantiabl
 
 
 def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
-    """Makes the small Llama's checkpoint, if a run is to begin with it and it is not there.
+    """Creates the small Llama's checkpoint if a run needs it; returns whether the run can begin.
 
     Args:
-        cfg: The config of the run.
         train: Trains a recipe by its name and config, and returns the trainer; None if it was asked
             to stop.
-
-    Returns:
-        Whether the run can begin.
     """
     path = cfg.init_state_builder.path
     saved = step_dirs(os.path.join(cfg.dir, CHECKPOINTS_DIR))
@@ -132,8 +125,8 @@ def prepare(cfg: Any, train: Callable[[str, Any], Any]) -> bool:
 
 
 def _export(path: str, model: Any, trainer: Any) -> None:
-    """Writes a trained model once, whatever the number of processes."""
-    # Every process has all of it.
+    """Writes a trained model once, regardless of the number of processes."""
+    # Replicated over all processes.
     params = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), trainer.trainer_state.model)
     if jax.process_index() == 0:
         to_huggingface(path, model, params, max_position_embeddings=_LENGTH)
@@ -150,49 +143,49 @@ def _with_files(cfg: Any, pattern: str, held_out_fraction: float) -> Any:
 
 
 def _model_of(base: str) -> Any:
-    """The config of the model of a checkpoint."""
+    """Returns the config of a checkpoint's model."""
     if not base.endswith(".safetensors"):
         return huggingface_model_config(base)
     with TensorFiles(base) as files:
         text = files.metadata().get("model")
     if text is None:
         raise HuggingFaceConfigError(
-            f"{base!r} does not say of which model it is. Give a file that `weft export` has "
-            "written, or the folder of a Hugging Face checkpoint."
+            f"{base!r} does not name its model. Use a file written by `weft export`, or the folder "
+            "of a Hugging Face checkpoint."
         )
     model: Any = from_text(text, source=base)
     if without_lora(model) != model:
         raise HuggingFaceConfigError(
-            f"{base!r} has adapters beside its weights. Export it with --merge, which adds them to "
-            "the weights."
+            f"{base!r} has adapters in addition to its weights. Export it with --merge, which adds "
+            "them to the weights."
         )
     return model
 
 
 def _tokenizer_of(base: str, model: Any) -> Any:
-    """The config of a checkpoint's tokenizer, None for bytes; the model will pad as it does."""
+    """Returns the config of a checkpoint's tokenizer, None for bytes; sets the model's padding."""
     decoder = model.decoder
     path = Path(base if Path(base).is_dir() else Path(base).parent, "tokenizer.json")
     if not path.exists():
         if decoder.vocab_size != _LLAMA["vocab_size"]:
             raise HuggingFaceConfigError(
                 f"there is no {str(path)!r}, and the vocabulary of {decoder.vocab_size} tokens is "
-                "not that of bytes. Put the tokenizer.json of the model there."
+                "not that of bytes. Put the model's tokenizer.json there."
             )
         decoder.set(pad_token_id=ByteTokenizer.pad_id, eos_token_id=ByteTokenizer.eos_id)
         return None
-    HuggingFaceTokenizer(str(path))  # says if the file, or the package that reads it, is amiss
+    HuggingFaceTokenizer(str(path))  # raises if the file, or the package to read it, is missing
     import tokenizers
 
     loaded = tokenizers.Tokenizer.from_file(str(path))
     eos, pad = decoder.eos_token_id, decoder.pad_token_id
     if eos == NO_PADDING:
         raise HuggingFaceConfigError(
-            f"the config of the checkpoint {base!r} names no eos_token_id, which separates "
+            f"the config of the checkpoint {base!r} has no eos_token_id, which separates "
             "documents. Add it to config.json."
         )
     if pad in (NO_PADDING, eos):
-        # None is meant for it. An ordinary one, the last to be merged, is missed least as a target.
+        # No padding token is defined; the ordinary one merged last is missed least as a target.
         special = {eos, *loaded.get_added_tokens_decoder()}
         pad = max(set(range(min(decoder.vocab_size, loaded.get_vocab_size()))) - special)
     decoder.pad_token_id = pad

@@ -1,8 +1,7 @@
-"""The default recipe with a mixture of experts in each layer.
+"""Default recipe with a mixture of experts in each layer.
 
-Eight experts have half as many hidden dimensions as the dense layer, and each token goes to two of
-them: as much arithmetic for a token, with four times the parameters. The losses of the routers are
-a part of the loss that is trained.
+Each token goes to two of eight experts with half the hidden dimensions of the dense layer: the same
+arithmetic per token with four times the parameters. The router losses are part of the loss.
 """
 
 from typing import Any
@@ -19,11 +18,7 @@ _NUM_LAYERS = 3
 
 
 def lm_moe(data_dir: str | None = None) -> InstantiableConfig:
-    """A mixture-of-experts language model: minutes on two cores.
-
-    Args:
-        data_dir: A folder of text to train on; None for the standard library.
-    """
+    """Returns a mixture-of-experts language model that trains in minutes on two cores."""
     cfg = _trainer(
         "runs/lm-moe",
         data_dir,
@@ -53,13 +48,13 @@ def _moe_model() -> Any:
         router_z_loss_weight=0.001,
         param_init=_moe_init(),
     )
-    # A loop gives what its layers give beside their results only if it is asked to.
+    # By default a loop drops side outputs of its layers.
     transformer.repeat.drop_output.rules = [r"module_outputs(?!.*/aux_loss$).*"]
     return model.set(metrics=metrics_config(aux_loss_regex="decoder/transformer/.*/aux_loss"))
 
 
 def _moe_init() -> Any:
-    """Experts begin as dense layers do, routers near indifference."""
+    """Returns initializers: experts like dense layers, routers close to uniform."""
     by_name: dict[str, Any] = {}
     variances = {"gate_weight": 0.01, "wo_weight": 1 / (2 * _NUM_LAYERS)}
     for name, variance in variances.items():

@@ -1,8 +1,8 @@
-"""The default recipe's language model as a module of NNX, on the same data.
+"""Default recipe's language model as an NNX module, on the same data.
 
-Its layers are the same: RMS norms, rotary positions, a window of causal attention, gated
-feed-forward layers, tied embeddings. `nnx.vmap` makes all blocks at once and `nnx.scan` runs them.
-The axes of its weights have names, which the trainer's `logical_axis_rules` lay over the mesh.
+The layers are the same: RMS norms, rotary positions, a window of causal attention, gated
+feed-forward layers, tied embeddings. `nnx.vmap` creates all blocks at once and `nnx.scan` runs
+them. The trainer's `logical_axis_rules` map the axis names of the weights to the mesh.
 """
 
 import math
@@ -34,11 +34,7 @@ AXIS_RULES = (
 
 
 def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
-    """An NNX language model: minutes on two cores.
-
-    Args:
-        data_dir: A folder of text to train on; None for the standard library.
-    """
+    """Returns an NNX language model that trains in minutes on two cores."""
     cfg = _trainer(
         "runs/lm-nnx",
         data_dir,
@@ -56,21 +52,15 @@ def lm_nnx(data_dir: str | None = None) -> InstantiableConfig:
 
 
 def _weight(*names: str | None, variance: float = 1.0) -> Any:
-    """Draws a weight for outputs of this variance from inputs of variance 1, and names its axes."""
+    """Returns a variance-scaling initializer of a weight with named axes."""
     init = nnx.initializers.variance_scaling(variance, "fan_in", "normal")
     return nnx.with_partitioning(init, names)
 
 
 class Block(nnx.Module):
-    """Attention and a gated feed-forward layer, each on a branch of its own.
+    """Attention and a gated feed-forward layer, each in its own residual branch.
 
-    Args:
-        dim: of the residual stream.
-        num_heads: of attention.
-        hidden_dim: of the feed-forward layer.
-        window: how many positions before its own a position attends to.
-        variance: of what is added to the residual stream.
-        rngs: for the weights.
+    A position attends to `window` previous ones; `variance` is that of each branch's output.
     """
 
     def __init__(
@@ -99,7 +89,7 @@ class Block(nnx.Module):
         self.down = linear(hidden_dim, dim, _weight("hidden", "embed", variance=variance))
 
     def __call__(self, x):
-        """What comes out of the residual stream, `Float[Array, "batch time dim"]`."""
+        """Returns the residual stream after the block, `Float[Array, "batch time dim"]`."""
         x = x + self._attend(self.norm_1(x))
         y = self.norm_2(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
@@ -122,16 +112,7 @@ class Block(nnx.Module):
 
 
 class LanguageModel(nnx.Module):
-    """Predicts each byte from those before it.
-
-    Args:
-        dim: of the residual stream.
-        num_layers: how many blocks.
-        num_heads: of attention.
-        hidden_dim: of the feed-forward layers.
-        window: how many positions before its own a position attends to.
-        rngs: for the weights.
-    """
+    """Language model that predicts each byte from the previous ones; arguments as for `Block`."""
 
     def __init__(
         self,
@@ -145,7 +126,7 @@ class LanguageModel(nnx.Module):
     ):
         named = nnx.with_partitioning(nnx.initializers.normal(dim**-0.5), ("vocab", "embed"))
         self.embed = nnx.Embed(_VOCAB_SIZE, dim, embedding_init=named, rngs=rngs)
-        # Each block adds to the residual stream twice; together they add what one would.
+        # Each block adds to the residual stream twice; the sum of all has the variance of one.
         variance = 1 / (2 * num_layers)
 
         @nnx.split_rngs(splits=num_layers)
@@ -157,7 +138,7 @@ class LanguageModel(nnx.Module):
         self.norm = nnx.RMSNorm(dim, rngs=rngs)
 
     def __call__(self, input_batch):
-        """The mean loss of the tokens that are no padding, and nothing else.
+        """Returns the mean loss of the tokens except padding, and no auxiliary outputs.
 
         Args:
             input_batch: `input_ids` and `target_labels`, `Int[Array, "batch time"]`, and
@@ -174,11 +155,7 @@ class LanguageModel(nnx.Module):
         return loss, {}
 
     def predict(self, input_batch):
-        """The logits of what follows each token, `Float[Array, "batch time vocab"]`.
-
-        Args:
-            input_batch: `input_ids`, `Int[Array, "batch time"]`.
-        """
+        """Returns the logits after each token, `Float[Array, "batch time vocab"]`."""
 
         @nnx.scan(
             in_axes=(nnx.Carry, 0),

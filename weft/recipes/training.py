@@ -1,4 +1,4 @@
-"""What the recipes share: how they are trained, evaluated, saved and reported."""
+"""Common parts of the recipes: training, evaluation, checkpoints and reports."""
 
 from typing import Any
 
@@ -24,17 +24,14 @@ def trainer_config(
     eval_every: int,
     save_every: int,
 ) -> Any:
-    """AdamW with a warm-up and a cosine decay, on a mesh of the axes data and model.
+    """Returns a config with AdamW, a warm-up and a cosine decay on a mesh of data and model.
 
     Args:
-        directory: Of the run.
-        model: The config of the model.
-        train_input: Of the data to train on.
-        held_out_input: Of the data to evaluate on; it must end.
-        max_step: How many steps.
+        directory: Directory of the run.
+        held_out_input: Data to evaluate on; it must end.
         peak_lr: The learning rate after the warm-up.
-        eval_every: After how many steps to evaluate.
-        save_every: After how many steps to save.
+        eval_every: Number of steps between evaluations.
+        save_every: Number of steps between checkpoints.
     """
     optimizer = config_for_function(adamw_optimizer).set(
         learning_rate=config_for_function(cosine_with_linear_warmup).set(
@@ -74,7 +71,7 @@ def trainer_config(
 
 
 def _writer(*, every_n_steps: int) -> Any:
-    """TensorBoard for people, JSON lines for the report."""
+    """Returns writers for TensorBoard and, for the report, JSON lines."""
     writers = {
         "tensorboard": SummaryWriter.default_config(),
         "json_lines": JsonLinesWriter.default_config(),

@@ -26,12 +26,9 @@ MeshShape = Sequence[int]
 class HybridMeshShape:
     """Shape of a mesh over several slices or hosts.
 
-    Attributes:
-        ici_mesh_shape: number of devices along each axis within a slice or host.
-        dcn_mesh_shape: number of slices or hosts along each axis.
-
-    Each axis has the product of both. At most one number of both may be -1, which fills in the
-    rest:
+    Each axis has the product of the number of devices within a slice or host, `ici_mesh_shape`, and
+    the number of slices or hosts, `dcn_mesh_shape`. One number of both may be -1, which fills in
+    the rest:
 
         HybridMeshShape(ici_mesh_shape=(1, 8), dcn_mesh_shape=(4, 1))    # 4 × 8, 4 slices of 8
     """
@@ -45,12 +42,10 @@ def build_mesh(
     mesh_axis_names: Sequence[str],
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """Builds a mesh over all devices.
+    """Builds a mesh over `devices`, by default all of them.
 
-    Args:
-        mesh_shape: number of devices along each axis; one entry may be -1, which fills in the rest.
-            Several TPU slices are placed along the first axis that their number divides.
-        devices: all devices by default.
+    One entry of the shape may be -1, which fills in the rest. Several TPU slices are placed along
+    the first axis that their number divides.
 
     Raises:
         MeshError: if the shape does not fit the names or the devices.
@@ -74,10 +69,7 @@ def build_mesh(
 
 
 def over_slices(mesh_shape: MeshShape, num_slices: int) -> HybridMeshShape:
-    """Splits a mesh shape over slices, along the first axis that their number divides.
-
-    Raises:
-        MeshError: if it divides no axis.
+    """Splits a mesh shape over slices along the first divisible axis, or raises a MeshError.
 
     >>> over_slices((1, 4, 2), 2)
     HybridMeshShape(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(1, 2, 1))
@@ -172,14 +164,11 @@ def _groups(
 
 
 def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
-    """Adapts a trainer config in place to the target hardware, by its `mesh_rules`.
+    """Adapts a trainer config in place to hardware, such as "tpu-v5e-256", by its `mesh_rules`.
 
     A rule is a pair of a regular expression and a mesh shape, a config modifier (which sets a mesh
     shape and related fields), or None to change nothing. The first rule whose expression matches
     the whole selector applies; without a match the config is unchanged.
-
-    Args:
-        mesh_selector: name of the hardware, such as "tpu-v5e-256" or "gpu-h100-8".
 
     Raises:
         ConfigModifierError: if a modifier returns another config instead of changing this one.
@@ -201,14 +190,7 @@ def select_mesh_config(trainer_config: Any, *, mesh_selector: str) -> None:
 
 
 def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedSharding) -> None:
-    """Checks that a sharding divides an array's axes evenly.
-
-    Args:
-        path: name of the array, for the error message.
-
-    Raises:
-        MeshError: if an axis is not divisible, or a mesh axis does not exist.
-    """
+    """Raises a MeshError for an axis that is not divisible, or a mesh axis that is missing."""
     sizes = dict(sharding.mesh.shape)
     for i, entry in enumerate(sharding.spec):
         names = (entry,) if isinstance(entry, str) else entry or ()
@@ -224,14 +206,7 @@ def check_divides(path: str, shape: Sequence[int], sharding: jax.sharding.NamedS
 def named_sharding(
     mesh: jax.sharding.Mesh, spec: jax.sharding.PartitionSpec, path: str
 ) -> jax.sharding.NamedSharding:
-    """Returns the sharding of an array on a mesh.
-
-    Args:
-        path: name of the array, for the error message.
-
-    Raises:
-        MeshError: if `spec` names an axis that the mesh does not have.
-    """
+    """Returns the sharding of an array; raises a MeshError for axes that the mesh does not have."""
     names = {n for e in spec for n in ((e,) if isinstance(e, str) else e or ())}
     if unknown := sorted(names - set(mesh.axis_names)):
         raise MeshError(

@@ -65,11 +65,7 @@ class BaseMetricCalculator(Module):
     def forward(
         self, input_batch: NestedTensor, *, model_params: NestedTensor, state: Any
     ) -> dict[str, Any]:
-        """Runs the model on a batch.
-
-        Args:
-            input_batch: A global batch.
-            state: From `init_state`, or from `forward` of the previous batch.
+        """Runs the model on a global batch, with the state of the previous one.
 
         Returns:
             A dict of "state", for the next batch, and "output", which is collected for
@@ -84,12 +80,7 @@ class BaseMetricCalculator(Module):
         state: Any,
         all_forward_outputs: list[Nested[Any]],
     ) -> dict[str, Any]:
-        """Computes the metrics of the evaluation.
-
-        Args:
-            state: The state after the last batch.
-            all_forward_outputs: The "output" of each batch.
-        """
+        """Computes the metrics from the last batch's state and the "output" of each batch."""
         raise NotImplementedError(type(self))
 
     def formatted_metric_name(self, metric_name: str) -> str:
@@ -110,7 +101,6 @@ class BaseMetricCalculator(Module):
         """Returns a method of the model, compiled at its first call.
 
         Args:
-            method: Name of the method.
             inputs: Maps a batch to the method's arguments, a tuple or a dict.
             outputs: Maps the batch, the method's result and its side outputs to the outputs.
 
@@ -157,9 +147,7 @@ class ModelSummaryAccumulator(BaseMetricCalculator):
     class Config(BaseMetricCalculator.Config):
         """Configures a ModelSummaryAccumulator.
 
-        Attributes:
-            model_method: The method of the model to call with each batch.
-            model_method_kwargs: Further arguments of the method.
+        `model_method`, with `model_method_kwargs`, is called with each batch.
         """
 
         model_method: str = "forward"
@@ -241,13 +229,10 @@ class GlobalMetricCalculator(BaseMetricCalculator):
         return input_batch[field]  # pyright: ignore[reportIndexIssue]
 
     def _calculate_metrics(self, outputs: PredictionOutputs) -> dict[str, Any]:
-        """Computes the metrics.
+        """Computes scalars, `WeightedScalar`s and other summaries by name.
 
         Args:
             outputs: The rows of all batches, concatenated, as host arrays.
-
-        Returns:
-            Scalars, `WeightedScalar`s and other summaries by name.
         """
         raise NotImplementedError(type(self))
 

@@ -13,13 +13,10 @@ from weft.trainer.base_writer import PeriodicWriter, processor_zero_only
 
 
 class MLflowWriter(PeriodicWriter):
-    """Summary writer that logs numbers and texts to an MLflow run.
+    """Summary writer that logs numbers and texts to an MLflow run, but not images, audio or arrays.
 
     The first write starts the run. Its id is stored in `dir`, so that restarted training continues
-    it. Images, audio and arrays are not written.
-
-    Raises:
-        MissingExtraError: If the package mlflow is not installed.
+    it. Without the package mlflow it raises a MissingExtraError.
     """
 
     _needs_allow = True  # it opens connections

@@ -89,11 +89,7 @@ def build_model(trainer_config: Any) -> BaseLayer:
 
 
 def checked_outputs(model: Module, outputs: Any) -> tuple[Tensor, Any]:
-    """Returns the loss and the auxiliary outputs of a model's call.
-
-    Raises:
-        ModelOutputError: if there is no loss, or it is not a floating-point scalar.
-    """
+    """Returns loss and auxiliary outputs; raises a ModelOutputError without a scalar loss."""
     expected = "expected a pair of the loss, a scalar, and anything else: `return loss, aux`."
     if not (isinstance(outputs, tuple) and len(outputs) == 2):
         raise ModelOutputError(f"{model.path()} returned {_described(outputs)}; {expected}")
@@ -115,12 +111,7 @@ def _described(x: Any) -> str:
 
 @contextlib.contextmanager
 def explained(model: Module, batch: Mapping[str, Any]) -> Iterator[None]:
-    """Explains errors of a model that does not find in the batch what it needs.
-
-    Raises:
-        BatchFieldError: if the model looks up a field that the batch does not have.
-        ModelCallError: if the model requires more arguments than the batch.
-    """
+    """Raises a BatchFieldError or ModelCallError if a model needs other fields or arguments."""
     try:
         yield
     except KeyError as error:

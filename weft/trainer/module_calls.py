@@ -25,13 +25,7 @@ _PLACE = "_place_in_model"
 
 
 class ModuleCall(NamedTuple):
-    """Call of a module's method.
-
-    Attributes:
-        path: path of the module.
-        kind: name of its class.
-        method: name of the method.
-    """
+    """Call of a module's method, with the module's path and the name of its class."""
 
     path: str
     kind: str
@@ -47,10 +41,9 @@ Observer = Callable[[ModuleCall, Callable[..., Any], tuple[Any, ...], dict[str, 
 
 @contextlib.contextmanager
 def watched_calls(observer: Observer) -> Iterator[None]:
-    """Passes calls of modules' methods to an observer while the context is open.
+    """Passes calls of modules' methods to an observer, which calls the method, while open.
 
-    Args:
-        observer: called in place of the method, inside the transformations around the call.
+    The observer runs inside the transformations around the call.
     """
     watch = _Watch(observer)
     with contextlib.ExitStack() as stack:
@@ -72,10 +65,8 @@ def watched_calls(observer: Observer) -> Iterator[None]:
 class _Open(NamedTuple):
     """Call in progress.
 
-    Attributes:
-        context: invocation context of the surrounding hierarchy layer.
-        root: outermost module of its hierarchy; None in other libraries.
-        prefix: path of the library's outermost module, for libraries with paths of their own.
+    `root` is the outermost module in a hierarchy, None in other libraries; `prefix` is the path of
+    the outermost module of a library whose modules know their own paths.
     """
 
     path: str

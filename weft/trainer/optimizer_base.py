@@ -63,10 +63,9 @@ class TransformUpdateFn(Protocol):
     def __call__(
         self, updates: NestedTensor, state: Any, params: NestedOptParam
     ) -> tuple[NestedTensor, Any]:
-        """Performs one step.
+        """Performs one step on gradients, or on the output of an earlier transformation.
 
         Args:
-          updates: laid out as `params`; gradients, or the output of an earlier transformation.
           params: before the update.
 
         Returns:
@@ -129,10 +128,9 @@ COUNT_SPEC: Any = replicated((), jnp.int32)
 def copy_partition(
     specs: Any, *, pattern: str | re.Pattern | None = None, memory_kind: str | None = None
 ) -> Any:
-    """Returns specs of arrays laid out like those that `specs` describe.
+    """Returns specs of arrays laid out like those that `specs`, of parameters or states, describe.
 
     Args:
-      specs: a tree of specs, of parameters or of states.
       pattern: sets the memory kind only where it matches the whole path; None sets it everywhere.
       memory_kind: the memory that holds the arrays; None leaves it unchanged.
     """
@@ -149,13 +147,10 @@ def copy_partition(
 
 
 def mirrored_partition(init: Callable[[Any], Any]) -> TransformPartitionSpecFn:
-    """Derives the layout of a state from the function that makes it.
+    """Derives the layout of a state from the function that makes it, evaluated abstractly.
 
     A leaf of the state with the shape of a parameter and a path that ends in that parameter's path
     is laid out like the parameter; all other leaves are replicated.
-
-    Args:
-      init: makes the state from parameters; evaluated abstractly, on shapes and dtypes.
     """
 
     def partition(param_specs: NestedParameterSpec) -> NestedOptStateSpec:
@@ -196,8 +191,7 @@ def with_partition_fn(
 def as_partitioned(transformation: Any) -> PartitionedGradientTransformation:
     """Returns either kind of transformation, or one made from a config, with its partition.
 
-    Raises:
-      TransformationTypeError: if it is neither.
+    Raises a TransformationTypeError for other values.
     """
     made = maybe_instantiate(transformation)
     if isinstance(made, PartitionedGradientTransformation):
@@ -242,8 +236,7 @@ def identity() -> PartitionedGradientTransformation:
 def chain(*args: Any) -> PartitionedGradientTransformation:
     """Chains transformations, with or without a partition, or their configs; the state is a tuple.
 
-    Raises:
-      TransformationTypeError: if an argument is none of these.
+    Raises a TransformationTypeError for other values.
 
     >>> tx = chain(optax.scale(2.0), optax.scale(3.0))
     >>> params = {"w": OptParam(value=jnp.zeros(()))}

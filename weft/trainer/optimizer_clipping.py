@@ -58,12 +58,12 @@ def clip_by_global_norm(
 ) -> PartitionedGradientTransformation:
     """Scales all updates such that their global norm is at most `max_norm`.
 
-    Reports "gradient_norm", before clipping, and "gradient_scale".
+    Reports "gradient_norm", before clipping, and "gradient_scale". A NaN norm makes the updates
+    NaN; see `skip_and_clip_by_global_norm`.
 
     Args:
       max_norm: None disables clipping.
-      drop_norm: updates with a larger norm become zero; None disables dropping. A NaN norm makes
-        the updates NaN; see `skip_and_clip_by_global_norm`.
+      drop_norm: updates with a larger norm become zero; None disables dropping.
       eps: added to the norm before dividing by it.
     """
 
@@ -109,11 +109,9 @@ def _rms(x: Tensor) -> Tensor:
 
 
 def report_blocks(values: NestedTensor, suffix: str) -> None:
-    """Reports one number per parameter, or per layer where the parameters are stacked.
+    """Reports scalars per parameter, or per layer of a stack, under the paths with a suffix.
 
-    Args:
-      values: laid out as the parameters; scalars, with a leading axis for each enclosing `VDict`.
-      suffix: appended to each path.
+    Each enclosing `VDict` adds a leading axis to the values.
     """
 
     def visit(value: Any, path: str) -> None:

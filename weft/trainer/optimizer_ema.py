@@ -49,8 +49,8 @@ def ema(
     Args:
       decay: weight of the previous average; may be a schedule.
       debias: whether to divide by `1 - decay**t` after t steps, to correct for the initial zero.
-      accumulator_dtype: dtype of the stored average; None for that of the parameter. With an
-        integer dtype the average is rounded to fixed point.
+      accumulator_dtype: dtype of the stored average, fixed-point if an integer; None for that of
+        the parameter.
     """
     decay_fn = as_schedule_fn(decay)
 
@@ -132,10 +132,8 @@ def param_ema(*, decay: Schedule | None = None) -> PartitionedGradientTransforma
     """Keeps an exponential moving average of the parameters and leaves updates unchanged.
 
     The average starts at zero; the decays of `weft.trainer.schedule.ema_schedule` correct for that.
+    `decay`, which may be a schedule, is the weight of the previous average; None keeps no average.
     State of layers, such as moving statistics, is stored without averaging.
-
-    Args:
-      decay: weight of the previous average; may be a schedule. None keeps no average.
     """
     if decay is None:
         return identity()

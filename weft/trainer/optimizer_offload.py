@@ -34,10 +34,9 @@ def offload_optimizer(
     """Keeps the state of an optimizer in another memory between steps.
 
     Args:
-      optimizer: a transformation, or a config of one.
       pattern: matches the whole path of the leaves to move, such as "0/mu/decoder/emb/weight".
       offload_src: memory in which the optimizer computes: "device" or "pinned_host".
-      offload_dst: memory that holds the state between steps: "device" or "pinned_host".
+      offload_dst: memory that holds the state between steps, as above.
 
     Raises:
       OptimizerArgumentError: if a memory is unknown.

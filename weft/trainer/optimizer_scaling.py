@@ -43,10 +43,8 @@ def scale_by_schedule(
 ) -> PartitionedGradientTransformation:
     """Multiplies updates by a schedule's value at the number of steps done.
 
-    Reports "schedule_step" and "schedule_scale".
-
-    Args:
-      name: prefix of the reported names; needed to distinguish two schedules.
+    Reports "schedule_step" and "schedule_scale", with the prefix `name` to distinguish two
+    schedules.
     """
     schedule_fn = as_schedule_fn(step_size_fn)
     prefix = "" if name is None else f"{name}/"
@@ -70,8 +68,7 @@ def scale_by_schedule(
 def scale_from_learning_rate(learning_rate: Schedule, *, flip_sign: bool = True) -> ScheduleFn:
     """Adapts a learning rate for `scale_by_schedule`; reports its value and "lr_schedule_step".
 
-    Args:
-      flip_sign: whether to negate the learning rate, for descent along gradients.
+    The returned schedule is negated for gradient descent unless `flip_sign` is False.
     """
     learning_rate_fn = as_schedule_fn(learning_rate)
 
@@ -135,8 +132,7 @@ def scale_update_per_param(per_param_scale: PerParamScale) -> PartitionedGradien
 def scale_by_param_block_rms(min_scale: float = 1e-3) -> PartitionedGradientTransformation:
     """Multiplies each update by its parameter's root mean square, per layer of a stack.
 
-    Args:
-      min_scale: minimum factor, which lets parameters that are zero change.
+    The factor is at least `min_scale`, which lets parameters that are zero change.
     """
 
     def scaled(update: Tensor, value: Tensor) -> Tensor:
@@ -225,9 +221,8 @@ def l2_regularizer(
 ) -> PartitionedGradientTransformation:
     """Adds to each gradient that of an L2 penalty, `regularizer_weight` times the parameter.
 
-    Args:
-      regularizer_weight: weight of half the squared norm; 0 or None disables the penalty.
-      per_param_scale: as for `add_decayed_weights`.
+    `regularizer_weight` is the weight of half the squared norm, with 0 or None for no penalty, and
+    `per_param_scale` is as for `add_decayed_weights`.
     """
     if not regularizer_weight:
         return identity()

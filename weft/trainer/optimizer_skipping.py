@@ -30,16 +30,15 @@ class DropNormThresholdFn(Protocol):
     """Function from statistics of past norms to norms above which a step is skipped."""
 
     def __call__(self, *, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
-        """Returns the thresholds.
+        """Returns thresholds by name, from statistics of the steps that were not skipped.
+
+        A step is skipped if its norm exceeds the smallest threshold; the steps that exceed each
+        threshold are counted.
 
         Args:
-          count: number of steps that were not skipped.
-          mean: moving average of their gradients' norms.
+          count: number of steps.
+          mean: moving average of the gradients' norms.
           stddev: moving standard deviation of the same.
-
-        Returns:
-          Thresholds by name. A step is skipped if its norm exceeds the smallest one; the steps that
-          exceed each threshold are counted.
         """
         ...
 
@@ -58,8 +57,7 @@ def drop_norm_by_grad_norm_stddev(
 ) -> DropNormThresholdFn:
     """Returns thresholds at multiples of the standard deviation above the mean norm.
 
-    Args:
-      min_count: number of steps before thresholds apply.
+    There are no thresholds in the first `min_count` steps.
     """
 
     def fn(*, count: Tensor, mean: Tensor, stddev: Tensor) -> dict[str, Tensor]:
@@ -74,15 +72,9 @@ def drop_norm_by_grad_norm_stddev(
 class SkipClipState(NamedTuple):
     """State of `skip_and_clip_by_global_norm`.
 
-    Attributes:
-      count: number of steps that were not skipped.
-      nonvalid_count: number of skipped steps.
-      grad_norm_ema: moving average of the norms of steps that were not skipped.
-      grad_norm_square_ema: moving average of their squares.
-      inner_state: state of the wrapped transformation.
-      drop_stats: number of times each threshold was exceeded, by its name.
-
-    All but `nonvalid_count` and `inner_state` are None unless `drop_norm` is a function.
+    `count` and the averages cover the steps that were not skipped, `nonvalid_count` the others;
+    `drop_stats` counts the steps above each threshold. All but `nonvalid_count` and `inner_state`
+    are None unless `drop_norm` is a function.
     """
 
     count: Any

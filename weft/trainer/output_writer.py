@@ -10,12 +10,7 @@ class BaseOutputWriter(Module):
     """Base class of output writers. A subclass defines `write` and, if it buffers, `flush`."""
 
     def write(self, *, input_batch: Nested[Any], output_batch: Nested[Any]) -> None:
-        """Writes the outputs of one batch.
-
-        Args:
-            input_batch: The batch, on the devices.
-            output_batch: The "output" of the metric calculator's `forward`.
-        """
+        """Writes the "output" of the metric calculator's `forward` for a batch on the devices."""
         raise NotImplementedError(type(self))
 
     def flush(self) -> None:

@@ -65,15 +65,9 @@ def mesh_shape_from_axes(
 ) -> tuple[int, ...]:
     """Returns the mesh shape for sizes by name, in the order of `MESH_AXIS_NAMES`.
 
-    One size may be -1, for the remaining devices.
-
-    Args:
-        pipeline: number of pipeline stages.
-        data: number of groups of devices with the same parameters and different rows.
-        expert: number of groups of experts.
-        fsdp: number of shards of parameters.
-        seq: number of shards of a sequence.
-        model: number of shards of heads, hidden dimensions and the vocabulary.
+    One size may be -1, for the remaining devices. The sizes are the numbers of pipeline stages, of
+    groups of devices with replicated parameters (`data`), of groups of experts, and of shards of
+    parameters (`fsdp`), of sequences, and of heads, hidden dimensions and the vocabulary (`model`).
 
     >>> mesh_shape_from_axes(data=-1, fsdp=8)
     (1, -1, 1, 8, 1, 1)
@@ -98,13 +92,11 @@ class ParallelismModifier(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a ParallelismModifier.
-
-        The first six fields are the sizes of the mesh axes, as for `mesh_shape_from_axes`.
+        """Configures a ParallelismModifier, with axis sizes as for `mesh_shape_from_axes`.
 
         Attributes:
-            num_microbatches: number of parts into which a pipeline divides a batch; None for twice
-                the number of stages.
+            num_microbatches: number of parts of a batch in a pipeline; None for twice the number of
+                stages.
         """
 
         pipeline: int = 1

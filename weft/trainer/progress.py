@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 def has_ended(reason: str) -> bool:
-    """Returns whether a run with this end reason is complete, rather than asked to stop.
-
-    Args:
-        reason: As passed to `RunListener.on_end`.
+    """Returns whether a run with this `on_end` reason is complete, rather than asked to stop.
 
     >>> has_ended("max_step"), has_ended("SIGTERM")
     (True, False)
@@ -31,14 +28,10 @@ class RunListener:
     """
 
     def on_start(self, trainer: "SpmdTrainer", resumed_from: int | None) -> None:
-        """Handles the start of the run, with the state ready and before the first step.
-
-        Args:
-            resumed_from: the step of the restored checkpoint, or None for a new run.
-        """
+        """Handles the start; `resumed_from` is the step of a restored checkpoint, or None."""
 
     def on_step(self, step: int, outputs: dict[str, Any], batch: Any) -> None:
-        """Handles the start of a training step's computation.
+        """Handles a dispatched step.
 
         Args:
             step: counts from 1.
@@ -55,16 +48,13 @@ class RunListener:
     def on_save_failed(self, step: int, error: CheckpointSaveError) -> None:
         """Handles a save that failed for lack of disk space; training continues.
 
-        Args:
-            step: the last step of the run; the error names the one that could not be saved.
-            error: names the cause and the existing checkpoints.
+        `step` is the last step of the run; the error names the step, the cause and existing
+        checkpoints.
         """
 
     def on_end(self, step: int, reason: str) -> None:
         """Handles the end of the run, even if it was asked to stop before `on_start`.
 
-        Args:
-            step: the last step of the run.
-            reason: "max_step", "input ended", "early stopping", or the name of the signal that
-                asked to stop; see `has_ended`.
+        The reason is "max_step", "input ended", "early stopping", or the name of the signal that
+        asked to stop; see `has_ended`.
         """

@@ -33,11 +33,10 @@ class PythonSavable(Protocol):
 
 
 def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> None:
-    """Writes the states of this process's savable objects.
+    """Writes the states of this process's savable objects, below a shared directory.
 
     Args:
         value_map: Values by path; those that are not savable are skipped.
-        dir: The directory, shared by all processes.
 
     Raises:
         CheckpointStateError: If a state is neither JSON nor bytes.
@@ -66,11 +65,7 @@ def maybe_save_python_savables(value_map: Mapping[str, Any], *, dir: str) -> Non
 
 
 def maybe_restore_python_savables(value_map: Mapping[str, Any], *, dir: str) -> None:
-    """Restores the states of this process's savable objects.
-
-    Args:
-        value_map: Values by path; those that are not savable are skipped.
-        dir: The directory that they were written to.
+    """Restores the states of this process's savable objects; skips other values.
 
     Raises:
         CheckpointStructureError: If a state is missing, or a different number of processes wrote

@@ -45,11 +45,7 @@ def render_report(directory: str) -> str:
 
 
 def read_curves(directory: str) -> dict[str, Curves]:
-    """Returns the scalar summaries of a run.
-
-    Returns:
-        Pairs of step and value by reporter (`train_train`, and the evalers) and summary path.
-    """
+    """Returns pairs of step and value by reporter (`train_train`, evalers) and summary path."""
     curves: dict[str, Curves] = {}
     for file in sorted(Path(directory, SUMMARIES_DIR).glob(f"**/{FILE_NAME}")):
         of_file = curves.setdefault(file.parent.name, {})

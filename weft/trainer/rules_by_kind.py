@@ -25,9 +25,7 @@ class RulesByKind(Configurable):
 
     @config_class
     class Config(Configurable.Config):
-        """Configures a RulesByKind.
-
-        Each field has pairs of a name and the mesh axis or axes for it, or None.
+        """Configures a RulesByKind with pairs of a name and the mesh axis or axes for it, or None.
 
         Attributes:
             parameters: for the model's parameters and other state.
@@ -42,13 +40,9 @@ class RulesByKind(Configurable):
         activations: AxisRules = []
 
     def with_all(self, rules: AxisRules) -> "KindRules":
-        """Returns the rules of each kind.
+        """Returns the rules of each kind, with those for all where a name has none.
 
-        Args:
-            rules: for all kinds; ignored for names that a kind has its own rules for.
-
-        Raises:
-            LogicalAxisError: if rules are malformed.
+        Raises a LogicalAxisError if rules are malformed.
         """
         return KindRules(
             **{kind: _before(getattr(self.config, kind), rules) for kind in KindRules._fields}

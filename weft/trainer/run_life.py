@@ -17,12 +17,8 @@ def run_life(
 ) -> Iterator[tuple[GracefulStop, RunListener]]:
     """Supervises a run while open; ends quietly if asked to stop before or after its steps.
 
-    Args:
-        cfg: the trainer's config.
-        step: returns the last step of the run.
-
-    Yields:
-        The object that decides when to stop, and the listener for the run.
+    Yields the object that decides when to stop, and the listener for the run. `step` returns the
+    run's last step.
     """
     limits = (cfg.watchdog_timeout_seconds, cfg.crash_on_hang_timeout_seconds)
     with (
@@ -44,7 +40,7 @@ def run_life(
 def void_later_summaries(
     reporters: Iterable[Any], checkpoints_dir: str, *, step: int, state: Any
 ) -> None:
-    """Discards summaries that the trainer and its evalers reported for steps after a restored one.
+    """Discards summaries that were reported for steps after a restored one.
 
     Args:
         reporters: the trainer and its evalers, with a `summary_writer` each.

@@ -65,10 +65,7 @@ MAY_CHANGE = frozenset(
 
 
 def check_run_dir(cfg: Any) -> None:
-    """Checks that a run may use its directory, without changes.
-
-    Args:
-        cfg: A trainer's config.
+    """Checks, without changes, that a run may use its directory.
 
     Raises:
         RunDirError: if the directory cannot be written, or belongs to another config or other data.
@@ -102,11 +99,7 @@ def check_run_dir(cfg: Any) -> None:
 def claim_run_dir(cfg: Any) -> bool:
     """Creates the directory of a run and records its start; returns whether it was started before.
 
-    Args:
-        cfg: A trainer's config.
-
-    Raises:
-        RunDirError: as for `check_run_dir`.
+    Raises a RunDirError like `check_run_dir`.
     """
     check_run_dir(cfg)
     directory = Path(cfg.dir)
@@ -125,11 +118,7 @@ def claim_run_dir(cfg: Any) -> bool:
 
 
 def read_record(directory: str) -> dict[str, Any]:
-    """Returns the contents of `run.json`, empty if the file is missing.
-
-    Raises:
-        RunDirError: if it cannot be read.
-    """
+    """Returns the contents of `run.json`, {} if missing; raises a RunDirError if damaged."""
     path = Path(directory, RECORD_FILE)
     try:
         record = read_json_file(path)
@@ -165,14 +154,7 @@ def environment() -> dict[str, Any]:
 
 
 def values_named(name: str, cfg: ConfigBase) -> dict[str, Any]:
-    """Returns all values of fields of a name, such as an input's `corpus`, that are not None.
-
-    Args:
-        cfg: The config of an input, or of anything that contains inputs.
-
-    Returns:
-        Configs, or objects, by path.
-    """
+    """Returns all values of fields of a name, such as an input's `corpus`, by path, unless None."""
     found: dict[str, Any] = {}
 
     def enter(path: str, value: Any, children: Any) -> Any:

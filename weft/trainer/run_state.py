@@ -7,13 +7,10 @@ from weft.trainer.python_savables import PythonSavable
 
 
 class RunState:
-    """States of a run's policies by name, for a checkpoint.
+    """States of a run's policies by name, for a checkpoint; policies without a state are omitted.
 
     Policies may change between two starts of a run: a policy without a saved state starts fresh,
     and saved states of removed policies are ignored.
-
-    Args:
-        parts: Policies by name; those without a state are omitted.
     """
 
     def __init__(self, parts: Mapping[str, Any]):

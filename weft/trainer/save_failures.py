@@ -16,12 +16,8 @@ from weft.errors import CheckpointSaveError
 def save_if_due(save: Callable[[], bool], *, report: Callable[[CheckpointSaveError], None]) -> bool:
     """Saves after a step and returns whether a save has begun.
 
-    Args:
-        save: saves if the policy requires it, and returns whether it did.
-        report: called with a failure that does not end the run.
-
-    Raises:
-        CheckpointSaveError: if a save failed for a reason other than lack of space.
+    `save` returns whether the policy required it. A failure for lack of space is passed to
+    `report`; others raise a CheckpointSaveError.
     """
     try:
         return save()
@@ -40,14 +36,8 @@ def save_at_end(
 ) -> bool:
     """Saves the last step of a run, waits for it, and returns whether a save was needed.
 
-    Args:
-        save: saves unless this step is already saved or being saved; returns whether it does.
-        wait: waits for a save in progress.
-        report: called with a failure that does not end the run: of an earlier step, or of the
-            first attempt.
-
-    Raises:
-        CheckpointSaveError: if the last step could not be saved.
+    `save` returns whether the step is not already saved or being saved. Failures of an earlier step
+    or of the first attempt are passed to `report`; the second one raises a CheckpointSaveError.
     """
 
     def save_and_wait() -> bool:

@@ -22,13 +22,9 @@ Schedule = float | Tensor | ScheduleFn | InstantiableConfig
 
 
 def as_schedule_fn(s: Schedule | None) -> ScheduleFn:
-    """Converts a schedule to a function from step to value.
+    """Converts a number, function, config of either, or None (constant 1) to a function.
 
-    Args:
-      s: a number, a function of the step, a config of either, or None for the constant 1.
-
-    Raises:
-      ScheduleError: if `s` is not a schedule.
+    Raises a ScheduleError for other values.
 
     >>> as_schedule_fn(0.1)(7)
     0.1
@@ -62,11 +58,6 @@ def polynomial(
     Between the two steps the value is `begin_value + (end_value - begin_value) * t**power`, where t
     grows from 0 to 1.
 
-    Args:
-      begin_step: last step with `begin_value`.
-      end_step: first step with `end_value`.
-      power: exponent; 1 is linear.
-
     Raises:
       ScheduleError: if `begin_step >= end_step`.
 
@@ -90,11 +81,7 @@ def exponential(
 ) -> ScheduleFn:
     """Interpolates from `begin_value` to `end_value` exponentially, constant before and after.
 
-    Both values must be positive.
-
-    Args:
-      begin_step: last step with `begin_value`.
-      end_step: first step with `end_value`.
+    Between the two steps the value changes by a constant factor per step.
 
     Raises:
       ScheduleError: if `begin_step >= end_step`, or if a value is not positive.
@@ -135,10 +122,7 @@ def inverse_sqrt(step: Tensor, warmup_steps: int = 1) -> Tensor:
 
 
 def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
-    """Concatenates schedules, each counting steps from its own start.
-
-    Args:
-      start_step: first step of each schedule except the first, in order.
+    """Concatenates schedules; those after the first begin at `start_step` and count from 0.
 
     Raises:
       ScheduleError: if the lengths do not match or the starts are not in order.
@@ -153,13 +137,10 @@ def stepwise(sub: Sequence[Schedule], start_step: Sequence[int]) -> ScheduleFn:
 
 
 def segment_wise(segments: Sequence[Schedule], *, segment_steps: Sequence[int]) -> ScheduleFn:
-    """Concatenates schedules like `stepwise`, given the length of each.
-
-    Args:
-      segment_steps: number of steps of each schedule except the last, which never ends.
+    """Concatenates schedules like `stepwise`, given the lengths of all but the last.
 
     Raises:
-      ScheduleError: if the lengths do not match or a length is negative.
+      ScheduleError: if the number of lengths does not match or one is negative.
 
     >>> warm = segment_wise([polynomial(end_step=4, end_value=1), 1.0], segment_steps=[4])
     >>> [float(warm(step)) for step in (0, 2, 4, 9)]
@@ -193,11 +174,8 @@ def adafactor(
 ) -> ScheduleFn:
     """Returns a linear warm-up, then `scale * step**decay_power`; both meet at `warmup_steps`.
 
+    `step_offset` is added to the step, for the steps of an earlier run.
     Source: Shazeer and Stern, https://arxiv.org/abs/1804.04235 (the default power).
-
-    Args:
-      warmup_steps: at least 1.
-      step_offset: added to the step: the steps of an earlier run.
 
     Raises:
       ScheduleError: if `warmup_steps < 1`.
@@ -256,12 +234,9 @@ def ema_schedule(
     With `t = max(step - step_offset, 0)` the value is `t / (t + 1)` while `t < warmup_steps`, then
     `decay`.
 
-    Args:
-      warmup_steps: at least 1; the first average is then the first value.
-      step_offset: step at which the average begins.
-
     Raises:
-      ScheduleError: if `warmup_steps < 1`.
+      ScheduleError: if `warmup_steps < 1`, for which the average would not start at the first
+        value.
 
     >>> [round(float(ema_schedule(0.9, warmup_steps=3)(step)), 4) for step in range(4)]
     [0.0, 0.5, 0.6667, 0.9]
@@ -301,7 +276,7 @@ def linear_schedule_with_warmup(
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, then decays linearly to `end_value` at `max_step`.
 
-    There is no warm-up with `warmup_steps=0`.
+    The warm-up starts at `begin_value`; `warmup_steps=0` disables it.
 
     Raises:
       ScheduleError: if `max_step` is not above `warmup_steps`.
@@ -328,13 +303,9 @@ def cosine_with_linear_warmup(
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, then decays by a cosine to `alpha * peak_lr` at `max_step`.
 
+    The warm-up starts at `begin_value`; `warmup_steps=0` disables it. The value is `peak_lr` until
+    `decay_begin_step`, by default, and if it is within the warm-up, the end of the warm-up.
     Source of the decay: Loshchilov and Hutter, https://arxiv.org/abs/1608.03983.
-
-    Args:
-      warmup_steps: 0 for no warm-up.
-      begin_value: value at the start of the warm-up.
-      decay_begin_step: start of the cosine; `peak_lr` is kept until then. By default, and if it is
-        within the warm-up, the end of the warm-up.
 
     Raises:
       ScheduleError: if `max_step` is not above the step at which the cosine begins.
@@ -366,13 +337,9 @@ def warmup_stable_decay(
 ) -> ScheduleFn:
     """Warms up linearly to `peak_lr`, keeps it, then decays linearly to `alpha * peak_lr`.
 
+    The warm-up starts at `begin_value`, `warmup_steps=0` disables it, and the decay lasts from
+    `decay_begin_step` to `max_step`.
     Source: Hägele et al., https://arxiv.org/abs/2405.18392 (a constant rate with a cooldown).
-
-    Args:
-      max_step: end of the decay.
-      decay_begin_step: start of the decay; not before the end of the warm-up.
-      warmup_steps: 0 for no warm-up.
-      begin_value: value at the start of the warm-up.
 
     Raises:
       ScheduleError: if not `warmup_steps <= decay_begin_step < max_step`.

@@ -28,12 +28,7 @@ def parameter_specs(model: BaseLayer, rules: Rules) -> Any:
 def state_specs(
     model: BaseLayer, learner: BaseLearner, rules: KindRules | None = None
 ) -> TrainerState:
-    """Returns shapes, dtypes and layouts of the state.
-
-    Args:
-        learner: determines the state for the model's parameters.
-        rules: for parameters and for the learner's state.
-    """
+    """Returns shapes, dtypes and layouts of the state, with rules for each kind of array."""
     rules = rules or KindRules()
     for_learner = parameter_specs(model, rules.optimizer)
     return TrainerState(
@@ -49,11 +44,7 @@ def partition_specs(specs: TrainerState) -> TrainerState:
 
 
 def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
-    """Returns the sharding of each array of a tree of specs.
-
-    Raises:
-        MeshError: if an array does not fit the mesh; the message names it.
-    """
+    """Returns the shardings of a tree of specs; raises a MeshError if an array does not fit."""
 
     def sharding(path: Any, spec: TensorSpec) -> jax.sharding.NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -67,12 +58,7 @@ def state_shardings(mesh: jax.sharding.Mesh, specs: Any) -> Any:
 def new_state(
     prng_key: Tensor, *, model: BaseLayer, learner: BaseLearner, model_specs: Any
 ) -> TrainerState:
-    """Computes the state before the first step.
-
-    Args:
-        prng_key: for the parameters and all steps.
-        model_specs: the specs of the model's parameters.
-    """
+    """Computes the state before the first step; the key serves the parameters and all steps."""
     prng_key, init_key = jax.random.split(prng_key)
     params = model.initialize_parameters_recursively(init_key)
     return TrainerState(

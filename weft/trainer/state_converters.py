@@ -20,12 +20,7 @@ from weft.trainer.train_step import TrainerState
 
 
 class MergeStateSelection(enum.StrEnum):
-    """Source of a leaf's value.
-
-    Attributes:
-        SOURCE: the storage, under the same path.
-        TARGET: initialized as in a run without a builder.
-    """
+    """Source of a leaf: the storage, under the same path, or the target, initialized as usual."""
 
     SOURCE = "source"
     TARGET = "target"
@@ -107,7 +102,6 @@ class BaseConverterFromPretrainedModel(Converter):
             source_trainer_config: makes the config of the trainer that saved the checkpoint, or a
                 function that does.
             mesh_shape: shape of the mesh that its arrays are read onto; None for the run's mesh.
-            mesh_axis_names: names of that mesh's axes.
         """
 
         source_trainer_config: Required[InstantiableConfig] = REQUIRED
@@ -204,8 +198,7 @@ class PosEmbeddingConverter(BaseConverterFromPretrainedModel):
         """Configures a PosEmbeddingConverter.
 
         Attributes:
-            strategy: "truncate" takes the first positions of a longer table; "interpolate" resizes
-                it linearly.
+            strategy: "truncate" shortens a longer table; "interpolate" resizes it linearly.
         """
 
         strategy: Required[str] = REQUIRED
@@ -262,12 +255,9 @@ class PruneEmaStateBuilder(Builder):
 def traverse_and_set_target_state_parameters(
     *, target_state: Any, target_scope: str, source_params: Any, source_scope: str
 ) -> Any:
-    """Returns a model's parameters with those of one layer taken from another model.
+    """Returns a model's parameters, or specs, with those of one layer taken from another model.
 
-    Args:
-        target_state: nested dicts of parameters, or their specs.
-        target_scope: path of the layer, with "/"; "" for the whole model.
-        source_scope: path of the layer in `source_params`.
+    A scope is the path of the layer in the model, with "/", or "" for the whole model.
 
     Raises:
         StateBuilderError: if a layer does not exist, or has other parameters.

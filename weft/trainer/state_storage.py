@@ -52,12 +52,7 @@ class StateStorageCommitCallback(Protocol):
     """Callback for a state that is on disk, called in the thread that wrote it."""
 
     def __call__(self, *, ckpt_dir: str, index: Index) -> None:
-        """Completes the checkpoint.
-
-        Args:
-            ckpt_dir: The directory that the state was written to.
-            index: The entries of the state.
-        """
+        """Completes the checkpoint in a directory, given the entries of the state."""
         ...
 
 
@@ -104,12 +99,8 @@ class StateStorage(Configurable):
 
         Args:
             state: A pytree of arrays, or `jax.ShapeDtypeStruct`s or `TensorSpec`s with the layouts
-                to restore to, Python values and savable objects.
-            ckpt_dir: The directory that it was saved to.
+                to restore to, Python values and savable objects, which are changed in place.
             validation: The required similarity of the checkpoint and `state`.
-
-        Returns:
-            A pytree like `state` with the saved values; savable objects are changed in place.
 
         Raises:
             CheckpointStructureError: If the structures differ.

@@ -49,12 +49,7 @@ _STYLE = (
 
 
 class RunStatus(RunListener):
-    """Listener that records the status of a run for other threads.
-
-    Args:
-        watchdog: knows the current activity.
-        listener: receives all events as well.
-    """
+    """Listener that records the status of a run for other threads and forwards all events."""
 
     def __init__(self, watchdog: Watchdog, listener: RunListener):
         self._watchdog = watchdog
@@ -222,12 +217,8 @@ class _Server(http.server.ThreadingHTTPServer):
 def status_page(port: int | None, watchdog: Watchdog, listener: RunListener) -> Iterator[Any]:
     """Serves the page while open, and yields the listener for the run.
 
-    Args:
-        port: 0 for any free port, None for no page. With several processes, each uses the next
-            port.
-
-    Raises:
-        StatusPageError: if the server cannot listen on the port.
+    Port 0 is any free port, None serves no page; with several processes, each uses the next port.
+    Raises a StatusPageError if the server cannot listen on the port.
     """
     if port is None:
         yield listener

@@ -4,7 +4,7 @@ import jax
 
 
 def aot_model_analysis(compiled: jax.stages.Compiled) -> str:
-    """Returns a compiled step's memory by purpose and its floating-point operations.
+    """Returns memory by purpose and floating-point operations of a compiled step.
 
     Args:
         compiled: from `SpmdTrainer.compile_train_step`.

@@ -1,4 +1,4 @@
-"""The train step as a compiled program: its layouts, and what it gives back and takes over."""
+"""Train step as a compiled program, with its shardings and donation."""
 
 import functools
 from collections.abc import Callable
@@ -27,19 +27,10 @@ def jit_train_step(
     specs: TrainerState,
     shardings: TrainerState,
 ) -> Callable[..., Any]:
-    """The step of a trainer, which donates the state to the one after it.
-
-    Args:
-        cfg: of the trainer.
-        model: its model.
-        learner: its learner.
-        input_: its input.
-        mesh: where it runs.
-        specs: of the state.
-        shardings: likewise.
+    """Returns the jitted step of a trainer, which donates the state to the next one.
 
     Raises:
-        MeshError: if a gradient does not fit the mesh, naming it.
+        MeshError: if a gradient does not fit the mesh; the message names it.
     """
     gradient_specs = parameter_specs(model, rules_of(cfg).gradients)
     state_shardings(mesh, {"gradients": gradient_specs})

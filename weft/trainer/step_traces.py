@@ -23,13 +23,10 @@ class StepTraces:
     Args:
         directory: The run's directory.
         start_steps: The first steps of traces; steps within an earlier trace are ignored.
-        n_steps: Number of steps per trace; None for 3.
+        n_steps: Number of steps per trace; None for 3. Less than 1 raises a ProfilerTraceError.
         processes: The processes that trace, or "all".
-        host_tracer_level: Level of detail for the host, 0 for none; None for JAX's default.
-        python_tracer_level: The same for Python.
-
-    Raises:
-        ProfilerTraceError: If `n_steps` is less than 1.
+        host_tracer_level, python_tracer_level: Level of detail for the host and for Python, 0 for
+            none; None for JAX's default.
     """
 
     def __init__(
@@ -62,8 +59,7 @@ class StepTraces:
     def around(self, step: int) -> Iterator[Callable[[Any], None]]:
         """Surrounds a step.
 
-        Yields:
-            A function to call with the step's outputs; it waits for them if a trace ends here.
+        Yields a function to call with the step's outputs, which it waits for if a trace ends here.
         """
         if step in self._start_steps and self._last is None:
             directory = os.path.join(self._directory, f"trace/step_{step:08d}")

@@ -83,8 +83,7 @@ class TensorStoreStateStorageBuilder(BaseStateStorageBuilder):
     class Config(BaseStateStorageBuilder.Config):
         """Configures a TensorStoreStateStorageBuilder.
 
-        Attributes:
-            dir: directory of one checkpoint, instead of `base_dir` and `step`.
+        `dir`, the directory of one checkpoint, replaces `base_dir` and `step`.
         """
 
         dir: str | None = None

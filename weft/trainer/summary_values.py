@@ -25,14 +25,12 @@ SummaryKind = Literal[
 
 
 class Shown(NamedTuple):
-    """Leaf of a step's summaries, on the host.
+    """Leaf of a step's summaries, on the host, with a path such as "model/decoder/loss".
 
     Attributes:
-        path: As "model/decoder/loss".
         kind: Kind of `value`; never "CallbackSummary", whose value is of another kind.
         value: A float, a str, or an array of values for a histogram, of images `[batch, height,
             width, channels]` or of audio `[batch, time, channels]`.
-        sample_rate: Sample rate of audio.
     """
 
     path: str
@@ -48,15 +46,12 @@ def due_summaries(
     every_n_steps: int,
     every_n_steps_by_kind: Mapping[SummaryKind, int] | None = None,
 ) -> list[Shown]:
-    """Returns the summaries of a step that are due.
+    """Returns the summaries of a step that are due, on the host, in order of their paths.
 
     Args:
         values: Summaries, scalars, arrays and strings in nested dicts. None is omitted.
         every_n_steps: Number of steps between two writes of a leaf.
         every_n_steps_by_kind: The same for leaves of some kinds.
-
-    Returns:
-        The due leaves with values on the host, in order of their paths.
     """
     intervals = every_n_steps_by_kind or {}
     due = {

@@ -18,7 +18,6 @@ class Series(NamedTuple):
     """Line of a chart.
 
     Attributes:
-        name: Shown in the legend and next to values.
         points: Pairs of x and y, sorted by x; non-finite ones are omitted.
         style: Index N of the page's class `series-N`.
         faint: Whether the line is in the background.
@@ -46,7 +45,7 @@ def line_chart(
         series: The lines, background lines first.
         levels: Horizontal lines by name, such as baselines.
         width: In CSS pixels, like `height`; the page may scale it.
-        label: Description of the chart for screen readers.
+        label: Description for screen readers.
 
     >>> line_chart([Series("loss", [(1, 3.0), (2, 2.5)])], label="loss").startswith("<svg")
     True
@@ -86,10 +85,7 @@ def thin_out(points: Sequence[Point], at_most: int = _MAX_POINTS) -> list[Point]
 
 
 def smoothed(points: Sequence[Point], span: float = 0.05) -> list[Point]:
-    """Returns a moving average that starts at the first value.
-
-    Args:
-        span: Approximate fraction of the points to average over.
+    """Returns a moving average over about a fraction `span` of the points, from the first value.
 
     >>> smoothed([(0, 1.0), (1, 2.0), (2, 3.0), (3, 3.0)], span=0.5)
     [(0, 1.0), (1, 1.6666666666666667), (2, 2.4285714285714284), (3, 2.7333333333333334)]

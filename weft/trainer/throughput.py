@@ -57,10 +57,7 @@ _KEPT_MARKS = 200
 
 
 def peak_flops_of(device_kind: str) -> float | None:
-    """Returns a device's peak operations per second; None for unknown kinds.
-
-    Args:
-        device_kind: As `jax.Device.device_kind`.
+    """Returns the peak operations per second of a `jax.Device.device_kind`; None for unknown ones.
 
     >>> peak_flops_of("NVIDIA H100 80GB HBM3"), peak_flops_of("cpu")
     (989000000000000.0, None)
@@ -70,12 +67,7 @@ def peak_flops_of(device_kind: str) -> float | None:
 
 
 class Throughput(Configurable):
-    """Measurement of a run's steps.
-
-    Args:
-        clock: Monotonic clock, in seconds.
-        now: Time of day, in seconds.
-    """
+    """Measurement of a run's steps, with a monotonic clock and the time of day, in seconds."""
 
     @config_class
     class Config(Configurable.Config):
@@ -137,15 +129,12 @@ class Throughput(Configurable):
         params: Any,
         input_wait_seconds: float = 0.0,
     ) -> dict[str, float]:
-        """Records a dispatched step.
+        """Records a dispatched step; returns values to report by name, mostly none.
 
         Args:
             outputs: Arrays that the step computes.
             model: The module whose `forward(input_batch)` the step differentiates.
             input_wait_seconds: Total time that the run has waited for batches so far.
-
-        Returns:
-            Values to report by name, mostly empty.
         """
         first = self._start is None
         if not first and step % self.config.every_n_steps:
@@ -210,11 +199,7 @@ class Throughput(Configurable):
             self._pause_began = None
 
     def on_checkpoint(self, step: int, outputs: Any) -> None:
-        """Records in the run's directory the time of the steps up to a saved one.
-
-        Args:
-            outputs: Arrays that the step computes.
-        """
+        """Records in the run's directory the time of the steps up to a saved one."""
         jax.block_until_ready(outputs)
         self._read(step)
         if jax.process_index():

@@ -77,11 +77,7 @@ def cast_floats(tree: Any, dtype: DType | None) -> Any:
 def cast_for_forward(
     params: NestedTensor, batch: Any, train_dtype: DType | PerParamDType | None
 ) -> tuple[NestedTensor, Any]:
-    """Casts parameters and a batch for the forward pass.
-
-    Args:
-        train_dtype: One dtype for all, a function that returns one per parameter, or None.
-    """
+    """Casts parameters and a batch to one dtype, to one per parameter, or not at all."""
     if train_dtype is None or not _is_per_param(train_dtype):
         return cast_floats(params, train_dtype), cast_floats(batch, train_dtype)
     dtypes = train_dtype(params)

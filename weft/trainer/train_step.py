@@ -18,10 +18,8 @@ from weft.typing import DType, NestedTensor, Tensor
 class TrainerState(NamedTuple):
     """State that training changes, except for the position in the data.
 
-    Attributes:
-        prng_key: for the next step.
-        model: the model's parameters and other state.
-        learner: the optimizer's state, moving averages of parameters, counters.
+    `prng_key` is for the next step, `model` has the model's parameters and other state, and
+    `learner` the optimizer's state, moving averages of parameters, and counters.
     """
 
     prng_key: Any
@@ -72,12 +70,10 @@ def train_step(
     Args:
         batch: as provided by the processes.
         model: returns a loss and auxiliary outputs from `forward(input_batch)`.
-        learner: a `BaseLearner`.
         input_: the `Input`, which dispatches the batch.
         model_specs: specs of the model's parameters.
         gradient_specs: specs of their gradients.
-        train_dtype: dtype of the model's computation, for all parameters or by path; None for that
-            of its parameters.
+        train_dtype: dtype of the computation, for all parameters or by path; None for that of each.
         with_gradients: whether to return the gradients that have to be finite.
 
     Returns:

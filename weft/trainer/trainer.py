@@ -1,9 +1,9 @@
-"""The trainer: a model, a learner, data, evaluation and checkpoints, on a mesh of devices.
+"""Trainer of a model on a mesh of devices, with evaluation and checkpoints.
 
-`run` reads from top to bottom: prepare the state (restored, or new), then for each batch one
-compiled step that updates the state in place, summaries, evaluation, a checkpoint when its policy
-says so. The order of steps, keys and data is a function of the config and the seed alone, so a run
-that was cut and one that was not end with the same bits.
+`run` prepares the state (restored or new), then for each batch runs one compiled step that updates
+the state in place, summaries, evaluation, and a checkpoint if its policy requires one. The order of
+steps, keys and data depends on the config and the seed alone; an interrupted run therefore ends
+with the same bits as an uninterrupted one.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ logger = logging.getLogger(__name__)
 
 
 class SpmdTrainer(Module):
-    """Trains a model on a mesh of devices."""
+    """Trainer of a model on a mesh of devices."""
 
     _needs_allow = ("compilation_cache_dir", "status_port")  # programs are code
 
@@ -99,49 +99,44 @@ class SpmdTrainer(Module):
         """Configures a SpmdTrainer.
 
         Attributes:
-            dir: the directory of the run.
-            model: the config of a layer of the hierarchy, or of a class or function that makes a
-              module of Linen, NNX or another library. Its call takes a batch and returns a scalar
-              loss and anything else, see `weft.trainer.model`.
-            learner: updates the parameters.
-            input: the training data.
-            max_step: the number of steps.
-            seed: for the parameters and all steps of a new run, where `run` is given no key.
-            mesh_shape: the number of devices along each axis of the mesh; one may be -1.
-            mesh_axis_names: the names of the axes.
-            mesh_rules: pairs of a regular expression for hardware and what is to hold for it: a
-              mesh shape, a config modifier, or None; see `select_mesh_config`.
-            batch_axis_names: the axes over which the rows of a batch are laid.
+            dir: directory of the run.
+            model: the config of a hierarchy layer, or of a class or function that makes a module of
+                Linen, NNX or another library. Its call takes a batch and returns a scalar loss and
+                auxiliary outputs, see `weft.trainer.model`.
+            input: training data.
+            max_step: number of steps.
+            seed: seed of a new run, for the parameters and all steps, if `run` gets no key.
+            mesh_shape: number of devices along each axis of the mesh; one may be -1.
+            mesh_rules: pairs of a regular expression for hardware and a mesh shape, a config
+                modifier, or None; see `select_mesh_config`.
+            batch_axis_names: mesh axes over which the rows of a batch are sharded.
             logical_axis_rules: pairs of a name that a layer or module gives to an axis, and the
-              mesh axis or axes over which such axes are laid, None for none; in the order of their
-              priority. In layers of the hierarchy a name without a rule is a mesh axis.
-            rules_by_kind: such rules for one kind of array, before those for all.
+                mesh axis or axes to shard it over, or None; in order of priority. In hierarchy
+                layers a name without a rule is a mesh axis.
+            rules_by_kind: such rules for one kind of array, which take precedence.
             evalers: evaluations by name.
-            checkpointer: saves and restores.
-            init_state_builder: builds what a run without a checkpoint begins with, such as
-              pretrained parameters; None draws it.
-            summary_writer: reports.
+            init_state_builder: builds the initial state of a run without a checkpoint, such as
+                pretrained parameters; None initializes it randomly.
             early_stopping: ends the run when the metric of an evaler no longer improves.
-            throughput: reports speed, MFU and goodput under "throughput"; None for not at all.
-            train_dtype: in which the model computes; None for that of its parameters. May be a
-              function that gives one for each parameter, as `per_param_train_dtype_by_path` does.
-            log_every_n_steps: how often the loss is logged; None for never.
-            watchdog_timeout_seconds: after how long without progress all threads' stacks are
-              printed.
-            crash_on_hang_timeout_seconds: after how long without progress the process is ended.
-            readiness_timeout_seconds: how long the first of several processes that is ready for its
-              first step, or has restored a checkpoint, waits for the last one.
-            status_port: of a page with the run's status, for this machine; 0 for any free one.
-            anomaly_policy: what to do about steps whose loss is undefined or jumps.
-            start_trace_steps: steps at which a profiler trace is started.
-            n_steps_for_each_trace: how many steps a trace covers, 3 if None.
-            start_trace_process_indices: the processes that trace, or "all".
-            host_tracer_level, python_tracer_level: how much of the host and of Python a trace has,
-              0 for nothing; None for what JAX chooses.
-            context_manager: opened around the whole run.
-            compilation_cache_dir: where compiled programs outlive the process; None leaves JAX as
-              it is set up.
-            config_modifiers: change this config, in their order, before a trainer is made of it.
+            throughput: reports speed, MFU and goodput under "throughput"; None for no report.
+            train_dtype: dtype of the model's computation; None for that of its parameters. May be a
+                function that returns one per parameter, such as `per_param_train_dtype_by_path`.
+            log_every_n_steps: interval for logging the loss; None for never.
+            watchdog_timeout_seconds: time without progress before all threads' stacks are printed.
+            crash_on_hang_timeout_seconds: time without progress before the process is ended.
+            readiness_timeout_seconds: time that the first of several processes to be ready for its
+                first step, or to have restored a checkpoint, waits for the last one.
+            status_port: port of a local page with the run's status; 0 for any free one.
+            anomaly_policy: policy for steps whose loss is undefined or jumps.
+            start_trace_steps: steps at which a profiler trace starts.
+            n_steps_for_each_trace: number of steps per trace, 3 if None.
+            start_trace_process_indices: processes that trace, or "all".
+            host_tracer_level, python_tracer_level: level of detail of traces for the host and for
+                Python, 0 for none; None for JAX's default.
+            context_manager: entered around the whole run.
+            compilation_cache_dir: directory that stores compiled programs for later processes; None
+                keeps JAX's setting.
+            config_modifiers: change this config, in order, before the trainer is made from it.
         """
 
         dir: Required[str] = REQUIRED
@@ -238,18 +233,18 @@ class SpmdTrainer(Module):
 
     @contextlib.contextmanager
     def mesh(self) -> Iterator[None]:
-        """Makes the trainer's mesh, and its rules for activations, the current ones while open."""
+        """Enters the trainer's mesh and its rules for activations."""
         with jax.set_mesh(self._mesh), logical_axis_rules(self._rules.activations):
             yield
 
     @property
     def step(self) -> int:
-        """The number of steps that were run."""
+        """Number of steps that were run."""
         return self._step
 
     @property
     def trainer_state(self) -> TrainerState:
-        """The present state; None before `init` or `restore_checkpoint`."""
+        """Current state; None before `init` or `restore_checkpoint`."""
         return self._state  # pyright: ignore[reportReturnType]
 
     @property
@@ -259,7 +254,7 @@ class SpmdTrainer(Module):
 
     @property
     def trainer_state_partition_specs(self) -> TrainerState:
-        """The layouts of the state."""
+        """Layouts of the state."""
         return partition_specs(self._state_specs)
 
     @property
@@ -273,10 +268,9 @@ class SpmdTrainer(Module):
         )
 
     def init(self, prng_key: Tensor) -> None:
-        """Draws or builds a new state, each array on the devices that hold it.
+        """Initializes or builds a new state, each array on the devices that hold it.
 
-        Args:
-            prng_key: for the parameters and all steps.
+        The key is for the parameters and all steps.
         """
         with self.mesh():
             self._step, self._state = initial_state(
@@ -284,7 +278,7 @@ class SpmdTrainer(Module):
                 self._new_state,
                 prng_key,
                 self._shardings,
-                interruptible=self._state is None,  # else one would be lost for a new one
+                interruptible=self._state is None,  # else a state would be replaced by a new one
             )
 
     # The data.
@@ -305,10 +299,10 @@ class SpmdTrainer(Module):
         """Restores the state, and the position in the data if `run` has opened it.
 
         Args:
-            restore_step: the step to restore; None for the newest that is whole.
+            restore_step: None for the newest undamaged checkpoint.
 
         Returns:
-            The step that was restored, or None if there is no checkpoint.
+            The restored step, or None if there is no checkpoint.
         """
         with self.mesh(), contextlib.ExitStack() as stack:
             stack.enter_context(getting_ready("restoring the checkpoint"))
@@ -329,15 +323,11 @@ class SpmdTrainer(Module):
     def save_checkpoint(
         self, evaler_summaries: dict[str, Any] | None, *, force: bool = False
     ) -> bool:
-        """Hands the state to the checkpointer.
+        """Passes the state to the checkpointer and returns whether it is saved.
 
         Args:
-            evaler_summaries: of the evalers that ran after this step, for policies that look at
-              them.
+            evaler_summaries: from the evalers that ran after this step, for policies that use them.
             force: whether to save even if the policy would not.
-
-        Returns:
-            Whether it was saved.
         """
         with self.mesh():
             return self.checkpointer.save(
@@ -356,16 +346,13 @@ class SpmdTrainer(Module):
         input_batch: Any = None,
         compiler_options: dict[str, Any] | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles the step ahead of time.
+        """Compiles the step ahead of time, with options for XLA.
 
-        Args:
-            trainer_state: arrays or their shapes; None for those of the config.
-            input_batch: likewise.
-            compiler_options: for XLA.
+        The state and batch are arrays or their shapes; None for those of the config.
         """
         with self.mesh():
             if trainer_state is None:
-                # The key as well: the devices of the mesh may be of another machine.
+                # The key too: the devices of the mesh may belong to another machine.
                 trainer_state = jax.eval_shape(lambda: self._new_state(jax.random.key(0)))
             if input_batch is None:
                 input_batch = batch_shapes(self.input, self._batch_partition(), self._mesh)
@@ -375,7 +362,7 @@ class SpmdTrainer(Module):
     # The run.
 
     def model_params_for_eval(self) -> Any:
-        """The parameters that evaluation uses: their moving average if the learner keeps one."""
+        """Returns the parameters for evaluation: their moving average if the learner keeps one."""
         ema = getattr(self.trainer_state.learner.get("ema"), "ema", None)
         return self.trainer_state.model if not jax.tree.leaves(ema) else ema
 
@@ -387,14 +374,14 @@ class SpmdTrainer(Module):
         return_evaler_summaries: bool | set[str] | None = None,
         listener: RunListener | None = None,
     ) -> dict[str, Any] | None:
-        """Trains until `max_step`, the end of the data, or a signal that asks to stop.
+        """Trains until `max_step`, the end of the data, or a signal to stop.
 
-        A run whose directory holds a checkpoint goes on from there.
+        A run continues from the checkpoint in its directory, if any.
 
         Args:
-            prng_key: the seed of a new run.
-            return_evaler_summaries: the evalers to run at the end, or True for all.
-            listener: is told what happens.
+            prng_key: seed of a new run.
+            return_evaler_summaries: names of evalers to run at the end, or True for all.
+            listener: receives the events of the run.
 
         Returns:
             The summaries of those evalers by name, or None.
@@ -404,10 +391,10 @@ class SpmdTrainer(Module):
             RunDirError: if the directory belongs to another config.
             UndefinedLossException: if the loss becomes NaN or infinite.
             LossSpikeError: if the loss jumps, and the policy is to stop then.
-            CheckpointSaveError: if the last step, or on a disk with room any step that was due,
-              could not be saved.
-            ProcessesNotReadyError: if another process does not come to the first step, or from a
-              checkpoint that is restored.
+            CheckpointSaveError: if the last step, or for a reason other than a full disk any step
+                that was due, could not be saved.
+            ProcessesNotReadyError: if another process does not reach the first step, or does not
+                finish restoring a checkpoint.
             ProcessLostError: if another process ends or fails.
         """
         cfg = self.config
@@ -453,7 +440,7 @@ class SpmdTrainer(Module):
             return {name: evaler_summaries[name] for name in cfg.evalers if name in wanted}
 
     def _reporters(self) -> list[Any]:
-        """The trainer and its evalers, which have a summary writer each."""
+        """Returns the trainer and its evalers, each with a summary writer."""
         return [self, *(self.children[name] for name in self.config.evalers)]
 
     def _void_later_summaries(self) -> None:
@@ -463,7 +450,7 @@ class SpmdTrainer(Module):
     def _run_steps(
         self, stop: GracefulStop, listener: RunListener, first_key: Tensor
     ) -> tuple[dict[str, Any], StopRun | None]:
-        """Runs the steps that are left; returns the last evaluations, and what stopped it."""
+        """Runs the remaining steps; returns the last evaluations, and the reason to stop."""
         evaler_summaries: dict[str, Any] = {}
         compiled = False
 
@@ -499,7 +486,7 @@ class SpmdTrainer(Module):
         return evaler_summaries, None
 
     def _run_step(self, batch: Any, listener: RunListener) -> dict[str, Any] | None:
-        """Runs a step; returns its outputs, or None if the run is to be rewound."""
+        """Runs a step; returns its outputs, or None if the run must be rewound."""
         cfg, step = self.config, self._step + 1
         with self._traces.around(step) as computes:
             self._state, outputs = self._train_step(self._state, batch)
@@ -530,7 +517,7 @@ class SpmdTrainer(Module):
         return outputs
 
     def _rewind(self, first_key: Tensor) -> None:
-        """Goes back to the last checkpoint, or to the start, but not in the data."""
+        """Returns to the last checkpoint, or to the start, but not in the data."""
         assert self._batches is not None
         position = self._batches.get_state()
         self.checkpointer.wait_until_finished()
@@ -565,13 +552,12 @@ class SpmdTrainer(Module):
             raise StopRun(Wish("end", EARLY_STOPPING))
 
     def _save_if_due(self, evaler_summaries: dict[str, Any], listener: RunListener) -> None:
-        """Saves if the policy says so."""
         report = functools.partial(self._on_save_failed, listener)
         if save_if_due(lambda: self.save_checkpoint(evaler_summaries), report=report):
             self._on_saved(listener)
 
     def _save_last(self, listener: RunListener, *, even_before_first: bool = False) -> None:
-        """Saves the present step, unless it is saved already, and waits for it."""
+        """Saves the current step, unless it is already saved, and waits for it."""
         due = bool(self._step or even_before_first)
         report = functools.partial(self._on_save_failed, listener)
         wait = self.checkpointer.wait_until_finished
@@ -584,7 +570,7 @@ class SpmdTrainer(Module):
         listener.on_checkpoint(self._step)
 
     def _on_save_failed(self, listener: RunListener, error: CheckpointSaveError) -> None:
-        logger.error("%s Training goes on from step %d.", error, self._step)
+        logger.error("%s Training continues from step %d.", error, self._step)
         self._failed_saves += 1
         self.summary_writer(self._step, {"failed_saves": self._failed_saves})
         listener.on_save_failed(self._step, error)

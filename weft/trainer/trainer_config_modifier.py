@@ -89,11 +89,7 @@ def _held_back(made: Any) -> frozenset[str]:
 
 
 def apply_config_modifiers(cfg: Any) -> Any:
-    """Applies the `config_modifiers` of a trainer's config.
-
-    Returns:
-        A modified copy without modifiers; `cfg` itself if it has none.
-    """
+    """Returns a copy with its `config_modifiers` applied and removed; `cfg` itself without any."""
     modifiers = getattr(cfg, "config_modifiers", ())
     if not modifiers:
         return cfg
@@ -186,10 +182,8 @@ class ModuleConfigModifier(ConfigModifier):
     class Config(ConfigModifier.Config):
         """Configures a ModuleConfigModifier.
 
-        Attributes:
-            target_config: path of the config to replace, such as
-                "model.decoder.transformer.layer.feed_forward".
-            modification: the new config.
+        `modification` replaces the config at a path such as
+        "model.decoder.transformer.layer.feed_forward".
         """
 
         target_config: Required[str] = REQUIRED
@@ -261,12 +255,7 @@ class GradientAccumulationModifier(ConfigModifier):
 
     @config_class
     class Config(ConfigModifier.Config):
-        """Configures a GradientAccumulationModifier.
-
-        Attributes:
-            grad_acc_steps: number of microbatches.
-            metric_accumulator: combines their summaries.
-        """
+        """Configures a GradientAccumulationModifier, which also combines the summaries."""
 
         grad_acc_steps: Required[int] = REQUIRED
         metric_accumulator: MetricAccumulator.Config = MetricAccumulator.default_config()

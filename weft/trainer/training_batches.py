@@ -20,11 +20,7 @@ def batch_partition(input_: Input, batch_axis_names: str | Sequence[str] | None)
 
 
 def check_batches(input_: Input, partition: PartitionSpec) -> None:
-    """Checks with zeros that a batch can be sharded, before any work.
-
-    Raises:
-        BatchShardingError: if it cannot.
-    """
+    """Checks with zeros that a batch can be sharded; raises a BatchShardingError if not."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), input_.element_spec())
     host_to_global_device_array(zeros, partition=partition)
 

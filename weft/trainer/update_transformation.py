@@ -43,12 +43,9 @@ from weft.typing import Nested, NestedTensor, Tensor
 
 
 class ForwardOutputs(PyTreeNode):
-    """Outputs of a forward pass.
+    """Outputs of a forward pass: loss, auxiliary outputs, and side outputs of the model.
 
-    Attributes:
-      loss: a scalar.
-      aux: auxiliary outputs.
-      output_collection: side outputs of the model; its state updates become in-place updates.
+    State updates among the side outputs become in-place updates.
     """
 
     loss: Any
@@ -76,10 +73,8 @@ class ForwardPass(PyTreeNode):
 class BackwardOutputs(PyTreeNode):
     """Outputs of the backward pass and the update.
 
-    Attributes:
-      updated_params: parameters after the step.
-      gradients: gradients of the loss that have to be finite: without those of parameters for which
-        the learner skips undefined steps. None if it does not tell.
+    `gradients` are those that have to be finite, without parameters for which the learner skips
+    undefined steps; None if it does not tell.
     """
 
     updated_params: Any
@@ -94,10 +89,7 @@ class ForwardBackwardOutputs(PyTreeNode):
 
 
 def mask_tree(tree: Any, *, keep: Nested[bool], mask_value: Any) -> Any:
-    """Replaces the leaves of a tree that `keep` marks False.
-
-    Args:
-      tree: may have fewer leaves than `keep`.
+    """Replaces the leaves of a tree that `keep`, which may have more leaves, marks False.
 
     >>> mask_tree({"a": 1, "b": 2}, keep={"a": True, "b": False}, mask_value=None)
     {'a': 1, 'b': None}
@@ -147,12 +139,11 @@ class Updates(PyTreeNode):
         *,
         fields: Sequence[str] = ("opt_params", "delta_updates", "inplace_updates"),
     ) -> "Updates":
-        """Masks the updates of all but some parameters.
+        """Masks the updates of parameters in the trees `fields`.
 
         Args:
           keep: a tree like `opt_params` that marks the parameters to keep, or a function that makes
             one from `opt_params`.
-          fields: the trees to mask.
         """
         kept = keep(self.opt_params) if callable(keep) else keep
         if "inplace_updates" in fields:
@@ -167,8 +158,8 @@ class Updates(PyTreeNode):
     def updated_values(self) -> NestedTensor:
         """Adds deltas to the parameters, then applies in-place updates.
 
-        Raises:
-          InplaceUpdateError: if an in-place update has no parameter, or another shape.
+        Raises an InplaceUpdateError for an in-place update without a parameter, or of another
+        shape.
         """
         _check_inplace_updates(self)
         delta_at, inplace_at = _flat(self.delta_updates), _flat(self.inplace_updates)
@@ -234,11 +225,7 @@ class WrappedPartitionedGradientTransformation(UpdateTransformation):
 
     @config_class
     class Config(UpdateTransformation.Config):
-        """Configures a WrappedPartitionedGradientTransformation.
-
-        Attributes:
-          transformation: with or without a partition.
-        """
+        """Configures a WrappedPartitionedGradientTransformation."""
 
         transformation: Required[
             ConfigOr[PartitionedGradientTransformation | optax.GradientTransformation]
@@ -276,8 +263,7 @@ class OverrideInplaceUpdateTransformation(WrappedPartitionedGradientTransformati
     class Config(WrappedPartitionedGradientTransformation.Config):
         """Configures an OverrideInplaceUpdateTransformation.
 
-        Attributes:
-          rules: regular expressions; a parameter whose whole path matches one is replaced.
+        A parameter is replaced if its whole path matches one of the regular expressions `rules`.
         """
 
         rules: Required[Sequence[str]] = REQUIRED
@@ -324,10 +310,8 @@ class ConditionalUpdateTransformation(UpdateTransformation):
     class Config(UpdateTransformation.Config):
         """Configures a ConditionalUpdateTransformation.
 
-        Attributes:
-          inner: an update transformation or an optimizer.
-          update_schedule: whether to update, as a function of the number of steps so far, or its
-            config; None for always.
+        `update_schedule` is a function of the number of steps so far, or its config; None for
+        always.
         """
 
         inner: Required[InstantiableConfig] = REQUIRED

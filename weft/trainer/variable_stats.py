@@ -16,10 +16,7 @@ _SAMPLES = 1024
 
 
 def variable_stat(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns the function that computes a statistic.
-
-    Raises:
-        VariableStatError: If the name is unknown.
+    """Returns the function that computes a statistic; raises a VariableStatError for unknown names.
 
     >>> float(variable_stat("norm")(jnp.array([3.0, -4.0])))
     5.0

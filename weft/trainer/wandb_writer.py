@@ -19,10 +19,7 @@ class WandBWriter(PeriodicWriter):
     All writers of a process, such as those of a trainer and its evalers, share one run; `prefix`
     distinguishes their summaries. The first one to write starts the run with its config, and ends
     it, unless the program itself started one. The id is stored in that writer's `dir`, so that
-    restarted training continues the run.
-
-    Raises:
-        MissingExtraError: If the package wandb is not installed.
+    restarted training continues the run. Without the package wandb it raises a MissingExtraError.
     """
 
     _needs_allow = True  # it opens connections

@@ -35,8 +35,7 @@ class WritingProcesses:
     def written(self) -> Iterator[None]:
         """Surrounds the writes of a process; in the first one it waits for all others.
 
-        Raises:
-            OSError: in the first process, if another one failed or timed out.
+        It raises an OSError in the first process if another one failed or timed out.
         """
         if self._count == 1:
             yield

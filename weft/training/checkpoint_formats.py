@@ -37,12 +37,9 @@ def is_orbax(path: str) -> bool:
 
 
 def read_checkpoint(path: str, target: Any) -> Any:
-    """Returns the state dict of a checkpoint.
+    """Returns the state dict of a checkpoint, a file or directory.
 
-    Args:
-        path: its file or directory.
-        target: a state dict whose arrays define the layout of arrays in files of their own, or
-            None.
+    Arrays in files of their own are laid out like those of the state dict `target`.
 
     Raises:
         DamagedCheckpointError: if the files are not as they were written.

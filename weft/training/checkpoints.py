@@ -43,7 +43,9 @@ def save_checkpoint(
     overwrite: bool = False,
     keep_every_n_steps: int | None = None,
 ) -> str:
-    """Writes a checkpoint that Flax can read, then removes old ones. Call it on one process.
+    """Writes a checkpoint that Flax can read, removes old ones, and returns its path.
+
+    Call it on one process.
 
     Args:
         ckpt_dir: created if needed. "" is the current directory, as for `pathlib`; `~` is not
@@ -54,9 +56,6 @@ def save_checkpoint(
         keep: number of newest checkpoints to keep, including this one; 0 keeps all.
         overwrite: whether to remove checkpoints of this and later steps.
         keep_every_n_steps: also keeps older checkpoints that are at least this far apart.
-
-    Returns:
-        The path of the file.
 
     Raises:
         InvalidCheckpointError: if this or a later step exists, and `overwrite` is False.
@@ -98,12 +97,8 @@ def restore_checkpoint(
         target: a tree like the saved one; None for its state dict. Arrays in Orbax's format are
             laid out like its `jax.Array`s or `jax.ShapeDtypeStruct`s with a sharding; a checkpoint
             in a single file is read as NumPy arrays and Python values.
-        step: None for the newest.
+        step: None for the newest, or for `target` itself if there is no checkpoint.
         prefix: start of the names, before the step.
-
-    Returns:
-        A tree like `target` with the saved values; `target` itself if there is no checkpoint and
-        `step` is None.
 
     Raises:
         MatchingCheckpointNotFoundError: if there is no checkpoint of `step`.
@@ -135,8 +130,7 @@ def available_steps(
 ) -> list[int | float]:
     """Returns the steps of the checkpoints in a directory, ascending; it need not exist.
 
-    Raises:
-        CheckpointStepError: if `step_type` is int and a step is not whole.
+    Raises a CheckpointStepError if `step_type` is int and a step is not whole.
     """
     found = _found(ckpt_dir, prefix)
     for step, path in found:
@@ -149,10 +143,7 @@ def available_steps(
 
 
 def natural_sort(file_list: Iterable[str], signed: bool = True) -> list[str]:
-    """Sorts names by the values of the numbers in them.
-
-    Args:
-        signed: whether a `-` before a number makes it negative.
+    """Sorts names by the values of the numbers in them, which may be negative if `signed`.
 
     Example:
         >>> natural_sort(["a10", "a9", "a1e3", "a-2"])

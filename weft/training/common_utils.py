@@ -14,16 +14,9 @@ from weft.functional.ranks import positions
 
 
 def shard(xs: Any) -> Any:
-    """Splits the first axis of every array over this process's devices.
+    """Splits arrays `(batch, ...)` over local devices to `(devices, batch / devices, ...)`.
 
-    Args:
-        xs: a pytree of arrays `(batch, ...)`.
-
-    Returns:
-        The same with arrays `(devices, batch / devices, ...)`.
-
-    Raises:
-        ArgumentShapeError: if the batch dimension is not divisible by the number of devices.
+    Raises an ArgumentShapeError if a batch dimension is not divisible.
 
     >>> shard({"x": jnp.ones((4 * jax.local_device_count(), 3))})["x"].shape[1:]
     (4, 3)
@@ -52,10 +45,7 @@ def shard_prng_key(prng_key: Key[Array, ""]) -> Key[Array, " devices"]:
 
 
 def stack_forest(forest: Sequence[Any]) -> Any:
-    """Stacks the arrays of several pytrees with equal structure.
-
-    Raises:
-        ArgumentValueError: if there are none.
+    """Stacks the arrays of several pytrees, at least one, with equal structure.
 
     >>> stack_forest([{"loss": 1.0}, {"loss": 2.0}])["loss"].tolist()
     [1.0, 2.0]
@@ -71,8 +61,7 @@ def stack_forest(forest: Sequence[Any]) -> Any:
 def get_metrics(device_metrics: Sequence[Any]) -> Any:
     """Stacks the metrics of several steps on the host, from those of the first device.
 
-    Args:
-        device_metrics: a pytree per step of arrays `(devices, ...)`, equal along the first axis.
+    Each step has a pytree of arrays `(devices, ...)`, equal along the first axis.
 
     >>> get_metrics([{"loss": jnp.full(8, 3.0)}, {"loss": jnp.full(8, 2.0)}])["loss"].tolist()
     [3.0, 2.0]
@@ -84,9 +73,7 @@ def get_metrics(device_metrics: Sequence[Any]) -> Any:
 def onehot(
     labels: Int[Array, "*batch"], num_classes: int, on_value: float = 1.0, off_value: float = 0.0
 ) -> Float[Array, "*batch num_classes"]:
-    """Returns `on_value` at each label and `off_value` elsewhere, in float32.
-
-    Labels that are not a class have no `on_value`.
+    """Returns `on_value` at each label that is a class and `off_value` elsewhere, in float32.
 
     >>> onehot(jnp.array([0, 2]), 3, 0.75, 0.25).tolist()
     [[0.75, 0.25, 0.25], [0.25, 0.25, 0.75]]

@@ -72,8 +72,7 @@ class DynamicScale(struct.PyTreeNode):
     ) -> Callable[..., DynamicScaleResult]:
         """Transforms a function like `jax.value_and_grad`, with a scaled loss.
 
-        Args:
-            axis_name: a mapped axis over which gradients are averaged.
+        Gradients are averaged over the mapped axis `axis_name`, if given.
         """
 
         def scaled(*args: Any, **kwargs: Any) -> tuple[Array, Any]:

@@ -11,10 +11,8 @@ class EarlyStopping(struct.PyTreeNode):
     Attributes:
         min_delta: minimum improvement that counts.
         patience: number of consecutive updates without improvement before the next one stops.
-        best_metric: smallest metric so far.
-        patience_count: number of updates since.
+        patience_count: number of updates since the best metric.
         should_stop: whether training should end; stays True.
-        has_improved: whether the last update improved the metric.
 
     Example:
         >>> stopping = EarlyStopping(min_delta=0.1, patience=1)
@@ -39,11 +37,7 @@ class EarlyStopping(struct.PyTreeNode):
         return EarlyStopping(min_delta=self.min_delta, patience=self.patience)
 
     def update(self, metric: Any) -> "EarlyStopping":
-        """Returns the state after one more evaluation.
-
-        Args:
-            metric: a number or an array with one; NaN is not an improvement.
-        """
+        """Returns the state after an evaluation with a scalar metric; NaN is not an improvement."""
         if self.best_metric - metric > self.min_delta:
             return self.replace(best_metric=metric, patience_count=0, has_improved=True)
         return self.replace(

@@ -11,15 +11,9 @@ from weft.input.prefetch import PrefetchingIterator
 
 
 class PrefetchIterator:
-    """Iterator that reads another one ahead in a thread, which starts at the first `next`.
+    """Iterator that reads up to `buffer_size` elements ahead in a thread, from the first `next` on.
 
     An error of the iterator is raised in place of the element, and at every later `next`.
-
-    Args:
-        buffer_size: maximum number of waiting elements.
-
-    Raises:
-        ArgumentValueError: if `buffer_size` is less than 1.
 
     >>> with PrefetchIterator([1, 2, 3], buffer_size=2) as elements:
     ...     list(elements)

@@ -21,11 +21,8 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 class TrainState(struct.PyTreeNode):
     """State of a simple training loop; derive from it to add fields.
 
-    Attributes:
-        step: number of applied gradients.
-        apply_fn: computes the model, usually its `apply`; static.
-        params: parameters, or a dict with the collections `params` and `OVERWRITE_WITH_GRADIENT`.
-        tx: optimizer; static.
+    `apply_fn` computes the model and is static, like the optimizer `tx`; `params` may be a dict
+    with the collections `params` and `OVERWRITE_WITH_GRADIENT`.
 
     Example:
         >>> state = TrainState.create(
@@ -44,13 +41,9 @@ class TrainState(struct.PyTreeNode):
     opt_state: optax.OptState
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
-        """Returns the state after one step of the optimizer.
+        """Returns the state after one step of the optimizer, with other fields changed by keyword.
 
-        Args:
-            **kwargs: other fields to change.
-
-        Raises:
-            TrainStateError: if only one of `params` and `grads` has `OVERWRITE_WITH_GRADIENT`.
+        Raises a TrainStateError if only one of `params` and `grads` has `OVERWRITE_WITH_GRADIENT`.
         """
         overwrites = _has_overwrites(self.params)
         if overwrites != _has_overwrites(grads):
@@ -71,14 +64,9 @@ class TrainState(struct.PyTreeNode):
 
     @classmethod
     def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
-        """Creates a state at step 0, with a fresh optimizer state.
+        """Creates a state at step 0 with a fresh optimizer state and the fields of a derived class.
 
-        Args:
-            apply_fn: may be None if unused.
-            **kwargs: fields of a derived class.
-
-        Raises:
-            TrainStateError: if `params` has `OVERWRITE_WITH_GRADIENT` but no `params`.
+        Raises a TrainStateError if `params` has `OVERWRITE_WITH_GRADIENT` but no `params`.
         """
         opt_state = tx.init(_optimized(params))
         return cls(step=0, apply_fn=apply_fn, params=params, tx=tx, opt_state=opt_state, **kwargs)
