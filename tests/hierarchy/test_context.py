@@ -102,7 +102,9 @@ def test_a_context_is_restored_when_anything_raises():
 def test_stacks_are_checked():
     with set_current_context(root_context()) as root:
         with (
-            pytest.raises(ContextStackError, match="root is no child of the current context root"),
+            pytest.raises(
+                ContextStackError, match="root is not a child of the current context root"
+            ),
             set_current_context(root_context()),
         ):
             pass

@@ -118,5 +118,5 @@ def test_shapes_of_other_inputs_are_refused(shape):
 @pytest.mark.parametrize("name", ["input_dim", "output_dim"])
 def test_groups_that_do_not_divide_are_refused(name):
     dims = {"input_dim": 6, "output_dim": 6, name: 4}
-    with pytest.raises(LayerConfigError, match=f"conv: {name}=4 cannot be cut"):
+    with pytest.raises(LayerConfigError, match=f"conv: {name}=4 is not divisible"):
         make(Conv1D, window=3, num_input_dim_groups=3, **dims)

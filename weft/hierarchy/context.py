@@ -1,9 +1,8 @@
-"""The side inputs and side outputs of a module's invocation.
+"""The invocation context: side inputs and side outputs of a module's methods.
 
-Modules hold no arrays. What an invocation needs beside its arguments (the module's state, a PRNG
-key, whether it is training) and what it gives beside its results (summaries, state updates, module
-outputs) is its `InvocationContext`. When a method calls a child's method, a child context is pushed
-on the thread's stack; when that returns, it is popped.
+Modules hold no arrays. An `InvocationContext` has the side inputs of an invocation (the module's
+state, a PRNG key, whether it is training) and its side outputs (summaries, state updates, module
+outputs). Calling a child's method pushes a child context on the thread's stack until it returns.
 """
 
 import contextlib
@@ -34,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class OutputCollection(NamedTuple):
-    """What an invocation gives beside its results; each a dict that is nested as the modules are.
+    """Side outputs of an invocation; each a dict nested as the modules.
 
     Attributes:
-        summaries: what was given to `add_summary`.
-        state_updates: what was given to `add_state_update`, laid out as the state.
-        module_outputs: what was given to `add_module_output`.
+        summaries: values added by `add_summary`.
+        state_updates: values added by `add_state_update`, in the layout of the state.
+        module_outputs: values added by `add_module_output`.
     """
 
     summaries: dict[str, Any]
@@ -47,7 +46,7 @@ class OutputCollection(NamedTuple):
     module_outputs: dict[str, Any]
 
     def add_child(self, name: str) -> "OutputCollection":
-        """The collection of a child of that name, which must be new.
+        """Returns the collection of a new child.
 
         Raises:
             OutputConflictError: if something of that name was added before.
@@ -61,11 +60,11 @@ class OutputCollection(NamedTuple):
         return self.child(name)
 
     def child(self, name: str) -> "OutputCollection":
-        """The collection of a child, which may have been made before."""
+        """Returns the collection of a child, created if missing."""
         return OutputCollection(*(outputs.setdefault(name, {}) for outputs in self))
 
     def update(self, collection: "OutputCollection") -> None:
-        """Adds what `collection` has at the top level, replacing entries of the same name."""
+        """Adds the top-level entries of `collection`, replacing entries of the same name."""
         for mine, theirs in zip(self, collection, strict=True):
             mine.update(theirs)
 
@@ -78,7 +77,7 @@ _ONE_OF = {
 
 
 def new_output_collection() -> OutputCollection:
-    """An empty collection."""
+    """Returns an empty collection."""
     return OutputCollection({}, {}, {})
 
 
@@ -93,19 +92,14 @@ def check_name(name: Any, place: str) -> None:
 
 
 def fold_in_name(prng_key: Tensor, name: str) -> Tensor:
-    """The PRNG key of a child: the parent's key with the child's name folded in.
-
-    Args:
-        prng_key: the parent's key.
-        name: of the child.
-    """
+    """Returns a child's PRNG key: the parent's key with the child's name folded in."""
     digest = int(hashlib.md5(name.encode(), usedforsecurity=False).hexdigest(), 16)
     return jax.random.fold_in(prng_key, digest % (2**31 - 1))
 
 
 @dataclasses.dataclass(frozen=True)
 class _ChildKey:
-    """A child's key before anybody asked for it; most modules never do, and folding costs."""
+    """Key of a child before its first use; most modules use none, and folding is expensive."""
 
     parent: "InvocationContext"
     name: str
@@ -113,15 +107,14 @@ class _ChildKey:
 
 @dataclasses.dataclass(eq=False)
 class InvocationContext:
-    """The context of one invocation of a module.
+    """Context of one invocation of a module.
 
     Attributes:
-        name: unique among the children of `parent`; the module's name unless `child_context` was
-            given another.
+        name: unique among the children of `parent`; by default the module's name.
         parent: the context of the caller, or None for a root.
-        module: whose method is invoked.
+        module: the module whose method is invoked.
         state: the module's state, a nested dict of arrays.
-        is_training: whether the invocation is a part of training.
+        is_training: whether the invocation is part of training.
         prng_key: the key for this invocation, or None.
         output_collection: the side outputs.
     """
@@ -140,7 +133,7 @@ class InvocationContext:
             # trace level.
             self._derived = self.prng_key
             del self.prng_key
-        # The trace to which outputs and keys belong: that in which the invocation began.
+        # The trace of outputs and keys: that in which the invocation began.
         self._trace: Any = current_trace() if self.parent is None else self.parent._trace
         self._child_calls: dict[str, str] = {}
         self._passages: dict[str, InvocationContext] = {}
@@ -157,23 +150,22 @@ class InvocationContext:
         raise AttributeError(f"InvocationContext has no attribute {name!r}.")
 
     def path(self) -> str:
-        """The names of the contexts from the root to this one, joined by dots."""
+        """Returns the names of the contexts from the root to this one, joined by dots."""
         if self.parent is None:
             return self._path or self.name
         return f"{self.parent.path()}.{self.name}"
 
     def add_child(self, name: str, **override_kwargs: Any) -> "InvocationContext":
-        """A context for invoking `module`, by default the child of that name.
+        """Returns a new child context for invoking `module`, by default the child of that name.
 
         Args:
             name: of the context, new among the children of this context.
-            **override_kwargs: fields that are not derived from this context: `module`, `state`,
-                `prng_key`, `is_training`, `output_collection`.
+            **override_kwargs: fields not derived from this context: `module`, `state`, `prng_key`,
+                `is_training`, `output_collection`.
 
         Raises:
             OutputConflictError: if the name was used before in this invocation.
-            InvalidDescendantError: if there is no such module, or its state cannot be reached from
-                here.
+            InvalidDescendantError: if there is no such module, or its state cannot be reached.
         """
         module = override_kwargs.pop("module", None) or self._child_module(name)
         if self._trace is not current_trace() and self.is_foreign():
@@ -187,18 +179,18 @@ class InvocationContext:
         return InvocationContext(name, self, module, **{**fields, **override_kwargs})
 
     def is_foreign(self) -> bool:
-        """Whether a JAX transformation is running that this invocation did not cross.
+        """Returns whether a JAX transformation is running that this invocation did not cross.
 
-        Then outputs would leak tracers, and keys be the same for every index.
+        Then outputs would leak tracers, and keys would be equal for all indices.
         """
         return self._trace != current_trace() and is_tracing()
 
     def make_foreign(self) -> None:
-        """Lets this context be as foreign as the one that it was made from."""
+        """Makes this context foreign where the context it was derived from is."""
         self._trace = None
 
     def passage(self, name: str) -> "InvocationContext":
-        """The context of a child that is only passed through on the way to a descendant."""
+        """Returns the context of a child that is only on the path to a descendant."""
         if name not in self._passages:
             self._passages[name] = InvocationContext(
                 name,
@@ -235,7 +227,7 @@ class InvocationContext:
         return self.output_collection.add_child(name)
 
     def _mend(self, name: str, module: "Module") -> str:
-        """The line that calls a module once more under a new name."""
+        """Returns the line that calls a module a second time under a new name."""
         stem, _, number = name.rpartition("_")
         n = int(number) + 1 if stem and number.isdecimal() else 2
         stem = stem if n > 2 else name
@@ -253,7 +245,7 @@ class InvocationContext:
         return f"`with child_context({f'{stem}_{n}'!r}, module={called}): {called}(...)`"
 
     def state_of(self, module: "Module") -> NestedTensor:
-        """The state of this context's module, of one below it, or of one shared with it."""
+        """Returns the state of this context's module, a descendant, or a shared module."""
         context = self
         while True:
             names = None if context.module is None else context.module.find_descendant(module)
@@ -275,14 +267,10 @@ class InvocationContext:
         )
 
     def functional(self, method_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A pure function of this context's invocation of `method_fn`.
+        """Returns a pure function of this context's invocation of `method_fn`.
 
-        Args:
-            method_fn: called in a copy of this context with empty outputs.
-
-        Returns:
-            A function with the arguments of `method_fn` that returns its result and an
-            `OutputCollection`.
+        It takes the arguments of `method_fn`, calls it in a copy of this context with empty
+        outputs, and returns its result and an `OutputCollection`.
         """
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
@@ -295,7 +283,7 @@ class InvocationContext:
         return pure
 
     def twin(self) -> "InvocationContext":
-        """A context like this one, with nothing in its outputs."""
+        """Returns a copy of this context without outputs."""
         twin = dataclasses.replace(
             self,
             prng_key=self.__dict__.get("_derived", self.__dict__.get("prng_key")),
@@ -305,7 +293,7 @@ class InvocationContext:
         return twin
 
     def add_summary(self, name: str, value: Any) -> None:
-        """Adds a value to be reported for this step; see `Module.add_summary`."""
+        """Adds a value to report for this step; see `Module.add_summary`."""
         self._add("summaries", name, value)
 
     def add_state_update(self, name: str, value: Any) -> None:
@@ -313,7 +301,7 @@ class InvocationContext:
         self._add("state_updates", name, value)
 
     def add_module_output(self, name: str, value: Any) -> None:
-        """Adds an output beside the result; see `Module.add_module_output`."""
+        """Adds an output other than the result; see `Module.add_module_output`."""
         self._add("module_outputs", name, value)
 
     def _add(self, kind: str, name: str, value: Any) -> None:
@@ -335,20 +323,20 @@ class InvocationContext:
         updates.update(value)
 
     def get_summaries(self) -> dict[str, Any]:
-        """The summaries so far."""
+        """Returns the summaries so far."""
         return self.output_collection.summaries
 
     def get_state_updates(self) -> dict[str, Any]:
-        """The state updates so far."""
+        """Returns the state updates so far."""
         return self.output_collection.state_updates
 
     def get_module_outputs(self) -> dict[str, Any]:
-        """The module outputs so far."""
+        """Returns the module outputs so far."""
         return self.output_collection.module_outputs
 
 
 class ContextStack(threading.local):
-    """The contexts that are open in this thread, the current one last."""
+    """Stack of this thread's open contexts, the current one last."""
 
     def __init__(self):
         self.stack: list[InvocationContext] = []
@@ -359,13 +347,13 @@ _contexts = ContextStack()
 
 
 def current_context() -> InvocationContext | None:
-    """The context of the invocation that this thread is in, or None."""
+    """Returns this thread's current context, or None."""
     stack = _contexts.stack
     return stack[-1] if stack else None
 
 
 def require_context(what: str) -> InvocationContext:
-    """The current context.
+    """Returns the current context.
 
     Raises:
         NoContextError: outside of an invocation.
@@ -381,10 +369,9 @@ def require_context(what: str) -> InvocationContext:
 
 
 class Entered:
-    """Makes a context current until the block ends, in the named scope of its module.
+    """Context manager that makes a context current, in the named scope of its module.
 
-    Compiled operations carry the names of the scopes around them, so that profiles and dumps say
-    which module they belong to.
+    Compiled operations carry their named scopes, which name the module in profiles and dumps.
 
     Args:
         context: to be pushed.
@@ -393,7 +380,7 @@ class Entered:
 
     __slots__ = ("_context", "_scope")
 
-    # A class, since a generator takes three times as many calls of Python.
+    # A class, since a generator takes three times as many Python calls.
     def __init__(self, context: InvocationContext, caller: InvocationContext | None):
         name, above = context.name, context.parent
         while above is not caller and above is not None:
@@ -418,8 +405,7 @@ def set_current_context(
 
     Args:
         context: to be pushed.
-        require_parent: whether the current context, if there is one, must be the parent of
-          `context`.
+        require_parent: whether the current context, if any, must be the parent of `context`.
 
     Raises:
         ContextStackError: if it must and is not.
@@ -427,8 +413,8 @@ def set_current_context(
     current = current_context()
     if require_parent and current is not None and context.parent is not current:
         raise ContextStackError(
-            f"{context.path()} is no child of the current context {current.path()}; "
-            "pass require_parent=False to set it all the same."
+            f"{context.path()} is not a child of the current context {current.path()}; "
+            "pass require_parent=False to set it anyway."
         )
     _contexts.stack.append(context)
     try:
@@ -443,7 +429,7 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
 
     Args:
         name: of the child context.
-        **kwargs: as for `InvocationContext.add_child`; `module` for another module than the child
+        **kwargs: as for `InvocationContext.add_child`; `module` for a module other than the child
             of that name.
 
     Raises:
@@ -456,7 +442,7 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
 
 
 def clone_context_stack() -> list[InvocationContext]:
-    """A copy of this thread's stack, for `install_context_stack` in another."""
+    """Returns a copy of this thread's stack, for `install_context_stack` in another thread."""
     return list(_contexts.stack)
 
 
@@ -464,7 +450,7 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
     """Makes `stack` this thread's stack.
 
     Raises:
-        ContextStackError: if an invocation is under way in this thread.
+        ContextStackError: if this thread has open contexts.
     """
     current = current_context()
     if current is not None:
@@ -476,7 +462,7 @@ def install_context_stack(stack: Sequence[InvocationContext]) -> None:
 
 
 def _caller() -> str:
-    """File and line of the nearest frame outside of this package's plumbing."""
+    """Returns file and line of the nearest frame outside of this package's internals."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") in _PLUMBING:
         frame = frame.f_back

@@ -1,7 +1,7 @@
-"""How an `InvocationContext` crosses a JAX transformation.
+"""Passing an `InvocationContext` through a JAX transformation.
 
-The entries of a context, by which filters name them: `state`, `prng_key`, `shared` (the states of
-modules shared from above) go in; `summaries`, `state_updates`, `module_outputs` come out.
+The entries of a context, as filters name them: `state`, `prng_key`, `shared` (the states of modules
+shared from above) are inputs; `summaries`, `state_updates`, `module_outputs` are outputs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ OUTPUTS = OutputCollection._fields
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What of a context is not an array. Its path is for errors and makes no difference."""
+    """Static part of a context. Its path is for errors and ignored in comparisons."""
 
     name: str
     module: "Module | None"
@@ -35,15 +35,7 @@ class _Static:
 
 
 def fork_key(prng_key: Any, n: int) -> Any:
-    """`n` keys from one, each split off from what the one before left.
-
-    Args:
-        prng_key: the key, or None.
-        n: the number of keys.
-
-    Returns:
-        The keys along a new leading axis, or None.
-    """
+    """Splits `n` keys off a key, sequentially, along a new leading axis; None for None."""
     return None if prng_key is None else _fork_key(prng_key, n)
 
 
@@ -59,7 +51,7 @@ def _fork_key(prng_key: Any, n: int) -> Any:
 
 
 def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
-    """The states of shared modules that are not below the context's own module."""
+    """Returns the states of shared modules that are not below the context's own module."""
     module = context.module
     shared = {} if module is None else module.shared_modules()
     return {
@@ -70,7 +62,7 @@ def _shared_states(context: InvocationContext) -> "dict[Module, Any]":
 
 
 class ContextKind(Kind):
-    """The kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
+    """Kind of `InvocationContext`; see `weft.lifting.crossing.Kind`."""
 
     carriers_are_leaves = True
 
@@ -123,8 +115,8 @@ class ContextKind(Kind):
         if new:
             raise TypeError(
                 f"a transformed function returned the context {new[0].path()}; return arrays, "
-                "and let the "
-                "context's outputs come back by themselves."
+                "the "
+                "context's outputs are passed on automatically."
             )
         groups = [
             group_collections(context.output_collection._asdict(), wanted)
@@ -133,7 +125,7 @@ class ContextKind(Kind):
         return None, groups, []
 
     def commit(self, outer: Sequence[InvocationContext], static, groups, new_groups):
-        # A foreign context has nothing in its outputs but the names of children.
+        # A foreign context has only the names of children in its outputs.
         pairs = zip(outer, groups, strict=True)
         native = [(context, of) for context, of in pairs if not context.is_foreign()]
         for context, of_context in native:
@@ -165,7 +157,7 @@ class ContextKind(Kind):
         }
 
     def created(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-        """The state's entries that a call updates, which another branch leaves as they are."""
+        """Returns the state entries that a call updates; other branches leave them unchanged."""
         entries = _entries_at(before.get("state", {}), after.get("state_updates", {}))
         return {"state_updates": entries} if entries else None
 
@@ -176,7 +168,7 @@ class ContextKind(Kind):
         return _place(static[carrier].module, static[carrier].path, path)
 
     def place_of(self, context: InvocationContext, kind: str, path: Any) -> str:
-        """Where an output is, by its path in one of the kinds of outputs; for errors."""
+        """Returns the location of an output, by its kind and path; for errors."""
         return _place(context.module, context.path(), (jax.tree_util.DictKey(kind), *path))
 
 
@@ -187,12 +179,12 @@ def _place(module: "Module | None", path_of_context: str, path: Any) -> str:
 
 
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
-    """The entries of all groups."""
+    """Returns the entries of all groups."""
     return {name: value for group in groups for name, value in (group or {}).items()}
 
 
 def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
-    """The entries of a nested state at the places of updates, where it has some."""
+    """Returns the entries of a nested state at the places of updates, where present."""
     found: dict[str, Any] = {}
     if isinstance(state, dict):
         for name, update in updates.items():
@@ -206,7 +198,7 @@ def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Nested dicts with the entries of both; where both have one, that of `b`."""
+    """Merges nested dicts; entries of `b` win."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return b
     return {**a, **{name: _merged(a[name], x) if name in a else x for name, x in b.items()}}

@@ -17,9 +17,9 @@ _OF_LOOP = Roles((("prng_key", FORK), (True, None)))
 
 
 def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_val: Any) -> Any:
-    """`jax.lax.while_loop` of functions that invoke modules, to be called inside an invocation.
+    """Runs `jax.lax.while_loop` on functions that invoke modules, inside an invocation.
 
-    The state is the same in each iteration, and each has a PRNG key of its own.
+    Every iteration has the same state and its own PRNG key.
 
     Args:
         cond_fn: takes the carry and returns whether to continue.
@@ -27,8 +27,8 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_va
         init_val: the first carry.
 
     Raises:
-        LoopOutputError: if one of the functions adds a summary, state update or module output: such
-            a loop has no place for those of each iteration.
+        LoopOutputError: if a function adds a summary, state update or module output, which the loop
+            cannot collect per iteration.
     """
     lifted = lifting.while_loop(
         CONTEXTS,
@@ -47,15 +47,14 @@ def fori_loop(
     *,
     unroll: int | bool | None = None,
 ) -> Any:
-    """`jax.lax.fori_loop` of a function that invokes modules; see `while_loop`.
+    """Runs `jax.lax.fori_loop` on a function that invokes modules; see `while_loop`.
 
     Args:
         lower: the first index.
-        upper: the index after the last. With Python numbers the loop can be differentiated in
-            reverse.
+        upper: the index after the last. With Python numbers the loop is reverse-differentiable.
         body_fn: takes the index and the carry and returns the next carry.
         init_val: the first carry.
-        unroll: how many iterations are written out, where both bounds are Python numbers.
+        unroll: number of iterations to unroll, if both bounds are Python numbers.
 
     Raises:
         LoopOutputError: as for `while_loop`.
@@ -77,18 +76,18 @@ def fori_loop(
 
 
 def _without_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
-    """`fn` in a context, which must add nothing to its outputs."""
+    """Returns `fn` in a context to which it must not add outputs."""
 
     def call(context: InvocationContext, *args: Any) -> Any:
         result = in_context(fn)(context, *args)
         for kind, outputs in context.output_collection._asdict().items():
             for path, _ in jax.tree_util.tree_leaves_with_path(outputs):
                 raise LoopOutputError(
-                    f"{CONTEXTS.place_of(context, kind, path)} is added in a {loop}, which has no "
-                    "place for what each iteration adds. Return it with the carry and add it "
-                    "after the loop, or use `scan_in_context`, which stacks what is added."
+                    f"{CONTEXTS.place_of(context, kind, path)} is added in a {loop}, which cannot "
+                    "collect outputs per iteration. Return it with the carry and add it "
+                    "after the loop, or use `scan_in_context`, which stacks outputs."
                 )
-            outputs.clear()  # the names of children, which may be called outside as well
+            outputs.clear()  # the names of children, which may also be called outside
         return result
 
     return named_after(fn, call)
@@ -97,20 +96,19 @@ def _without_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
 def cond(
     pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *operands: Any
 ) -> Any:
-    """`jax.lax.cond` of functions that invoke modules; see `switch`."""
+    """Runs `jax.lax.cond` on functions that invoke modules; see `switch`."""
     index = jnp.asarray(pred, bool).astype(jnp.int32)
     return _switch("cond", index, (false_fun, true_fun), operands, ("false_fun", "true_fun"))
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """`jax.lax.switch` of functions that invoke modules, to be called inside an invocation.
+    """Runs `jax.lax.switch` on functions that invoke modules, inside an invocation.
 
     Args:
-        index: which of the branches runs.
+        index: of the branch to run.
         branches: functions of `operands`, with results of the same structure. They add the same
-            summaries and module outputs. A state update that only some of them make leaves the
-            state as it is in the others.
-        *operands: the arguments.
+            summaries and module outputs. A state update made by only some of them leaves the state
+            unchanged in the others.
 
     Raises:
         OutputConflictError: if a branch invokes a child that was invoked before.
@@ -133,7 +131,7 @@ def _switch(
     def in_branch(branch: Callable[..., Any]) -> Callable[..., Any]:
         def call(inner: InvocationContext, *operands: Any) -> Any:
             result = in_context(branch)(inner, *operands)
-            # What has no output differs from branch to branch, and is not part of the result.
+            # Entries without outputs differ between branches and are not part of the result.
             outputs = inner.output_collection
             called.update(set.intersection(*(set(part) for part in outputs)))
             if twice := sorted(called & context.output_collection.summaries.keys()):

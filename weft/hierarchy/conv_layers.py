@@ -1,8 +1,8 @@
 """Convolution layers.
 
 Inputs are `(batch, *spatial, input_dim)`. Parameters: `weight` of shape
-`(*window, input_dim / num_input_dim_groups, output_dim)`, and `bias`. What a padding's name means
-is written in `weft.functional.conv_shape`.
+`(*window, input_dim / num_input_dim_groups, output_dim)`, and `bias`. See
+`weft.functional.conv_shape` for the named paddings.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ ConvPaddingType = ConvPadding
 
 
 class BaseConv(BaseLayer):
-    """Base of the convolutions, over any number of spatial axes.
+    """Base of the convolutions over any number of spatial axes.
 
     A subclass declares `output_dim`, `window`, `strides`, `padding`, `dilation` and `bias`, and
-    with them has parameters and `output_shape`.
+    inherits parameters and `output_shape`.
     """
 
     @config_class
@@ -32,18 +32,18 @@ class BaseConv(BaseLayer):
 
         Attributes:
             input_dim: the number of input channels.
-            num_input_dim_groups: the channels are cut into so many groups, each convolved by
-                itself; input_dim convolves each channel alone.
+            num_input_dim_groups: number of groups of channels, each convolved separately; input_dim
+                for a depthwise convolution.
         """
 
         input_dim: Required[int] = REQUIRED
         num_input_dim_groups: int = 1
 
-    _num_axes: ClassVar[int] = 0  # how many spatial axes there are
+    _num_axes: ClassVar[int] = 0  # number of spatial axes
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by output channels."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
         cfg = super().default_config()
         return cfg.set(param_partition_spec=(None,) * (cls._num_axes + 1) + ("model",))
 
@@ -54,19 +54,19 @@ class BaseConv(BaseLayer):
             size = getattr(cfg, name, groups)
             if size % groups:
                 raise LayerConfigError(
-                    f"{self.path()}: {name}={size} cannot be cut into "
-                    f"num_input_dim_groups={groups} equal groups; set both so that they divide."
+                    f"{self.path()}: {name}={size} is not divisible by "
+                    f"num_input_dim_groups={groups}; change one of them."
                 )
 
     def _per_axis(self, name: str) -> tuple[int, ...]:
-        """A field with one number per spatial axis."""
+        """Returns a field with one number per spatial axis."""
         value = getattr(self.config, name)
         if value is None:
             return (1,) * self._num_axes
         return (value,) if isinstance(value, int) else tuple(value)
 
     def _window_sizes(self) -> dict[str, Any]:
-        """The window as the functions of `weft.functional` take it."""
+        """Returns the window as keyword arguments for `weft.functional`."""
         return {
             "window": self._per_axis("window"),
             "strides": self._per_axis("strides"),
@@ -90,7 +90,7 @@ class BaseConv(BaseLayer):
         return specs
 
     def _channels(self) -> tuple[int, int]:
-        """The weight's last two axes."""
+        """Returns the sizes of the weight's last two axes."""
         cfg = self.config
         return cfg.input_dim // cfg.num_input_dim_groups, cfg.output_dim
 
@@ -119,10 +119,10 @@ class BaseConv(BaseLayer):
         """Returns the shape of the output.
 
         Args:
-            input_shape: `(batch, *spatial, input_dim)`, None for what is not known.
+            input_shape: `(batch, *spatial, input_dim)`, None for unknown sizes.
 
         Raises:
-            ArgumentShapeError: if the rank or the channels are others.
+            ArgumentShapeError: if the rank or the number of channels is wrong.
         """
         batch, *spatial, channels = input_shape
         if len(spatial) != self._num_axes or channels not in (None, self.config.input_dim):
@@ -134,7 +134,7 @@ class BaseConv(BaseLayer):
 
 
 class Conv1D(BaseConv):
-    """A convolution over time.
+    """Convolution over time.
 
     Example:
         >>> cfg = Conv1D.default_config().set(input_dim=2, output_dim=4, window=3, padding="SAME")
@@ -148,13 +148,11 @@ class Conv1D(BaseConv):
 
         Attributes:
             output_dim: the number of output channels.
-            window: the window's size.
             strides: the step between two outputs.
             padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
             dilation: the step between two positions of a window; None is 1.
-            bias: whether to add a bias.
             input_partition_spec: the mesh axes of the input; None leaves it to the compiler.
-            output_partition_spec: the mesh axes of the output, likewise.
+            output_partition_spec: the mesh axes of the output; None leaves it to the compiler.
         """
 
         output_dim: Required[int] = REQUIRED
@@ -169,10 +167,7 @@ class Conv1D(BaseConv):
     _num_axes = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves.
-
-        Args:
-            x: `Float[Array, "batch time input_dim"]`.
+        """Convolves `Float[Array, "batch time input_dim"]`.
 
         Returns:
             `Float[Array, "batch out_time output_dim"]`.
@@ -182,20 +177,18 @@ class Conv1D(BaseConv):
 
 
 class Conv2D(BaseConv):
-    """A convolution over height and width."""
+    """Convolution over height and width."""
 
     @config_class
     class Config(BaseConv.Config):
-        """Configures a Conv2D.
+        """Configures a Conv2D, with window sizes, strides and dilations per axis.
 
         Attributes:
             output_dim: the number of output channels.
-            window: the window's size along each axis.
-            strides: the step between two outputs along each axis.
+            strides: the steps between two outputs.
             padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                for each axis.
-            dilation: the step between two positions of a window along each axis; None is 1.
-            bias: whether to add a bias.
+                per axis.
+            dilation: the steps between two positions of a window; None is 1.
         """
 
         output_dim: Required[int] = REQUIRED
@@ -208,10 +201,7 @@ class Conv2D(BaseConv):
     _num_axes = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves.
-
-        Args:
-            x: `Float[Array, "batch height width input_dim"]`.
+        """Convolves `Float[Array, "batch height width input_dim"]`.
 
         Returns:
             `Float[Array, "batch out_height out_width output_dim"]`.
@@ -220,21 +210,11 @@ class Conv2D(BaseConv):
 
 
 class Conv3D(BaseConv):
-    """A convolution over three axes, as of a video or a volume."""
+    """Convolution over three axes, such as those of a video or a volume."""
 
     @config_class
     class Config(BaseConv.Config):
-        """Configures a Conv3D.
-
-        Attributes:
-            output_dim: the number of output channels.
-            window: the window's size along each axis.
-            strides: the step between two outputs along each axis.
-            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                for each axis.
-            dilation: the step between two positions of a window along each axis; None is 1.
-            bias: whether to add a bias.
-        """
+        """Configures a Conv3D; fields as in `Conv2D.Config`."""
 
         output_dim: Required[int] = REQUIRED
         window: tuple[int, int, int] = (1, 1, 1)
@@ -246,10 +226,7 @@ class Conv3D(BaseConv):
     _num_axes = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves.
-
-        Args:
-            x: `Float[Array, "batch depth height width input_dim"]`.
+        """Convolves `Float[Array, "batch depth height width input_dim"]`.
 
         Returns:
             `Float[Array, "batch out_depth out_height out_width output_dim"]`.

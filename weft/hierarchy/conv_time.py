@@ -1,7 +1,7 @@
-"""Convolutions over time that know where their input is padding.
+"""Convolutions over time for padded sequences.
 
-Paddings are `Num[Array, "batch time"]`, 1 for padding and 0 elsewhere. What is padding is zero
-before and after a layer, whatever it held.
+Paddings are `Num[Array, "batch time"]`, 1 for padding and 0 elsewhere. Layers zero padded positions
+of their inputs and outputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from weft.typing import Tensor
 
 
 def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
-    """Returns `x` with zeros where it is padding.
+    """Returns `x` with zeros at padded positions.
 
     Args:
         x: `Num[Array, "batch time *rest"]`.
@@ -34,16 +34,13 @@ def convolve_with_paddings(
     x: Tensor,
     paddings: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Convolves what is not padding.
+    """Convolves `x` without its padding, and returns the output and its paddings.
 
     Args:
         convolve: from `x` to the output.
         conv_paddings: from `paddings` to those of the output.
         x: `Num[Array, "batch time *rest"]`.
         paddings: `Num[Array, "batch time"]`.
-
-    Returns:
-        The output and its paddings.
     """
     y = convolve(zero_padding(x, paddings))
     out_paddings = conv_paddings(paddings)
@@ -51,7 +48,7 @@ def convolve_with_paddings(
 
 
 def time_axis(layer: BaseConv) -> dict[str, Any]:
-    """A convolution's window along its first spatial axis, as `compute_conv_paddings` takes it."""
+    """Returns a convolution's window along its first spatial axis, for `compute_conv_paddings`."""
     sizes = layer._window_sizes()
     padding = sizes["padding"]
     return {
@@ -64,21 +61,21 @@ def time_axis(layer: BaseConv) -> dict[str, Any]:
 
 
 class Conv1DWithPadding(Conv1D):
-    """A convolution over time that knows where its input is padding."""
+    """Convolution over time for padded sequences."""
 
     @config_class
     class Config(Conv1D.Config):
         """Configures a Conv1DWithPadding.
 
         Attributes:
-            anchor: the position in the window that decides what is padding; None is the first that
-                lies on the input.
+            anchor: the position in the window whose padding an output gets; None is the first that
+                is not in the convolution's own padding.
         """
 
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves.
+        """Convolves a padded sequence.
 
         Args:
             x: `Float[Array, "batch time input_dim"]`.
@@ -90,30 +87,25 @@ class Conv1DWithPadding(Conv1D):
         return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns which outputs are padding.
-
-        Args:
-            paddings: `Num[Array, "batch time"]`, 1 where the input is padding.
-        """
+        """Returns the paddings of the output."""
         return compute_conv_paddings(paddings, **time_axis(self))
 
 
 class Conv2DWith1DPadding(Conv2D):
-    """A convolution over time and another axis that knows where its input is padding."""
+    """Convolution over time and another axis for padded sequences."""
 
     @config_class
     class Config(Conv2D.Config):
         """Configures a Conv2DWith1DPadding.
 
         Attributes:
-            anchor: the position in the window that decides what is padding; None is the first that
-                lies on the input.
+            anchor: as for `Conv1DWithPadding`.
         """
 
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves.
+        """Convolves padded sequences.
 
         Args:
             x: `Float[Array, "batch time width input_dim"]`.
@@ -125,25 +117,21 @@ class Conv2DWith1DPadding(Conv2D):
         return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns which outputs are padding.
-
-        Args:
-            paddings: `Num[Array, "batch time"]`, 1 where the input is padding.
-        """
+        """Returns the paddings of the output."""
         return compute_conv_paddings(paddings, **time_axis(self))
 
 
 class StackOverTime(BaseLayer):
-    """Joins consecutive vectors into one: fewer positions, more dimensions, no parameters."""
+    """Layer without parameters that concatenates consecutive vectors into fewer, larger ones."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a StackOverTime.
 
         Attributes:
-            stride: how many vectors become one.
-            padding: "SAME", "VALID", "CAUSAL" or a pair (left, right): what to do where the
-                vectors do not come out even. "VALID" drops the last ones.
+            stride: number of vectors to concatenate.
+            padding: "SAME", "VALID", "CAUSAL" or a pair (left, right), for lengths that `stride`
+                does not divide. "VALID" drops the last vectors.
         """
 
         stride: Required[int] = REQUIRED
@@ -155,7 +143,7 @@ class StackOverTime(BaseLayer):
         return conv_explicit_padding(window=(cfg.stride,), strides=(cfg.stride,), padding=padding)
 
     def forward(self, inputs: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Joins vectors.
+        """Concatenates vectors.
 
         Args:
             inputs: `Float[Array, "batch time dim"]`.
@@ -173,11 +161,7 @@ class StackOverTime(BaseLayer):
         return x[:, : count * stride].reshape(x.shape[0], count, stride * x.shape[2])
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns which outputs are padding: those of which the first vector is.
-
-        Args:
-            paddings: `Num[Array, "batch time"]`, 1 where the input is padding.
-        """
+        """Returns the paddings of the output: those of the first vector of each."""
         stride = self.config.stride
         return compute_conv_paddings(
             paddings, window=stride, stride=stride, conv_padding=self._explicit_padding()
@@ -188,7 +172,7 @@ class StackOverTime(BaseLayer):
         """Returns the shape of the output.
 
         Args:
-            input_shape: `(batch, time, dim)`, None for what is not known.
+            input_shape: `(batch, time, dim)`, None for unknown sizes.
         """
         batch, time, dim = input_shape
         stride = self.config.stride

@@ -1,4 +1,4 @@
-"""Transposed convolutions: layers that make their input larger by a learned window.
+"""Transposed convolutions: layers that upsample their input by a learned window.
 
 Parameters: `weight` of shape `(*window, input_dim / num_input_dim_groups, output_dim)`, and `bias`.
 """
@@ -19,7 +19,7 @@ from weft.typing import Tensor
 
 
 class BaseConvTranspose(BaseConv):
-    """Base of the transposed convolutions, over any number of spatial axes."""
+    """Base of the transposed convolutions over any number of spatial axes."""
 
     def _convolve(self, x: Tensor) -> Tensor:
         sizes = self._window_sizes()
@@ -37,7 +37,7 @@ class BaseConvTranspose(BaseConv):
         return y
 
     def _transposes_kernel(self) -> bool:
-        """Whether the weight is that of the convolution which this one undoes."""
+        """Returns whether the weight is that of the convolution whose gradient this is."""
         return False
 
     def _out_spatial(self, in_spatial: Sequence[int | None]) -> tuple[int | None, ...]:
@@ -45,7 +45,7 @@ class BaseConvTranspose(BaseConv):
 
 
 class Conv1DTranspose(BaseConvTranspose):
-    """A transposed convolution over time, which knows where its input is padding."""
+    """Transposed convolution over time, optionally of padded sequences."""
 
     @config_class
     class Config(BaseConvTranspose.Config):
@@ -53,13 +53,10 @@ class Conv1DTranspose(BaseConvTranspose):
 
         Attributes:
             output_dim: the number of output channels.
-            window: the window's size.
-            strides: how many outputs there are for each input.
+            strides: number of outputs per input.
             padding: "SAME", "VALID", "CAUSAL", or one pair (left, right) in a tuple.
             dilation: the step between two positions of a window.
-            bias: whether to add a bias.
-            anchor: the position in the window that decides what is padding; None is the first that
-                lies on the input.
+            anchor: as for `Conv1DWithPadding`.
         """
 
         output_dim: Required[int] = REQUIRED
@@ -73,11 +70,11 @@ class Conv1DTranspose(BaseConvTranspose):
     _num_axes = 1
 
     def forward(self, x: Tensor, *, paddings: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Convolves.
+        """Convolves, optionally with paddings.
 
         Args:
             x: `Float[Array, "batch time input_dim"]`.
-            paddings: `Num[Array, "batch time"]`, 1 for padding; None if there is none.
+            paddings: `Num[Array, "batch time"]`, 1 for padding; None if `x` has none.
 
         Returns:
             `Float[Array, "batch out_time output_dim"]`, and its paddings or None.
@@ -87,31 +84,25 @@ class Conv1DTranspose(BaseConvTranspose):
         return convolve_with_paddings(self._convolve, self.conv_paddings, x, paddings)
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns which outputs are padding.
-
-        Args:
-            paddings: `Num[Array, "batch time"]`, 1 where the input is padding.
-        """
+        """Returns the paddings of the output."""
         return compute_conv_transpose_paddings(paddings, **time_axis(self))
 
 
 class Conv2DTranspose(BaseConvTranspose):
-    """A transposed convolution over height and width."""
+    """Transposed convolution over height and width."""
 
     @config_class
     class Config(BaseConvTranspose.Config):
-        """Configures a Conv2DTranspose.
+        """Configures a Conv2DTranspose, with window sizes, strides and dilations per axis.
 
         Attributes:
             output_dim: the number of output channels.
-            window: the window's size along each axis.
-            strides: how many outputs there are for each input along each axis.
+            strides: numbers of outputs per input.
             padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                for each axis.
-            dilation: the step between two positions of a window along each axis.
-            bias: whether to add a bias.
-            transpose_kernel: whether the weight is flipped, with its last two axes exchanged: the
-                weight of the convolution of which this is the gradient.
+                per axis.
+            dilation: the steps between two positions of a window.
+            transpose_kernel: whether the weight is flipped, with its last two axes exchanged, as
+                that of the convolution whose gradient this is.
         """
 
         output_dim: Required[int] = REQUIRED
@@ -139,10 +130,7 @@ class Conv2DTranspose(BaseConvTranspose):
         return super()._compute_fan_axes(name, spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves.
-
-        Args:
-            x: `Float[Array, "batch height width input_dim"]`.
+        """Convolves `Float[Array, "batch height width input_dim"]`.
 
         Returns:
             `Float[Array, "batch out_height out_width output_dim"]`.
@@ -151,21 +139,20 @@ class Conv2DTranspose(BaseConvTranspose):
 
 
 class Conv2DTransposeWith1DPadding(Conv2DTranspose):
-    """A transposed convolution over time and another axis that knows what is padding."""
+    """Transposed convolution over time and another axis for padded sequences."""
 
     @config_class
     class Config(Conv2DTranspose.Config):
         """Configures a Conv2DTransposeWith1DPadding.
 
         Attributes:
-            anchor: the position in the window that decides what is padding; None is the first that
-                lies on the input.
+            anchor: as for `Conv1DWithPadding`.
         """
 
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves.
+        """Convolves padded sequences.
 
         Args:
             x: `Float[Array, "batch time width input_dim"]`.
@@ -177,30 +164,16 @@ class Conv2DTransposeWith1DPadding(Conv2DTranspose):
         return convolve_with_paddings(self._convolve, self.conv_paddings, x, paddings)
 
     def conv_paddings(self, paddings: Tensor) -> Tensor:
-        """Returns which outputs are padding.
-
-        Args:
-            paddings: `Num[Array, "batch time"]`, 1 where the input is padding.
-        """
+        """Returns the paddings of the output."""
         return compute_conv_transpose_paddings(paddings, **time_axis(self))
 
 
 class Conv3DTranspose(BaseConvTranspose):
-    """A transposed convolution over three axes."""
+    """Transposed convolution over three axes."""
 
     @config_class
     class Config(BaseConvTranspose.Config):
-        """Configures a Conv3DTranspose.
-
-        Attributes:
-            output_dim: the number of output channels.
-            window: the window's size along each axis.
-            strides: how many outputs there are for each input along each axis.
-            padding: "SAME", "VALID", "CAUSAL" (the first axis is time), or a pair (before, after)
-                for each axis.
-            dilation: the step between two positions of a window along each axis.
-            bias: whether to add a bias.
-        """
+        """Configures a Conv3DTranspose; fields as in `Conv2DTranspose.Config`."""
 
         output_dim: Required[int] = REQUIRED
         window: tuple[int, int, int] = (1, 1, 1)
@@ -212,10 +185,7 @@ class Conv3DTranspose(BaseConvTranspose):
     _num_axes = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves.
-
-        Args:
-            x: `Float[Array, "batch depth height width input_dim"]`.
+        """Convolves `Float[Array, "batch depth height width input_dim"]`.
 
         Returns:
             `Float[Array, "batch out_depth out_height out_width output_dim"]`.

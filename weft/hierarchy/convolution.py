@@ -1,4 +1,4 @@
-"""Convolutions, their transposes, and the arithmetic of their windows, in one place."""
+"""Convolutions, their transposes, and their window arithmetic in one namespace."""
 
 from weft.functional import (
     NAMED_PADDINGS as SUPPORT_CONV_PADDING,
@@ -28,12 +28,12 @@ __all__ = [
     "Conv1D",
     "Conv2D",
     "Conv3D",
-    # Transposed ones.
+    # Transposed convolutions.
     "BaseConvTranspose",
     "Conv1DTranspose",
     "Conv2DTranspose",
     "Conv3DTranspose",
-    # Those that know what is padding.
+    # Convolutions of padded sequences.
     "Conv1DWithPadding",
     "Conv2DTransposeWith1DPadding",
     "Conv2DWith1DPadding",
