@@ -203,7 +203,7 @@ def test_results_may_be_longer_than_the_prompts():
 
 
 def test_an_end_token_outside_of_the_vocabulary_is_refused():
-    with pytest.raises(ArgumentValueError, match="eos_id=7 is no token of the vocabulary of 4"):
+    with pytest.raises(ArgumentValueError, match="eos_id=7 is not in the vocabulary of 4 tokens"):
         search([[1, 0]], table(0), num_decodes=2, eos_id=7)
 
 

@@ -52,7 +52,7 @@ def test_prompts_have_positions_and_lengths_of_their_own():
 
 @pytest.mark.parametrize("stopping_seqs", [[], [[]], [[3], []]])
 def test_empty_stopping_sequences_are_refused(stopping_seqs):
-    with pytest.raises(ArgumentValueError, match=r"holds an empty sequence; expected token ids"):
+    with pytest.raises(ArgumentValueError, match=r"has an empty sequence; expected token ids"):
         StopOnSubsequence(stopping_seqs)
 
 

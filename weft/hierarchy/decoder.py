@@ -1,4 +1,4 @@
-"""The decoder of a language model: token ids to the logits of the tokens that follow.
+"""Decoder of a language model, from token ids to the logits of the next tokens.
 
     ids ── emb ── transformer ── output_norm ── output_dropout ─┬─ lm_head ─── logits
                                                                 └─ emb.attend ─┘
@@ -39,23 +39,18 @@ __all__ = ["BaseDecoder", "Decoder", "DecodingLayer", "LmHead", "log_probs_from_
 
 
 class LmHead(BaseLayer):
-    """The inner products with a vector for each token, which are not those of the embedding."""
+    """Output layer with its own vector for each token, not tied to the embedding."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures an LmHead.
-
-        Attributes:
-          vocab_size: the number of tokens.
-          embedding_dim: the size of a vector.
-        """
+        """Configures an LmHead."""
 
         vocab_size: Required[int] = REQUIRED
         embedding_dim: Required[int] = REQUIRED
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by dimensions."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by dimensions."""
         return super().default_config().set(param_partition_spec=(None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -69,19 +64,16 @@ class LmHead(BaseLayer):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes logits.
+        """Returns logits, `Float[Array, "*batch vocab_size"]`.
 
         Args:
           x: `Float[Array, "*batch embedding_dim"]`.
-
-        Returns:
-          `Float[Array, "*batch vocab_size"]`.
         """
         return attend(self.parameters["weight"], x)
 
 
 class Decoder(BaseLayer):
-    """A transformer over tokens, for whole sequences and for decoding step by step."""
+    """Transformer over tokens, for whole sequences and for step-by-step decoding."""
 
     @config_class
     class Config(BaseLayer.Config):
@@ -89,22 +81,20 @@ class Decoder(BaseLayer):
 
         Attributes:
           vocab_size: the number of tokens.
-          dim: the size of the model's vectors.
-          attention_mask: makes one bias for the attention of all layers; None if the layers mask
-            by themselves, by `attention.mask`.
+          dim: the model dimension.
+          attention_mask: computes one bias for the attention of all layers; None if layers mask by
+            themselves, by `attention.mask`.
           emb: from tokens to vectors.
           transformer: the layers.
-          output_norm: of the last layer's output; None for no norm.
-          output_dropout: after it.
+          output_norm: norm after the last layer; None for none.
+          output_dropout: dropout after the norm.
           lm_head: from vectors to logits; None for `emb.attend`.
-          dropout_rate: of every Dropout below that has no rate of its own.
-          pad_token_id: pads sequences.
-          eos_token_id: ends a sequence.
+          dropout_rate: of every Dropout below without a rate of its own.
           decoding: decodes whole sequences.
-          output_logits_modifier: a function of logits, applied wherever logits are made.
-          logits_forward_dtype: the dtype that logits are computed in; that of the vectors if None.
-          logits_partition_spec: how logits lie over the mesh, by batch, time, vocabulary.
-          hidden_state_partition_spec: how the vectors before and after the layers do, by batch,
+          output_logits_modifier: a function applied to all logits.
+          logits_forward_dtype: the dtype in which to compute logits; that of the vectors if None.
+          logits_partition_spec: sharding of logits by batch, time, vocabulary.
+          hidden_state_partition_spec: sharding of the vectors before and after the layers by batch,
             time, dimensions.
         """
 
@@ -159,16 +149,15 @@ class Decoder(BaseLayer):
 
         Args:
           input_batch: a dict with `input_ids`, `Int[Array, "batch time"]`, and optionally, of the
-            same shape, `input_segment_ids` (tokens attend to those of their own segment; 0 is
-            padding), `positions` (within the segments; by default counted from 0) and
-            `token_type_ids`.
+            same shape, `input_segment_ids` (tokens attend to their own segment; 0 is padding),
+            `positions` (within the segments; by default counted from 0) and `token_type_ids`.
           cross_attention_data: `Float[Array, "batch source dim"]`, for layers that attend to it.
           cross_attention_logit_biases: `Float[Array, "batch #heads #time source"]`.
           **kwargs: for the transformer.
 
         Returns:
-          A dict of `logits`, `Float[Array, "batch time vocab"]`, and `hidden_states`,
-          `Float[Array, "batch time dim"]`, which they are made from.
+          A dict of `logits`, `Float[Array, "batch time vocab"]`, and the `hidden_states` they are
+          computed from, `Float[Array, "batch time dim"]`.
         """
         batch: dict[str, Any] = dict(input_batch)
         segment_ids, positions = batch.get("input_segment_ids"), batch.get("positions")
@@ -188,7 +177,7 @@ class Decoder(BaseLayer):
         return self._outputs(outputs.data)
 
     def _outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """Hidden states and logits, from the output of the transformer."""
+        """Returns hidden states and logits, from the output of the transformer."""
         if "output_norm" in self.children:
             x = self.output_norm(x)
         x = self.output_dropout(x)
@@ -197,13 +186,10 @@ class Decoder(BaseLayer):
         return {**outputs, "logits": self.compute_logits(outputs)}
 
     def compute_logits(self, forward_outputs: Mapping[str, Any]) -> Tensor:
-        """The logits of the next tokens.
+        """Returns the logits of the next tokens, `Float[Array, "batch time vocab"]`.
 
         Args:
-          forward_outputs: a dict with `hidden_states`, as `forward` gives it.
-
-        Returns:
-          `Float[Array, "batch time vocab"]`.
+          forward_outputs: a dict with `hidden_states`, as returned by `forward`.
         """
         cfg = self.config
         x: Tensor = forward_outputs["hidden_states"]
@@ -226,12 +212,12 @@ class Decoder(BaseLayer):
         segment_ids: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor | None:
-        """The bias of `attention_mask` for all layers; None if they mask by themselves.
+        """Returns the bias of `attention_mask` for all layers; None if they mask by themselves.
 
         Args:
           input_ids: `Int[Array, "batch time"]`.
-          segment_ids: likewise; by default one segment of all that is no padding.
-          positions: likewise; by default counted from 0.
+          segment_ids: of the same shape; by default one segment of all that is not padding.
+          positions: of the same shape; by default counted from 0.
 
         Returns:
           `Float[Array, "batch #heads time time"]`, or None.
@@ -251,11 +237,10 @@ class Decoder(BaseLayer):
     def init_states(
         self, *, batch_size: int, max_sequence_length: int, dtype: DType
     ) -> dict[str, Any]:
-        """The state before the first step of decoding.
+        """Returns the state before the first decoding step.
 
         Args:
-          batch_size: the number of sequences.
-          max_sequence_length: how long they may become.
+          max_sequence_length: the maximum length of the sequences.
           dtype: of the cache.
         """
         states = {
@@ -286,12 +271,12 @@ class Decoder(BaseLayer):
           input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`, and optionally, of the
             same shape, `token_type_ids`.
           is_prefill: whether these are the first tokens.
-          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may stand after a sequence's
-            last token and is not cached. None if there is none.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last token,
+            which is not cached. None if there is no padding.
           **kwargs: for the transformer, such as `cross_attention_data`.
 
         Returns:
-          The state for the next step, and the outputs for this one, as `forward` gives them.
+          The state for the next step, and the outputs for this one, as those of `forward`.
         """
         batch: dict[str, Any] = dict(input_batch)
         states: dict[str, Any] = dict(cached_states)
@@ -322,12 +307,12 @@ class Decoder(BaseLayer):
         return states, self._outputs(outputs.data)
 
     def _biases_of_step(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor:
-        """The rows of the bias for a step's positions.
+        """Returns the rows of the bias for a step's positions.
 
         Args:
-          input_ids: `Int[Array, "batch max_len"]`, as far as they are known.
+          input_ids: `Int[Array, "batch max_len"]`, as far as known.
           positions: `Int[Array, "batch step"]`.
-          is_prefill: whether to leave out what lies beyond the step.
+          is_prefill: whether to omit positions after the step.
         """
         seen = input_ids[:, : positions.shape[1]] if is_prefill else input_ids
         biases: Any = self.compute_attention_logit_biases(seen)
@@ -341,18 +326,18 @@ class Decoder(BaseLayer):
         max_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state after the tokens before `time_step`.
+        """Returns the state after the tokens before `time_step`.
 
         Args:
-          time_step: `Int[Array, "batch"]`: how many tokens of each sequence to take.
-          input_batch: as for `extend_step`, of prompts that are padded on the right.
-          max_sequence_length: how long the sequences may become; as long as the padded prompts if
+          time_step: `Int[Array, "batch"]`: number of tokens of each sequence to process.
+          input_batch: as for `extend_step`, with prompts padded on the right.
+          max_sequence_length: the maximum length of the sequences; that of the padded prompts if
             None.
           **kwargs: for the transformer, such as `cross_attention_data`.
 
         Returns:
-          The state, and the outputs at all positions of the prompts; those at `time_step` and
-          beyond mean nothing.
+          The state, and the outputs at all positions of the prompts; those from `time_step` on are
+          undefined.
         """
         ids: Tensor = input_batch["input_ids"]
         batch_size, length = ids.shape
@@ -384,14 +369,7 @@ class Decoder(BaseLayer):
         num_decodes: int,
         **kwargs: Any,
     ) -> SampleOutputs:
-        """Samples continuations of prompts; see `DecodingLayer.sample_decode`.
-
-        Args:
-          input_batch: a dict with `prefix`, the prompts, `Int[Array, "batch length"]`.
-          max_sequence_length: the length of a result.
-          num_decodes: how many continuations to sample for each prompt.
-          **kwargs: such as `logits_modifier` and `stop_decoding_condition`.
-        """
+        """Samples continuations of prompts; see `DecodingLayer.sample_decode`."""
         return self._decoding.sample_decode(
             input_batch=input_batch,
             max_sequence_length=max_sequence_length,
@@ -407,14 +385,7 @@ class Decoder(BaseLayer):
         num_decodes: int,
         **kwargs: Any,
     ) -> BeamSearchOutputs:
-        """Searches for continuations of prompts; see `DecodingLayer.beam_search_decode`.
-
-        Args:
-          input_batch: a dict with `prefix`, the prompts, `Int[Array, "batch length"]`.
-          max_sequence_length: the length of a result.
-          num_decodes: how many hypotheses to keep for each prompt.
-          **kwargs: such as `brevity_penalty`.
-        """
+        """Searches for continuations of prompts; see `DecodingLayer.beam_search_decode`."""
         return self._decoding.beam_search_decode(
             input_batch=input_batch,
             max_sequence_length=max_sequence_length,
@@ -424,7 +395,7 @@ class Decoder(BaseLayer):
 
 
 def _embedding_inputs(batch: dict[str, Any], positions: Tensor | None) -> dict[str, Any]:
-    """What an embedding gets of a decoder's batch."""
+    """Returns the inputs of an embedding from a decoder's batch."""
     wanted = {"inputs": batch["input_ids"], "positions": positions}
     if "token_type_ids" in batch:
         wanted["token_type_ids"] = batch["token_type_ids"]

@@ -1,7 +1,7 @@
-"""Decoding loops: sampling here, beam search in `decoding_beam`, on any model that scores tokens.
+"""Decoding loops on any model that scores tokens: sampling here, beam search in `decoding_beam`.
 
-Both are pure functions of a callable `tokens_to_scores(token_ids, cache)`, and know nothing of
-modules: `decoding_loop` says how hypotheses lie in arrays, `decoding_stop` when one is complete.
+Both are pure functions of a callable `tokens_to_scores(token_ids, cache)`, independent of modules.
+See `decoding_loop` for the layout of hypotheses, `decoding_stop` for stopping conditions.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from weft.hierarchy.decoding_stop import (
 from weft.typing import NestedTensor, Tensor
 
 __all__ = [
-    # the two ways to decode
+    # decoding methods
     "sample_decode",
     "SampleOutputs",
     "DecodingState",
     "beam_search_decode",
     "BeamSearchOutputs",
-    # what steers them
+    # their options
     "StopDecodingCondition",
     "StopOnSubsequence",
     "StopOnMaxLength",
@@ -67,12 +67,12 @@ __all__ = [
 
 
 class SampleOutputs(struct.PyTreeNode):
-    """What was sampled; the first token of a prompt is left out.
+    """Sampled sequences, without the first token of each prompt.
 
     Attributes:
-      sequences: prompts with what was decoded, padded. Shape (batch, num_decodes, max_decode_len).
+      sequences: prompts and continuations, padded, (batch, num_decodes, max_decode_len).
       token_scores: the log probability of each decoded token; 0 for padding, and for tokens of the
-        prompt unless they were given. (batch, num_decodes, max_decode_len).
+        prompt unless given. (batch, num_decodes, max_decode_len).
     """
 
     sequences: Tensor
@@ -80,15 +80,14 @@ class SampleOutputs(struct.PyTreeNode):
 
 
 class DecodingState(NamedTuple):
-    """The state of the sampling loop.
+    """State of the sampling loop.
 
     Attributes:
       cur_index: the position of each prompt's newest token, (batch,).
-      sequences: prompts with what was decoded, (batch, num_decodes, max_decode_len + 1).
+      sequences: prompts and continuations, (batch, num_decodes, max_decode_len + 1).
       token_scores: the scores of all tokens but the first, (batch, num_decodes, max_decode_len).
       stop_decoding: which hypotheses are complete, (batch, num_decodes).
       cache: of the model, one entry per hypothesis.
-      prng_key: for what is still to be sampled.
     """
 
     cur_index: Tensor
@@ -116,24 +115,21 @@ def sample_decode(
     """Samples continuations of prompts.
 
     Args:
-      inputs: prompts, padded on the right. Each begins with a token that results leave out.
+      inputs: prompts, padded on the right. Results omit the first token of each.
       time_step: the position of each prompt's last token; see `infer_initial_time_step`.
-      cache: of a model that has seen the tokens before `time_step`, one entry per prompt; arrays
-        have the batch axis first, in a `VDict` second.
-      tokens_to_scores: see `TokensToScores`. What is sampled follows these log probabilities, so
-        temperature and cut-offs belong in here.
-      stop_decoding_condition: tells which hypotheses are complete.
-      num_decodes: how many continuations to sample for each prompt.
-      prng_key: the same key gives the same samples.
+      cache: of a model after the tokens before `time_step`, one entry per prompt; arrays have the
+        batch axis first, in a `VDict` second.
+      tokens_to_scores: see `TokensToScores`. Returns the log probabilities to sample from, with
+        temperature and cut-offs applied.
+      stop_decoding_condition: returns which hypotheses are complete.
+      num_decodes: number of continuations per prompt.
       max_decode_len: the length of a result; that of `inputs` if None.
       loop: "lax", or "python" to debug.
-      pad_id: the token that pads.
-      input_token_scores: at each position of `inputs` the score of the token that follows; 0 by
-        default.
+      input_token_scores: the score of the token after each position of `inputs`; 0 by default.
 
     Raises:
       ArgumentShapeError: if `inputs` are longer than `max_decode_len + 1`.
-      ArgumentValueError: if `num_decodes` or `loop` has no meaning.
+      ArgumentValueError: if `num_decodes` or `loop` is invalid.
 
     >>> successor = lambda ids, cache: (jnp.log(jax.nn.one_hot((ids[:, 0] + 1) % 5, 5)), cache)
     >>> sample_decode(
@@ -173,7 +169,7 @@ def _sample_step(
     pad_id: int,
 ) -> DecodingState:
     """Samples one token for each hypothesis."""
-    # The first of the two keys is for this step: the same seed samples what it does in AXLearn.
+    # The first of the two keys is for this step, as in AXLearn, for equal samples from equal seeds.
     key, next_key = jax.random.split(state.prng_key)
     log_probs, cache = loops.next_token_scores(
         tokens_to_scores, state.sequences, state.cur_index, state.cache
@@ -195,7 +191,7 @@ def _sample_step(
 def _prompt_scores(
     given: Float[Array, "batch length"] | None, time_step: Tensor, sequences: Tensor
 ) -> Float[Array, "batch decodes max_decode_len"]:
-    """The scores of the prompts' tokens, 0 elsewhere."""
+    """Returns the scores of the prompts' tokens, 0 elsewhere."""
     batch, num_decodes, length = sequences.shape
     scores = jnp.zeros((batch, length - 1), jnp.float32)
     if given is not None:

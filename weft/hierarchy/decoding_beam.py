@@ -1,9 +1,9 @@
-"""Beam search: the likeliest sequences that end with an end token, nearly.
+"""Beam search: an approximate search for the likeliest sequences that end with an end token.
 
-Each prompt has `num_decodes` live hypotheses. A step continues each of them with every token. Those
+Each prompt has `num_decodes` live hypotheses. A step continues each with every token. Those
 continued with the end token compete with the finished ones for `num_decodes` places, by their
-scores with the brevity penalty; of all others the best `num_decodes` live on. A prompt is done when
-no live hypothesis can overtake its worst finished one.
+scores with the brevity penalty; the best `num_decodes` of all others stay live. A prompt is done
+when no live hypothesis can overtake its worst finished one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from weft.typing import NestedTensor, Tensor
 
 
 class BeamSearchOutputs(struct.PyTreeNode):
-    """What beam search found; the first token of a prompt is left out.
+    """Results of beam search, without the first token of each prompt.
 
     Attributes:
-      sequences: prompts with what was decoded, up to the end token, then padding; the best of each
-        prompt first. Shape (batch, num_decodes, max_decode_len).
+      sequences: prompts and continuations up to the end token, then padding; the best of each
+        prompt first. (batch, num_decodes, max_decode_len).
       scores: the sums of log probabilities of the decoded tokens, with the brevity penalty;
-        `NEG_INF` where fewer sequences than `num_decodes` were finished. (batch, num_decodes).
-      live_sequences: the hypotheses without an end token when the search ended, likewise.
+        `NEG_INF` where fewer than `num_decodes` sequences were finished. (batch, num_decodes).
+      live_sequences: the hypotheses without an end token when the search ended, as `sequences`.
       live_scores: their sums of log probabilities, without the penalty.
     """
 
@@ -41,7 +41,7 @@ class BeamSearchOutputs(struct.PyTreeNode):
 
 
 class BrevityPenaltyFn(Protocol):
-    """Corrects the scores of sequences for their lengths."""
+    """Function that corrects the scores of sequences for their lengths."""
 
     def __call__(self, *, length: Tensor, raw_scores: Tensor) -> Tensor:
         """Returns the scores to compare.
@@ -59,12 +59,12 @@ def brevity_penalty_fn(
     """Divides scores by a power of the length.
 
     Args:
-      alpha: the power. 0 changes nothing; the larger, the longer the sequences that win.
+      alpha: the power; larger values favor longer sequences, 0 changes nothing.
       bp_type: "t5" divides by `((5 + length) / 6)^alpha` (Wu et al., 2016,
         https://arxiv.org/abs/1609.08144, equation 14), "hf" by `length^alpha`.
 
     Raises:
-      ArgumentValueError: if `bp_type` is neither.
+      ArgumentValueError: for any other `bp_type`.
 
     >>> brevity_penalty_fn(alpha=1.0)(length=jnp.array(7), raw_scores=jnp.array(-6.0)).item()
     -3.0
@@ -80,13 +80,13 @@ def brevity_penalty_fn(
 
 
 class PrefixMerger(Protocol):
-    """Tells which hypotheses mean the same, so that beam search adds up their probabilities.
+    """Merging of equivalent hypotheses, such as two alignments of one transcript.
 
-    For instance two alignments of one transcript.
+    Beam search adds up the probabilities of merged hypotheses.
     """
 
     def init_state(self, *, tokens: Int[Array, "batch decodes length"]) -> NestedTensor:
-        """The state before the first step; its arrays begin with the axes (batch, decodes).
+        """Returns the state before the first step; its arrays begin with the axes (batch, decodes).
 
         Args:
           tokens: the prompts, padded.
@@ -94,7 +94,7 @@ class PrefixMerger(Protocol):
         ...
 
     def update(self, *, tokens: Int[Array, "batch decodes"], state: NestedTensor) -> NestedTensor:
-        """The state after one more token.
+        """Returns the state after one more token.
 
         Args:
           tokens: the newest of each hypothesis; in the first step the last one of the prompt.
@@ -110,10 +110,7 @@ class PrefixMerger(Protocol):
 def compute_merge_matrix_by_prefix_ids(
     prefix_ids: Int[Array, "batch decodes"],
 ) -> Int[Array, "batch decodes decodes"]:
-    """Merges the hypotheses of a prompt that have the same id into the first of them.
-
-    Args:
-      prefix_ids: an id for each hypothesis, such as a hash of what it means.
+    """Merges the hypotheses of a prompt with equal ids, such as hashes, into the first of them.
 
     >>> compute_merge_matrix_by_prefix_ids(jnp.array([[5, 6, 5]])).tolist()
     [[[1, 0, 1], [0, 1, 0], [0, 0, 0]]]
@@ -150,22 +147,21 @@ def beam_search_decode(
     """Searches for the likeliest continuations of prompts.
 
     Args:
-      inputs: prompts, padded on the right. Each begins with a token that results leave out.
+      inputs: prompts, padded on the right. Results omit the first token of each.
       time_step: the position of each prompt's last token; see `infer_initial_time_step`.
-      cache: of a model that has seen the tokens before `time_step`, one entry per prompt; arrays
-        have the batch axis first, in a `VDict` second.
+      cache: of a model after the tokens before `time_step`, one entry per prompt; arrays have the
+        batch axis first, in a `VDict` second.
       tokens_to_scores: see `TokensToScores`.
       eos_id: the end token.
-      num_decodes: how many hypotheses to keep, and to return, for each prompt.
+      num_decodes: number of hypotheses to keep, and to return, per prompt.
       max_decode_len: the length of a result; that of `inputs` if None.
       loop: "lax", or "python" to debug.
       brevity_penalty: see `brevity_penalty_fn`; none by default.
-      pad_id: the token that pads.
-      prefix_merger: which hypotheses to merge; none by default.
+      prefix_merger: merges equivalent hypotheses; none by default.
 
     Raises:
       ArgumentShapeError: if `inputs` are longer than `max_decode_len + 1`.
-      ArgumentValueError: if `num_decodes`, `loop` or `eos_id` has no meaning.
+      ArgumentValueError: if `num_decodes`, `loop` or `eos_id` is invalid.
 
     >>> log_probs = jnp.log(jnp.array([[0.0, 0.2, 0.8], [0.0, 0.9, 0.1], [0.0, 0.6, 0.4]]))
     >>> found = beam_search_decode(
@@ -184,7 +180,7 @@ def beam_search_decode(
     state = _BeamState(
         index=time_step.astype(jnp.int32),
         live_sequences=sequences,
-        # The hypotheses of a prompt are equal at first, so all but one of them are dead.
+        # The hypotheses of a prompt are equal at first, so all but one start dead.
         live_scores=nothing.at[:, 0].set(0.0),
         sequences=jnp.full_like(sequences, pad_id),
         scores=nothing,
@@ -210,7 +206,7 @@ def beam_search_decode(
 
 
 def _is_open(state: _BeamState, last: int, penalize: BrevityPenaltyFn) -> Tensor:
-    """Whether the search for each prompt goes on."""
+    """Returns whether the search continues, per prompt."""
     # Scores only fall as sequences grow, and penalties only shrink.
     bound = penalize(length=jnp.array(last), raw_scores=jnp.max(state.live_scores, axis=1))
     return (state.index < last) & (bound > jnp.min(state.scores, axis=1))
@@ -237,13 +233,13 @@ def _step(
     vocab = log_probs.shape[-1]
     if not 0 <= eos_id < vocab:
         raise ArgumentValueError(
-            f"eos_id={eos_id} is no token of the vocabulary of {vocab} that tokens_to_scores "
+            f"eos_id={eos_id} is not in the vocabulary of {vocab} tokens that tokens_to_scores "
             f"scores; expected 0 <= eos_id < {vocab}."
         )
     index = state.index + 1
     candidates = jnp.maximum(live_scores[:, :, None] + log_probs, NEG_INF)
 
-    # Finished ones: the old ones, and the live ones with the end token.
+    # Finished hypotheses: the old ones, and the live ones with the end token.
     ended = jnp.full(state.live_sequences.shape[:2], eos_id)
     penalized = penalize(length=index[:, None], raw_scores=candidates[:, :, eos_id])
     penalized = jnp.where(candidates[:, :, eos_id] > NEG_INF, penalized, NEG_INF)
@@ -255,7 +251,7 @@ def _step(
     )
     sequences, scores = _best(pool, keep=state.scores.shape[1])
 
-    # Live ones: the best of the others.
+    # Live hypotheses: the best of the others.
     others = candidates.at[:, :, eos_id].set(NEG_INF).reshape(candidates.shape[0], -1)
     live_scores, chosen = jax.lax.top_k(others, state.live_scores.shape[1])
     parents, tokens = chosen // vocab, chosen % vocab
@@ -284,6 +280,6 @@ def _best(pool: tuple[Tensor, Tensor], keep: int) -> tuple[Tensor, Tensor]:
 
 
 def _merge(scores: Float[Array, "batch decodes"], matrix: Tensor) -> Float[Array, "batch decodes"]:
-    """Adds up the probabilities of hypotheses that are merged; the merged ones are dead."""
+    """Adds up the probabilities of merged hypotheses, and marks all but one of them dead."""
     merged = jax.nn.logsumexp(scores[:, None, :], axis=2, b=matrix)
     return jnp.maximum(merged, NEG_INF)

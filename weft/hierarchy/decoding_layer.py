@@ -1,10 +1,10 @@
-"""From a decoder that extends sequences step by step to whole sequences.
+"""Decoding of whole sequences with a decoder that extends them step by step.
 
     prompts ── prefill ── cache ─┐
                                  ├── loop: extend_step, scores, choice ── sequences
                  last tokens ────┘
 
-The loops stand in `decoding`; here they get a decoder's cache and scores.
+The loops are in `decoding`; this module runs them with a decoder's cache and scores.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class BaseDecoder(Protocol):
-    """What decoding needs of a decoder."""
+    """Interface of a decoder for decoding."""
 
     @property
     def prng_key(self) -> Any:
@@ -32,11 +32,10 @@ class BaseDecoder(Protocol):
     def init_states(
         self, *, batch_size: int, max_sequence_length: int, dtype: DType
     ) -> NestedTensor:
-        """The state before the first step.
+        """Returns the state before the first step.
 
         Args:
-          batch_size: the number of sequences.
-          max_sequence_length: how long they may become.
+          max_sequence_length: the maximum length of the sequences.
           dtype: of the cache.
         """
         ...
@@ -49,17 +48,17 @@ class BaseDecoder(Protocol):
         max_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state after the tokens before `time_step`.
+        """Returns the state after the tokens before `time_step`.
 
         Args:
           time_step: `Int[Array, "batch"]`.
           input_batch: a dict with `input_ids`, `Int[Array, "batch length"]`.
-          max_sequence_length: how long the sequences may become; `length` if None.
+          max_sequence_length: the maximum length of the sequences; `length` if None.
           **kwargs: as for `extend_step`.
 
         Returns:
-          The state, and the outputs at all positions of `input_ids`; those at `time_step` and
-          beyond mean nothing.
+          The state, and the outputs at all positions of `input_ids`; those from `time_step` on are
+          undefined.
         """
         ...
 
@@ -72,14 +71,14 @@ class BaseDecoder(Protocol):
         segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The state and the outputs after the next tokens.
+        """Returns the state and the outputs after the next tokens.
 
         Args:
           cached_states: from `init_states`, `prefill_states`, or the step before.
           input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`.
           is_prefill: whether these are the first tokens.
           segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt.
-          **kwargs: cross attention's data and biases.
+          **kwargs: data and biases of cross attention.
 
         Returns:
           The state for the next step, and a dict with `logits`,
@@ -91,7 +90,7 @@ class BaseDecoder(Protocol):
 def log_probs_from_logits(
     logits: Tensor, logits_modifier: ConfigOr[LogitsToLogitsFn] | None = None
 ) -> Tensor:
-    """The log probabilities of the next token, in float32.
+    """Returns the log probabilities of the next token, in float32.
 
     Args:
       logits: `Float[Array, "*batch vocab"]`.
@@ -109,16 +108,11 @@ def log_probs_from_logits(
 
 
 class DecodingLayer(Configurable):
-    """Decodes with a decoder; it belongs to one, and has no state of its own."""
+    """Decoding methods of a decoder, without state of their own."""
 
     @config_class
     class Config(Configurable.Config):
-        """Configures a DecodingLayer.
-
-        Attributes:
-          pad_token_id: pads prompts and results.
-          eos_token_id: ends a sequence.
-        """
+        """Configures a DecodingLayer."""
 
         pad_token_id: Required[int] = REQUIRED
         eos_token_id: Required[int] = REQUIRED
@@ -142,9 +136,9 @@ class DecodingLayer(Configurable):
 
         Args:
           input_batch: a dict with `prefix`, `Int[Array, "batch length"]`: prompts, padded on the
-            right. Each begins with a token that results leave out, such as that of a beginning.
+            right. Results omit the first token of each, such as a beginning-of-sequence token.
           max_sequence_length: the length of a result.
-          num_decodes: how many continuations to sample for each prompt.
+          num_decodes: number of continuations per prompt.
           cross_attention_data: `Float[Array, "batch source dim"]`, if the decoder attends to it.
           cross_attention_logit_biases: `Float[Array, "batch #heads #target source"]`.
           logits_modifier: temperature and cut-offs, such as
@@ -158,9 +152,9 @@ class DecodingLayer(Configurable):
         prng_key = self._decoder.prng_key
         if prng_key is None:
             raise MissingPrngKeyError(
-                "sample_decode draws tokens at random and the invocation has no PRNG key; pass "
-                "prng_key= to `functional`, or decode the likeliest by beam_search_decode with "
-                "num_decodes=1."
+                "sample_decode draws random tokens and the invocation has no PRNG key; pass "
+                "prng_key= to `functional`, or decode the likeliest tokens by beam_search_decode "
+                "with num_decodes=1."
             )
         cross = _given(cross_attention_data, cross_attention_logit_biases)
         return decoding.sample_decode(
@@ -189,9 +183,9 @@ class DecodingLayer(Configurable):
         Args:
           input_batch: as for `sample_decode`.
           max_sequence_length: the length of a result.
-          num_decodes: how many hypotheses to keep, and to return, for each prompt.
+          num_decodes: number of hypotheses to keep, and to return, per prompt.
           cross_attention_data: as for `sample_decode`.
-          cross_attention_logit_biases: likewise.
+          cross_attention_logit_biases: as for `sample_decode`.
           brevity_penalty: corrects scores for lengths; see `brevity_penalty_fn`.
         """
         cfg = self.config
@@ -209,7 +203,7 @@ class DecodingLayer(Configurable):
     def _prefill(
         self, input_batch: Mapping[str, Any], max_sequence_length: int, cross: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """The arguments of a loop that tell of the prompts."""
+        """Returns the arguments of a loop that depend on the prompts."""
         prefix: Tensor = input_batch["prefix"]
         time_step = decoding.infer_initial_time_step(prefix, pad_id=self.config.pad_token_id)
         cache, _ = self._decoder.prefill_states(
@@ -226,7 +220,7 @@ class DecodingLayer(Configurable):
         cross: dict[str, Any],
         logits_modifier: ConfigOr[LogitsToLogitsFn] | None,
     ) -> Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]:
-        """A pure function of tokens and cache, which may stand in a loop's body."""
+        """Returns a pure function of tokens and cache, usable in a loop's body."""
         modifier = maybe_instantiate(logits_modifier)
         cross = {
             name: decoding.flatten_decoding_dim(decoding.add_decoding_dim(x, num_decodes))
@@ -239,12 +233,12 @@ class DecodingLayer(Configurable):
             )
             return log_probs_from_logits(outputs["logits"][:, -1], modifier), cache
 
-        # What a step reports beside its result cannot leave the loop, and nobody waits for it.
+        # A step's side outputs cannot leave the loop, and no caller needs them.
         pure = require_context("decoding").functional(extend)
         return lambda ids, cache: pure(ids, cache)[0]
 
 
 def _given(data: Tensor | None, biases: Tensor | None) -> dict[str, Tensor]:
-    """What there is of cross attention, by the names that decoders take it by."""
+    """Returns the given cross-attention inputs, by the decoders' argument names."""
     named = {"cross_attention_data": data, "cross_attention_logit_biases": biases}
     return {name: x for name, x in named.items() if x is not None}

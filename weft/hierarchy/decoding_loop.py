@@ -1,13 +1,12 @@
-"""What the decoding loops share: how hypotheses lie in arrays, and the loop itself.
+"""Layout of hypotheses in arrays, and the loop itself, shared by all decoding methods.
 
 A batch of `batch` prompts is decoded into `num_decodes` hypotheses each. Sequences have the shape
-`(batch, num_decodes, length)`; the model sees both leading axes as one, and its cache has both as
-one. Each prompt has its own position in time, so that prompts of different lengths are decoded side
-by side:
+`(batch, num_decodes, length)`; the model and its cache see both leading axes as one. Each prompt
+has its own position, so that prompts of different lengths are decoded together:
 
     position   0    1    2    3
-               bos  a    b    .        the last token that is known stands at `index` (here 2);
-                              ^        its scores tell the token at `index + 1`
+               bos  a    b    .        the last known token is at `index` (here 2);
+                              ^        its scores determine the token at `index + 1`
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from weft.typing import NestedTensor, Tensor
 from weft.vdict import map_blocks
 
 NEG_INF = -1.0e7
-"""The score of what cannot be chosen: finite, so that sums of such scores stay numbers."""
+"""Score of an impossible choice: finite, so that sums of such scores are not NaN."""
 
 TokensToScores = Callable[[Tensor, NestedTensor], tuple[Tensor, NestedTensor]]
-"""Takes token ids `(batch * num_decodes, 1)` and the cache; gives the log probabilities of the next
-token, `(batch * num_decodes, vocab)`, and the new cache."""
+"""Function from token ids `(batch * num_decodes, 1)` and the cache to the log probabilities of the
+next token, `(batch * num_decodes, vocab)`, and the new cache."""
 
 State = TypeVar("State")
 
@@ -37,11 +36,7 @@ State = TypeVar("State")
 def infer_initial_time_step(
     prefix: Int[Array, "batch length"], *, pad_id: int
 ) -> Int[Array, " batch"]:
-    """The position of each prompt's last token: of the last one that is no padding.
-
-    Args:
-      prefix: prompts, padded on the right. One that is all padding counts as one token.
-      pad_id: the token that pads.
+    """Returns the position of each prompt's last token that is not padding, at least 0.
 
     >>> infer_initial_time_step(jnp.array([[1, 5, 6, 0], [1, 0, 0, 0]]), pad_id=0).tolist()
     [2, 0]
@@ -53,49 +48,38 @@ def infer_initial_time_step(
 def add_decoding_dim(
     x: Shaped[Array, "batch ..."], num_decodes: int
 ) -> Shaped[Array, "batch decodes ..."]:
-    """Repeats `x` for each hypothesis; a scalar stays as it is.
-
-    Args:
-      x: one entry per prompt.
-      num_decodes: the number of hypotheses per prompt.
-    """
+    """Repeats `x`, one entry per prompt, for each hypothesis; a scalar is unchanged."""
     return x if x.ndim == 0 else jnp.repeat(x[:, None], num_decodes, axis=1)
 
 
 def flatten_decoding_dim(
     x: Shaped[Array, "batch decodes ..."],
 ) -> Shaped[Array, "rows ..."]:
-    """Makes the first two axes one; a scalar stays as it is."""
+    """Merges the first two axes; a scalar is unchanged."""
     return x if x.ndim == 0 else x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
 def unflatten_decoding_dim(
     x: Shaped[Array, "rows ..."], batch_size: int, num_decodes: int
 ) -> Shaped[Array, "batch decodes ..."]:
-    """Makes the first axis two again; a scalar stays as it is.
-
-    Args:
-      x: as the model gives it.
-      batch_size: the number of prompts.
-      num_decodes: the number of hypotheses per prompt.
-    """
+    """Splits the first axis into prompts and hypotheses; a scalar is unchanged."""
     return x if x.ndim == 0 else x.reshape(batch_size, num_decodes, *x.shape[1:])
 
 
 def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
-    """Repeats a cache of one entry per prompt for each hypothesis, both axes in one.
+    """Repeats a cache of one entry per prompt for each hypothesis, merging both axes.
 
-    In a `VDict` the arrays of several layers are stacked, so there the prompts are the second axis.
+    In a `VDict` the arrays of several layers are stacked, and the prompts are the second axis.
     """
     return map_blocks(lambda x: flatten_decoding_dim(add_decoding_dim(x, num_decodes)), cache)
 
 
 def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
-    """Gives each hypothesis the cache of the one that it continues.
+    """Gathers for each hypothesis the cache of the one that it continues.
 
     Args:
-      cache: as `expand_cache` lays it out.
-      hypotheses: for each new hypothesis, which old one of the same prompt it continues.
+      cache: in the layout of `expand_cache`.
+      hypotheses: for each new hypothesis, the index of the old one within its prompt.
     """
     batch, num_decodes = hypotheses.shape
     rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
@@ -105,12 +89,7 @@ def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -
 def gather_hypotheses(
     x: Shaped[Array, "batch decodes ..."], hypotheses: Int[Array, "batch chosen"]
 ) -> Shaped[Array, "batch chosen ..."]:
-    """Chooses hypotheses of each prompt.
-
-    Args:
-      x: one entry per hypothesis.
-      hypotheses: for each prompt, which ones.
-    """
+    """Gathers hypotheses of each prompt."""
     return jax.vmap(lambda of_prompt, chosen: of_prompt[chosen])(x, hypotheses)
 
 
@@ -122,17 +101,15 @@ def initial_sequences(
     max_decode_len: int,
     pad_id: int,
 ) -> Int[Array, "batch decodes max_decode_len+1"]:
-    """The prompts, for each hypothesis, padded to the length of what will be decoded.
+    """Returns the prompts, for each hypothesis, padded to the length of the result.
 
     Args:
       inputs: prompts that begin with a token that is not part of the result.
-      time_step: the position of each prompt's last token; what follows is not read.
-      num_decodes: the number of hypotheses per prompt.
+      time_step: the position of each prompt's last token; later tokens are ignored.
       max_decode_len: the length of a result, without the first token.
-      pad_id: the token that pads.
 
     Raises:
-      ArgumentShapeError: if the prompts are longer than what will be decoded.
+      ArgumentShapeError: if the prompts are longer than the result.
       ArgumentValueError: if `num_decodes` is not positive.
     """
     if num_decodes < 1:
@@ -141,7 +118,7 @@ def initial_sequences(
     if length > max_decode_len + 1:
         raise ArgumentShapeError(
             f"inputs of shape {inputs.shape} are longer than max_decode_len={max_decode_len} "
-            f"leaves room for, which is {max_decode_len + 1} with the first token; "
+            f"allows, which is {max_decode_len + 1} with the first token; "
             f"raise max_decode_len to {length - 1} or more."
         )
     prompt = jnp.where(jnp.arange(length)[None] <= time_step[:, None], inputs, pad_id)
@@ -152,7 +129,7 @@ def initial_sequences(
 def tokens_at(
     sequences: Int[Array, "batch decodes length"], index: Int[Array, " batch"]
 ) -> Int[Array, "batch decodes"]:
-    """The tokens at each prompt's position, the last ones for a position beyond the end."""
+    """Returns the tokens at each prompt's position, the last ones for a position beyond the end."""
     return jnp.take_along_axis(sequences, index[:, None, None], axis=2, mode="clip")[:, :, 0]
 
 
@@ -161,7 +138,7 @@ def put_at(
     index: Int[Array, " batch"],
     values: Shaped[Array, "batch decodes"],
 ) -> Shaped[Array, "batch decodes length"]:
-    """`x` with new values at each prompt's position; a position beyond the end changes nothing."""
+    """Returns `x` with new values at each prompt's position; those beyond the end are ignored."""
     return x.at[jnp.arange(x.shape[0]), :, index].set(values.astype(x.dtype), mode="drop")
 
 
@@ -171,7 +148,7 @@ def next_token_scores(
     index: Int[Array, " batch"],
     cache: NestedTensor,
 ) -> tuple[Float[Array, "batch decodes vocab"], NestedTensor]:
-    """The log probabilities of the token after each prompt's position, and the new cache."""
+    """Returns the log probabilities of the token after each position, and the new cache."""
     batch, num_decodes, _ = sequences.shape
     tokens = flatten_decoding_dim(tokens_at(sequences, index))
     scores, cache = tokens_to_scores(tokens[:, None], cache)
@@ -181,16 +158,13 @@ def next_token_scores(
 def run_loop(
     kind: str, cond: Callable[[State], Any], body: Callable[[State], State], state: State
 ) -> State:
-    """`jax.lax.while_loop`, or the same in Python.
+    """Runs `jax.lax.while_loop`, or the same in Python.
 
     Args:
       kind: "lax" or "python"; the latter shows concrete values to a debugger.
-      cond: whether to go on.
-      body: one step.
-      state: the first state.
 
     Raises:
-      ArgumentValueError: if `kind` is neither.
+      ArgumentValueError: for any other `kind`.
     """
     if kind == "lax":
         return lax.while_loop(cond, body, state)

@@ -1,4 +1,4 @@
-"""When a hypothesis of sampling is complete."""
+"""Conditions for a hypothesis of sampling to be complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.errors import ArgumentValueError
 
 
 class StopDecodingCondition(Protocol):
-    """Tells which hypotheses end with the token that was just decoded."""
+    """Function that returns which hypotheses end with the newest token."""
 
     def __call__(
         self,
@@ -26,16 +26,14 @@ class StopDecodingCondition(Protocol):
 
         Args:
           index: the position of each prompt's newest token in `sequences`.
-          sequences: the prompts and what was decoded so far.
-          prefix_len: the length of each prompt; the first decoded token stands at this position.
+          sequences: the prompts and the tokens decoded so far.
+          prefix_len: the length of each prompt, which is the position of the first decoded token.
         """
         ...
 
 
 class StopOnSubsequence(StopDecodingCondition):
-    """Ends a hypothesis when what was decoded ends with one of some sequences of tokens.
-
-    The prompt does not count: a match lies in the decoded tokens as a whole.
+    """Condition that the decoded tokens, without the prompt, end with one of some sequences.
 
     Example:
       >>> stop = StopOnSubsequence([[7, 8], [9]])
@@ -58,7 +56,7 @@ class StopOnSubsequence(StopDecodingCondition):
         self._seqs = [tuple(seq) for seq in seqs]  # pyright: ignore[reportArgumentType]
         if not all(self._seqs):
             raise ArgumentValueError(
-                f"stopping_seqs={stopping_seqs} holds an empty sequence; expected token ids, such "
+                f"stopping_seqs={stopping_seqs} has an empty sequence; expected token ids, such "
                 "as [[7, 8], [9]]."
             )
 
@@ -74,7 +72,7 @@ class StopOnSubsequence(StopDecodingCondition):
 
 
 class StopOnMaxLength(StopDecodingCondition):
-    """Ends a hypothesis after a number of decoded tokens.
+    """Condition that a number of tokens has been decoded.
 
     Example:
       >>> stop = StopOnMaxLength(2)
@@ -87,7 +85,7 @@ class StopOnMaxLength(StopDecodingCondition):
         """Creates the condition.
 
         Args:
-          max_len: the number of tokens that follow the prompt, for all prompts or one for each.
+          max_len: the number of tokens after the prompt, for all prompts or one for each.
         """
         self._max_len = max_len
 
@@ -97,16 +95,13 @@ class StopOnMaxLength(StopDecodingCondition):
 
 
 class CompositeDecodingCondition(StopDecodingCondition):
-    """Ends a hypothesis when any of several conditions does."""
+    """Condition that at least one of several conditions is true."""
 
     def __init__(self, conditions: Sequence[StopDecodingCondition]):
         """Creates the condition.
 
-        Args:
-          conditions: at least one.
-
         Raises:
-          ArgumentValueError: if there is none.
+          ArgumentValueError: if there are no conditions.
         """
         if not conditions:
             raise ArgumentValueError("conditions is empty; expected at least one condition.")

@@ -1,4 +1,4 @@
-"""Derivatives of functions that invoke modules, and rules of one's own for them."""
+"""Derivatives of functions that invoke modules, and custom derivative rules."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -22,9 +22,9 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` of a function that invokes modules; takes the same arguments.
+    """Applies `jax.value_and_grad` to a function that invokes modules; takes the same arguments.
 
-    Derivatives are taken with respect to arguments; `vjp` gives those of parameters as well.
+    Derivatives are with respect to arguments; `vjp` also returns those of parameters.
 
     Returns:
         A function with the arguments of `fn`, to be called inside an invocation. It returns the
@@ -54,10 +54,10 @@ def grad(
     has_aux: bool = False,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """`jax.grad` of a function that invokes modules; see `value_and_grad`.
+    """Applies `jax.grad` to a function that invokes modules; see `value_and_grad`.
 
     Returns:
-        A function of the gradients, or with `has_aux` of a pair of them and the rest.
+        A function that returns the gradients, or with `has_aux` a pair of them and the rest.
     """
     both = value_and_grad(fn, argnums, has_aux=has_aux, **kwargs)
 
@@ -69,17 +69,12 @@ def grad(
 
 
 _OF_STATE = Roles((("state", DIFF), (True, None)))
-# In a rule of one's own: what is shared from above would have a derivative that no rule gives.
+# In a custom rule, state shared from above would have a derivative that no rule returns.
 _OF_OWN_STATE = Roles((("state", DIFF), (("prng_key", *OUTPUTS), None)))
 
 
 def vjp(fn: Callable[..., Any], *primals: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """`jax.vjp` of a function that invokes modules, to be called inside an invocation.
-
-    Args:
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
-        *primals: its arguments.
-        has_aux: whether `fn` returns a pair.
+    """Applies `jax.vjp` to a function that invokes modules, inside an invocation.
 
     Returns:
         The result, a function from its cotangent to the gradients of the current module's state and
@@ -103,18 +98,16 @@ def jvp(
     *,
     has_aux: bool = False,
 ) -> tuple[Any, ...]:
-    """`jax.jvp` of a function that invokes modules, to be called inside an invocation.
+    """Applies `jax.jvp` to a function that invokes modules, inside an invocation.
 
     Args:
-        fn: the function.
-        primals: its arguments.
         tangents: of the arguments, in the same structure.
         state_tangents: of the current module's state, a dict like it; None where the state is
             constant.
-        has_aux: whether `fn` returns a pair of its result and anything.
+        has_aux: whether `fn` returns a pair of its result and auxiliary values.
 
     Returns:
-        The result, its tangent, and with `has_aux` the rest.
+        The result, its tangent, and with `has_aux` the auxiliary values.
     """
     of_state = () if state_tangents is None else ({"state": state_tangents},)
     lifted = lifting.jvp(
@@ -131,20 +124,19 @@ def custom_vjp(
     *,
     nondiff_argnums: Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """`jax.custom_vjp` of a function that invokes modules.
+    """Applies `jax.custom_vjp` to a function that invokes modules.
 
     Args:
-        fn: the function.
-        forward_fn: takes the same arguments; returns the result of `fn` and what `backward_fn`
-            needs, such as the function that `vjp` returns.
-        backward_fn: `backward_fn(*nondiff, needed, cotangent)` returns the gradients of the current
-            module's state, and that of each argument that is not in `nondiff_argnums`.
+        forward_fn: takes the arguments of `fn`; returns the result of `fn` and the residuals for
+            `backward_fn`, such as the function returned by `vjp`.
+        backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
+            current module's state and of each argument not in `nondiff_argnums`.
         nondiff_argnums: the arguments without a gradient.
 
     Returns:
         A function with the arguments and results of `fn`, to be called inside an invocation.
-        Outputs come from `forward_fn` where derivatives are taken. Modules that are shared from
-        above the current one cannot be called inside: `backward_fn` could not say their gradients.
+        Outputs come from `forward_fn` where derivatives are taken. It cannot call modules shared
+        from above the current one, since `backward_fn` could not return their gradients.
     """
 
     def call(*args: Any) -> Any:
@@ -170,10 +162,9 @@ def custom_vjp(
 def custom_jvp(
     fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, nondiff_argnums: Sequence[int] = ()
 ) -> Callable[..., Any]:
-    """`jax.custom_jvp` of a function that invokes modules.
+    """Applies `jax.custom_jvp` to a function that invokes modules.
 
     Args:
-        fn: the function.
         jvp_fn: `jvp_fn(*nondiff, primals, tangents, state_tangents)` returns the result of `fn` and
             its tangent; see `jvp`.
         nondiff_argnums: the arguments without a tangent.
@@ -205,7 +196,7 @@ def custom_jvp(
 def _divided(
     args: tuple[Any, ...], at: Collection[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    """The arguments without a derivative, those with one, and how to put them together."""
+    """Splits off the arguments without a derivative, and returns a function to join both."""
     diff = tuple(x for i, x in enumerate(args) if i not in at)
     kept = [x if i in at else None for i, x in enumerate(args)]
 

@@ -1,4 +1,4 @@
-"""Layers that drop things at random in training, and pass everything on otherwise."""
+"""Layers that drop elements at random in training and are the identity otherwise."""
 
 from weft.config import config_class
 from weft.functional import drop_tokens, dropout, stochastic_depth
@@ -8,24 +8,20 @@ from weft.typing import Tensor
 
 
 class Dropout(BaseLayer):
-    """Zeros elements at random in training, and scales up the others."""
+    """Layer that zeros random elements in training and scales up the others."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a Dropout.
 
         Attributes:
-            rate: the probability of an element to be dropped; None or 0 drops nothing.
+            rate: the probability that an element is dropped; None or 0 drops nothing.
         """
 
         rate: float | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops elements.
-
-        Args:
-            x: `Float[Array, "*shape"]`.
-        """
+        """Drops elements of an array of any shape."""
         rate = self.config.rate
         if not self.is_training or not rate:
             return x
@@ -33,20 +29,20 @@ class Dropout(BaseLayer):
 
     @nowrap
     def get_prng_key(self) -> Tensor:
-        """The key that draws what is dropped."""
+        """Returns the key for dropping elements."""
         return self.require_prng_key("dropout")
 
 
 class StochasticDepth(BaseLayer):
-    """Drops a residual branch at random in training, and scales it up where it stays."""
+    """Layer that drops a residual branch at random in training, or scales it up."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a StochasticDepth.
 
         Attributes:
-            rate: the probability of the branch to be dropped; None or 0 drops nothing.
-            mode: "row" decides for each example, "batch" once for all of them.
+            rate: the probability that the branch is dropped; None or 0 drops nothing.
+            mode: "row" draws for each example, "batch" once for all.
         """
 
         rate: float | None = None
@@ -66,7 +62,7 @@ class StochasticDepth(BaseLayer):
 
 
 class DropToken(BaseLayer):
-    """Removes a random set of tokens from each example in training, which makes it shorter."""
+    """Layer that removes random tokens from each example in training, which shortens it."""
 
     @config_class
     class Config(BaseLayer.Config):
@@ -74,17 +70,14 @@ class DropToken(BaseLayer):
 
         Attributes:
             rate: the fraction of tokens to remove.
-            num_cls_tokens: how many tokens at the front always stay, and do not count.
+            num_cls_tokens: number of leading tokens to always keep, excluded from `rate`.
         """
 
         rate: float = 0
         num_cls_tokens: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Removes tokens.
-
-        Args:
-            x: `Float[Array, "batch tokens dim"]`.
+        """Removes tokens of `Float[Array, "batch tokens dim"]`.
 
         Returns:
             `Float[Array, "batch kept dim"]`.
