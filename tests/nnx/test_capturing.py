@@ -260,6 +260,67 @@ def test_modules_that_are_split_and_merged_under_vmap_sow():
     assert seen.y[0].tolist() == y.tolist() == (x * 6).tolist()
 
 
+def split_and_merged(transformation, returned, calls=1):
+    """A call of a module that is merged, inside a raw transformation, from a state outside."""
+
+    def run(model, x):
+        graphdef, state = nnx.split(model)
+
+        def each(x):
+            inner = nnx.merge(graphdef, state)
+            y = inner(x)
+            return y, nnx.state(inner, nnx.Intermediate) if returned else None
+
+        for _ in range(calls):
+            y, sown = transformation(each)(x)
+        if returned:
+            nnx.update(model, sown)
+        return y
+
+    return run
+
+
+RAW = {
+    "vmap": jax.vmap,
+    "vmap in vmap": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[None]),
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), None, x)[1],
+}
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transformation", RAW)
+def test_state_of_a_merged_module_brings_sown_values_back(transformation, outer, calls):
+    model, x = nnx.Sequential(Sower(2), Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    run = split_and_merged(RAW[transformation], returned=True, calls=calls)
+    y, seen = capture(outer(run), nnx.Intermediate)(model, x)
+    first, second = seen["layers"][0].y, seen["layers"][1].y
+    assert len(first[...]) == len(second[...]) == 1
+    assert first[0].reshape(3, 2).tolist() == (x * 6).tolist()
+    assert second[0].tolist() == y.tolist() and y.reshape(3, 2).tolist() == (x * 36).tolist()
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("transformation", RAW)
+def test_sown_values_that_a_merged_module_does_not_return_are_refused(transformation, outer):
+    run = outer(split_and_merged(RAW[transformation], returned=False))
+    model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
+    with pytest.raises(
+        GraphStructureError, match=r"sows or perturbs at 'a/y' is lost.*nnx\.update"
+    ):
+        capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
+    assert names(model.a) == ["calls", "w"]
+
+
+def test_what_was_sown_before_stays_in_front_of_what_a_merged_module_sows():
+    model, x = Sower(2), jnp.ones((3, 2))
+    run = split_and_merged(jax.vmap, returned=True, calls=2)
+    _, seen = capture(lambda m: (m(x[0]), run(m, x)), nnx.Intermediate)(model)
+    # The value of the trace is the whole state, so that what was there comes mapped as well.
+    assert [jnp.shape(y) for y in seen.y[...]] == [(3, 2), (3, 2)]
+
+
 def test_gradients_of_what_is_between_come_through_trees():
     model, x = nnx.Dict(a=Sower(2)), jnp.ones(2)
 

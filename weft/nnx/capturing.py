@@ -46,7 +46,8 @@ def capture(
     Raises:
         ObjectArgumentError: if a kind is no class of variables, or `fn` cannot be called.
         GraphStructureError: if `init` has something at a path where no module is, or that is no
-            variable; or if two arguments sow at the same path.
+            variable; if two arguments sow at the same path; or if a module that was merged inside
+            a JAX transformation sows, and its state is not returned.
 
     Example:
         >>> from weft import nnx
@@ -112,7 +113,15 @@ class _Open:
         """What was left, by kind."""
         found: dict[Path, tuple[int, Variable[Any]]] = {}
         for i, path, x in self._modules:
-            for name, variable in vars(x)[PLACE].values():
+            captured = vars(x)[PLACE]
+            for name in captured.unreturned():
+                raise GraphStructureError(
+                    f"what the module sows or perturbs at {shown_path((*path, name))!r} is lost: a "
+                    "copy of the module, merged inside a JAX transformation, does so, and its "
+                    "state was not returned; return nnx.state(module, kind) from the transformed "
+                    "function, and give it to nnx.update outside."
+                )
+            for name, variable in captured.values():
                 where = (*path, name)
                 if where in found and found[where][0] != i:
                     raise GraphStructureError(

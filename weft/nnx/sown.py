@@ -7,17 +7,28 @@ module's state like any other, so it goes through transformations inside of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from weft.core.tracing import current_trace
 from weft.errors import GraphStructureError
 from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
 
 PLACE = "_captured"
 """The attribute."""
+
+
+class Unreturned(NamedTuple):
+    """Stands in an outer variable for what a copy sowed in an inner trace, until that is returned.
+
+    Attributes:
+        before: the value that was there, or nothing.
+    """
+
+    before: tuple[Any, ...]
 
 
 class Captured(Pytree):
@@ -59,20 +70,28 @@ class Captured(Pytree):
         if kind not in self.kinds:
             return False
         there = self._there(kind, name)
-        before = init_fn() if there is None else there.get_raw_value()[name]
-        self._leave(kind, there, name, reduce_fn(before, value))
+        before = init_fn() if there is None else _values(there)[name]
+        variable = self._of_kind(kind) if there is None else there
+        self._leave(variable, name, reduce_fn(before, value))
         return True
 
     def perturbation(self, kind: type[Variable[Any]], name: str, value: Any) -> Any:
         """What `Module.perturb` adds, or None if nothing is to be added."""
         there = self._there(kind, name)
         if there is not None:
-            return there.get_raw_value()[name]
+            return _values(there)[name]
         if kind not in self.kinds:
             return None
         zeros = jax.tree.map(jnp.zeros_like, value)
-        self._leave(kind, there, name, zeros)
+        self._leave(self._of_kind(kind), name, zeros)
         return zeros
+
+    def unreturned(self) -> Iterator[str]:
+        """The names under which copies sowed what was not returned from their trace."""
+        for variable in self.left:
+            for name, value in variable.get_raw_value().items():
+                if isinstance(value, Unreturned):
+                    yield name
 
     def values(self) -> Iterator[tuple[str, Variable[Any]]]:
         """Each value that was left, as a variable, sorted by name."""
@@ -80,19 +99,45 @@ class Captured(Pytree):
         for name in sorted(holder):
             yield name, type(holder[name])(holder[name].get_raw_value()[name])
 
-    def _leave(
-        self, kind: type[Variable[Any]], there: Variable[Any] | None, name: str, value: Any
-    ) -> None:
-        if there is None:
-            there = next(variable for variable in self.left if type(variable) is kind)
-        there.set_raw_value({**there.get_raw_value(), name: value})
+    def _of_kind(self, kind: type[Variable[Any]]) -> Variable[Any]:
+        return next(variable for variable in self.left if type(variable) is kind)
+
+    def _leave(self, variable: Variable[Any], name: str, value: Any) -> None:
+        here = current_trace()
+        if variable._trace != here and self._watch.trace == here:
+            variable = self._replace_outer(variable, name)
+        variable.set_raw_value({**variable.get_raw_value(), name: value})
+
+    def _replace_outer(self, outer: Variable[Any], name: str) -> Variable[Any]:
+        """Replaces a variable of an outer trace, which `nnx.merge` took from the state.
+
+        The outer one notes that a value is to come; the state that the trace returns has it.
+        """
+        values = _values(outer)
+        inner = type(outer).from_metadata(values, outer.get_metadata())
+        self.left[next(i for i, x in enumerate(self.left) if x is outer)] = inner
+        before = (values[name],) if name in values else ()
+        noted = {**outer.get_raw_value(), name: Unreturned(before)}
+        outer.set_raw_value(noted, _unsafe_bypass_check=True)
+        return inner
 
     def _there(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
         """The variable that has a value of that name."""
-        there = next((v for v in self.left if name in v.get_raw_value()), None)
+        there = next((v for v in self.left if name in _values(v)), None)
         if there is not None and not isinstance(there, kind):
             raise GraphStructureError(
                 f"{name!r} is left as a {type(there).__name__}, and now as a {kind.__name__}, in "
                 "one call; use another name."
             )
         return there
+
+
+def _values(variable: Variable[Any]) -> dict[str, Any]:
+    """The values by name, without notes of what was not returned."""
+    values: dict[str, Any] = {}
+    for name, value in variable.get_raw_value().items():
+        if not isinstance(value, Unreturned):
+            values[name] = value
+        elif value.before:
+            values[name] = value.before[0]
+    return values
