@@ -53,7 +53,7 @@ def test_scale():
     "scale, constant", [(Embedding.Scale.CONSTANT, None), (Embedding.Scale.UNIT, 2.0), (None, 2.0)]
 )
 def test_a_constant_without_its_scale_is_refused(scale, constant):
-    with pytest.raises(LayerConfigError, match=r"emb: scale=.*and scale_constant=.*do not fit"):
+    with pytest.raises(LayerConfigError, match=r"emb: scale=.*and scale_constant=.*do not match"):
         make(scale=scale, scale_constant=constant)
 
 

@@ -246,17 +246,17 @@ def test_experts_of_few_groups():
     [
         (Top2Gating, {"train_capacity_factor": 0.0}, "train_capacity_factor=0.0 leaves no room"),
         (TopKGating, {"expert_capacity": 0}, "gating: expert_capacity=0 leaves no room"),
-        (TopKGating, {"num_experts_per_token": 5}, "to choose 5 of num_experts=4 experts"),
-        (TopKGating, {"num_experts_per_token": 0}, "to choose 0 of num_experts=4 experts"),
+        (TopKGating, {"num_experts_per_token": 5}, "a token chooses 5 of num_experts=4 experts"),
+        (TopKGating, {"num_experts_per_token": 0}, "a token chooses 0 of num_experts=4 experts"),
         (
             TopKBiasGating,
             {"num_group_of_experts": 3},
-            "does not divide into num_group_of_experts=3",
+            "is not divisible by num_group_of_experts=3",
         ),
         (
             TopKBiasGating,
             {"num_group_of_experts": 4, "topk_group": 1},
-            "topk_group=1 of num_group_of_experts=4 groups of 1 experts leave no choice",
+            "topk_group=1 of num_group_of_experts=4 groups of 1 experts leave too few",
         ),
     ],
     ids=["factor", "capacity", "too many", "none", "groups", "too few"],

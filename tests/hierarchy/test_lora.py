@@ -295,7 +295,7 @@ class OneWeight(BaseQKVLinear):
             lambda: made(
                 lora_linear(layer=MultiheadInputLinear.default_config()), input_dim=2, output_dim=2
             ),
-            "lora: layer is a MultiheadInputLinear, beside which this adapter cannot stand",
+            "lora: layer is a MultiheadInputLinear, which this adapter does not fit",
         ),
         (
             lambda: made(
@@ -329,7 +329,7 @@ class OneWeight(BaseQKVLinear):
                     },
                 },
             ),
-            "lora: the weights of a OneWeight are not known",
+            "lora: the weights of a OneWeight are unknown",
         ),
     ],
     ids=["rank", "linear", "output", "rotary", "unknown", "nothing", "merge"],

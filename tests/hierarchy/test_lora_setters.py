@@ -108,7 +108,7 @@ def test_settings_reach_every_adapter_and_a_second_call_adds_none():
     cfg = adapted(stack(), dropout_rate=0.25)
     adapter = cfg.layer.feed_forward.linear2.adapter
     assert (adapter.rank, adapter.alpha, adapter.lora_dropout.rate) == (2, 4.0, 0.25)
-    with pytest.raises(LayerConfigError, match=r"has no attention and .* without an adapter"):
+    with pytest.raises(LayerConfigError, match=r"has no attention and .* could be added"):
         adapted(cfg)
 
 

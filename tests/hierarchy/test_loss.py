@@ -133,7 +133,7 @@ def test_margins_have_axlearns_values():
     "kwargs", [{}, {"labels": jnp.array([0]), "soft_labels": jnp.ones((1, 4))}]
 )
 def test_margins_want_the_right_classes_once(kwargs):
-    with pytest.raises(ArgumentValueError, match="give either labels or soft_labels"):
+    with pytest.raises(ArgumentValueError, match="pass either labels or soft_labels"):
         losses.large_margin_cosine_loss(a[:1], **kwargs)
 
 

@@ -17,16 +17,13 @@ from weft.typing import MeshAxes, PartitionSpec, Tensor
 
 
 class Embedding(BaseLayer):
-    """A table of vectors.
-
-    Parameter: `weight` of shape (num_embeddings, dim).
-    """
+    """Table of vectors. Parameter: `weight` of shape (num_embeddings, dim)."""
 
     class Scale(enum.Enum):
-        """How vectors are scaled when they are looked up.
+        """Scale of embedding vectors.
 
-        UNIT multiplies by the square root of the dimension, which gives each component about the
-        variance 1; CONSTANT by `scale_constant`.
+        UNIT multiplies by the square root of the dimension, for a variance of about 1 per
+        component; CONSTANT by `scale_constant`.
         """
 
         UNIT = "unit"
@@ -37,13 +34,12 @@ class Embedding(BaseLayer):
         """Configures an Embedding.
 
         Attributes:
-            num_embeddings: how many vectors there are.
-            dim: the size of a vector.
-            scale: how to scale what is looked up; None leaves it as it is.
+            scale: None for unscaled vectors.
             scale_constant: the factor for Scale.CONSTANT.
             input_partition_spec: the mesh axes of the ids; None leaves it to the compiler.
-            output_partition_spec: the mesh axes of what is looked up, likewise.
-            embedding_partition_spec: the mesh axes of the table when it is used, likewise.
+            output_partition_spec: the mesh axes of the vectors; None leaves it to the compiler.
+            embedding_partition_spec: the mesh axes of the table in use; None leaves it to the
+                compiler.
         """
 
         num_embeddings: Required[int] = REQUIRED
@@ -56,7 +52,7 @@ class Embedding(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config laid over the mesh axis "model" by components, normal with variance 1 / dim."""
+        """Returns a config with variance 1 / dim, sharded over the mesh axis "model" by dim."""
         init = WeightInitializer.default_config().set(fan="fan_out", distribution="normal")
         return (
             super()
@@ -74,7 +70,7 @@ class Embedding(BaseLayer):
         if (cfg.scale is Embedding.Scale.CONSTANT) != (cfg.scale_constant is not None):
             raise LayerConfigError(
                 f"{self.path()}: scale={cfg.scale} and scale_constant={cfg.scale_constant} do not "
-                "fit together; set both scale=Embedding.Scale.CONSTANT and scale_constant, or no "
+                "match; set both scale=Embedding.Scale.CONSTANT and scale_constant, or no "
                 "scale_constant."
             )
 
@@ -87,10 +83,10 @@ class Embedding(BaseLayer):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Looks vectors up.
+        """Looks up vectors.
 
         Args:
-            x: `Int[Array, "*batch"]`, each in `[0, num_embeddings)`; others give NaN.
+            x: `Int[Array, "*batch"]`, in `[0, num_embeddings)`; others give NaN.
 
         Returns:
             `Float[Array, "*batch dim"]`.
@@ -105,7 +101,7 @@ class Embedding(BaseLayer):
         return maybe_shard(y, cfg.output_partition_spec)
 
     def embeddings(self) -> Tensor:
-        """The table, `Float[Array, "num_embeddings dim"]`."""
+        """Returns the table, `Float[Array, "num_embeddings dim"]`."""
         return maybe_shard(self.parameters["weight"], self.config.embedding_partition_spec)
 
     def attend(self, x: Tensor) -> Tensor:
@@ -121,21 +117,15 @@ class Embedding(BaseLayer):
 
 
 class SeparableSpaceTimePositionalEmbedding(BaseLayer):
-    """Positions in time and space, each with a table; an embedding is the sum of two vectors.
+    """Embedding of positions by the sum of a vector for time and a vector for space.
 
-    Position `p` stands at the time `p // num_spatial_embeddings` and the place
+    Position `p` has the time `p // num_spatial_embeddings` and the place
     `p % num_spatial_embeddings`.
     """
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a SeparableSpaceTimePositionalEmbedding.
-
-        Attributes:
-            dim: the size of a vector.
-            spatial_embeddings: an Embedding of places.
-            temporal_embeddings: an Embedding of times.
-        """
+        """Configures a SeparableSpaceTimePositionalEmbedding."""
 
         dim: Required[int] = REQUIRED
         spatial_embeddings: InstantiableConfig = Embedding.default_config()
@@ -148,31 +138,28 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
 
     @property
     def num_spatial_embeddings(self) -> int:
-        """How many places there are."""
+        """Number of places."""
         return self.spatial_embeddings.config.num_embeddings
 
     @property
     def num_temporal_embeddings(self) -> int:
-        """How many times there are."""
+        """Number of times."""
         return self.temporal_embeddings.config.num_embeddings
 
     @property
     def max_seq_len(self) -> int:
-        """How many positions there are."""
+        """Number of positions."""
         return self.num_spatial_embeddings * self.num_temporal_embeddings
 
     def embeddings(self) -> Tensor:
-        """The embeddings of all positions, `Float[Array, "max_seq_len dim"]`."""
+        """Returns the embeddings of all positions, `Float[Array, "max_seq_len dim"]`."""
         return self.forward(jnp.arange(self.max_seq_len))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Looks positions up.
+        """Returns the embeddings of positions, `Float[Array, "*batch dim"]`.
 
         Args:
-            positions: `Int[Array, "*batch"]`, each in `[0, max_seq_len)`.
-
-        Returns:
-            `Float[Array, "*batch dim"]`.
+            positions: `Int[Array, "*batch"]`, in `[0, max_seq_len)`.
         """
         places = self.num_spatial_embeddings
         return self.temporal_embeddings(positions // places) + self.spatial_embeddings(

@@ -1,4 +1,4 @@
-"""The feed-forward layer of a transformer: two linear maps with an activation between them."""
+"""Feed-forward layer of a transformer: two linear maps with an activation between them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +22,7 @@ from weft.typing import Tensor
 
 
 def scaled_hidden_dim(scale: float = 4) -> FunctionConfigBase:
-    """A hidden dimension that is a multiple of the input dimension, rounded.
-
-    Args:
-      scale: the factor.
+    """Returns a hidden dimension of `scale` times the input dimension, rounded.
 
     Example:
       >>> scaled_hidden_dim(2.5).set(input_dim=8).instantiate()
@@ -39,7 +36,7 @@ def _scale_dim(input_dim: int, *, scale: float) -> int:
 
 
 class TransformerFeedForwardLayer(ResidualLayer):
-    """`linear2(activation(linear1(x)))` beside a skip connection; with two activations, gated.
+    """Residual layer with the branch `linear2(activation(linear1(x)))`, gated with two activations.
 
     Gated means `linear2(activation0(linear1_0(x)) * activation1(linear1_1(x)))` (Shazeer, 2020).
     """
@@ -52,15 +49,13 @@ class TransformerFeedForwardLayer(ResidualLayer):
           input_dim: the size of input and output.
           hidden_dim: the size between the linear maps, or a function of `input_dim`, such as
             `scaled_hidden_dim(4)`.
-          linear1: to the hidden dimension.
           activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
             such as ("nn.silu", "linear").
-          linear2: from the hidden dimension.
           hidden_dropout: between activation and `linear2`; None for that of the branch, or for
             none with structure="postnorm".
           residual_weight: a factor of the branch.
-          add_dead_neuron_summary: whether to report for each activation how many hidden
-            dimensions are 0 for all inputs.
+          add_dead_neuron_summary: whether to report, per activation, the number of hidden
+            dimensions that are 0 for all inputs.
           add_value_rms_norm_summary: values whose root mean square to report: "linear1_outputs",
             "linear2_outputs".
         """
@@ -84,8 +79,8 @@ class TransformerFeedForwardLayer(ResidualLayer):
         names = cfg.add_value_rms_norm_summary
         if unknown := set(names) - {"linear1_outputs", "linear2_outputs"}:
             raise LayerConfigError(
-                f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; there are "
-                "'linear1_outputs' and 'linear2_outputs'."
+                f"{self.path()}: add_value_rms_norm_summary has {sorted(unknown)}; expected "
+                "'linear1_outputs' or 'linear2_outputs'."
             )
         hidden_dim: Any = cfg.hidden_dim
         if not isinstance(hidden_dim, int):
@@ -99,7 +94,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         for name in self._activations:
             self._add_child(name, linear1)
         self._add_child("linear2", cfg.linear2.set(input_dim=hidden_dim, output_dim=cfg.input_dim))
-        # Where the norm stands after the sum, only the branch's output is dropped.
+        # With the norm after the sum, only the branch's output is dropped.
         if cfg.structure == "postnorm" and cfg.hidden_dropout is None:
             self._dropouts = ["dropout"]
         else:
@@ -110,14 +105,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         self._add_child("stochastic_depth", cfg.stochastic_depth)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Applies the layer.
-
-        Args:
-          inputs: `Float[Array, "*batch input_dim"]`.
-
-        Returns:
-          As `inputs`.
-        """
+        """Applies the layer to `Float[Array, "*batch input_dim"]`."""
         cfg = self.config
         self._add_tensor_stats("inputs", inputs)
         skipped, x = self._enter_branch(inputs)
@@ -133,7 +121,7 @@ class TransformerFeedForwardLayer(ResidualLayer):
         return outputs
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
-        """From the branch's input to the hidden dimension."""
+        """Maps the branch's input to the hidden dimension."""
         hidden = None
         for i, (linear, activation) in enumerate(self._activations.items()):
             y = self._remat_name(getattr(self, linear)(x), f"linear1_{i}")

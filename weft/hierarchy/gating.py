@@ -1,8 +1,8 @@
-"""Gating: from a router's logits to which expert sees which token.
+"""Gating: assignment of tokens to experts from a router's logits.
 
-`Top2Gating` and `TopKGating` give each expert room for a number of tokens per group, its capacity,
-and drop what finds no room; `TopKDropFreeGating` and `TopKBiasGating` drop nothing. The mathematics
-is in `weft.functional.routing`.
+`Top2Gating` and `TopKGating` limit the number of tokens per group and expert, its capacity, and
+drop tokens beyond it; `TopKDropFreeGating` and `TopKBiasGating` drop nothing. See
+`weft.functional.routing` for the formulas.
 """
 
 import enum
@@ -24,14 +24,14 @@ from weft.hierarchy.sharding import maybe_shard
 from weft.typing import DType, PartitionSpec, Tensor
 
 ScoreFn = Callable[[Tensor], Tensor]
-"""From the logits of a router to scores, along the last axis."""
+"""Function from the logits of a router to scores, along the last axis."""
 
 TopKFn = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""From scores and a number to the largest scores and their indices, along the last axis."""
+"""Function from scores and k to the k largest scores and their indices, along the last axis."""
 
 
 def sigmoid() -> ScoreFn:
-    """Scores each expert by itself, instead of by a softmax (DeepSeek-AI, 2024)."""
+    """Scores each expert separately, instead of by a softmax (DeepSeek-AI, 2024)."""
     return jax.nn.sigmoid
 
 
@@ -42,13 +42,13 @@ def approx_max_k(
     reduction_input_size_override: int = -1,
     aggregate_to_topk: bool = True,
 ) -> TopKFn:
-    """Finds most of the largest scores, more quickly on a TPU; see `jax.lax.approx_max_k`.
+    """Finds most of the largest scores, faster on a TPU; see `jax.lax.approx_max_k`.
 
     Args:
-      reduction_dimension: the axis.
-      recall_target: the share of the largest to find.
-      reduction_input_size_override: the size to reach the target for; -1 for that of the axis.
-      aggregate_to_topk: whether to give exactly as many as asked for.
+      recall_target: the fraction of the largest to find.
+      reduction_input_size_override: the size for which to reach the target; -1 for that of the
+        axis.
+      aggregate_to_topk: whether to return exactly k scores.
     """
 
     def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -66,19 +66,19 @@ def approx_max_k(
 
 
 class GateNoise(enum.Enum):
-    """What is added to logits in training before experts are chosen."""
+    """Noise to add to logits in training before choosing experts."""
 
     NONE = "none"
     """Nothing."""
     GUMBEL = "gumbel"
-    """Gumbel noise: experts are drawn with the router's probabilities, without replacement."""
+    """Gumbel noise: draws experts with the router's probabilities, without replacement."""
 
 
 class AdaptiveLoadBalanceLoss(BaseLayer):
-    """A factor of the load-balancing loss that grows as long as too many tokens are dropped.
+    """Factor of the load-balancing loss that grows while too many tokens are dropped.
 
-    Its logarithm rises by `log_step` in each step in which the average of the share of dropped
-    choices is above `max_value`, and falls by as much if it is below `min_value`.
+    Its logarithm rises by `log_step` in each step while the moving average of the dropped fraction
+    of choices is above `max_value`, and falls by as much while it is below `min_value`.
     """
 
     @config_class
@@ -86,10 +86,10 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
         """Configures an AdaptiveLoadBalanceLoss.
 
         Attributes:
-          moving_average: of the share; set its `min_weight`.
-          max_value: the share above which the factor grows.
-          min_value: the share below which it shrinks.
-          log_step: by how much its logarithm changes in a step.
+          moving_average: of the dropped fraction; set its `min_weight`.
+          max_value: the fraction above which the factor grows.
+          min_value: the fraction below which it shrinks.
+          log_step: the change of its logarithm per step.
         """
 
         moving_average: MovingAverage.Config = MovingAverage.default_config()
@@ -101,8 +101,8 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
         super().__init__(cfg, parent=parent)
         if not 0 <= cfg.min_value <= cfg.max_value:
             raise LayerConfigError(
-                f"{self.path()}: min_value={cfg.min_value} and max_value={cfg.max_value} are to be "
-                "shares of tokens, the first not above the second."
+                f"{self.path()}: min_value={cfg.min_value} and max_value={cfg.max_value} must be "
+                "fractions of tokens, the first not above the second."
             )
         self._add_child("value_average", cfg.moving_average)
 
@@ -113,10 +113,10 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
         return {"log_scale": spec}
 
     def forward(self, value: Tensor) -> Tensor:
-        """Returns the factor; in training it changes after that.
+        """Returns the factor, and in training updates it for the next step.
 
         Args:
-          value: the share of dropped choices, `Float[Array, ""]`.
+          value: the dropped fraction of choices, `Float[Array, ""]`.
         """
         cfg = self.config
         average, log_scale = self.value_average(value), self.parameters["log_scale"]
@@ -132,29 +132,29 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
 
 
 class BaseGating(BaseLayer):
-    """Chooses experts. A subclass defines `forward`."""
+    """Layer that chooses experts. A subclass defines `forward`."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseGating.
 
         Attributes:
-          num_experts: the number of experts; the layer around it sets it.
+          num_experts: set by the surrounding layer.
         """
 
         num_experts: Required[int] = REQUIRED
 
     class Output(NamedTuple):
-        """What was chosen.
+        """Choice of experts.
 
         Attributes:
           combine_tensor: `Float[Array, "outer group token expert capacity"]`, the weight of each
-            expert's room in a token's output.
-          dispatch_tensor: `Bool[Array, "outer group token expert capacity"]`, who is in it.
+            expert's slot in a token's output.
+          dispatch_tensor: `Bool[Array, "outer group token expert capacity"]`, the token in each
+            slot.
           load_balance_loss: a scalar, small if experts are equally loaded.
           router_z_loss: a scalar, small if logits are.
-          seq_load_balance_loss: a scalar, the weighted loss of each sequence by itself, if asked
-            for.
+          seq_load_balance_loss: a scalar, the weighted mean loss per sequence, if requested.
         """
 
         combine_tensor: Tensor
@@ -164,11 +164,11 @@ class BaseGating(BaseLayer):
         seq_load_balance_loss: Tensor | None = None
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> Output:
-        """Chooses.
+        """Chooses experts.
 
         Args:
           logits: `Float[Array, "outer group token expert"]`, of the router.
-          live: `Bool[Array, "outer group token"]`: which tokens take part; all by default.
+          live: `Bool[Array, "outer group token"]`: which tokens to route; all by default.
         """
         raise NotImplementedError(type(self))
 
@@ -182,14 +182,14 @@ class BaseGating(BaseLayer):
         partition_spec: PartitionSpec | None = None,
         combine_tensor: Tensor | None = None,
     ) -> Tensor:
-        """Sends tokens to the rooms of experts.
+        """Sends tokens to the slots of experts.
 
         Args:
           inputs: `Float[Array, "outer group token dim"]`.
-          dispatch_tensor: of the output.
+          dispatch_tensor: as in `Output`.
           dtype: to compute in.
-          partition_spec: how the result lies over the mesh.
-          combine_tensor: of the output; not used here.
+          partition_spec: sharding of the result.
+          combine_tensor: not used here.
 
         Returns:
           `Float[Array, "outer expert group capacity dim"]`.
@@ -207,13 +207,13 @@ class BaseGating(BaseLayer):
         dtype: DType = jnp.bfloat16,
         partition_spec: PartitionSpec | None = None,
     ) -> Tensor:
-        """Adds up what experts made of each token.
+        """Adds up the experts' outputs for each token.
 
         Args:
           inputs: `Float[Array, "outer expert group capacity dim"]`.
-          combine_tensor: of the output.
+          combine_tensor: as in `Output`.
           dtype: to compute in.
-          partition_spec: how the result lies over the mesh.
+          partition_spec: sharding of the result.
 
         Returns:
           `Float[Array, "outer group token dim"]`.
@@ -230,20 +230,20 @@ class BaseGating(BaseLayer):
 
 
 class _CapacityGating(BaseGating):
-    """Chooses experts that have room for a number of tokens."""
+    """Gating with a maximum number of tokens per expert."""
 
     @config_class
     class Config(BaseGating.Config):
         """Configures a gating with capacities.
 
         Attributes:
-          gating_logit_cap: logits are squeezed between `-cap` and `cap` by a tanh; 0 for not.
-          expert_capacity: the least number of tokens of a group that an expert has room for.
-          train_capacity_factor: for how many times its equal share an expert has room in training,
-            where `group_size / num_experts` is a share. With None, `expert_capacity` alone counts;
-            without both there is room for all, and nothing is dropped.
-          eval_capacity_factor: likewise, otherwise.
-          adaptive_load_balance_loss: makes a factor of the load-balancing loss; 1 if None.
+          gating_logit_cap: bound of the logits, by a tanh; 0 for none.
+          expert_capacity: the minimum capacity: number of tokens of a group per expert.
+          train_capacity_factor: capacity in training as a multiple of the equal share
+            `group_size / num_experts`. With None, only `expert_capacity` counts; with neither,
+            nothing is dropped.
+          eval_capacity_factor: the same outside of training.
+          adaptive_load_balance_loss: computes a factor of the load-balancing loss; 1 if None.
         """
 
         gating_logit_cap: float = 0.0
@@ -263,15 +263,15 @@ class _CapacityGating(BaseGating):
                 )
         if not 1 <= self.num_choices() <= cfg.num_experts:
             raise LayerConfigError(
-                f"{self.path()}: a token is to choose {self.num_choices()} of num_experts="
-                f"{cfg.num_experts} experts; expected at least one, and no more than there are."
+                f"{self.path()}: a token chooses {self.num_choices()} of num_experts="
+                f"{cfg.num_experts} experts; expected at least 1, and at most num_experts."
             )
         if cfg.adaptive_load_balance_loss is not None:
             self._add_child("adaptive_load_balance_loss", cfg.adaptive_load_balance_loss)
 
     @nowrap
     def num_choices(self) -> int:
-        """How many experts a token chooses."""
+        """Returns the number of experts per token."""
         raise NotImplementedError(type(self))
 
     def _capped(self, logits: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class _CapacityGating(BaseGating):
         )
 
     def _scaled(self, load_balance_loss: Tensor, over_capacity: Tensor) -> Tensor:
-        """The loss of all groups, with the factor that depends on what was dropped."""
+        """Returns the loss of all groups, with the adaptive factor."""
         loss = jnp.mean(load_balance_loss)
         if self.config.adaptive_load_balance_loss is None:
             return loss
@@ -301,7 +301,7 @@ class _CapacityGating(BaseGating):
         load_balance_loss: Tensor,
         live: Tensor | None,
     ) -> BaseGating.Output:
-        """The output, from what each token chose."""
+        """Returns the output from each token's choices."""
         capacity = self._capacity(logits.shape[-2])
         sizes = {"num_experts": self.config.num_experts, "capacity": capacity}
         routed = routing.route(experts, gates, live=live, **sizes)
@@ -317,16 +317,15 @@ class _CapacityGating(BaseGating):
 
 
 class Top2Gating(_CapacityGating):
-    """The two likeliest experts, weighed by their probabilities (Lepikhin et al., 2021)."""
+    """Gating by the two likeliest experts, weighted by probabilities (Lepikhin et al., 2021)."""
 
     @config_class
     class Config(_CapacityGating.Config):
         """Configures a Top2Gating.
 
         Attributes:
-          train_capacity_factor: 2 by default: room for all choices if they are equally spread.
-          eval_capacity_factor: likewise.
-          mask_dtype: of the mask that says who is in which room.
+          train_capacity_factor: the default 2 leaves room for all choices if equally spread.
+          mask_dtype: of the mask of tokens per slot.
         """
 
         train_capacity_factor: float = 2.0
@@ -351,10 +350,10 @@ class Top2Gating(_CapacityGating):
 
 
 class TopKGating(_CapacityGating):
-    """The `k` experts with the highest scores.
+    """Gating by the `k` experts with the highest scores.
 
-    Their weights are the scores, made to add up to 1 where a token chooses several; of a single
-    choice the weight is its score, so that the router learns from it (Fedus et al., 2022).
+    Weights are the scores, normalized to sum to 1 for several choices; a single choice keeps its
+    score as weight, so that the router learns from it (Fedus et al., 2022).
     """
 
     @config_class
@@ -362,10 +361,9 @@ class TopKGating(_CapacityGating):
         """Configures a TopKGating.
 
         Attributes:
-          num_experts_per_token: how many experts a token chooses.
           score_fn: from logits to scores; a softmax by default.
           topk_fn: finds the highest scores; exactly by default.
-          noisy_gating: what is added to logits in training before experts are chosen.
+          noisy_gating: noise to add to logits in training before choosing experts.
         """
 
         num_experts_per_token: int = 2
@@ -384,12 +382,12 @@ class TopKGating(_CapacityGating):
 
     @classmethod
     def combine_tensor_shape(cls) -> str:
-        """The axes of `combine_tensor`, one letter for each."""
+        """Returns the axes of `combine_tensor`, one letter per axis."""
         return "ogsec"
 
     @classmethod
     def dispatch_tensor_shape(cls) -> str:
-        """The axes of `dispatch_tensor`, one letter for each."""
+        """Returns the axes of `dispatch_tensor`, one letter per axis."""
         return "ogsec"
 
     def forward(self, logits: Tensor, live: Tensor | None = None) -> BaseGating.Output:
@@ -399,11 +397,11 @@ class TopKGating(_CapacityGating):
         return self._routed(logits, experts, gates, loss, live)
 
     def _choose(self, logits: Tensor, preference: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores of all experts, the chosen ones and their weights.
+        """Returns scores of all experts, the chosen experts and their weights.
 
         Args:
           logits: of the router.
-          preference: from scores to what experts are chosen by, if that is something else.
+          preference: from scores to the values to choose by; the scores by default.
         """
         k = self.config.num_experts_per_token
         scores = self._score_fn(logits)
@@ -421,15 +419,15 @@ class TopKGating(_CapacityGating):
 
 
 def _as_probs(scores: Tensor) -> Tensor:
-    """Scores that add up to 1."""
+    """Normalizes scores to sum to 1."""
     return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-9)
 
 
 class TopKDropFreeGating(TopKGating):
-    """The `k` experts with the highest scores, each with room for whoever comes.
+    """Gating by the `k` experts with the highest scores, without capacity.
 
-    Tokens come as `(batch, token)`. In the output, `combine_tensor` and `dispatch_tensor` are the
-    weights and the numbers of each token's experts, `[Array, "batch token k"]`.
+    Inputs are `(batch, token)`. In the output, `combine_tensor` and `dispatch_tensor` are the
+    weights and the indices of each token's experts, `[Array, "batch token k"]`.
     """
 
     @classmethod
@@ -446,12 +444,12 @@ class TopKDropFreeGating(TopKGating):
         seq_load_balance_loss_weight: float | None = None,
         live: Tensor | None = None,
     ) -> BaseGating.Output:
-        """Chooses.
+        """Chooses experts.
 
         Args:
           logits: `Float[Array, "batch token expert"]`, of the router.
-          seq_load_balance_loss_weight: the weight of a load-balancing loss of each sequence by
-            itself (DeepSeek-AI, 2024, equation 17); None for no such loss.
+          seq_load_balance_loss_weight: the weight of a load-balancing loss per sequence
+            (DeepSeek-AI, 2024, equation 17); None for none.
           live: `Bool[Array, "batch token"]`: which tokens count in losses; all by default.
         """
         logits = self._capped(logits)
@@ -487,11 +485,11 @@ class TopKDropFreeGating(TopKGating):
 
 
 class TopKBiasGating(TopKDropFreeGating):
-    """Balances the load by a bias of each expert, instead of by a loss (Wang et al., 2024).
+    """Gating that balances the load by a bias per expert, without a loss (Wang et al., 2024).
 
-    Experts are chosen by score plus bias, and weighed by the score alone. After each step of
-    training the bias of experts with more than the mean load falls by `gating_update_rate`, that of
-    others rises.
+    Experts are chosen by score plus bias, and weighted by the score. After each training step the
+    bias of experts with more than the mean load falls by `gating_update_rate`, that of others
+    rises.
     """
 
     @config_class
@@ -499,10 +497,10 @@ class TopKBiasGating(TopKDropFreeGating):
         """Configures a TopKBiasGating.
 
         Attributes:
-          gating_update_rate: by how much a bias changes in a step.
+          gating_update_rate: the change of a bias per step.
           routed_scaling_factor: a factor of the weights.
-          num_group_of_experts: experts are in so many groups of neighbours.
-          topk_group: how many of these groups a token may choose from.
+          num_group_of_experts: number of groups of adjacent experts.
+          topk_group: number of these groups that a token may choose from.
         """
 
         gating_update_rate: float = 0.001
@@ -515,13 +513,13 @@ class TopKBiasGating(TopKDropFreeGating):
         groups, kept = cfg.num_group_of_experts, cfg.topk_group
         if groups < 1 or cfg.num_experts % groups:
             raise LayerConfigError(
-                f"{self.path()}: num_experts={cfg.num_experts} does not divide into "
-                f"num_group_of_experts={groups} groups; set a divisor."
+                f"{self.path()}: num_experts={cfg.num_experts} is not divisible by "
+                f"num_group_of_experts={groups}; set a divisor."
             )
         if not 1 <= kept <= groups or kept * cfg.num_experts // groups < self.num_choices():
             raise LayerConfigError(
                 f"{self.path()}: topk_group={kept} of num_group_of_experts={groups} groups of "
-                f"{cfg.num_experts // groups} experts leave no choice of num_experts_per_token="
+                f"{cfg.num_experts // groups} experts leave too few for num_experts_per_token="
                 f"{self.num_choices()}; expected 1 to {groups} groups with as many experts."
             )
 

@@ -1,4 +1,4 @@
-"""Functions that take a context, for the engine, which hands it through transformations."""
+"""Functions that take a context, for passing it through transformations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ CONTEXTS = ContextKind()
 
 
 def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` with a context as an additional first argument, in which it runs."""
+    """Returns `fn` with an additional first argument: the context to run in."""
 
     def call(context: InvocationContext, *args: Any, **kwargs: Any) -> Any:
         with set_current_context(context, require_parent=False):
@@ -21,7 +21,7 @@ def in_context(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def spread(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a function of a context, positional and named arguments."""
+    """Returns `fn` as a function of a context, a tuple of arguments and a dict of keywords."""
 
     def call(context: InvocationContext, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return in_context(fn)(context, *args, **kwargs)

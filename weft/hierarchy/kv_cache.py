@@ -1,8 +1,7 @@
-"""What attention remembers while a sequence grows: keys and values.
+"""Caches of the keys and values of attention while a sequence grows.
 
-A cache has room for `max_len` positions of each sequence. A step writes the keys and values of its
-own positions and gets those of all positions back; which of them are filled is for the caller to
-know, who masks the others.
+A cache has room for `max_len` positions per sequence. A step writes keys and values at its own
+positions and returns those of all positions; the caller masks the unfilled ones.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ from weft.typing import DType, NestedTensor, Shape, Tensor
 
 
 class KVState(NamedTuple):
-    """Keys and values that a layer hands to another, which attends to them as well.
+    """Keys and values passed from one layer to another, which also attends to them.
 
     Attributes:
       k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-      v_proj: likewise.
+      v_proj: of the same shape.
       key_positions: `Int[Array, "#batch source"]`.
     """
 
@@ -30,24 +29,24 @@ class KVState(NamedTuple):
 
 
 class BaseKVCache(BaseLayer):
-    """Keeps keys and values."""
+    """Base of the caches of keys and values."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseKVCache.
 
         Attributes:
-          cache_dtype: of what is kept; None for the dtype that `init_states` is given.
+          cache_dtype: None for the dtype passed to `init_states`.
         """
 
         cache_dtype: DType | None = None
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
-        """An empty cache.
+        """Returns an empty cache.
 
         Args:
-          shape: batch, positions, heads of keys and values, dimensions of a head.
-          dtype: of what is kept, if the config has none.
+          shape: (batch, positions, heads of keys and values, dimensions per head).
+          dtype: of the cache, if the config has none.
         """
         raise NotImplementedError(type(self))
 
@@ -64,23 +63,22 @@ class BaseKVCache(BaseLayer):
         """Writes some positions and reads all.
 
         Args:
-          cached_states: from `init_states` or a step before.
+          cached_states: from `init_states` or the step before.
           k_proj: `Float[Array, "batch step kv_heads per_head_dim"]`.
-          v_proj: likewise.
-          key_positions: `Int[Array, "#batch step"]`: where they belong.
-          unpadded_len: `Int[Array, "batch"]`: how many of the step's positions are written; all if
-            None.
-          page_pool: memory that is shared by the caches of all layers, for caches that use one.
+          v_proj: of the same shape.
+          key_positions: `Int[Array, "#batch step"]`: the positions to write.
+          unpadded_len: `Int[Array, "batch"]`: number of the step's positions to write; None for
+            all.
+          page_pool: memory shared by the caches of all layers, for caches that use one.
 
         Returns:
-          The new state, and the keys and values of all positions, also of those that nothing was
-          written to.
+          The new state, and the keys and values of all positions, including unfilled ones.
         """
         raise NotImplementedError(type(self))
 
 
 class KVCache(BaseKVCache):
-    """One array of keys and one of values, with an entry for each position."""
+    """Cache with one array of keys and one of values, with an entry per position."""
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
         dtype = self.config.cache_dtype or dtype
@@ -98,14 +96,14 @@ class KVCache(BaseKVCache):
     ) -> tuple[NestedTensor, KVState]:
         if page_pool is not None:
             raise ArgumentValueError(
-                f"{self.path()} is a KVCache, which has no pages, and was given a page_pool; leave "
-                "it out, or set kv_cache to the config of a cache that has pages."
+                f"{self.path()} is a KVCache, which has no pages, but a page_pool was passed; omit "
+                "it, or set kv_cache to the config of a cache that has pages."
             )
         batch, step = k_proj.shape[:2]
         max_len = cached_states["key"].shape[1]
         at = jnp.broadcast_to(key_positions, (batch, step))
         if unpadded_len is not None:
-            # Past the end, where a write is dropped.
+            # Past the end, where writes are dropped.
             at = jnp.where(jnp.arange(step)[None] < unpadded_len[:, None], at, max_len)
         rows = jnp.arange(batch)[:, None]
         states = {

@@ -1,6 +1,6 @@
-"""The layers that models are made of, in one place; each family has a file of its own.
+"""Common layers in one namespace; each family has its own file.
 
-Attention and what is built on it are in `weft.hierarchy.attention`.
+See `weft.hierarchy.attention` for attention and transformers.
 """
 
 from weft.functional import (
@@ -75,7 +75,7 @@ __all__ = [
     "ModalityVocabInfo",
     "SeparableSpaceTimePositionalEmbedding",
     "TransformerTextEmbeddings",
-    # Normalisation.
+    # Normalization.
     "BaseNormalizationLayer",
     "BatchNorm",
     "GroupNorm",
@@ -89,14 +89,14 @@ __all__ = [
     "compute_mean_square_with_segment_ids",
     "l2_normalize",
     "normalize_sum",
-    # Dropping things.
+    # Dropout.
     "DropToken",
     "Dropout",
     "StochasticDepth",
     "dropout",
     "get_dropout_mask",
     "get_stochastic_depth_linear_rate",
-    # The same setting for all layers of a config.
+    # Setters for all layers of a config.
     "set_bias_recursively",
     "set_dropout_rate_recursively",
     "set_layer_norm_eps_recursively",
@@ -107,9 +107,9 @@ __all__ = [
     "BinaryClassificationMetric",
     "CategoricalHingeLossMetric",
     "ClassificationMetric",
-    # Another layer in place of one.
+    # Replacement of layers.
     "RedirectToSharedModule",
-    # One thing set everywhere in a config.
+    # Setters.
     # Activations.
     "get_activation_fn",
 ]

@@ -19,7 +19,7 @@ from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 
 class Linear(BaseLayer):
-    """A linear map of the last axis.
+    """Linear map of the last axis.
 
     Parameters: `weight` of shape (input_dim, output_dim), and `bias`.
 
@@ -35,9 +35,6 @@ class Linear(BaseLayer):
         """Configures a Linear.
 
         Attributes:
-            input_dim: the size of an input vector.
-            output_dim: the size of an output vector.
-            bias: whether to add a bias.
             output_partition_spec: the mesh axes of the output; None leaves it to the compiler.
         """
 
@@ -48,7 +45,7 @@ class Linear(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by outputs."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by outputs."""
         return super().default_config().set(param_partition_spec=(None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -66,13 +63,10 @@ class Linear(BaseLayer):
         return specs
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns `x @ weight + bias`.
+        """Returns `x @ weight + bias`, `Float[Array, "*batch output_dim"]`.
 
         Args:
             x: `Float[Array, "*batch input_dim"]`.
-
-        Returns:
-            `Float[Array, "*batch output_dim"]`.
         """
         y = dense(x, self._weight(), self.parameters["bias"] if self.config.bias else None)
         self._add_tensor_stats("outputs", y)
@@ -83,17 +77,14 @@ class Linear(BaseLayer):
 
 
 class UnitNormLinear(Linear):
-    """A linear map whose weight is divided by the length of each output's vector.
-
-    With inputs of length 1 the outputs are cosines.
-    """
+    """Linear map with weight vectors of unit length; cosines for inputs of unit length."""
 
     def _weight(self) -> Tensor:
         return l2_normalize(self.parameters["weight"], axis=0, eps=1e-12)
 
 
 class MultiLinear(BaseLayer):
-    """Several linear maps of the same input.
+    """Stack of linear maps of the same input.
 
     Parameters: `weight` of shape (input_dim, num_outputs, output_dim), and `bias`.
     """
@@ -103,10 +94,8 @@ class MultiLinear(BaseLayer):
         """Configures a MultiLinear.
 
         Attributes:
-            input_dim: the size of an input vector.
-            num_outputs: how many maps there are.
-            output_dim: the size of an output vector of each.
-            bias: whether to add a bias.
+            num_outputs: the number of maps.
+            output_dim: the size of each map's output.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -116,7 +105,7 @@ class MultiLinear(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by maps."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by maps."""
         return super().default_config().set(param_partition_spec=(None, "model", None))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -137,10 +126,7 @@ class MultiLinear(BaseLayer):
         return specs
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Applies every map.
-
-        Args:
-            inputs: `Float[Array, "*batch input_dim"]`.
+        """Applies every map to `Float[Array, "*batch input_dim"]`.
 
         Returns:
             `Float[Array, "*batch num_outputs output_dim"]`.
@@ -152,7 +138,7 @@ class MultiLinear(BaseLayer):
 
 
 class VariationalNoise(ParameterNoise):
-    """Adds independent normal noise to every parameter (Graves, 2011)."""
+    """Independent normal noise on every parameter (Graves, 2011)."""
 
     @config_class
     class Config(ParameterNoise.Config):

@@ -1,15 +1,15 @@
-"""Low-rank adapters: a frozen linear map, and a small one beside it that is trained.
+"""Low-rank adapters: a frozen linear map plus a small trained one.
 
     y = layer(x) + (alpha / rank) * lora_up(lora_down(dropout(x)))
 
 `lora_down` maps to `rank` dimensions, `lora_up` from there to the outputs (Hu et al., 2022). The
-weight of `lora_up` is 0 at first, so that adapters change nothing before they are trained. A layer
-with an adapter has two children, "layer", whose state is that of the layer without one, and
-"adapter". A learner trains the adapters alone with
+weight of `lora_up` is initialized to 0, so that untrained adapters change nothing. A layer with an
+adapter has two children, "layer", with the state of the layer without adapter, and "adapter". A
+learner trains only the adapters with
 
     update_rules = [(".*/adapter/.*", UpdateType.ALL_UPDATES), (".*", UpdateType.NO_UPDATE)]
 
-and `merge_adapters` adds what they have learned to the weights of the layers.
+and `merge_adapters` adds the trained adapters to the weights of the layers.
 """
 
 import copy
@@ -58,41 +58,33 @@ __all__ = [
 
 
 def _check_is_a(layer: Any, cls: type, path: str, instead: str) -> None:
-    """Raises LayerConfigError for the config of a layer beside which an adapter cannot stand."""
+    """Raises LayerConfigError for the config of a layer that this adapter does not fit."""
     if not issubclass(layer.klass, cls):
         raise LayerConfigError(
-            f"{path}: layer is a {layer.klass.__name__}, beside which this adapter cannot stand; "
+            f"{path}: layer is a {layer.klass.__name__}, which this adapter does not fit; "
             f"expected a {cls.__name__}. {instead}"
         )
 
 
 class _BesideAdapter(BaseLayer):
-    """Children "layer" and "adapter", whose outputs are added. A subclass adds them."""
+    """Layer that adds the outputs of the children "layer" and "adapter", created by subclasses."""
 
     _delta_subscripts: ClassVar[str]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer and the adapter.
-
-        Args:
-          x: the input of the layer.
-        """
+        """Applies the layer and the adapter."""
         return self.layer(x) + self.adapter(x)
 
     @nowrap
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the layer alone, with the adapter in its weight.
-
-        Args:
-          state: of this layer.
-        """
+        """Returns the state of the layer alone, with the adapter merged into its weight."""
         entries: Any = state
         delta = self.adapter.delta(entries["adapter"], self._delta_subscripts)
         return _plus(entries["layer"], delta)
 
 
 class LoraLinear(_BesideAdapter):
-    """A `Linear` with an adapter.
+    """`Linear` with an adapter.
 
     Example:
       >>> cfg = LoraLinear.default_config().set(name="lora", input_dim=8, output_dim=6)
@@ -107,10 +99,7 @@ class LoraLinear(_BesideAdapter):
         """Configures a LoraLinear.
 
         Attributes:
-          input_dim: the size of an input vector.
-          output_dim: the size of an output vector.
-          layer: the linear map.
-          adapter: the adapter; set its `rank` and `alpha`.
+          adapter: set its `rank` and `alpha`.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -127,25 +116,22 @@ class LoraLinear(_BesideAdapter):
             cfg.layer,
             Linear,
             self.path(),
-            "For attention there are LoraFusedQKVLinear and LoraMultiheadOutputLinear.",
+            "For attention, use LoraFusedQKVLinear and LoraMultiheadOutputLinear.",
         )
         self._add_child("layer", cfg.layer.set(**dims))
         self._add_child("adapter", cfg.adapter.set(**dims))
 
 
 class LoraMultiheadOutputLinear(_BesideAdapter):
-    """A `MultiheadOutputLinear` with an adapter, for `output_linear` of an attention layer."""
+    """`MultiheadOutputLinear` with an adapter, for `output_linear` of an attention layer."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a LoraMultiheadOutputLinear.
 
         Attributes:
-          model_dim: the size of a vector of the model.
-          num_heads: the number of heads.
-          per_head_dim: the size of a vector of one head.
-          layer: the linear map.
-          adapter: the adapter; set its `rank` and `alpha`.
+          model_dim: the model dimension.
+          adapter: set its `rank` and `alpha`.
         """
 
         model_dim: Required[int] = REQUIRED
@@ -162,7 +148,7 @@ class LoraMultiheadOutputLinear(_BesideAdapter):
             cfg.layer,
             MultiheadOutputLinear,
             self.path(),
-            "For other layers there are LoraLinear and LoraFusedQKVLinear.",
+            "For other layers, use LoraLinear and LoraFusedQKVLinear.",
         )
         layer = cfg.layer.set(
             model_dim=cfg.model_dim, num_heads=cfg.num_heads, per_head_dim=cfg.per_head_dim
@@ -179,8 +165,7 @@ class LoraMultiheadOutputLinear(_BesideAdapter):
 class LoraFusedQKVLinear(BaseQKVLinear):
     """Projections to queries, keys and values with an adapter.
 
-    It stands inside of a `RoFormerQKVLinear`, as its `input_linear`: rotations come after what
-    adapters add.
+    In a `RoFormerQKVLinear` this is the `input_linear`, since the adapter applies before rotation.
     """
 
     @config_class
@@ -188,9 +173,9 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         """Configures a LoraFusedQKVLinear.
 
         Attributes:
-          layer: the projections, in one weight or several. Where keys and values are those of
-            another layer, only queries can have an adapter.
-          adapter: the adapter; set its `rank`, `alpha` and `enable_lora`.
+          layer: the projections, in one weight or several. If keys and values come from another
+            layer, only queries can have an adapter.
+          adapter: set its `rank`, `alpha` and `enable_lora`.
         """
 
         layer: BaseQKVLinear.Config = FusedQKVLinear.default_config()
@@ -202,13 +187,13 @@ class LoraFusedQKVLinear(BaseQKVLinear):
             cfg.layer,
             BaseQKVLinear,
             self.path(),
-            "For other layers there are LoraLinear and LoraMultiheadOutputLinear.",
+            "For other layers, use LoraLinear and LoraMultiheadOutputLinear.",
         )
         if hasattr(cfg.layer, "input_linear"):
             raise LayerConfigError(
                 f"{self.path()}: layer is a {cfg.layer.klass.__name__}, which changes queries "
-                "and keys after projecting them, so an adapter's projections cannot be added to "
-                "its outputs. Set input_linear of that layer to a LoraFusedQKVLinear instead."
+                "and keys after projecting them, so an adapter cannot be added to its outputs. Set "
+                "input_linear of that layer to a LoraFusedQKVLinear instead."
             )
         layer: Any = self._add_child(
             "layer",
@@ -232,8 +217,8 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         of_keys = [name for name in adapter.enabled() if name != "query"]
         if of_keys and layer.is_kv_sharing(layer.config):
             raise LayerConfigError(
-                f"{self.path()}: layer is a {type(layer).__name__}, whose keys and values are "
-                f"those of another layer, and enable_lora has {of_keys}; enable 'query' alone."
+                f"{self.path()}: layer is a {type(layer).__name__}, whose keys and values come "
+                f"from another layer, and enable_lora has {of_keys}; enable only 'query'."
             )
 
     @classmethod
@@ -256,15 +241,14 @@ class LoraFusedQKVLinear(BaseQKVLinear):
         """Projects; see `BaseQKVLinear.forward`.
 
         Raises:
-          ArgumentValueError: if keys or values are made from something else than queries are, and
-            have an adapter.
+          ArgumentValueError: if keys or values have an adapter but another input than queries.
         """
         enabled = self.adapter.enabled()
         if (key is not None or value is not None) and enabled != ["query"]:
             raise ArgumentValueError(
                 f"{self.path()} has one adapter for {', '.join(enabled)} of the same input, and "
-                "was given a key or value of its own; set enable_lora={'query': True} where a "
-                "layer attends to something else."
+                "a separate key or value was passed; set enable_lora={'query': True} in layers "
+                "with cross attention."
             )
         projected = self.layer(
             query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
@@ -274,13 +258,10 @@ class LoraFusedQKVLinear(BaseQKVLinear):
 
     @nowrap
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state of the layer alone, with the adapter in its weights.
-
-        Args:
-          state: of this layer.
+        """Returns the state of the layer alone, with the adapter merged into its weights.
 
         Raises:
-          LayerConfigError: if the layer is of a class whose weights are not known.
+          LayerConfigError: if the layout of the layer's weights is unknown.
         """
         entries: Any = state
         deltas = self.adapter.deltas(entries["adapter"])
@@ -300,7 +281,7 @@ class LoraFusedQKVLinear(BaseQKVLinear):
                 base[f"{name[0]}_proj"] = _plus(base[f"{name[0]}_proj"], delta)
         else:
             raise LayerConfigError(
-                f"{self.path()}: the weights of a {type(layer).__name__} are not known, so that an "
+                f"{self.path()}: the weights of a {type(layer).__name__} are unknown, so an "
                 "adapter cannot be merged into them; its state has "
                 f"{sorted(base)}, expected 'qkv_proj' or 'q_proj'."
             )
@@ -308,33 +289,31 @@ class LoraFusedQKVLinear(BaseQKVLinear):
 
 
 def _sums(parts: Iterable[Tensor], deltas: Mapping[str, Tensor]) -> list[Tensor]:
-    """The weights of all projections, with what is added to some of them."""
+    """Returns the weights of all projections plus the deltas of some."""
     return [part + deltas.get(name, 0) for name, part in zip(PROJECTIONS, parts, strict=True)]
 
 
 def _with_weight(state: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-    """A layer's state with another weight, in the dtype of the one that it had."""
+    """Returns a layer's state with another weight, cast to the old dtype."""
     new = copy.copy(state)  # a stack stays marked as one
     new["weight"] = weight.astype(state["weight"].dtype)
     return new
 
 
 def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
-    """A layer's state with something added to its weight."""
+    """Returns a layer's state with `delta` added to its weight."""
     return _with_weight(state, state["weight"] + delta)
 
 
 def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a model without adapters that computes what one with adapters does.
+    """Returns the state of an equivalent model without adapters.
 
     Args:
       layer: the model, or a part of it.
-      state: its state. It is not changed.
+      state: its state, which is not changed.
 
     Returns:
-      A state in which each layer with an adapter has the state of the layer alone, for the model
-      that is configured without adapters. Dropout of adapters, which only happens in training, is
-      left out.
+      A state for the model configured without adapters. It ignores the adapters' dropout.
 
     Example:
       >>> import jax

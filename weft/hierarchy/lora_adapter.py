@@ -1,4 +1,4 @@
-"""The small maps of low-rank adapters; see `weft.hierarchy.lora`."""
+"""Adapters of low-rank adaptation; see `weft.hierarchy.lora`."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ PROJECTIONS = ("query", "key", "value")
 
 
 def _weights(initializer: Any) -> Any:
-    """A config that draws weights by an initializer."""
+    """Returns a config that initializes weights by the given initializer."""
     return DefaultInitializer.default_config().set(
         init_by_param_name={PARAM_REGEXP_WEIGHT: initializer}
     )
@@ -42,7 +42,7 @@ def _zeros() -> Any:
 
 
 class _WeightAlone(BaseLayer):
-    """A map by one weight, without a bias. A subclass says of which shape, and which map."""
+    """Map with one weight and no bias. A subclass defines the weight's shape and the map."""
 
     _fan_axes: ClassVar[FanAxes]
     _subscripts: ClassVar[str]
@@ -65,7 +65,7 @@ class _WeightAlone(BaseLayer):
 class LoraDownFusedLinear(_WeightAlone):
     """Several maps of one input to few dimensions.
 
-    Of `Float[Array, "batch time input_dim"]` they make
+    Maps `Float[Array, "batch time input_dim"]` to
     `Float[Array, "num_enabled batch time output_dim"]`.
 
     Parameters: `weight` of shape (num_enabled, input_dim, output_dim).
@@ -76,7 +76,6 @@ class LoraDownFusedLinear(_WeightAlone):
         """Configures a LoraDownFusedLinear.
 
         Attributes:
-          input_dim: the size of an input vector.
           output_dim: the rank.
           num_enabled: the number of maps.
         """
@@ -90,7 +89,7 @@ class LoraDownFusedLinear(_WeightAlone):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight lies on each device."""
+        """Returns a config whose weight is replicated."""
         return super().default_config().set(param_partition_spec=(None, None, None))
 
     def _weight_shape(self) -> Shape:
@@ -99,9 +98,9 @@ class LoraDownFusedLinear(_WeightAlone):
 
 
 class LoraUpFusedLinear(_WeightAlone):
-    """Several maps from few dimensions to heads, each of its own input.
+    """Several maps from few dimensions to heads, each with its own input.
 
-    Of `Float[Array, "num_enabled batch time input_dim"]` they make
+    Maps `Float[Array, "num_enabled batch time input_dim"]` to
     `Float[Array, "num_enabled batch time num_heads per_head_dim"]`.
 
     Parameters: `weight` of shape (num_enabled, input_dim, num_heads, per_head_dim).
@@ -113,8 +112,6 @@ class LoraUpFusedLinear(_WeightAlone):
 
         Attributes:
           input_dim: the rank.
-          num_heads: the number of heads.
-          per_head_dim: the size of a vector of one head.
           num_enabled: the number of maps.
         """
 
@@ -128,7 +125,7 @@ class LoraUpFusedLinear(_WeightAlone):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by heads."""
+        """Returns a config whose weight is sharded over the mesh axis "model" by heads."""
         return super().default_config().set(param_partition_spec=(None, None, "model", None))
 
     def _weight_shape(self) -> Shape:
@@ -137,10 +134,10 @@ class LoraUpFusedLinear(_WeightAlone):
 
 
 class LoraUpGroupedLinear(_WeightAlone):
-    """Several maps from few dimensions to heads, of which each has its own number.
+    """Several maps from few dimensions to different numbers of heads.
 
-    Parameters: `weight` of shape (input_dim, all heads, per_head_dim). The heads of the maps lie
-    side by side, and so on each device: their sum may divide by nothing.
+    Parameters: `weight` of shape (input_dim, all heads, per_head_dim). The maps' heads are
+    concatenated, and replicated, since their sum may not be divisible.
     """
 
     @config_class
@@ -150,7 +147,6 @@ class LoraUpGroupedLinear(_WeightAlone):
         Attributes:
           input_dim: the rank.
           num_heads: the number of heads of each map.
-          per_head_dim: the size of a vector of one head.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -162,7 +158,7 @@ class LoraUpGroupedLinear(_WeightAlone):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight lies on each device."""
+        """Returns a config whose weight is replicated."""
         return super().default_config().set(param_partition_spec=(None, None, None))
 
     def _weight_shape(self) -> Shape:
@@ -171,11 +167,7 @@ class LoraUpGroupedLinear(_WeightAlone):
 
     @nowrap
     def split(self, weight: Tensor) -> list[Tensor]:
-        """The weight of each map.
-
-        Args:
-          weight: of all maps, which may have leading axes of layers.
-        """
+        """Splits the weight, which may have leading axes of layers, by map."""
         return jnp.split(weight, np.cumsum(self.config.num_heads[:-1]), axis=-2)
 
     def forward(self, inputs: Tensor) -> list[Tensor]:
@@ -185,14 +177,14 @@ class LoraUpGroupedLinear(_WeightAlone):
           inputs: `Float[Array, "num_maps batch time input_dim"]`.
 
         Returns:
-          For each map `Float[Array, "batch time heads per_head_dim"]`.
+          `Float[Array, "batch time heads per_head_dim"]` per map.
         """
         weights = self.split(self.parameters["weight"])
         return [project(self._subscripts, x, w) for x, w in zip(inputs, weights, strict=True)]
 
 
 class LoraDownMultiheadLinear(BaseMultiheadLinear):
-    """From the heads to the rank, which is the weight's first axis, `model_dim`."""
+    """Map from the heads to the rank, which is the weight's first axis, `model_dim`."""
 
     _subscripts = "...nh,rnh->...r"
     _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
@@ -202,20 +194,20 @@ class LoraDownMultiheadLinear(BaseMultiheadLinear):
 
 
 class BaseLoraAdapter(BaseLayer):
-    """The small map beside a linear layer. A subclass sets the dimensions of its children."""
+    """Base of the adapters of linear layers. A subclass sets the dimensions of its children."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures an adapter.
 
         Attributes:
-          input_dim: the size of an input vector; the layer beside it sets it.
-          output_dim: the size of an output vector; likewise.
+          input_dim: set by the surrounding layer.
+          output_dim: set by the surrounding layer.
           rank: the number of dimensions between the two maps.
           alpha: the outputs are multiplied by `alpha / rank`.
           lora_dropout: of the inputs.
           lora_down: to the rank.
-          lora_up: from the rank; its weight is 0 at first.
+          lora_up: from the rank; its weight is initialized to 0.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -232,7 +224,7 @@ class BaseLoraAdapter(BaseLayer):
         super().__init__(cfg, parent=parent)
         if cfg.rank < 1:
             raise LayerConfigError(
-                f"{self.path()}: rank={cfg.rank} leaves no dimension; expected at least 1. For a "
+                f"{self.path()}: rank={cfg.rank} leaves no dimensions; expected at least 1. For a "
                 "layer without an adapter, use the layer itself."
             )
         self._add_child("lora_dropout", cfg.lora_dropout)
@@ -248,23 +240,19 @@ class BaseLoraAdapter(BaseLayer):
 
     @nowrap
     def scale(self) -> float:
-        """The factor of the outputs."""
+        """Returns the factor of the outputs."""
         return self.config.alpha / self.config.rank
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """What to add to the layer's outputs.
-
-        Args:
-          inputs: those of the layer.
-        """
+        """Returns the term to add to the layer's outputs."""
         return self.lora_up(self.lora_down(self.lora_dropout(inputs))) * self.scale()
 
     @nowrap
     def delta(self, state: NestedTensor, subscripts: str) -> Tensor:
-        """What to add to the layer's weight instead.
+        """Returns the equivalent term to add to the layer's weight.
 
         Args:
-          state: of the adapter, which may have leading axes of layers.
+          state: of the adapter, optionally with leading axes of layers.
           subscripts: of both weights and the result, as for an einsum.
         """
         entries: Any = state
@@ -278,25 +266,25 @@ class BaseLoraAdapter(BaseLayer):
 
 
 class LoraLinearAdapter(BaseLoraAdapter):
-    """The adapter of a `Linear`."""
+    """Adapter of a `Linear`."""
 
 
 class LoraMultiheadOutputAdapter(BaseLoraAdapter):
-    """The adapter of a `MultiheadOutputLinear`."""
+    """Adapter of a `MultiheadOutputLinear`."""
 
     @config_class
     class Config(BaseLoraAdapter.Config):
         """Configures a LoraMultiheadOutputAdapter.
 
         Attributes:
-          num_heads: the number of heads, of `input_dim` dimensions together.
+          num_heads: the number of heads, which share `input_dim`.
         """
 
         num_heads: Required[int] = REQUIRED
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config that maps down from heads."""
+        """Returns a config that maps down from heads."""
         down = LoraDownMultiheadLinear.default_config().set(bias=False, param_init=_normal())
         cfg = super().default_config().set(lora_down=down)
         cfg.lora_up.param_partition_spec = (None, None)
@@ -314,18 +302,18 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
 
 
 class LoraFusedQKVAdapter(BaseLoraAdapter):
-    """The adapter of projections to queries, keys and values."""
+    """Adapter of projections to queries, keys and values."""
 
     @config_class
     class Config(BaseLoraAdapter.Config):
         """Configures a LoraFusedQKVAdapter.
 
         Attributes:
-          num_heads: the number of heads, of `output_dim` dimensions together.
-          num_kv_heads: the number of heads of keys and values, None for `num_heads`. With another
-            one than `num_heads`, and an adapter of keys or values, `lora_up` is made a
-            `LoraUpGroupedLinear`, which keeps its `param_init` only.
-          enable_lora: which of "query", "key" and "value" have an adapter; what is left out has
+          num_heads: the number of heads, which share `output_dim`.
+          num_kv_heads: the number of heads of keys and values, None for `num_heads`. If it differs
+            and keys or values have an adapter, `lora_up` becomes a `LoraUpGroupedLinear` and keeps
+            only its `param_init`.
+          enable_lora: which of "query", "key" and "value" have an adapter; omitted ones have
             none.
         """
 
@@ -335,7 +323,7 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config that maps up to the heads of several projections."""
+        """Returns a config that maps up to the heads of several projections."""
         return (
             super()
             .default_config()
@@ -371,26 +359,22 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     @nowrap
     def _heads(self) -> list[int]:
-        """The number of heads of each projection that has an adapter."""
+        """Returns the number of heads of each projection with an adapter."""
         cfg = self.config
         of_kv = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
         return [cfg.num_heads if name == "query" else of_kv for name in self.enabled()]
 
     def forward(self, inputs: Tensor) -> Sequence[Tensor]:
-        """What to add to each projection that has an adapter.
-
-        Args:
-          inputs: those of the layer.
-        """
+        """Returns the terms to add to the projections with an adapter."""
         added = self.lora_up(self.lora_down(self.lora_dropout(inputs)))
         return [x * self.scale() for x in added]
 
     @nowrap
     def deltas(self, state: NestedTensor) -> dict[str, Tensor]:
-        """What to add to the weight of each projection instead, by its name.
+        """Returns the equivalent terms to add to the weights, by projection.
 
         Args:
-          state: of the adapter, which may have leading axes of layers.
+          state: of the adapter, optionally with leading axes of layers.
         """
         entries: Any = state
         down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
@@ -405,5 +389,5 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     @nowrap
     def enabled(self) -> list[str]:
-        """The projections that have an adapter, in the order of the weights' first axis."""
+        """Returns the projections with an adapter, in the order of the weights' first axis."""
         return [name for name in PROJECTIONS if self.config.enable_lora.get(name)]

@@ -1,11 +1,10 @@
-"""Functions that give the layers of a model's config adapters, and take them away again.
+"""Functions that add adapters to a model's config, and remove them.
 
     set_lora_recursively(cfg, rank=8, alpha=16.0)
 
-puts a `LoraFusedQKVLinear` in the place of the projections of every attention, a
-`LoraMultiheadOutputLinear` in that of its output, and a `LoraLinear` in that of each linear map of
-a feed-forward layer. `base_state` and `with_base_state` take the rest of a state apart from its
-adapters, and put them together again.
+replaces the projections of every attention by a `LoraFusedQKVLinear`, its output by a
+`LoraMultiheadOutputLinear`, and each linear map of a feed-forward layer by a `LoraLinear`.
+`base_state` and `with_base_state` separate a state from its adapters, and join them again.
 """
 
 import copy
@@ -32,21 +31,19 @@ def set_lora_recursively(
     attention: bool = True,
     feed_forward: bool = True,
 ) -> None:
-    """Puts adapters beside the linear maps of every attention and every feed-forward layer.
+    """Adds adapters to the linear maps of every attention and feed-forward layer, in place.
 
-    Where keys and values are those of another layer, of the projections only the queries' gets
-    one.
+    If keys and values come from another layer, only the projection to queries gets an adapter.
 
     Args:
-      cfg: the config to change.
       rank: the number of dimensions of adapters.
-      alpha: what they add is multiplied by `alpha / rank`.
+      alpha: their outputs are multiplied by `alpha / rank`.
       dropout_rate: of their inputs.
-      attention: whether attention gets adapters.
-      feed_forward: whether feed-forward layers do.
+      attention: whether to add adapters to attention.
+      feed_forward: whether to add adapters to feed-forward layers.
 
     Raises:
-      LayerConfigError: if there was nothing to put one beside.
+      LayerConfigError: if there is no layer to adapt.
 
     Example:
       >>> from weft.hierarchy.transformer import TransformerLayer
@@ -80,9 +77,9 @@ def set_lora_recursively(
     for_each_config(cfg, add)
     if not done:
         raise LayerConfigError(
-            f"{cfg._title()} has no attention and no feed-forward layer without an adapter, "
-            f"beside which one could stand (attention={attention}, feed_forward={feed_forward}). "
-            "Give the config of a transformer."
+            f"{cfg._title()} has no attention and no feed-forward layer to which an adapter could "
+            f"be added (attention={attention}, feed_forward={feed_forward}). "
+            "Pass the config of a transformer."
         )
 
 
@@ -92,17 +89,16 @@ def _is_of(config: Any, cls: type) -> bool:
 
 
 def _enabled(cfg: Any) -> Any:
-    """Says which projections have an adapter."""
+    """Returns which projections to adapt."""
     own = not cfg.layer.klass.is_kv_sharing(cfg.layer)
     cfg.adapter.enable_lora = {"query": True, "key": own, "value": own}
     return cfg
 
 
 def without_lora(cfg: Any) -> Any:
-    """The config of the model without adapters, for the state that `merge_adapters` gives.
+    """Returns the config without adapters, for the state that `merge_adapters` returns.
 
-    Args:
-      cfg: the config of a model; it is not changed.
+    `cfg` is not changed.
     """
     new = cfg.clone()
 
@@ -116,10 +112,10 @@ def without_lora(cfg: Any) -> Any:
 
 
 def base_state(state: dict[str, Any]) -> Any:
-    """The state of the model without adapters, which are left out and not merged.
+    """Returns the state of the model without adapters, which are dropped, not merged.
 
     Args:
-      state: of a model with adapters, or the shapes, specs or layouts of one. It is not changed.
+      state: of a model with adapters, or its shapes, specs or shardings. It is not changed.
 
     Example:
       >>> adapter = {"lora_down": 2, "lora_up": 3}
@@ -136,11 +132,11 @@ def base_state(state: dict[str, Any]) -> Any:
 
 
 def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
-    """The state of a model with adapters, in which all else is that of the model without.
+    """Returns the state of a model with adapters, with the other parameters from `base`.
 
     Args:
-      state: of the model with adapters, of which those alone are kept. It is not changed.
-      base: of the model without.
+      state: of the model with adapters, which is not changed.
+      base: of the model without adapters.
 
     Example:
       >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
@@ -158,7 +154,7 @@ def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
 
 
 def _has_adapter(state: dict[str, Any]) -> bool:
-    """Whether this is the state of a layer beside an adapter."""
+    """Returns whether this is the state of a layer with an adapter."""
     adapter = state.get("adapter")
     return (
         state.keys() == {"layer", "adapter"}

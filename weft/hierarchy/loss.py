@@ -1,6 +1,6 @@
-"""Losses, as users of AXLearn know them: means with their weights, and what they were made from.
+"""Losses in the style of AXLearn: means with their weights, and intermediate values.
 
-The mathematics is `weft.functional`'s.
+See `weft.functional` for the formulas.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 
 class ReductionMethod(enum.StrEnum):
-    """How the losses of examples become the result."""
+    """Reduction of the losses of examples."""
 
     NONE = "none"
     SUM = "sum"
@@ -69,7 +69,7 @@ class ReductionMethod(enum.StrEnum):
 
 
 def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> Tensor:
-    """The losses, their sum or their mean, with weights."""
+    """Returns the weighted losses, their sum or their mean."""
     if reduction == ReductionMethod.MEAN:
         return functional.weighted_mean(loss, weight)[0]
     weighted = loss if weight is None else jnp.where(weight != 0, loss, 0) * weight
@@ -77,7 +77,7 @@ def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> 
 
 
 def _aligned(weight: Tensor | None, loss: Tensor) -> Tensor | None:
-    """Weights of examples, with axes of size 1 for what an example consists of."""
+    """Returns weights of examples, with axes of size 1 for the axes of an example."""
     if weight is None or weight.ndim >= loss.ndim:
         return weight
     return weight.reshape(*weight.shape, *[1] * (loss.ndim - weight.ndim))
@@ -93,13 +93,11 @@ def mean_squared_error(
     sample_weight: Num[Array, "*batch"] | None = None,
     eps: float = 1e-7,
 ) -> WeightedScalar:
-    """The mean of `(preds - targets)²`.
+    """Returns the mean of `(preds - targets)²`.
 
     Args:
-      preds: predictions.
-      targets: what they should be.
-      sample_weight: for each element or each example; all 1 by default. Where it is 0, the values
-        may be anything, also NaN.
+      sample_weight: per element or per example; all 1 by default. Where it is 0, the values may be
+        anything, including NaN.
       eps: where the weights sum to less, the mean is 0.
 
     Returns:
@@ -121,14 +119,13 @@ def bilinear_mean_squared_error(
     sample_weight: Num[Array, "*batch"] | None = None,
     eps: float = 1e-7,
 ) -> WeightedScalar:
-    """The mean squared error of images that are first resized, bilinearly, to one shape.
+    """Returns the mean squared error of images that are first resized bilinearly.
 
     Args:
-      preds: predictions.
-      targets: what they should be; their shape may differ from that of `preds`.
-      shape: what both are resized to, all axes of it.
-      sample_weight: as for `mean_squared_error`, of what was resized.
-      eps: likewise.
+      targets: their shape may differ from that of `preds`.
+      shape: the shape to resize both to, with all axes.
+      sample_weight: as for `mean_squared_error`, of the resized images.
+      eps: as for `mean_squared_error`.
     """
     preds, targets = (
         jax.image.resize(x.astype(jnp.float32), shape, "bilinear", antialias=False)
@@ -143,7 +140,7 @@ def l1_loss(
     sample_weight: Num[Array, "*batch"] | None = None,
     eps: float = 1e-7,
 ) -> WeightedScalar:
-    """The mean of `|preds - targets|`; see `mean_squared_error`."""
+    """Returns the mean of `|preds - targets|`; see `mean_squared_error`."""
     return _weighted_scalar(functional.absolute_error(preds, targets), sample_weight, eps)
 
 
@@ -156,15 +153,13 @@ def huber_loss(
     reduce_axis: int | None = None,
     reduction: ReductionMethod = ReductionMethod.NONE,
 ) -> Tensor:
-    """Half the squared error up to `delta`, growing linearly from there (Huber, 1964).
+    """Returns half the squared error up to `delta`, linear beyond (Huber, 1964).
 
     Args:
-      predictions: predictions.
-      targets: what they should be.
-      delta: where the square ends.
-      sample_weight: for what is left after `reduce_axis`, or for each example of it.
+      delta: the largest error on the quadratic part.
+      sample_weight: per element, or per example, of the losses after `reduce_axis`.
       reduce_axis: an axis to take the mean over first.
-      reduction: of what is left.
+      reduction: of the remaining losses.
     """
     loss = functional.huber_error(predictions, targets, delta=delta)
     if reduce_axis is not None:
@@ -180,14 +175,14 @@ def giou_loss(
     sample_weight: Num[Array, "*batch"] | None = None,
     eps: float = 1e-7,
 ) -> Tensor:
-    """1 minus the generalized intersection over union of boxes (Rezatofighi et al., 2019).
+    """Returns 1 minus the generalized intersection over union of boxes (Rezatofighi et al., 2019).
 
     Args:
       predictions: boxes as two opposite corners, the smaller coordinates first.
-      targets: likewise.
+      targets: boxes in the same form.
       reduction: of the losses of boxes.
       sample_weight: of each box; all 1 by default.
-      eps: added to areas that are divided by.
+      eps: added to areas in denominators.
     """
     return _reduce(
         1 - functional.generalized_iou(predictions, targets, eps=eps), sample_weight, reduction
@@ -201,14 +196,14 @@ def focal_loss(
     gamma: float = 1.5,
     sample_weight: Num[Array, "*batch"] | None = None,
 ) -> Tensor:
-    """The sum of sigmoid cross entropies, less where the answer is likely (Lin et al., 2017).
+    """Returns the sum of sigmoid cross entropies, with less weight on easy ones (Lin et al., 2017).
 
     Args:
       logits: of being true.
       targets: 1 for true, 0 for false.
       alpha: the weight of true targets; that of the others is `1 - alpha`.
-      gamma: how much likely answers are weakened; not at all at 0.
-      sample_weight: for each element or each example; all 1 by default.
+      gamma: how strongly to reduce the loss of likely answers; 0 for not at all.
+      sample_weight: per element or per example; all 1 by default.
     """
     loss = functional.focal_loss(logits, targets, alpha=alpha, gamma=gamma)
     return _reduce(loss, _aligned(sample_weight, loss), ReductionMethod.SUM)
@@ -220,12 +215,11 @@ def kl_divergence(
     *,
     is_log_targets: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean Kullback-Leibler divergence of predictions from targets.
+    """Returns the mean Kullback-Leibler divergence of predictions from targets.
 
     Args:
       log_predictions: log probabilities.
       targets: probabilities, or their logarithms with `is_log_targets`.
-      is_log_targets: what `targets` are.
 
     Returns:
       The mean, and a dict of `per_example_loss`, `Float[Array, "*batch"]`.
@@ -242,24 +236,24 @@ def large_margin_cosine_loss(
     alpha: float = 1.0,
     margin: float = 0.0,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The cross entropy of `alpha * (logits - margin * labels)` (Wang et al., 2018, CosFace).
+    """Returns the cross entropy of `alpha * (logits - margin * labels)` (Wang et al., 2018).
 
     Args:
       logits: cosines of an embedding and the vector of each class.
       labels: the right class; a negative one does not count.
       soft_labels: the probability of each class instead.
       alpha: the scale of the logits.
-      margin: by how much the right class has to lead.
+      margin: the required lead of the right class.
 
     Returns:
       The mean, and a dict of `accuracy`, with the margin, and `num_examples`, both scalars.
 
     Raises:
-      ArgumentValueError: unless one of `labels` and `soft_labels` is given.
+      ArgumentValueError: unless exactly one of `labels` and `soft_labels` is given.
     """
     if (labels is None) == (soft_labels is None):
         raise ArgumentValueError(
-            "large_margin_cosine_loss needs the right classes once: give either labels or "
+            "large_margin_cosine_loss needs the right classes once: pass either labels or "
             "soft_labels."
         )
     targets: Any = soft_labels if labels is None else jax.nn.one_hot(labels, logits.shape[-1])
@@ -279,12 +273,12 @@ def asymmetric_contrastive_loss_from_logits(
     temperature: float | Tensor = 1.0,
     soft_labels: Float[Array, "queries keys"] | None = None,
 ) -> Tensor:
-    """The cross entropy of finding each query's key among all keys (Oord et al., 2018).
+    """Returns the cross entropy of each query's key among all keys (Oord et al., 2018).
 
     Args:
       logits: of each query and key; the key of query i is key i.
-      key_paddings: True for keys that are none.
-      temperature: the logits are divided by it.
+      key_paddings: True for padded keys.
+      temperature: divides the logits.
       soft_labels: the probability of each key instead.
     """
     if key_paddings is not None:
@@ -297,7 +291,7 @@ def asymmetric_contrastive_loss_from_logits(
 def _paddings(
     positive_keys: Tensor, negative_keys: Tensor | None, negative_paddings: Tensor | None
 ) -> Tensor | None:
-    """Which of all keys are none, where only negative ones may be."""
+    """Returns the paddings of all keys, where only negative ones may be padded."""
     if negative_keys is None or negative_paddings is None:
         return None
     none = jnp.zeros(positive_keys.shape[:1], bool)
@@ -319,14 +313,13 @@ def asymmetric_contrastive_loss_from_features(
     temperature: float | Tensor = 1.0,
     soft_labels: Float[Array, "queries keys"] | None = None,
 ) -> Tensor:
-    """`asymmetric_contrastive_loss_from_logits` of inner products.
+    """Returns `asymmetric_contrastive_loss_from_logits` of inner products.
 
     Args:
-      queries: vectors.
       positive_keys: the key of each query; a negative key for all other queries.
       negative_keys: further negative keys.
-      negative_key_paddings: True for those of them that are none.
-      temperature: the logits are divided by it.
+      negative_key_paddings: True for padded negative keys.
+      temperature: divides the logits.
       soft_labels: the probability of each key, the positive ones first.
 
     >>> x = 20 * jnp.eye(2)
@@ -351,14 +344,14 @@ def symmetric_contrastive_loss_from_logits(
     y_as_key_soft_labels: Float[Array, "batch y_keys"] | None = None,
     x_as_key_soft_labels: Float[Array, "batch x_keys"] | None = None,
 ) -> Tensor:
-    """The mean of the losses of finding y by x, and x by y (Radford et al., 2021, CLIP).
+    """Returns the mean of the losses of finding y by x, and x by y (Radford et al., 2021, CLIP).
 
     Args:
       x_y_logits: of each x and all y.
       y_x_logits: of each y and all x.
-      y_as_key_paddings: True for those y that are none.
-      x_as_key_paddings: likewise of x.
-      temperature: the logits are divided by it.
+      y_as_key_paddings: True for padded y.
+      x_as_key_paddings: True for padded x.
+      temperature: divides the logits.
       y_as_key_soft_labels: the probability of each y for each x.
       x_as_key_soft_labels: the probability of each x for each y.
     """
@@ -389,16 +382,16 @@ def symmetric_contrastive_loss_from_features(
     y_as_key_soft_labels: Float[Array, "batch y_keys"] | None = None,
     x_as_key_soft_labels: Float[Array, "batch x_keys"] | None = None,
 ) -> Tensor:
-    """`symmetric_contrastive_loss_from_logits` of inner products.
+    """Returns `symmetric_contrastive_loss_from_logits` of inner products.
 
     Args:
       x: vectors.
-      y: the vectors that belong to them.
-      x_negatives: further vectors of the kind of x, which belong to no y.
-      y_negatives: likewise of y.
-      x_negative_paddings: True for those of `x_negatives` that are none.
-      y_negative_paddings: likewise of `y_negatives`.
-      temperature: the logits are divided by it.
+      y: the vectors that match those of x.
+      x_negatives: further vectors like x, which match no y.
+      y_negatives: further vectors like y, which match no x.
+      x_negative_paddings: True for padded `x_negatives`.
+      y_negative_paddings: True for padded `y_negatives`.
+      temperature: divides the logits.
       y_as_key_soft_labels: the probability of each y for each x, the negatives last.
       x_as_key_soft_labels: the probability of each x for each y, the negatives last.
     """
@@ -422,14 +415,12 @@ def negative_cosine_similarity_loss(
     live_targets: Num[Array, "*batch"] | None = None,
     reduction: ReductionMethod = ReductionMethod.MEAN,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Minus the cosine of each prediction and its target.
+    """Returns minus the cosine of each prediction and its target.
 
     Args:
-      predictions: vectors.
-      targets: vectors.
-      normalize_embedding: whether to take them to the unit sphere; if not, it is minus the inner
-        product.
-      eps: the least length to divide by.
+      normalize_embedding: whether to scale vectors to unit length; if not, the loss is minus the
+        inner product.
+      eps: the minimum length to divide by.
       live_targets: the weight of each target; all 1 by default.
       reduction: of the losses of targets.
 
@@ -451,12 +442,11 @@ def flops_loss(
     paddings: Num[Array, " batch"] | None = None,
     sparsity_threshold: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """What a search with sparse vectors costs, and how sparse they are (Paria et al., 2020).
+    """Returns the cost of a search with sparse vectors, and their sparsity (Paria et al., 2020).
 
     Args:
-      embeddings: vectors.
-      paddings: 1 for those that do not count; by default all do.
-      sparsity_threshold: up to which magnitude a component counts as zero.
+      paddings: 1 for vectors that do not count; all count by default.
+      sparsity_threshold: the largest magnitude of a component that counts as zero.
 
     Returns:
       The sum of the squared mean magnitudes of components, and the mean number of zeros.
@@ -472,11 +462,10 @@ def ranking_pairwise_loss(
     ranks: Int[Array, "batch items"],
     loss_scale: Float[Array, " batch"],
 ) -> tuple[Tensor, Tensor]:
-    """`pairwise_loss` of all pairs of items of different ranks.
+    """Returns `pairwise_loss` of all pairs of items of different ranks.
 
     Args:
-      logits: of each item.
-      ranks: from 1, the best; items may share one. A rank of 0 or less leaves an item out.
+      ranks: from 1, the best; items may share one. A rank of 0 or less excludes an item.
       loss_scale: a factor of each example's loss.
 
     Returns:
