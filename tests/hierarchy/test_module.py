@@ -328,9 +328,9 @@ def test_a_function_or_class_with_name_and_parent_makes_a_child():
     root, _ = make(1)
     child = root._add_child("made", config_for_function(leaf).set(width=3))
     assert root.made is child and child.path() == "root.made"
-    with pytest.raises(ChildConfigError, match=r"makes <Leaf x>, which stands elsewhere. Pass"):
+    with pytest.raises(ChildConfigError, match=r"makes <Leaf x>, which has another name or"):
         root._add_child("x", config_for_function(elsewhere))
-    with pytest.raises(ChildConfigError, match="an object of type NoModule, which has no place"):
+    with pytest.raises(ChildConfigError, match="an object of type NoModule, which is not a Module"):
         root._add_child("x", config_for_class(NoModule))
     message = "function with parameters `name` and `parent`.* `weft.interop.as_hierarchy` takes"
     with pytest.raises(ChildConfigError, match=message):

@@ -59,7 +59,7 @@ def converted(source, target):
 
 def test_what_does_not_fit_is_said(filled):
     specs = stack(experts=3).create_parameter_specs_recursively()
-    with pytest.raises(ParameterSpecError, match=r"wi_0_weight is made from .* with \['bias'\]"):
+    with pytest.raises(ParameterSpecError, match=r"wi_0_weight is copied from .* with \['bias'\]"):
         converted(filled(stack(bias=True)), specs)
     at = "repeat/layer/feed_forward"
     source = filled(stack())
@@ -69,9 +69,9 @@ def test_what_does_not_fit_is_said(filled):
         converted(source, specs)
     del feed_forward["linear3"]
     feed_forward["linear2"] = {"weight": np.zeros((2, 5, DIM))}
-    said = f"{at}/wo_weight of the target has the shape (2, 3, 6, 4), and the source gives (2, 3, 5"
+    said = f"{at}/wo_weight has shape (2, 3, 6, 4) in the target, but the source has (2, 3, 5"
     with pytest.raises(ParameterSpecError, match=re.escape(said)):
         converted(source, specs)
     del feed_forward["linear2"]
-    with pytest.raises(ParameterSpecError, match=f"{at}/wo_weight is made from 'linear2'"):
+    with pytest.raises(ParameterSpecError, match=f"{at}/wo_weight is copied from 'linear2'"):
         converted(source, specs)

@@ -194,7 +194,7 @@ def test_interpretation_is_set_everywhere():
         (
             ApproximateTokenDropFreeMoE,
             {"expert_parallel_capacity": 0.5},
-            "moe: expert_parallel_capacity=0.5 leaves less than an equal share",
+            "moe: expert_parallel_capacity=0.5 leaves each device less than an equal share",
         ),
     ],
     ids=["gating", "tiling", "capacity"],
@@ -205,5 +205,5 @@ def test_what_does_not_fit_is_said(cls, fields, said):
 
 
 def test_inputs_have_three_axes():
-    with pytest.raises(ArgumentShapeError, match=r"moe: inputs of the shape \(12, 8\); expected"):
+    with pytest.raises(ArgumentShapeError, match=r"moe: inputs of shape \(12, 8\); expected"):
         run(layer(), x=X.reshape(-1, DIM))

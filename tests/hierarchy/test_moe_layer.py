@@ -211,7 +211,7 @@ def test_on_a_mesh_tokens_go_to_the_experts_devices(outer_batch):
         ({"outer_batch": 0}, "moe: outer_batch=0; expected at least 1"),
         (
             {"dim_to_mesh_axis_map": {"emf": None}},
-            "moe: dim_to_mesh_axis_map has ['emf']; there are me, emh",
+            "moe: dim_to_mesh_axis_map has ['emf']; expected keys among me, emh",
         ),
     ],
     ids=["groups", "outer", "map"],

@@ -475,9 +475,13 @@ def test_modes():
             {"num_heads": 3},
             "num_heads=3 does not divide the hidden dimension 8",
         ),
-        (MultiheadAttention, {"input_linear": grouped()}, "makes 2 heads of keys for num_heads=4"),
-        (MultiheadAttention, {"causal": True, "mask": WINDOW}, "and mask is set as well"),
-        (SigmoidAttention, {"seq_len": 3, "logit_sink": True}, "logit_sink is for a softmax"),
+        (MultiheadAttention, {"input_linear": grouped()}, "makes 2 key heads for num_heads=4"),
+        (MultiheadAttention, {"causal": True, "mask": WINDOW}, "causal=True and mask are both set"),
+        (
+            SigmoidAttention,
+            {"seq_len": 3, "logit_sink": True},
+            "logit_sink applies to a softmax only",
+        ),
         (MultiheadAttentionXL, {"input_linear": QLinear.default_config()}, "the layer's own keys"),
     ],
 )
@@ -488,5 +492,5 @@ def test_fields_that_do_not_fit(cls, fields, message):
 
 def test_unknown_aux(filled, x):
     layer = attention()
-    with pytest.raises(ArgumentValueError, match="attention was asked for \\['prob'\\]"):
+    with pytest.raises(ArgumentValueError, match="attention: unknown return_aux \\['prob'\\]"):
         run(layer, filled(layer), x, return_aux=["prob"])

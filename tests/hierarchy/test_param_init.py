@@ -125,7 +125,7 @@ def test_bad_initializers():
         WeightInitializer.default_config().set(fan="in").instantiate()
     with pytest.raises(ParameterInitError, match=r"'weight' of shape \(4,\) has no fan axes"):
         draw(WeightInitializer.default_config(), (4,))
-    with pytest.raises(ParameterInitError, match="Initializer defines no `initialize`"):
+    with pytest.raises(ParameterInitError, match="Initializer does not define `initialize`"):
         draw(Initializer.default_config())
     assert WeightInitializer.default_config().set(fan=None).instantiate().debug_string() == (
         "uniform(-1.0, 1.0)"

@@ -231,9 +231,9 @@ def test_skewing_and_back():
         ({"m": 0}, "stages: num_microbatches=0; expected at least 1"),
         (
             {"m": 2, "schedule": STREAM},
-            "stages: num_microbatches=2 do not divide over num_stages=4, as a StreamSchedule",
+            "stages: num_microbatches=2 is not a multiple of num_stages=4, which a StreamSchedule",
         ),
-        ({"schedule": KEEP_ALL}, "is no config of a schedule; expected GPipeSchedule"),
+        ({"schedule": KEEP_ALL}, "is not the config of a schedule; expected GPipeSchedule"),
     ],
     ids=["none", "stream", "function"],
 )
@@ -250,6 +250,6 @@ def test_a_schedule_is_no_name():
 def test_rows_that_do_not_divide():
     with pytest.raises(
         ArgumentShapeError,
-        match=r"stages: a batch of the shape \(8, 4\) does not divide into num_microbatches=3",
+        match=r"stages: a batch of shape \(8, 4\) does not divide into num_microbatches=3",
     ):
         run(piped(3))

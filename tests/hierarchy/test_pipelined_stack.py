@@ -200,11 +200,11 @@ def test_a_language_model_of_stages(filled):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        ({"num_stages": 3}, "stack: num_layers=4 do not divide into num_stages=3 stages"),
+        ({"num_stages": 3}, "stack: num_layers=4 is not a multiple of num_stages=3"),
         ({"num_stages": 0}, "into num_stages=0 stages"),
         ({"peak_stochastic_depth_rate": 0.1}, "stack: peak_stochastic_depth_rate=0.1 gives"),
         ({"scan_kwargs": ("x",)}, "stack: scan_kwargs=('x',) gives layers something"),
-        ({"carry": ("data", "self_attention_kv_state")}, "asks for more than 'data'"),
+        ({"carry": ("data", "self_attention_kv_state")}, "pass on only 'data'"),
     ],
     ids=["stages", "none", "depth", "scanned", "carry"],
 )
@@ -214,9 +214,7 @@ def test_what_does_not_fit_is_said(fields, said):
 
 
 def test_rows_that_do_not_divide(stacked_state, wave):
-    with pytest.raises(
-        ArgumentShapeError, match=r"stack.pipeline: a batch of the shape \(4, 3, 8\)"
-    ):
+    with pytest.raises(ArgumentShapeError, match=r"stack.pipeline: a batch of shape \(4, 3, 8\)"):
         F(
             piped(num_microbatches=3),
             None,

@@ -100,7 +100,7 @@ def test_attention_looks_at_what_is_no_padding(filled):
         (AveragePooling, {"output_dim": OUT}, "input_dim=4 differs from output_dim=6"),
         (FirstNTokenPooling, {"output_dim": OUT}, "a FirstNTokenPooling keeps"),
         (LastNTokenPooling, {"output_dim": OUT}, "a LastNTokenPooling keeps"),
-        (MaxPooling, {"num_outputs": 2}, "pool: a MaxPooling gives one vector"),
+        (MaxPooling, {"num_outputs": 2}, "pool: a MaxPooling returns one vector"),
         (AveragePooling, {"num_outputs": 2}, "and num_outputs=2"),
     ],
     ids=["max", "mean", "first", "last", "maxima", "means"],

@@ -1,4 +1,4 @@
-"""Summaries of numbers: how those of several batches become one."""
+"""Numeric summaries and how they merge across batches."""
 
 from typing import Self
 
@@ -9,16 +9,11 @@ from weft.typing import Tensor
 
 
 class MetricSummary(Summary):
-    """Base of the summaries of numbers."""
+    """Base of numeric summaries."""
 
 
 class WeightedValue(MetricSummary):
-    """A mean with the weight it stands for. By itself it stays that of the first batch.
-
-    Attributes:
-        mean: the mean.
-        weight: how much it counts, such as the number of examples.
-    """
+    """A mean and its weight, such as a number of examples; merging keeps the first batch's."""
 
     mean: Tensor | float
     weight: Tensor | float
@@ -28,7 +23,7 @@ class WeightedValue(MetricSummary):
 
 
 class WeightedSummary(WeightedValue):
-    """A weighted mean; two become the mean over both.
+    """Weighted mean; merging two returns the mean over both.
 
     Example:
         >>> total = WeightedSummary(1.0, 1.0).accumulate(WeightedSummary(4.0, 2.0))
@@ -39,13 +34,13 @@ class WeightedSummary(WeightedValue):
     def accumulate(self, other: Self) -> Self:
         weight = self.weight + other.weight
         total = self.mean * self.weight + other.mean * other.weight
-        # Nothing weighs nothing: the mean of no examples is 0, not NaN.
+        # The mean of no examples is 0, not NaN.
         mean = jnp.where(weight > 0, total / jnp.maximum(weight, 1e-30), 0)
         return type(self)(mean, weight)
 
 
 class _ReducerSummary(MetricSummary):
-    """A number, or an array, that is reduced element by element over batches."""
+    """A number or array that is reduced element by element over batches."""
 
     _value: Tensor | float
 
@@ -54,7 +49,7 @@ class _ReducerSummary(MetricSummary):
 
 
 class MaxSummary(_ReducerSummary):
-    """The largest of all batches.
+    """Maximum over all batches.
 
     Example:
         >>> MaxSummary(1.0).accumulate(MaxSummary(4.0)).value().item()
@@ -66,7 +61,7 @@ class MaxSummary(_ReducerSummary):
 
 
 class MinSummary(_ReducerSummary):
-    """The smallest of all batches.
+    """Minimum over all batches.
 
     Example:
         >>> MinSummary(1.0).accumulate(MinSummary(4.0)).value().item()
@@ -78,7 +73,7 @@ class MinSummary(_ReducerSummary):
 
 
 class SumSummary(_ReducerSummary):
-    """The sum over all batches.
+    """Sum over all batches.
 
     Example:
         >>> SumSummary(1.0).accumulate(SumSummary(4.0)).value()

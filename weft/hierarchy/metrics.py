@@ -1,4 +1,4 @@
-"""Metrics that add up over batches, devices and iterations."""
+"""Metrics that accumulate over batches, devices and iterations."""
 
 from collections.abc import Mapping
 from typing import Any, Self
@@ -30,11 +30,7 @@ __all__ = [
 
 
 class WeightedScalar(WeightedSummary):
-    """A mean with the weight it stands for; two add up to the mean over both.
-
-    Attributes:
-        mean: the mean.
-        weight: how much it counts, such as the number of examples.
+    """Mean with its weight, such as a number of examples; a sum is the mean over both.
 
     Example:
         >>> total = WeightedScalar(1.0, 1.0) + WeightedScalar(4.0, 2.0)
@@ -47,10 +43,10 @@ class WeightedScalar(WeightedSummary):
 
 
 class MetricAccumulator(Configurable):
-    """Adds up the summaries of batches.
+    """Accumulates summaries over batches.
 
-    Summaries add up as their `accumulate` says. A plain number of each batch becomes the mean over
-    the batches; of everything else, the first stays.
+    Each `Summary` merges with its own `accumulate`. Plain numbers are averaged over the batches;
+    for any other value, the first is kept.
 
     Example:
         >>> accumulator = MetricAccumulator.default_config().instantiate()
@@ -69,21 +65,20 @@ class MetricAccumulator(Configurable):
         """Adds the summaries of one more batch.
 
         Args:
-            model_outputs: Summaries in nested dicts, as an invocation collects them.
+            model_outputs: summaries in nested dicts, as an invocation collects them.
 
         Raises:
-            OutputConflictError: If a name stands for a dict in one batch and for a value in
-                another.
+            OutputConflictError: if a name is a dict in one batch and a value in another.
         """
         self._total = _accumulate(self._total, _weighted(model_outputs), path="")
 
     def summaries(self) -> dict[str, Any]:
-        """The summaries of all batches, nested as those of one are."""
+        """Returns the accumulated summaries, nested like those of one batch."""
         return _unweighted(self._total)
 
 
 class _PlainMean(WeightedScalar):
-    """The mean of numbers that were reported without a weight."""
+    """Mean of numbers that were reported without a weight."""
 
 
 def _weighted(value: Any) -> Any:
@@ -103,8 +98,8 @@ def _unweighted(value: Any) -> Any:
 def _accumulate(total: Any, new: Any, path: str) -> Any:
     if isinstance(total, Mapping) != isinstance(new, Mapping):
         raise OutputConflictError(
-            f"the summary {path!r} is a dict in one batch and a value in another; give one of them "
-            "another name."
+            f"the summary {path!r} is a dict in one batch and a value in another; rename one "
+            "of them."
         )
     if isinstance(total, Mapping):
         merged = dict(total)

@@ -1,7 +1,7 @@
-"""Mixtures of experts, in one place.
+"""Public names for mixtures of experts.
 
-The layer (`moe_layer`), how it chooses experts (`gating`), the layer that drops no token
-(`moe_drop_free`), and how to begin from a dense model (`moe_conversion`).
+The layers (`moe_layer`, `moe_drop_free`), routing (`gating`) and upcycling of dense models
+(`moe_conversion`).
 """
 
 from weft.hierarchy.gating import (

@@ -1,7 +1,7 @@
 """Embeddings of one modality among several that share a sequence of ids.
 
-Each modality has a range of ids of its own: `[vocab_start, vocab_end)` for what it can say, and
-within the sequence `[placeholder_start, placeholder_end)` for positions that its encoder fills.
+Each modality owns two ranges of ids: `[vocab_start, vocab_end)` for its vocabulary, and
+`[placeholder_start, placeholder_end)` for positions that its encoder fills.
 """
 
 import dataclasses
@@ -20,15 +20,12 @@ from weft.typing import MeshAxes, NestedTensor, PartitionSpec, Tensor
 
 @dataclasses.dataclass(frozen=True)
 class ModalityVocabInfo:
-    """Which ids belong to a modality.
+    """Ids that belong to a modality; each range excludes its end.
 
     Attributes:
-        modality_name: its name.
-        placeholder_start: the first id that stands for something to be filled in.
-        placeholder_end: the id after the last of them.
-        vocab_start: the first id of its vocabulary.
-        vocab_end: the id after the last of them.
-        generate_logits: whether a model generates its ids.
+        placeholder_start: first id of positions that an encoder fills.
+        vocab_start: first id of the vocabulary.
+        generate_logits: whether a model generates ids of this modality.
 
     Example:
         >>> ModalityVocabInfo("image", 0, 0, 100, 164, generate_logits=True).vocab_size
@@ -44,12 +41,12 @@ class ModalityVocabInfo:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids in the vocabulary."""
+        """Number of ids in the vocabulary."""
         return self.vocab_end - self.vocab_start
 
 
 class ModalityEmbedding(BaseEmbedding):
-    """Embeds the ids of one modality, and gives zeros for all others.
+    """Embeds the ids of one modality and returns zeros for all others.
 
     Parameter: `weight` of shape (vocab_size, dim).
     """
@@ -59,9 +56,8 @@ class ModalityEmbedding(BaseEmbedding):
         """Configures a ModalityEmbedding.
 
         Attributes:
-            modality_vocab_info: which ids belong to the modality.
-            in_partition_spec: the mesh axes of the ids; None leaves it to the compiler.
-            out_partition_spec: the mesh axes of the embeddings, likewise.
+            in_partition_spec: mesh axes of the ids; None leaves it to the compiler.
+            out_partition_spec: mesh axes of the embeddings; None leaves it to the compiler.
         """
 
         modality_vocab_info: Required[ModalityVocabInfo] = REQUIRED
@@ -70,7 +66,7 @@ class ModalityEmbedding(BaseEmbedding):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose table is drawn and laid out as that of an `Embedding`."""
+        """Returns a config with the sharding and initializer of `Embedding`."""
         table = Embedding.default_config()
         return (
             super()
@@ -87,27 +83,24 @@ class ModalityEmbedding(BaseEmbedding):
         return {"weight": ParameterSpec(shape=shape, mesh_axes=cfg.param_partition_spec)}
 
     def forward(self, input_batch: NestedTensor) -> Tensor:
-        """Embeds.
+        """Embeds ids.
 
         Args:
             input_batch: a dict with `inputs`, `Int[Array, "batch time"]`, ids of any modality.
 
         Returns:
-            `Float[Array, "batch time dim"]`, zero where the id is of another modality.
+            `Float[Array, "batch time dim"]`, zero for ids of other modalities.
         """
         inputs: Any = input_batch["inputs"]
         zeros = jnp.zeros((*inputs.shape, self.config.dim), self.parameters["weight"].dtype)
         return self.lookup_modality_embeddings(inputs, zeros)
 
     def lookup_modality_embeddings(self, input_ids: Tensor, accum: Tensor) -> Tensor:
-        """Adds the embeddings of the modality's ids to those of others.
+        """Adds the embeddings of this modality's ids to `accum`.
 
         Args:
             input_ids: `Int[Array, "batch time"]`, ids of any modality.
             accum: `Float[Array, "batch time dim"]`.
-
-        Returns:
-            `accum`, with this modality's embeddings added where the ids are its own.
         """
         cfg = self.config
         info = cfg.modality_vocab_info
@@ -118,12 +111,9 @@ class ModalityEmbedding(BaseEmbedding):
         return maybe_shard(added, cfg.out_partition_spec)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Returns the logits of the modality's vocabulary.
+        """Returns logits over the modality's vocabulary, `Float[Array, "batch time vocab_size"]`.
 
         Args:
             x: `Float[Array, "batch time dim"]`.
-
-        Returns:
-            `Float[Array, "batch time vocab_size"]`.
         """
         return attend(self.parameters["weight"], x)

@@ -1,9 +1,8 @@
-"""Modules: nodes of a named tree that hold configs and children, and no arrays.
+"""Modules: named nodes of a tree that hold configs and children, but no arrays.
 
-A module's public methods can be called in two situations. Outside of any invocation they are plain
-Python methods. Inside one, a call from another module's method first opens the context of the
-module that is called, so that it finds its own state, key and outputs; `functional` opens the first
-one and makes the whole a pure function.
+Outside an invocation, public methods are plain Python methods. Inside one, a call from another
+module's method first opens the called module's context, which holds its state, key and outputs.
+`functional` opens the first context and makes the call a pure function.
 """
 
 import contextlib
@@ -74,19 +73,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Summable(Protocol):
-    """A summary that several of its kind add up to, as iterations of a loop give them."""
+    """Summary that supports `+`, so that loop iterations can be added up."""
 
     def __add__(self, other: Any) -> Any: ...
 
 
 class SharedModule(NamedTuple):
-    """A module that an ancestor shares, with its state.
-
-    Attributes:
-        module: the shared module.
-        state: its state.
-        shared_module_name: under which it is shared.
-    """
+    """Module that an ancestor shares, with its state and the name under which it is shared."""
 
     module: "Module"
     state: NestedTensor
@@ -100,13 +93,9 @@ def nowrap(fun: F) -> F:
 
 
 def method_named(module: "Module", name: str) -> Callable[..., Any] | None:
-    """Returns the method that a config asks for by name, None if the module has no such method.
+    """Returns the public method called `name`, or None.
 
-    Only what a class defines as a public method counts, not its children, fields and properties.
-
-    Args:
-        module: the module.
-        name: of the method.
+    Children, fields, properties and static methods do not count.
     """
     found = None if name.startswith("_") else inspect.getattr_static(module, name, None)
     is_method = callable(found) and not isinstance(found, type | staticmethod | Module)
@@ -114,7 +103,7 @@ def method_named(module: "Module", name: str) -> Callable[..., Any] | None:
 
 
 def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, run in the context of its module when another module's invocation calls it."""
+    """Wraps a method so that calls from other modules run in its own module's context."""
 
     @functools.wraps(method)
     def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +121,7 @@ def _in_own_context(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 Observer = Callable[["Module", str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function of a module, a method's name, the method and its arguments; it calls the method."""
+"""Function of a module, a method's name, the method and its arguments; it calls the method."""
 
 
 class _Observers(threading.local):
@@ -145,10 +134,10 @@ _OBSERVERS = _Observers()
 
 @contextlib.contextmanager
 def observed_calls(observer: Observer) -> Iterator[None]:
-    """While open, calls of each module's methods by other modules go through a function.
+    """Routes method calls between modules through `observer` while the context is open.
 
     Args:
-        observer: called in place of the method, within the transformation in which the call is.
+        observer: called in place of the method, inside the JAX transformation of the call.
     """
     _OBSERVERS.stack.append(observer)
     try:
@@ -175,17 +164,17 @@ def _observed(
 
 
 def _note_path(error: Exception, module: "Module", method: str) -> None:
-    """Adds the path of the innermost module to an error, once."""
+    """Notes the path of the innermost module on an error, once."""
     if not getattr(error, "_weft_path_noted", False):
         error._weft_path_noted = True  # pyright: ignore[reportAttributeAccessIssue]
         error.add_note(f"In {type(module).__name__}.{method} of module {module.path()!r}.")
 
 
 def _child_config(x: Any) -> InstantiableConfig:
-    """The config of a child, which for a layer of another library is that of what holds it."""
+    """Returns the config of a child, wrapping layers of other libraries."""
     if isinstance(x, Module.Config):
         return x
-    # The adapters know all ways of writing, so they are above; only other layers ask for them.
+    # Imported here because the adapters import this module.
     from weft.interop.hierarchy import as_hierarchy
     from weft.interop.recognition import adapter_of
 
@@ -196,10 +185,10 @@ def _child_config(x: Any) -> InstantiableConfig:
 
 
 class Module(Configurable):
-    """A node of a tree of modules.
+    """Node of a tree of modules; calling it calls its `forward`.
 
-    A subclass declares its fields in a nested `Config`, adds children in `__init__`, and defines
-    methods; calling a module calls its `forward`.
+    A subclass declares fields in a nested `Config`, adds children in `__init__`, and defines
+    methods.
 
     Example:
         >>> class Scale(Module):
@@ -230,8 +219,8 @@ class Module(Configurable):
         """Configures a Module.
 
         Attributes:
-            name: of the module, unique among its siblings; `_add_child` sets it.
-            vlog: the level up to which `vlog` writes; None for that of the parent.
+            name: unique among its siblings; set by `_add_child`.
+            vlog: level up to which `vlog` logs; None inherits the parent's.
         """
 
         name: Required[str] = REQUIRED
@@ -267,11 +256,11 @@ class Module(Configurable):
 
     @property
     def children(self) -> dict[str, "Module"]:
-        """The children by name, in the order in which they were added."""
+        """Children by name, in the order of addition."""
         return dict(self._children)
 
     def path(self) -> str:
-        """The names from the root to this module, joined by dots."""
+        """Returns the names from the root to this module, joined by dots."""
         return self._name if self._parent is None else f"{self._parent.path()}.{self._name}"
 
     def __getattr__(self, name: str) -> Any:
@@ -292,15 +281,15 @@ class Module(Configurable):
         """Creates a child.
 
         Args:
-            name: of the child, new among the children and attributes of this module.
-            child_config: of a module, complete but for its name; also the config of a function or
-                class that takes `name` and `parent` and makes the module, or a layer of any other
-                library, its class or its config (see `weft.interop.as_hierarchy`).
-            **kwargs: for the child's `__init__`, beside its config and parent.
+            name: new among the children and attributes of this module.
+            child_config: config of a module, without a name; of a function or class that takes
+                `name` and `parent` and returns a module; or a layer of another library, its class
+                or its config (see `weft.interop.as_hierarchy`).
+            **kwargs: further arguments of the child's `__init__`.
 
         Raises:
             ChildNameConflictError: if the name is taken.
-            ModuleNameError: if it is empty, or has a dot or a slash in it.
+            ModuleNameError: if the name is empty or contains a dot or a slash.
             ChildConfigError: if `child_config` does not make a module of this name and parent.
         """
         check_name(name, f"a child of {self.path()}")
@@ -324,12 +313,12 @@ class Module(Configurable):
             ) from error
         if not isinstance(child, Module):
             raise ChildConfigError(
-                f"{wrong}it makes an object of type {type(child).__name__}, which has no place in "
-                "the tree. Let it make a Module whose methods call that object."
+                f"{wrong}it makes an object of type {type(child).__name__}, which is not a Module. "
+                "Return a Module whose methods call that object."
             )
         if (child.parent, child.name) != (self, name):
             raise ChildConfigError(
-                f"{wrong}it makes {child!r}, which stands elsewhere. Pass the arguments on: "
+                f"{wrong}it makes {child!r}, which has another name or parent. Pass both on: "
                 "`cfg.set(name=name).instantiate(parent=parent)`."
             )
         self._children[name] = child
@@ -338,15 +327,13 @@ class Module(Configurable):
     def _add_descendant(
         self, names: str | Sequence[str], child_config: Any, **kwargs: Any
     ) -> "Module":
-        """Creates a child of a descendant.
+        """Creates a child of a descendant; see `_add_child`.
 
         Args:
-            names: from this module to the new one, a sequence or joined by dots.
-            child_config: as for `_add_child`.
-            **kwargs: likewise.
+            names: path from this module to the new one, as a sequence or joined by dots.
 
         Raises:
-            InvalidDescendantError: if a module on the way does not exist.
+            InvalidDescendantError: if a module on the path does not exist.
         """
         *above, name = names.split(".") if isinstance(names, str) else names
         module = self
@@ -361,7 +348,7 @@ class Module(Configurable):
         return module._add_child(name, child_config, **kwargs)
 
     def find_descendant(self, module: "Module") -> list[str] | None:
-        """The names from this module to one below it, [] for itself, None if it is not below."""
+        """Returns the names from this module to `module`, or None if it is not below this one."""
         names: list[str] = []
         at: Module | None = module
         while at is not None and at is not self:
@@ -370,7 +357,7 @@ class Module(Configurable):
         return None if at is None else names[::-1]
 
     def path_to_descendant_module(self, module: "Module") -> list[str]:
-        """The names from this module to one below it; [] for itself.
+        """Returns the names from this module to `module`, [] for itself.
 
         Raises:
             InvalidDescendantError: if `module` is not below this one.
@@ -389,7 +376,7 @@ class Module(Configurable):
 
         Args:
             module: this module or one below it.
-            shared_module_name: the name of its contexts when it is called from elsewhere.
+            shared_module_name: the name of its contexts when called from other modules.
 
         Raises:
             ChildNameConflictError: if another module is shared here under this name.
@@ -404,18 +391,18 @@ class Module(Configurable):
         self._shared[shared_module_name] = module
 
     def shared_modules(self) -> dict[str, "Module"]:
-        """The modules that this one and those above it share; the nearest of a name wins."""
+        """Returns the modules shared by this one and its ancestors; the nearest of a name wins."""
         above = {} if self._parent is None else self._parent.shared_modules()
         return {**above, **self._shared}
 
     def get_shared_module(self, shared_module_or_name: Union["Module", str]) -> SharedModule:
-        """A module that this one or one above it shares, with its state in the current invocation.
+        """Returns a module shared by this one or an ancestor, with its state in this invocation.
 
         Args:
             shared_module_or_name: the module, or the name under which it is shared.
 
         Raises:
-            InvalidDescendantError: if it is not shared with this module.
+            InvalidDescendantError: if the module is not shared with this one.
         """
         shared = self.shared_modules()
         for name, module in shared.items():
@@ -433,7 +420,7 @@ class Module(Configurable):
     # The invocation.
 
     def _child_context_of(self, context: InvocationContext) -> InvocationContext:
-        """The context for invoking this module from `context`."""
+        """Returns the context for invoking this module from `context`."""
         names = context.module.find_descendant(self) if context.module is not None else None
         if names:
             for name in names[:-1]:
@@ -444,11 +431,11 @@ class Module(Configurable):
         return context.add_child(name, module=self)
 
     def _call_in_context(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a method once its context is open; a subclass may do more."""
+        """Calls a method in its open context; subclasses may extend this."""
         return method(self, *args, **kwargs)
 
     def get_invocation_context(self) -> InvocationContext:
-        """The current context.
+        """Returns the current context.
 
         Raises:
             NoContextError: outside of an invocation.
@@ -457,16 +444,15 @@ class Module(Configurable):
 
     @property
     def is_training(self) -> bool:
-        """Whether the current invocation is a part of training."""
+        """Training flag of the current invocation."""
         return self.get_invocation_context().is_training
 
     @property
     def prng_key(self) -> Any:
-        """The PRNG key of the current invocation, or None.
+        """PRNG key of the current invocation, or None.
 
         Raises:
-            ContextTransformError: inside of a JAX transformation that the invocation does not
-                cross.
+            ContextTransformError: inside a plain JAX transformation, which contexts do not cross.
         """
         context = self.get_invocation_context()
         key = context.prng_key
@@ -478,11 +464,11 @@ class Module(Configurable):
 
     @property
     def state(self) -> Any:
-        """The module's state in the current invocation."""
+        """State of the module in the current invocation."""
         return self.get_invocation_context().state
 
     def add_summary(self, name: str, value: Any) -> None:
-        """Adds a value to be reported for this step.
+        """Reports a value for this step.
 
         Args:
             name: new among the summaries of this invocation.
@@ -499,25 +485,15 @@ class Module(Configurable):
         self.get_invocation_context().add_summary(name, value)
 
     def add_state_update(self, name: str, value: Any) -> None:
-        """Adds a new value for an entry of the module's state, to take effect after the step.
-
-        Args:
-            name: of the entry.
-            value: an array, or a nested dict of arrays.
-        """
+        """Sets a new value, an array or nested dict, for an entry of the state after the step."""
         self.get_invocation_context().add_state_update(name, value)
 
     def add_module_output(self, name: str, value: Any) -> None:
-        """Adds an output beside the method's result.
-
-        Args:
-            name: new among the module outputs of this invocation.
-            value: anything that is a pytree.
-        """
+        """Adds a side output of the method, any pytree, under a name new to this invocation."""
         self.get_invocation_context().add_module_output(name, value)
 
     def get_module_outputs(self) -> dict[str, Any]:
-        """The module outputs so far, also those of children."""
+        """Returns the module outputs so far, including those of children."""
         return self.get_invocation_context().get_module_outputs()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -526,7 +502,7 @@ class Module(Configurable):
     # Logging.
 
     def vlog_is_on(self, level: int) -> bool:
-        """Whether messages of this level are written."""
+        """Returns whether messages of this level are logged."""
         return self._vlog_level is not None and level <= self._vlog_level
 
     def vlog(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
@@ -537,7 +513,7 @@ class Module(Configurable):
             )
 
     def vprint(self, level: int, msg: str, *args: Any, **kwargs: Any) -> None:
-        """Prints `msg.format(*args, **kwargs)`, also of traced values, as `vlog` does."""
+        """Prints `msg.format(*args, **kwargs)`, including traced values, if `vlog` would log."""
         if self.vlog_is_on(level):
             jax.debug.print(f"{self.path()}: {msg}", *args, **kwargs)
 
@@ -558,17 +534,17 @@ def functional(
 
     Args:
         module: the module.
-        prng_key: for randomness, or None.
-        state: of the module and those below it, a nested dict of arrays.
+        prng_key: a PRNG key, or None.
+        state: arrays of the module and its descendants, a nested dict.
         inputs: positional arguments as a sequence, or keyword arguments as a dict.
         method: the name of the method.
-        is_training: whether this is a part of training.
-        drop_output_collections: the kinds of side outputs to leave out.
-        copy_args_tree: whether the method gets copies of the containers in `state` and `inputs`, so
-            that changing one inside has no effect outside.
+        is_training: read by layers such as dropout.
+        drop_output_collections: side outputs to omit.
+        copy_args_tree: whether to copy the containers in `state` and `inputs`, so that the method
+            cannot change the caller's.
 
     Returns:
-        The method's result, and its side outputs as an `OutputCollection`.
+        The method's result and an `OutputCollection` of side outputs.
     """
     if copy_args_tree:
         state, inputs = jax.tree.map(lambda x: x, (state, inputs))
@@ -597,6 +573,6 @@ def functional(
 
 
 def _without_empty(outputs: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the dicts of children that added nothing."""
+    """Drops the dicts of children without outputs."""
     nested = {k: _without_empty(v) if isinstance(v, dict) else v for k, v in outputs.items()}
     return {k: v for k, v in nested.items() if not isinstance(v, dict) or v}

@@ -1,8 +1,7 @@
-"""A mixture of experts that drops no token.
+"""Mixtures of experts that drop no tokens.
 
-Instead of rooms of equal size, the choices of all tokens are sorted by expert, and one grouped
-matrix product applies to each row the weight of its expert (MegaBlocks: Gale et al., 2023). On a
-mesh each device sorts its own tokens.
+The choices of all tokens are sorted by expert, and one grouped matrix product applies each expert's
+weight to its rows (MegaBlocks: Gale et al., 2023). On a mesh, each device sorts its own tokens.
 """
 
 import enum
@@ -23,7 +22,7 @@ from weft.typing import DType, PartitionSpec, Tensor
 
 
 class GMMBackend(enum.Enum):
-    """What computes a grouped matrix product."""
+    """Implementation of the grouped matrix product."""
 
     RAGGED_DOT = "ragged_dot"
     """`jax.lax.ragged_dot`."""
@@ -32,24 +31,23 @@ class GMMBackend(enum.Enum):
 
 
 class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
-    """A mixture of experts in which each token reaches all experts that it chose."""
+    """Mixture of experts in which each token reaches every expert it chose."""
 
     @config_class
     class Config(TransformerFeedForwardMoE.Config):
         """Configures a TransformerFeedForwardDropFreeMoE.
 
         Attributes:
-          gating: chooses experts, a `TopKDropFreeGating` or the like.
-          seq_load_balance_loss_weight: of a load-balancing loss of each sequence by itself; None
-            for no such loss.
-          input_dim_to_partition_spec: how tokens ("bsm") and weights ("emh", "ehm") lie over the
-            mesh where experts are applied. Tokens and model dimensions of weights are whole there.
-          output_dim_to_partition_spec: how the result ("bsm") lies over the mesh.
-          gmm_backend: computes grouped matrix products; `jax.lax.ragged_dot` if None.
-          tiling: of rows, contracted and other columns, for `GMMBackend.MEGABLOX`; or a config
-            that makes it.
-          preferred_element_type: the dtype of products; that of the tokens if None.
-          interpret: whether to run the kernel without a TPU, slowly, for tests.
+          gating: a `TopKDropFreeGating` or a subclass.
+          seq_load_balance_loss_weight: weight of a load-balancing loss per sequence; None for none.
+          input_dim_to_partition_spec: sharding of tokens ("bsm") and weights ("emh", "ehm") where
+            experts are applied; axis m is never sharded there.
+          output_dim_to_partition_spec: sharding of the result ("bsm").
+          gmm_backend: None for `jax.lax.ragged_dot`.
+          tiling: block sizes of rows, contracted and other columns, or a config that returns them;
+            required by `GMMBackend.MEGABLOX`.
+          preferred_element_type: dtype of products; None for that of the tokens.
+          interpret: whether to interpret the kernel, slowly, for tests without a TPU.
         """
 
         gating: BaseGating.Config = TopKDropFreeGating.default_config()
@@ -68,12 +66,12 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         preferred_element_type: DType | None = None
         interpret: bool = False
 
-    # What is applied to hidden dimensions would have to draw on each device.
+    # Dropout of hidden dimensions would need a key per device.
     _drops_hidden = False
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config with hidden dimensions over the mesh axis "model"."""
+        """Returns a config with hidden dimensions sharded over "model"."""
         cfg = super().default_config()
         weights = {dims: cfg.input_dim_to_partition_spec[dims] for dims in ("emh", "ehm")}
         return cfg.set(dim_to_mesh_axis_map={**cfg.dim_to_mesh_axis_map, **weights})
@@ -83,20 +81,20 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         if not isinstance(self.gating, TopKDropFreeGating):
             raise LayerConfigError(
                 f"{self.path()}: gating is a {type(self.gating).__name__}, which drops tokens; "
-                "expected a TopKDropFreeGating or a TopKBiasGating, or a TransformerFeedForwardMoE "
-                "around it."
+                "use a TopKDropFreeGating or a TopKBiasGating, or change the layer to a "
+                "TransformerFeedForwardMoE."
             )
         self._tiling: Any = maybe_instantiate(cast(Any, cfg.tiling))
         if cfg.gmm_backend is GMMBackend.MEGABLOX and self._tiling is None:
             raise LayerConfigError(
-                f"{self.path()}: gmm_backend={cfg.gmm_backend} needs a tiling, the sizes of blocks "
+                f"{self.path()}: gmm_backend={cfg.gmm_backend} needs a tiling: block sizes "
                 "of rows, contracted and other columns, such as (128, 128, 128)."
             )
 
     def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
         if x.ndim != 3:
             raise ArgumentShapeError(
-                f"{self.path()}: inputs of the shape {x.shape}; expected (batch, time, "
+                f"{self.path()}: inputs of shape {x.shape}; expected (batch, time, "
                 f"{self.config.input_dim})."
             )
         output = self.gating(
@@ -111,12 +109,12 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         return y
 
     def _report_dropped(self, share: Tensor) -> None:
-        """Takes note of the share of choices that found no room: none here."""
+        """Reports the fraction of dropped choices; nothing is dropped here."""
 
     def _on_mesh(
         self, x: Tensor, experts: Tensor, gates: Tensor, weights: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Applies experts on each device to its own tokens; also counts dropped choices."""
+        """Applies experts to the tokens of each device; also counts dropped choices."""
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty:
             return self._apply_locally(x, experts, gates, *weights)
@@ -148,11 +146,11 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         return (y if spec is None else jax.lax.with_sharding_constraint(y, spec)), num_dropped
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
-        """For how many choices a device has room.
+        """Returns how many choices fit on a device.
 
         Args:
-          num_choices: of its tokens.
-          num_parts: how many devices share the experts.
+          num_choices: made by the device's tokens.
+          num_parts: number of devices that share the experts.
         """
         return num_choices
 
@@ -164,7 +162,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         *weights: Tensor,
         expert_axes: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Applies the experts of this device to its tokens."""
+        """Applies this device's experts to its tokens."""
         k, num_experts = experts.shape[-1], weights[0].shape[0]
         tokens, flat = x.reshape(-1, x.shape[-1]), experts.reshape(-1, k)
         # Without mesh axes, this is device 0 of 1.
@@ -184,7 +182,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
             y = activation(self._grouped_product(inputs, weight, rows.sizes))
             hidden = y if hidden is None else hidden * y
         y = self._grouped_product(hidden, weights[-1], rows.sizes)
-        # What no expert computed may be anything.
+        # Rows that no expert computed hold arbitrary values.
         y = jnp.where(rows.is_real[:, None], y, 0) * gates.reshape(-1)[rows.choices][:, None]
         mine = (flat >= first) & (flat < first + num_experts)
         num_dropped = jnp.sum(mine) - jnp.sum(rows.is_real)
@@ -198,7 +196,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         weight = weight.astype(x.dtype)
         if cfg.gmm_backend is not GMMBackend.MEGABLOX:
             return jax.lax.ragged_dot(x, weight, sizes, preferred_element_type=dtype)
-        # Importing Pallas takes a while, and most models do without.
+        # Importing Pallas is slow, and most models do not need it.
         from jax.experimental.pallas.ops.tpu import megablox
 
         tiling = tuple(
@@ -212,16 +210,16 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
 
 
 def _axes(spec: PartitionSpec, at: int) -> tuple[str, ...]:
-    """The mesh axes that an axis is laid over."""
+    """Returns the mesh axes over which an array axis is sharded."""
     entry = spec[at] if at < len(spec) else None
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
-    """Experts over a mesh axis, with room for more choices on each device than its equal share.
+    """Mixture of experts over a mesh axis with spare capacity on each device.
 
-    A device of `n` along the mesh axis of experts has room for `expert_parallel_capacity / n` of
-    the choices of tokens; only what is more than that is dropped. On one device nothing is.
+    Each of `n` devices along the mesh axis of experts processes at most the fraction
+    `expert_parallel_capacity / n` of the choices and drops the excess; one device drops nothing.
     """
 
     @config_class
@@ -229,15 +227,14 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
         """Configures an ApproximateTokenDropFreeMoE.
 
         Attributes:
-          expert_parallel_capacity: for how many times its equal share of choices a device has
-            room, at least 1.
+          expert_parallel_capacity: capacity of a device over its equal share, at least 1.
         """
 
         expert_parallel_capacity: float = 1.25
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config with experts over the mesh axis "expert", hidden dimensions over "model"."""
+        """Returns a config that shards experts over "expert" and hidden dimensions over "model"."""
         cfg = super().default_config()
         weights = {
             "emh": PartitionSpec("expert", None, "model"),
@@ -253,7 +250,7 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
         if cfg.expert_parallel_capacity < 1:
             raise LayerConfigError(
                 f"{self.path()}: expert_parallel_capacity={cfg.expert_parallel_capacity} leaves "
-                "less than an equal share of room for each device; expected at least 1."
+                "each device less than an equal share; expected at least 1."
             )
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
@@ -267,11 +264,11 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
 def set_interpret_in_moe_config_recursively(
     cfg: Any, preferred_element_type: DType | None = jnp.bfloat16
 ) -> None:
-    """Lets the mixtures of experts of a model run their kernels without a TPU.
+    """Makes the mixtures of experts in a config interpret their kernels, for runs without a TPU.
 
     Args:
       cfg: a config, changed in place.
-      preferred_element_type: the dtype of their products.
+      preferred_element_type: dtype of their products.
     """
 
     def set_interpret(config: Any) -> None:

@@ -1,15 +1,15 @@
-"""The feed-forward layer of a transformer, as a mixture of experts.
+"""Mixture-of-experts feed-forward layer of a transformer.
 
-A router sends each token to a few of many feed-forward layers, the experts, so that there are more
-parameters without more arithmetic for a token:
+A router sends each token to a few of many feed-forward layers, the experts, which adds parameters
+without adding computation per token:
 
-    tokens (o g s m) --router--> logits (o g s e) --gating--> who is in which room (o g s e c)
+    tokens (o g s m) --router--> logits (o g s e) --gating--> slots (o g s e c)
     dispatch: (o g s m) -> (o e g c m) --experts--> (o e g c m) --combine--> (o g s m)
 
-The letters are the axes: outer batch, group, token of a group ("sequence"), model dimension,
-expert, room ("capacity"), hidden dimension. Tokens compete for rooms within their group. Groups
-lie over the mesh axes "data" and "expert" before the dispatch, experts over "expert" after it, and
-the compiler exchanges tokens in between (Lepikhin et al., 2021).
+Axes: outer batch, group, token of a group ("sequence"), model dimension, expert, slot
+("capacity"), hidden dimension. Tokens compete for slots within their group. Groups are sharded over
+"data" and "expert" before the dispatch and experts over "expert" after it; the compiler inserts the
+exchange of tokens (Lepikhin et al., 2021).
 """
 
 import math
@@ -30,7 +30,7 @@ from weft.hierarchy.residual import ResidualLayer
 from weft.hierarchy.sharding import maybe_shard
 from weft.typing import PartitionSpec, Tensor
 
-# How arrays lie over the mesh by default, by the letters of their axes.
+# Default sharding of arrays, by the letters of their axes.
 DIM_TO_MESH_AXES: dict[str, PartitionSpec] = {
     "me": PartitionSpec(None, None),
     "emh": PartitionSpec("expert", None, "model"),
@@ -49,19 +49,16 @@ def get_outer_batch_from_mesh(
     outer_batch_axis_names: Sequence[str],
     mesh_shape: Any,
 ) -> int | None:
-    """How many outer batches there should be: one for each part of a mesh that has all experts.
+    """Returns the number of outer batches: one for each part of a mesh that holds all experts.
 
     Args:
       mesh_axis_names: the names of the mesh's axes.
-      outer_batch_axis_names: those over which experts are not spread, such as "data".
-      mesh_shape: the size of each axis; of a hybrid mesh, with `ici_mesh_shape` and
-        `dcn_mesh_shape`. None if it is not known yet.
-
-    Returns:
-      The number; None if the shape is not known.
+      outer_batch_axis_names: axes over which experts are not sharded, such as "data".
+      mesh_shape: sizes of the axes, or a hybrid mesh shape with `ici_mesh_shape` and
+        `dcn_mesh_shape`. If None, the result is None.
 
     Raises:
-      ArgumentValueError: if the mesh has no such axis, or the size of one is left open.
+      ArgumentValueError: if the mesh has no such axis, or its size is not known.
 
     Example:
       >>> get_outer_batch_from_mesh(
@@ -82,22 +79,22 @@ def get_outer_batch_from_mesh(
         for name in outer_batch_axis_names:
             if sizes.get(name, 0) < 1:
                 raise ArgumentValueError(
-                    f"the outer batch lies over the mesh axis {name!r}, whose size in {sizes} is "
-                    "not known; expected an axis of the mesh with a positive size."
+                    f"the outer batch is sharded over the mesh axis {name!r}, whose size in "
+                    f"{sizes} is not known; expected a mesh axis with a positive size."
                 )
             number *= sizes[name]
     return number
 
 
 class TransformerFeedForwardMoE(ResidualLayer):
-    """A mixture of feed-forward layers beside a skip connection.
+    """Mixture of feed-forward layers with a skip connection.
 
     Parameters: `gate_weight` (input_dim, num_experts) of the router, `wi_weight` (num_experts,
     input_dim, hidden_dim), or `wi_0_weight` and `wi_1_weight` of a gated layer, and `wo_weight`
     (num_experts, hidden_dim, input_dim). Experts have no biases.
 
-    Its losses are the module output "aux_loss", weighted and added up; a language model adds it to
-    its own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
+    The module output "aux_loss" is the weighted sum of its losses. A language model adds it to its
+    own loss with `metrics_config(aux_loss_regex=".*/aux_loss")`.
     """
 
     @config_class
@@ -105,24 +102,22 @@ class TransformerFeedForwardMoE(ResidualLayer):
         """Configures a TransformerFeedForwardMoE.
 
         Attributes:
-          input_dim: the size of input and output.
-          hidden_dim: the size between the linear maps of an expert, or a function of `input_dim`,
-            such as `scaled_hidden_dim(4)`.
-          activation: the name of the activation, such as "nn.gelu"; two names for a gated layer,
-            such as ("nn.silu", "linear").
-          num_experts: the number of experts.
-          num_groups: into how many groups the tokens of an outer batch are divided. More groups
-            mean less memory, and more chance that tokens are dropped.
-          outer_batch: into how many parts a batch is divided of which each uses all experts; see
+          input_dim: size of input and output.
+          hidden_dim: hidden size of an expert, or a function of `input_dim`, such as
+            `scaled_hidden_dim(4)`.
+          activation: a name such as "nn.gelu", or two for a gated layer, such as
+            ("nn.silu", "linear").
+          num_groups: number of groups per outer batch. More groups need less memory, but are more
+            likely to drop tokens.
+          outer_batch: number of parts of a batch that each use all experts; see
             `get_outer_batch_from_mesh`.
-          gating: chooses experts.
-          load_balance_loss_weight: of the gating's load-balancing loss.
-          router_z_loss_weight: of the gating's loss on the size of logits.
-          corr_loss_weight: of the mean squared cosine between the router's weights of two experts.
-          residual_weight: a factor of the branch.
-          dim_to_mesh_axis_map: how weights and activations lie over the mesh, by the letters of
-            their axes; see this module. With one outer batch, groups take the place of outer
-            batches on the mesh.
+          load_balance_loss_weight: weight of the gating's load-balancing loss.
+          router_z_loss_weight: weight of the gating's loss on the size of logits.
+          corr_loss_weight: weight of the mean squared cosine between the router weights of two
+            experts.
+          residual_weight: factor of the branch.
+          dim_to_mesh_axis_map: sharding of weights and activations by the letters of their axes, as
+            in the module docstring. With one outer batch, groups take its mesh axes as well.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -142,7 +137,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config with experts over the mesh axis "expert", hidden dimensions over "model"."""
+        """Returns a config that shards experts over "expert" and hidden dimensions over "model"."""
         return super().default_config().set(dim_to_mesh_axis_map=dict(DIM_TO_MESH_AXES))
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -154,8 +149,8 @@ class TransformerFeedForwardMoE(ResidualLayer):
                 )
         if unknown := sorted(cfg.dim_to_mesh_axis_map.keys() - DIM_TO_MESH_AXES.keys()):
             raise LayerConfigError(
-                f"{self.path()}: dim_to_mesh_axis_map has {unknown}; there are "
-                f"{', '.join(DIM_TO_MESH_AXES)}."
+                f"{self.path()}: dim_to_mesh_axis_map has {unknown}; expected keys "
+                f"among {', '.join(DIM_TO_MESH_AXES)}."
             )
         hidden_dim: Any = cfg.hidden_dim
         if not isinstance(hidden_dim, int):
@@ -165,7 +160,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         self._activations = [get_activation_fn(name) for name in names]
         self._add_norms(cfg.input_dim)
         self._add_child("gating", cfg.gating.set(num_experts=cfg.num_experts))
-        # Where the norm stands after the sum, only the branch's output is dropped.
+        # With the norm after the sum, dropout applies only to the branch's output.
         whole = cfg.structure == "postnorm" or not self._drops_hidden
         self._dropouts = ["dropout"] if whole else ["dropout1", "dropout2"]
         for name in self._dropouts:
@@ -201,17 +196,16 @@ class TransformerFeedForwardMoE(ResidualLayer):
         """Applies the layer.
 
         Args:
-          inputs: `Float[Array, "batch time input_dim"]`. The first axes together are the tokens,
-            the earlier of which find room first.
-          paddings: `Bool[Array, "batch time"]`: True for tokens that go to no expert and count in
-            no loss; none by default.
+          inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
+          paddings: `Bool[Array, "batch time"]`: True for tokens that reach no expert and no loss;
+            None for no padding.
 
         Returns:
-          As `inputs`.
+          An array of the shape of `inputs`.
 
         Raises:
-          ArgumentShapeError: if the tokens do not divide into the groups in training. Otherwise
-            there are as many groups as there can be.
+          ArgumentShapeError: if the tokens do not divide into the groups in training. Outside of
+            training, the number of groups is reduced.
         """
         cfg = self.config
         self._add_tensor_stats("inputs", inputs)
@@ -225,7 +219,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return outputs
 
     def _group_sizes(self, num_tokens: int) -> tuple[int, int]:
-        """The number of outer batches and of groups in each."""
+        """Returns the numbers of outer batches and of groups in each."""
         cfg = self.config
         outer, groups = cfg.outer_batch, cfg.num_groups
         if num_tokens % (outer * groups) == 0:
@@ -240,7 +234,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return outer, math.gcd(num_tokens // outer, groups)
 
     def _apply_experts(self, x: Tensor, live: Tensor | None) -> Tensor:
-        """What the experts make of the branch's input."""
+        """Routes the branch's input through the experts."""
         sizes = self._group_sizes(math.prod(x.shape[:-1]))
         tokens = self._shard(x.reshape(*sizes, -1, x.shape[-1]), "ogsm")
         output = self.gating(
@@ -265,12 +259,12 @@ class TransformerFeedForwardMoE(ResidualLayer):
         return combined.reshape(x.shape)
 
     def _router_logits(self, tokens: Tensor, dims: str) -> Tensor:
-        """In float32: a router that rounds is unstable (Fedus et al., 2022, section 2.4)."""
+        """Computes logits in float32, for stability (Fedus et al., 2022, section 2.4)."""
         weight = self.parameters["gate_weight"].astype(jnp.float32)
         return self._shard(tokens.astype(jnp.float32) @ weight, dims)
 
     def _experts(self, rooms: Tensor) -> Tensor:
-        """Applies each expert to its rooms, `(o e g c m)`."""
+        """Applies each expert to its slots, `(o e g c m)`."""
         hidden: Any = None
         for i, (name, activation) in enumerate(
             zip(self._wi_names(), self._activations, strict=True)
@@ -298,7 +292,7 @@ class TransformerFeedForwardMoE(ResidualLayer):
         self.add_module_output("aux_loss", loss)
 
     def _partition_spec(self, dims: str, outer_batch: int) -> PartitionSpec | None:
-        """How an array with these axes lies over the mesh."""
+        """Returns the sharding of an array with these axes."""
         spec = self.config.dim_to_mesh_axis_map.get(dims)
         if spec is None or outer_batch > 1:
             return spec

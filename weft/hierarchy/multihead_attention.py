@@ -1,11 +1,11 @@
-"""Attention with several heads, over a whole sequence or one step of it after the other.
+"""Multi-head attention, over a whole sequence or in decoding steps.
 
     query ── i_proj ── scale ─┐
     key ──── i_proj ── scale ─┴─ logits + biases ── softmax ── dropout ─┐
     value ── i_proj ────────────────────────────────────────────────────┴─ context ── o_proj
 
-In a step of decoding, the keys and values of all positions so far come from the cache, in which the
-step's own have been written before. `time_step` counts what has been written for each sequence.
+A decoding step first writes its keys and values to the cache, then reads those of all positions so
+far. `time_step` counts the cached positions of each sequence.
 """
 
 import enum
@@ -39,18 +39,17 @@ PartitionSpecType = PartitionSpec | MeshAxes
 
 
 class ForwardMode(enum.Enum):
-    """What a layer that can decode is asked for."""
+    """Ways to call a layer that supports decoding."""
 
     FORWARD = 0
-    """A whole sequence, without a cache."""
+    """Whole sequence, without a cache."""
     INIT_STATES = 1
-    """The first positions of a sequence: a prompt, for an empty cache."""
+    """First positions of a sequence (the prompt), with an empty cache."""
     EXTEND_STEP = 2
-    """Positions that come after those in the cache."""
+    """Positions that follow those in the cache."""
 
     @staticmethod
     def of_step(is_prefill: bool) -> "ForwardMode":
-        """The mode of an `extend_step`."""
         return ForwardMode.INIT_STATES if is_prefill else ForwardMode.EXTEND_STEP
 
 
@@ -59,12 +58,12 @@ def softmax_with_biases(
     attention_logit_biases: Tensor | None = None,
     logit_sink: Tensor | None = None,
 ) -> Tensor:
-    """The softmax of logits and a bias over the last axis, computed in float32.
+    """Computes the softmax of logits plus a bias over the last axis, in float32.
 
     Args:
       logits: `Float[Array, "batch heads target source"]`.
       attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
-      logit_sink: `Float[Array, "heads"]`: of each head, the logit of something without a value.
+      logit_sink: `Float[Array, "heads"]`: logit of an extra key without a value, per head.
 
     Returns:
       Probabilities, in the dtype of the logits.
@@ -74,7 +73,7 @@ def softmax_with_biases(
 
 
 def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = None) -> Tensor:
-    """The sigmoid of logits and a bias, computed in float32.
+    """Computes the sigmoid of logits plus a bias, in float32.
 
     Args:
       logits: `Float[Array, "batch heads target source"]`.
@@ -87,7 +86,7 @@ def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = 
 
 
 def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
-    """Inner products of queries and keys, where consecutive query heads share a key head.
+    """Computes inner products, where consecutive query heads share a key head.
 
     Args:
       q_proj: `Float[Array, "batch target heads per_head_dim"]`.
@@ -100,7 +99,7 @@ def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
 
 
 def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
-    """Averages of values, where consecutive query heads share a value head.
+    """Averages values, where consecutive query heads share a value head.
 
     Args:
       probs: `Float[Array, "batch heads target source"]`.
@@ -113,37 +112,35 @@ def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
 
 
 class MultiheadAttention(BaseLayer):
-    """Attention with several heads (Vaswani et al., 2017)."""
+    """Multi-head attention (Vaswani et al., 2017)."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a MultiheadAttention.
 
         Attributes:
-          query_dim: the size of what queries are made from.
-          key_dim: of what keys are made from.
-          value_dim: of what values are made from.
-          num_heads: the number of query heads.
-          hidden_dim: of all heads together; `query_dim` if None.
-          output_dim: the size of the output; `query_dim` if None.
-          input_linear: makes queries, keys and values.
-          output_linear: makes the output from the heads.
+          query_dim: size of the vectors that queries are projected from.
+          key_dim: size of the vectors that keys are projected from.
+          value_dim: size of the vectors that values are projected from.
+          hidden_dim: total size of all heads; None for `query_dim`.
+          output_dim: None for `query_dim`.
+          input_linear: projects to queries, keys and values.
+          output_linear: projects the heads to the output.
           query_scale: norms and scales of queries.
-          key_scale: norms and scales of keys; nothing is done to them if None.
-          scale_kv_before_cache_update: whether keys are scaled before they go to the cache, once,
-            instead of in every step.
-          dropout: of the probabilities.
-          mask: who may attend to whom by position, such as
-            `CausalAttentionBias.default_config()`; everybody to all if None.
-          causal: short for a causal `mask`.
-          atten_logit_cap: logits are squashed to ± this.
-          logit_sink: whether each head learns a logit of something without a value, so that it may
-            attend to nothing.
-          kv_cache: remembers keys and values in decoding.
-          q_partition_spec: how queries lie over the mesh, by batch, time, heads, dimensions.
-          k_partition_spec: how keys do.
-          v_partition_spec: how values do.
-          o_partition_spec: how the output does, by batch, time, dimensions.
+          key_scale: norms and scales of keys; None for none.
+          scale_kv_before_cache_update: whether keys are scaled once, before they are cached,
+            instead of in each step.
+          dropout: dropout of the probabilities.
+          mask: attention mask by position, such as `CausalAttentionBias.default_config()`; None for
+            full attention.
+          causal: shorthand for a causal `mask`.
+          atten_logit_cap: bound c of c * tanh(logits / c); None for none.
+          logit_sink: whether each head learns a logit of an extra key without a value, so that it
+            may attend to nothing.
+          q_partition_spec: sharding of queries, (batch, time, heads, per_head_dim).
+          k_partition_spec: sharding of keys.
+          v_partition_spec: sharding of values.
+          o_partition_spec: sharding of the output, (batch, time, dim).
         """
 
         query_dim: Required[int] = REQUIRED
@@ -169,12 +166,12 @@ class MultiheadAttention(BaseLayer):
         o_partition_spec: PartitionSpecType | None = None
 
     class Output(NamedTuple):
-        """What attention gives.
+        """Output of attention.
 
         Attributes:
           data: `Float[Array, "batch target output_dim"]`.
-          probs: `Float[Array, "batch heads target source"]`, if "probs" was asked for.
-          kv_state: keys and values for another layer, if "kv_state" was asked for.
+          probs: `Float[Array, "batch heads target source"]`, if "probs" is in `return_aux`.
+          kv_state: keys and values for another layer, if "kv_state" is in `return_aux`.
         """
 
         data: Tensor
@@ -198,33 +195,33 @@ class MultiheadAttention(BaseLayer):
         if cfg.causal:
             if cfg.mask is not None:
                 raise LayerConfigError(
-                    f"{self.path()}: causal=True stands for a mask, and mask is set as well; set "
-                    "one of them."
+                    f"{self.path()}: causal=True and mask are both set; causal=True already sets "
+                    "a mask, so set only one of them."
                 )
             self._mask = CausalAttentionBias.default_config()
         if self.i_proj.num_kv_heads != self.num_kv_heads:
             raise LayerConfigError(
                 f"{self.path()}: {type(self.i_proj).__name__} makes {self.i_proj.num_kv_heads} "
-                f"heads of keys for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
-                "query heads may share them."
+                f"key heads for num_heads={cfg.num_heads}; use GroupedQueryAttention, in which "
+                "query heads share key heads."
             )
 
     @nowrap
     def hidden_dim(self) -> int:
-        """The size of all heads together."""
+        """Returns the total size of all heads."""
         return self.config.hidden_dim or self.config.query_dim
 
     @nowrap
     def output_dim(self) -> int:
-        """The size of the output."""
+        """Returns the size of the output."""
         return self.config.output_dim or self.config.query_dim
 
     @nowrap
     def per_head_dim(self) -> int:
-        """The size of a vector of one head.
+        """Returns the size of a head.
 
         Raises:
-          LayerConfigError: if the heads do not divide the hidden dimension.
+          LayerConfigError: if the number of heads does not divide the hidden dimension.
         """
         hidden_dim, num_heads = self.hidden_dim(), self.config.num_heads
         if hidden_dim % num_heads:
@@ -236,17 +233,17 @@ class MultiheadAttention(BaseLayer):
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.config.num_heads
 
     @staticmethod
     def default_query_scale_config() -> BaseScaleQK.Config:
-        """What is done to queries where the config does not say."""
+        """Returns the default of `query_scale`."""
         return ScaleQuery.default_config()
 
     @staticmethod
     def default_key_scale_config() -> BaseScaleQK.Config:
-        """What is done to keys where the config does not say."""
+        """Returns the default of `key_scale`."""
         return ScaleKey.default_config()
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -278,12 +275,12 @@ class MultiheadAttention(BaseLayer):
           query: `Float[Array, "batch target query_dim"]`.
           key: `Float[Array, "batch source key_dim"]`; None for self attention.
           value: `Float[Array, "batch source value_dim"]`; None for `key`.
-          kv_state: keys and values of another layer, if this one has none of its own.
-          attention_logit_biases: added to the logits, beside the layer's own mask:
-            `Float[Array, "#batch #heads target source"]`.
-          segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own segment.
-          query_positions: `Int[Array, "#batch target"]`; None for those from 0.
-          return_aux: what to give beside the data: "probs", "kv_state".
+          kv_state: keys and values of another layer, if this one projects none.
+          attention_logit_biases: `Float[Array, "#batch #heads target source"]`, added to the logits
+            in addition to the layer's own mask.
+          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment.
+          query_positions: `Int[Array, "#batch target"]`; None counts from 0.
+          return_aux: optional outputs to return: "probs", "kv_state".
         """
         if query_positions is None:
             query_positions = jnp.arange(query.shape[1])[None]
@@ -299,12 +296,12 @@ class MultiheadAttention(BaseLayer):
         return self._attend(proj.query, query_positions, kv_state, biases, return_aux)
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        """The state before the first step of decoding.
+        """Returns the initial state of decoding.
 
         Args:
-          batch_size: the number of sequences.
-          max_len: how long they may become.
-          dtype: of the cache.
+          batch_size: number of sequences.
+          max_len: maximum length of a sequence.
+          dtype: dtype of the cache.
         """
         states: dict[str, Any] = {"time_step": jnp.zeros([batch_size], jnp.int32)}
         if not self._shares_kv:
@@ -329,23 +326,21 @@ class MultiheadAttention(BaseLayer):
         """Attends from the next positions of each sequence to all positions so far.
 
         Args:
-          cached_states: from `init_states` or the step before.
+          cached_states: from `init_states` or the previous step.
           query: `Float[Array, "batch step query_dim"]`.
-          is_prefill: whether nothing has been cached before, so that the step's own positions are
-            all there is to attend to.
+          is_prefill: whether the cache is empty, so that the step attends only to itself.
           key: `Float[Array, "batch step key_dim"]`; None for `query`.
           value: `Float[Array, "batch step value_dim"]`; None for `key`.
-          kv_state: keys and values of another layer, if this one has none of its own.
-          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may stand after the last
-            token of a sequence and is not cached. None if there is none.
-          attention_logit_biases: added to the logits, beside the layer's own mask:
-            `Float[Array, "#batch #heads step source"]`, where source is `step` in a prefill, else
-            `max_len`.
-          return_aux: what to give beside the data: "probs", "kv_state".
-          page_pool: for a cache that uses one.
+          kv_state: keys and values of another layer, if this one projects none.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding, which may follow the last token of
+            a sequence and is not cached. None for no padding.
+          attention_logit_biases: `Float[Array, "#batch #heads step source"]`, added to the logits
+            in addition to the layer's own mask. Source is `step` in a prefill, else `max_len`.
+          return_aux: optional outputs to return: "probs", "kv_state".
+          page_pool: for a paged cache.
 
         Returns:
-          The state for the next step, and the output for this one.
+          The state for the next step, and the output of this one.
         """
         time_step = cached_states["time_step"]
         batch, step = query.shape[:2]
@@ -365,7 +360,7 @@ class MultiheadAttention(BaseLayer):
                 page_pool=page_pool,
             )
             kv_state = KVState(proj.key, proj.value, positions) if is_prefill else cached
-        assert kv_state is not None  # given, or made just now
+        assert kv_state is not None
         filled = kv_state.key_positions < states["time_step"][:, None]
         biases = as_attention_bias(attention_logit_biases)
         biases = biases + BoolTensorAttentionBias.from_tensor(filled[:, None, None])
@@ -379,7 +374,7 @@ class MultiheadAttention(BaseLayer):
         kv_state: KVState | None,
         query_positions: Tensor,
     ) -> BaseQKVLinear.Output:
-        """Queries, keys and values, named for remat and laid out over the mesh."""
+        """Projects to queries, keys and values, which are named for remat and sharded."""
         cfg = self.config
         proj = self.i_proj(
             query, key=key, value=value, kv_state=kv_state, query_positions=query_positions
@@ -409,12 +404,12 @@ class MultiheadAttention(BaseLayer):
         biases: BaseAttentionBias,
         return_aux: Collection[str] | None,
     ) -> Output:
-        """From projections to the output."""
+        """Computes the output from projections."""
         cfg = self.config
         wanted = set(return_aux or ())
         if unknown := wanted - {"probs", "kv_state"}:
             raise ArgumentValueError(
-                f"{self.path()} was asked for {sorted(unknown)}; return_aux may hold 'probs' and "
+                f"{self.path()}: unknown return_aux {sorted(unknown)}; expected 'probs' or "
                 "'kv_state'."
             )
         k_proj, v_proj, key_positions = kv_state
@@ -454,13 +449,13 @@ class MultiheadAttention(BaseLayer):
         query_positions: Tensor,
         key_positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Context and probabilities.
+        """Computes context and probabilities.
 
         Args:
           q_proj: `Float[Array, "batch target heads per_head_dim"]`, scaled.
           k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`, scaled.
           v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-          attention_logit_biases: all of them.
+          attention_logit_biases: all biases, including the mask.
           query_positions: `Int[Array, "#batch target"]`.
           key_positions: `Int[Array, "#batch source"]`.
         """
@@ -492,8 +487,7 @@ class MultiheadAttention(BaseLayer):
 class GroupedQueryAttention(MultiheadAttention):
     """Attention in which consecutive query heads share a head of keys and values.
 
-    How many of those there are is said by `input_linear`, such as `GroupedQKVLinear`; with others,
-    each query head has its own.
+    `input_linear`, such as `GroupedQKVLinear`, sets the number of those heads.
     """
 
     @property
@@ -502,19 +496,16 @@ class GroupedQueryAttention(MultiheadAttention):
 
 
 class SigmoidAttention(MultiheadAttention):
-    """Attention whose probabilities are sigmoids, one for each key by itself.
-
-    (Ramapuram et al., 2024)
-    """
+    """Attention with sigmoid probabilities, independent for each key (Ramapuram et al., 2024)."""
 
     @config_class
     class Config(MultiheadAttention.Config):
         """Configures a SigmoidAttention.
 
         Attributes:
-          seq_len: the number of keys that are expected.
-          subtract_seq_len_bias: whether logits are lowered by the logarithm of `seq_len`, so that
-            probabilities add up to about 1 at first.
+          seq_len: expected number of keys.
+          subtract_seq_len_bias: whether to subtract log(`seq_len`) from logits, so that initial
+            probabilities sum to about 1.
         """
 
         seq_len: Required[int] = REQUIRED
@@ -524,8 +515,8 @@ class SigmoidAttention(MultiheadAttention):
         super().__init__(cfg, parent=parent)
         if cfg.logit_sink:
             raise LayerConfigError(
-                f"{self.path()}: logit_sink is for a softmax; a sigmoid may attend to nothing "
-                "without one."
+                f"{self.path()}: logit_sink applies to a softmax only; leave it unset, since a "
+                "sigmoid can attend to nothing without it."
             )
 
     def _compute_probs(self, logits: Tensor, bias: Tensor | None) -> Tensor:

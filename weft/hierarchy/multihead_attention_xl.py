@@ -1,8 +1,8 @@
-"""Transformer-XL's attention, whose logits depend on relative positions (Dai et al., 2019).
+"""Transformer-XL attention, with logits that depend on relative positions (Dai et al., 2019).
 
     logit(i, j) = (q_i + u) · k_j  +  (q_i + v) · r(i - j)
 
-`r` is a projection of sinusoidal embeddings of the distance; `u` and `v` are learned for each head.
+`r` projects sinusoidal embeddings of the distance; `u` and `v` are learned for each head.
 """
 
 import enum
@@ -26,15 +26,15 @@ from weft.typing import Tensor
 def xl_attention_logits(
     q_proj: Tensor, k_proj: Tensor, relative_pos_emb: Tensor, u: Tensor, v: Tensor
 ) -> Tensor:
-    """Logits of content and relative position over a whole sequence.
+    """Computes logits of content and relative position over a whole sequence.
 
     Args:
       q_proj: `Float[Array, "batch length heads per_head_dim"]`.
-      k_proj: likewise.
-      relative_pos_emb: `Float[Array, "2*length-1 heads per_head_dim"]`, projected embeddings of the
-        query's position less the key's, from `length - 1` down to `-(length - 1)`.
-      u: `Float[Array, "heads per_head_dim"]`, added to queries that meet contents.
-      v: likewise, to those that meet positions.
+      k_proj: `Float[Array, "batch length heads per_head_dim"]`.
+      relative_pos_emb: `Float[Array, "2*length-1 heads per_head_dim"]`, projected embeddings of
+        query position minus key position, from `length - 1` down to `-(length - 1)`.
+      u: `Float[Array, "heads per_head_dim"]`, content bias of queries.
+      v: `Float[Array, "heads per_head_dim"]`, position bias of queries.
 
     Returns:
       `Float[Array, "batch heads length length"]`.
@@ -43,28 +43,27 @@ def xl_attention_logits(
 
 
 class MultiheadRelativePositionLinear(MultiheadInputLinear):
-    """From embeddings of relative positions to the heads."""
+    """Projection of relative position embeddings to the heads."""
 
 
 class MultiheadAttentionXL(MultiheadAttention):
     """Self attention with relative positions."""
 
     class ScalePosition(enum.Enum):
-        """Where the scale factor of queries is applied."""
+        """Place where the scale factor of queries is applied."""
 
         LOGIT = 0
-        """To the logits, after `u` and `v` were added."""
+        """On the logits, after adding `u` and `v`."""
         QUERY = 1
-        """To the queries, before."""
+        """On the queries, before adding `u` and `v`."""
 
     @config_class
     class Config(MultiheadAttention.Config):
         """Configures a MultiheadAttentionXL.
 
         Attributes:
-          pos_emb_dim: the size of embeddings of relative positions; `query_dim` if None.
-          relative_pos_emb: embeds them.
-          relative_pos_linear: projects them to the heads.
+          pos_emb_dim: size of relative position embeddings; None for `query_dim`.
+          relative_pos_linear: projects the embeddings to the heads.
           scale_position: where the scale factor of queries is applied.
         """
 
@@ -79,7 +78,7 @@ class MultiheadAttentionXL(MultiheadAttention):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config with one weight for queries, keys and values, and no bias in it."""
+        """Returns a config with one fused projection without bias."""
         cfg = super().default_config()
         layer = MultiheadInputLinear.default_config().set(bias=False)
         return cfg.set(
@@ -91,8 +90,8 @@ class MultiheadAttentionXL(MultiheadAttention):
         super().__init__(cfg, parent=parent)
         if self._shares_kv:
             raise LayerConfigError(
-                f"{self.path()}: relative positions are those of the layer's own keys; use an "
-                "input_linear that makes keys."
+                f"{self.path()}: relative positions need the layer's own keys; use an "
+                "input_linear that projects to keys."
             )
         dim = cfg.pos_emb_dim or cfg.query_dim
         self._add_child("relative_pos_emb", cfg.relative_pos_emb.set(dim=dim))
@@ -113,18 +112,18 @@ class MultiheadAttentionXL(MultiheadAttention):
 
         Args:
           query: `Float[Array, "batch time query_dim"]`.
-          key: None.
-          value: None.
-          **kwargs: as for `MultiheadAttention.forward`, but for positions, which are those from 0.
+          key: not supported.
+          value: not supported.
+          **kwargs: of `MultiheadAttention.forward`, except `query_positions`, which count from 0.
 
         Raises:
-          ArgumentValueError: if keys, values or positions were given.
+          ArgumentValueError: if `key`, `value` or `query_positions` is given.
         """
         given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
         if wrong := [name for name, x in given.items() if x is not None]:
             raise ArgumentValueError(
-                f"{self.path()} attends from each position of a sequence to all of them, and was "
-                f"given {', '.join(wrong)}; leave it out, or use MultiheadAttention."
+                f"{self.path()}: {', '.join(wrong)} given, but MultiheadAttentionXL is self "
+                "attention with positions from 0; omit the argument or use MultiheadAttention."
             )
         return super().forward(query, **kwargs)
 
@@ -144,7 +143,7 @@ class MultiheadAttentionXL(MultiheadAttention):
         if q_proj.shape[1] == length:
             logits = xl_attention_logits(q_proj, k_proj, r_proj, u, v)
         else:
-            # A step of decoding has few queries, each at a position of its own.
+            # A decoding step has few queries, each with its own position.
             by_distance = functional.attention_logits(q_proj + to_ndim(v, 4), r_proj[None])
             at = length - 1 - (query_positions[:, :, None] - key_positions[:, None, :])
             logits = functional.attention_logits(

@@ -1,7 +1,7 @@
-"""Normalisation layers, and moving averages.
+"""Normalization layers and moving averages.
 
-Statistics are computed in `forward_dtype`, the output has the dtype of the input. Parameters are
-`scale` and, where a mean is subtracted, `bias`.
+Statistics are computed in `forward_dtype`; the output has the dtype of the input. Parameters are
+`scale` and, for layers that subtract a mean, `bias`.
 """
 
 import enum
@@ -29,25 +29,21 @@ from weft.typing import DType, MeshAxes, PartitionSpec, Tensor
 
 
 class BaseNormalizationLayer(BaseLayer):
-    """Base of the layers that normalise vectors of a known size."""
+    """Base of layers that normalize vectors of a fixed size."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseNormalizationLayer.
-
-        Attributes:
-            input_dim: the size of an input vector.
-        """
+        """Configures a BaseNormalizationLayer."""
 
         input_dim: Required[int] = REQUIRED
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        """Normalises.
+        """Normalizes vectors.
 
         Args:
             x: `Float[Array, "*batch input_dim"]`.
-            segment_ids: `Int[Array, "batch time"]`, the segment of each position and 0 for padding;
-                for layers that share statistics between positions.
+            segment_ids: `Int[Array, "batch time"]`, 0 for padding; used by layers that share
+                statistics between positions.
         """
         raise NotImplementedError(type(self))
 
@@ -61,7 +57,7 @@ class BaseNormalizationLayer(BaseLayer):
 
 
 class LayerNormStateless(BaseNormalizationLayer):
-    """Layer normalisation without parameters."""
+    """Layer normalization without parameters."""
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
@@ -69,7 +65,7 @@ class LayerNormStateless(BaseNormalizationLayer):
 
         Attributes:
             eps: added to the variance.
-            forward_dtype: of the computation; None for the dtype of the input.
+            forward_dtype: dtype of the computation; None for that of the input.
         """
 
         eps: float = 1e-8
@@ -87,7 +83,7 @@ class LayerNormStateless(BaseNormalizationLayer):
 
 
 class LayerNorm(LayerNormStateless):
-    """Layer normalisation (https://arxiv.org/abs/1607.06450)."""
+    """Layer normalization (https://arxiv.org/abs/1607.06450)."""
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"scale": self._vector_spec(1.0), "bias": self._vector_spec(0.0)}
@@ -98,7 +94,7 @@ class LayerNorm(LayerNormStateless):
 
 
 class RMSNormStateless(BaseNormalizationLayer):
-    """Normalisation by the root mean square, without parameters."""
+    """Normalization by the root mean square, without parameters."""
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
@@ -106,11 +102,11 @@ class RMSNormStateless(BaseNormalizationLayer):
 
         Attributes:
             eps: added to the mean square.
-            forward_dtype: of the computation; None for the dtype of the input.
-            zero_centered: whether the parameter `scale` is a difference from 1 and starts at 0, so
-                that weight decay pulls the factor towards 1.
-            input_partition_spec: the mesh axes of the input; None leaves it to the compiler.
-            output_partition_spec: the mesh axes of the output, likewise.
+            forward_dtype: dtype of the computation; None for that of the input.
+            zero_centered: whether the factor is 1 + `scale`, with `scale` initialized to 0, so that
+                weight decay pulls the factor towards 1.
+            input_partition_spec: mesh axes of the input; None leaves it to the compiler.
+            output_partition_spec: mesh axes of the output; None leaves it to the compiler.
         """
 
         eps: float = 1e-8
@@ -137,7 +133,7 @@ class RMSNormStateless(BaseNormalizationLayer):
 
 
 class RMSNorm(RMSNormStateless):
-    """Normalisation by the root mean square (https://arxiv.org/abs/1910.07467)."""
+    """Normalization by the root mean square (https://arxiv.org/abs/1910.07467)."""
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         return {"scale": self._vector_spec(0.0 if self.config.zero_centered else 1.0)}
@@ -148,26 +144,26 @@ class RMSNorm(RMSNormStateless):
 
 
 class NormType(enum.Enum):
-    """What is taken away from a group: its mean and variance, or its root mean square."""
+    """Statistics of a group: mean and variance, or root mean square."""
 
     LAYERNORM = "layernorm"
     RMSNORM = "rmsnorm"
 
 
 class GroupNorm(BaseNormalizationLayer):
-    """Normalisation of groups of channels (https://arxiv.org/abs/1803.08494)."""
+    """Normalization of groups of channels (https://arxiv.org/abs/1803.08494)."""
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
         """Configures a GroupNorm.
 
         Attributes:
-            num_groups: how many groups the channels are cut into.
+            num_groups: number of groups; must divide `input_dim`.
             eps: added to the variance.
-            norm_type: what to normalise by; None is LAYERNORM.
-            norm_axes: the axes that share statistics besides a group's channels, such as 1 for
-                time, or -1 for none; None is all but the batch.
-            forward_dtype: of the computation; None for the dtype of the input.
+            norm_type: None for LAYERNORM.
+            norm_axes: axes that share statistics in addition to a group's channels, such as 1 for
+                time, or -1 for none; None for all but the batch.
+            forward_dtype: dtype of the computation; None for that of the input.
         """
 
         num_groups: Required[int] = REQUIRED
@@ -178,14 +174,14 @@ class GroupNorm(BaseNormalizationLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config that normalises by mean and variance."""
+        """Returns a config that normalizes by mean and variance."""
         return super().default_config().set(norm_type=NormType.LAYERNORM)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
         if cfg.input_dim % cfg.num_groups:
             raise LayerConfigError(
-                f"{self.path()}: input_dim={cfg.input_dim} cannot be cut into "
+                f"{self.path()}: input_dim={cfg.input_dim} cannot be split into "
                 f"num_groups={cfg.num_groups} equal groups; set num_groups to a divisor."
             )
         self._subtracts_mean = cfg.norm_type is not NormType.RMSNORM
@@ -197,12 +193,12 @@ class GroupNorm(BaseNormalizationLayer):
         return specs
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        """Normalises groups of channels.
+        """Normalizes groups of channels.
 
         Args:
             x: `Float[Array, "batch *spatial input_dim"]`.
-            segment_ids: `Int[Array, "batch time"]` gives each segment of axis 1 statistics of its
-                own, padding (0) as well.
+            segment_ids: `Int[Array, "batch time"]`; statistics are separate for each segment of
+                axis 1, including padding (0).
         """
         cfg = self.config
         y = group_norm(
@@ -221,10 +217,10 @@ class GroupNorm(BaseNormalizationLayer):
 
 
 class BatchNorm(BaseNormalizationLayer):
-    """Batch normalisation (https://arxiv.org/abs/1502.03167).
+    """Batch normalization (https://arxiv.org/abs/1502.03167).
 
-    In training the statistics are those of the batch, over all axes but the last, and the state
-    `moving_mean` and `moving_variance` is updated; otherwise they are taken from there.
+    In training, statistics are computed over all axes but the last and update the state
+    `moving_mean` and `moving_variance`, which is used outside of training.
     """
 
     @config_class
@@ -232,9 +228,9 @@ class BatchNorm(BaseNormalizationLayer):
         """Configures a BatchNorm.
 
         Attributes:
-            decay: how much of the moving averages is kept in each step.
+            decay: weight of the old moving average in each update.
             eps: added to the variance.
-            forward_dtype: of the computation; None for the dtype of the input.
+            forward_dtype: dtype of the computation; None for that of the input.
         """
 
         decay: float = 0.999
@@ -255,11 +251,11 @@ class BatchNorm(BaseNormalizationLayer):
         }
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        """Normalises each channel.
+        """Normalizes each channel.
 
         Args:
             x: `Float[Array, "*batch input_dim"]`.
-            segment_ids: `Int[Array, "batch time"]`; where it is 0, a position has no part in the
+            segment_ids: `Int[Array, "batch time"]`; positions with 0 are excluded from the
                 statistics.
         """
         cfg = self.config
@@ -289,7 +285,7 @@ class BatchNorm(BaseNormalizationLayer):
 
 
 class L2Norm(BaseLayer):
-    """Divides vectors by their length."""
+    """Scales vectors to unit length."""
 
     @config_class
     class Config(BaseLayer.Config):
@@ -297,28 +293,24 @@ class L2Norm(BaseLayer):
 
         Attributes:
             eps: added to the squared length.
-            forward_dtype: of the computation; None for the dtype of the input.
+            forward_dtype: dtype of the computation; None for that of the input.
         """
 
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
 
     def forward(self, x: Tensor) -> Tensor:
-        """Divides the last axis by its length.
-
-        Args:
-            x: `Float[Array, "*batch dim"]`.
-        """
+        """Normalizes the last axis."""
         cfg = self.config
         y = x if cfg.forward_dtype is None else x.astype(cfg.forward_dtype)
         return l2_normalize(y, eps=cfg.eps).astype(x.dtype)
 
 
 class MovingAverage(BaseLayer):
-    """An average of all values so far, in which late ones may count more.
+    """Average of all values so far, optionally weighted towards recent ones.
 
-    Value number `n` gets the weight `max(1 / n, min_weight)`. The state `count` and `value` is
-    updated in training.
+    Value number `n` has weight `max(1 / n, min_weight)`. The state `count` and `value` is updated
+    in training.
     """
 
     @config_class
@@ -326,8 +318,8 @@ class MovingAverage(BaseLayer):
         """Configures a MovingAverage.
 
         Attributes:
-            shape: of a value.
-            min_weight: the least weight of a new value; 0 gives the plain mean.
+            shape: shape of a value.
+            min_weight: minimum weight of a new value; 0 for the plain mean.
         """
 
         shape: Sequence[int] = ()
@@ -346,11 +338,7 @@ class MovingAverage(BaseLayer):
         return {"count": spec(()), "value": spec(tuple(self.config.shape))}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the average with `x` as the newest value.
-
-        Args:
-            x: `Float[Array, "*shape"]`.
-        """
+        """Returns the average including `x`, an array of the configured shape."""
         count, value = self.parameters["count"], self.parameters["value"]
         weight = jnp.maximum(1 / (count + 1), self.config.min_weight)
         average = update_running_average(value, x, decay=1 - weight)

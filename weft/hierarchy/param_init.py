@@ -1,8 +1,7 @@
-"""How parameters get their first values.
+"""Initializers of parameters.
 
-A layer's `param_init` is by default a `DefaultInitializer`, which chooses by the parameter's name:
-weights are drawn so that the variance of activations is kept (by their fans), biases start at 0,
-scales at 1.
+A layer's `param_init` defaults to a `DefaultInitializer`, which goes by the parameter's name:
+weights keep the variance of activations (by their fans), biases start at 0, scales at 1.
 """
 
 import enum
@@ -53,14 +52,14 @@ Axes = int | Sequence[int]
 
 
 class FanAxes(NamedTuple):
-    """Which axes of a weight are its inputs, its outputs, and copies of it.
+    """Input, output and batch axes of a weight.
 
-    All others are a receptive field, as a convolution's window is.
+    All other axes are a receptive field, such as a convolution's window.
 
     Attributes:
         in_axis: one axis or several.
         out_axis: one axis or several.
-        batch_axis: axes along which independent weights lie, as of the layers of a stack.
+        batch_axis: axes of independent weights, such as the layers of a stack.
     """
 
     in_axis: Axes
@@ -68,18 +67,18 @@ class FanAxes(NamedTuple):
     batch_axis: Axes = ()
 
     class AxisType(enum.Enum):
-        """The three sorts of axes."""
+        """Type of an axis."""
 
         IN_AXIS = "in_axis"
         OUT_AXIS = "out_axis"
         BATCH_AXIS = "batch_axis"
 
     def canonicalize(self) -> "FanAxes":
-        """Every field as a tuple."""
+        """Returns a copy in which every field is a tuple."""
         return FanAxes(*((axes,) if isinstance(axes, int) else tuple(axes) for axes in self))
 
     def prepend_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
-        """The axes of a weight that gained axis 0, which is of this type.
+        """Returns the axes after a new axis 0 of this type is added.
 
         Example:
             >>> FanAxes(-2, 1).prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
@@ -90,7 +89,7 @@ class FanAxes(NamedTuple):
         return FanAxes(*moved)._with(0, axis_type)
 
     def append_axis(self, *, axis_type: "FanAxes.AxisType") -> "FanAxes":
-        """The axes of a weight that gained a last axis, which is of this type."""
+        """Returns the axes after a new last axis of this type is added."""
         canonical: Any = self.canonicalize()
         moved = (tuple(a - 1 if a < 0 else a for a in axes) for axes in canonical)
         return FanAxes(*moved)._with(-1, axis_type)
@@ -102,12 +101,12 @@ class FanAxes(NamedTuple):
 
 
 def maybe_prepend_axis(fan_axes: FanAxes | None, *, axis_type: FanAxes.AxisType) -> FanAxes | None:
-    """`fan_axes.prepend_axis`, or None for None."""
+    """Returns `fan_axes.prepend_axis(...)`, or None for None."""
     return None if fan_axes is None else fan_axes.prepend_axis(axis_type=axis_type)
 
 
 class Initializer(Configurable):
-    """Draws the first value of a parameter."""
+    """Base of initializers."""
 
     def initialize(
         self,
@@ -118,35 +117,35 @@ class Initializer(Configurable):
         dtype: DType,
         axes: FanAxes | None = None,
     ) -> Tensor:
-        """Draws a value.
+        """Returns an initial value.
 
         Args:
-            name: of the parameter within its layer.
+            name: the parameter's name within its layer.
             prng_key: the parameter's own key.
-            shape: of the value.
-            dtype: of the value.
-            axes: which axes are inputs and outputs, where that matters.
+            shape: shape of the value.
+            dtype: dtype of the value.
+            axes: input and output axes, if the initializer depends on them.
         """
         raise ParameterInitError(
-            f"{type(self).__name__} defines no `initialize`, so it cannot draw {name!r}."
+            f"{type(self).__name__} does not define `initialize`, which {name!r} needs."
         )
 
     def debug_string(
         self, name: str | None = None, shape: Shape | None = None, axes: FanAxes | None = None
     ) -> str:
-        """What is drawn, as a formula."""
+        """Returns a formula of the distribution."""
         return type(self).__name__
 
 
 class ConstantInitializer(Initializer):
-    """The same value everywhere."""
+    """Initializer with a constant."""
 
     @config_class
     class Config(Initializer.Config):
         """Configures a ConstantInitializer.
 
         Attributes:
-            value: a number, or an array that can be broadcast to the shape.
+            value: a number, or an array that broadcasts to the shape.
         """
 
         value: Required[Any] = REQUIRED
@@ -159,15 +158,15 @@ class ConstantInitializer(Initializer):
 
 
 class GaussianInitializer(Initializer):
-    """Independent normal values."""
+    """Initializer with independent normal values."""
 
     @config_class
     class Config(Initializer.Config):
         """Configures a GaussianInitializer.
 
         Attributes:
-            std: the standard deviation.
-            mean: the mean, 0 if None.
+            std: standard deviation.
+            mean: mean; None for 0.
         """
 
         std: Required[float] = REQUIRED
@@ -183,11 +182,10 @@ class GaussianInitializer(Initializer):
 
 
 class WeightInitializer(Initializer):
-    """Values of variance `scale / fan`, which keep the size of activations or gradients.
+    """Initializer with variance `scale / fan`, which preserves that of activations or gradients.
 
-    With `fan=None` the values have the standard deviation `scale`, or for "uniform" lie within
-    `±scale`. For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and
-    Bengio (2010).
+    With `fan=None`, `scale` is the standard deviation, or the bound of a "uniform" distribution.
+    For fan_in see He et al., https://arxiv.org/abs/1502.01852; for fan_avg Glorot and Bengio, 2010.
     """
 
     @config_class
@@ -196,7 +194,7 @@ class WeightInitializer(Initializer):
 
         Attributes:
             fan: "fan_in", "fan_out", "fan_avg" or None.
-            scale: the factor of the variance; with fan=None of the value.
+            scale: factor of the variance; with fan=None, of the value.
             distribution: "uniform", "normal" or "truncated_normal".
         """
 
@@ -246,11 +244,11 @@ class WeightInitializer(Initializer):
 
 
 def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
-    """The numbers of inputs and outputs of a weight, and their mean.
+    """Returns the sizes "fan_in" and "fan_out" of a weight, and their mean "fan_avg".
 
     Args:
-        shape: of the weight.
-        axes: which axes are what; the others count for both, as a convolution's window does.
+        shape: shape of the weight.
+        axes: types of axes; a receptive field counts towards both fans.
     """
     canonical: Any = axes.canonicalize()
     return fan_sizes(
@@ -262,15 +260,15 @@ def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
 
 
 class DefaultInitializer(Initializer):
-    """Chooses an initializer by the parameter's name."""
+    """Initializer that goes by the parameter's name."""
 
     @config_class
     class Config(Initializer.Config):
         """Configures a DefaultInitializer.
 
         Attributes:
-            init_by_param_name: initializers by a regular expression that the whole name must match.
-                What none matches falls to: weights uniform by fan_avg, biases 0, scales 1.
+            init_by_param_name: initializers by a regular expression that must match the whole name.
+                Default for other names: weights uniform by fan_avg, biases 0, scales 1.
         """
 
         init_by_param_name: dict[str, InstantiableConfig] = {}
@@ -312,10 +310,9 @@ class DefaultInitializer(Initializer):
 
 
 class PerGroupInitializer(Initializer):
-    """Draws the parts of a weight along its last axis as weights of their own.
+    """Initializer that draws equal parts of the last axis as independent weights.
 
-    Used where several projections lie side by side in one weight, so that each has the variance it
-    would have alone.
+    For fused projections, so that each has the variance of a separate weight.
     """
 
     @config_class
@@ -323,8 +320,8 @@ class PerGroupInitializer(Initializer):
         """Configures a PerGroupInitializer.
 
         Attributes:
-            initializer: of each part.
-            num_groups: the number of parts, which must divide the last axis.
+            initializer: initializer of each part.
+            num_groups: number of parts, which must divide the last axis.
         """
 
         initializer: InstantiableConfig = DefaultInitializer.default_config()
@@ -357,21 +354,21 @@ class PerGroupInitializer(Initializer):
 
 
 def constant_initializer(value: Any) -> Initializer:
-    """A ConstantInitializer of `value`."""
+    """Returns a ConstantInitializer of `value`."""
     return ConstantInitializer.default_config().set(value=value).instantiate()
 
 
 def gaussian_initializer(std: float) -> Initializer:
-    """A GaussianInitializer of mean 0."""
+    """Returns a GaussianInitializer of mean 0."""
     return GaussianInitializer.default_config().set(std=std).instantiate()
 
 
 def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
-    """A function `init(key, shape, dtype)` of normal values cut off at two standard deviations.
+    """Returns `init(key, shape, dtype)`, normal values truncated at two standard deviations.
 
     Args:
-        stddev: the standard deviation of what is drawn.
-        dtype: the default of `init`.
+        stddev: standard deviation after truncation.
+        dtype: default dtype of `init`.
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
@@ -381,12 +378,7 @@ def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
 
 
 def uniform(scale: float = 1.0, dtype: DType = jnp.float32):
-    """A function `init(key, shape, dtype)` of uniform values within `±scale`.
-
-    Args:
-        scale: the bound.
-        dtype: the default of `init`.
-    """
+    """Returns `init(key, shape, dtype)`, uniform values within `±scale`."""
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:
         return draw(key, shape, dtype, distribution="uniform", scale=scale)

@@ -1,4 +1,4 @@
-"""What a parameter is before it has a value."""
+"""Specifications of parameters: shape, sharding, initialization."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from weft.typing import DType, MeshAxes, Nested, Shape
 
 
 class FactorizationSpec(NamedTuple):
-    """How an optimizer may factor its statistics of a parameter.
+    """Factorization of an optimizer's statistics of a parameter.
 
     Attributes:
         axes: one entry per axis of the parameter: "row", "col" or None.
@@ -26,13 +26,12 @@ class FactorizationSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """The shape, dtype and layout of an array.
+    """Shape, dtype and sharding of an array.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype; None where a layer leaves it to its config.
-        mesh_axes: one entry per axis: the mesh axes it is laid over. None if no axis is.
-        memory_kind: the memory that holds it, such as "pinned_host"; None for the device's own.
+        dtype: None where a layer leaves it to its config.
+        mesh_axes: mesh axes of each axis; None for a replicated array.
+        memory_kind: memory space such as "pinned_host"; None for device memory.
     """
 
     shape: Shape
@@ -42,32 +41,31 @@ class TensorSpec:
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """The layout as JAX takes it."""
+        """Sharding as a PartitionSpec."""
         axes = (None,) * len(self.shape) if self.mesh_axes is None else self.mesh_axes
         return PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in axes))
 
     def sharding(self, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-        """The layout on a mesh."""
+        """Returns the sharding on a mesh."""
         return jax.sharding.NamedSharding(mesh, self.partition_spec, memory_kind=self.memory_kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterSpec(TensorSpec):
-    """A parameter of a layer.
+    """Specification of a layer's parameter.
 
     Attributes:
-        initializer: how it gets its first value; None for the layer's `param_init`.
-        factorization: how an optimizer may factor it; None if it may not.
-        fan_axes: which axes are inputs and outputs; None for the layer's own rule.
-        weight_decay_scale: the factor of weight decay, 1 if None.
-        logical_axes: the names of its axes, from which `mesh_axes` were made by rules; None if they
-            were not.
-        is_state: whether it is no parameter but state, as moving statistics or a cache: the layer
-            alone changes it, it is not differentiated, and optimizers and averages leave it alone.
+        initializer: None for the layer's `param_init`.
+        factorization: factorization of optimizer statistics; None for none.
+        fan_axes: input and output axes; None for the layer's own rule.
+        weight_decay_scale: factor of weight decay; None for 1.
+        logical_axes: logical names of the axes, if rules derived `mesh_axes` from them.
+        is_state: whether this is state rather than a parameter, such as moving statistics or a
+            cache. Only the layer updates state; it is not differentiated, and optimizers and
+            averages skip it.
 
     Raises:
-        ParameterSpecError: if `mesh_axes` or `factorization` have another number of axes than
-            `shape`.
+        ParameterSpecError: if the length of `mesh_axes` or `factorization` is not that of `shape`.
     """
 
     initializer: Initializer | None = None
@@ -87,7 +85,7 @@ class ParameterSpec(TensorSpec):
                 )
 
     def fans(self) -> dict[str, float]:
-        """The sizes "fan_in", "fan_out", "fan_avg".
+        """Returns the sizes "fan_in", "fan_out", "fan_avg".
 
         Raises:
             ParameterSpecError: if the spec has no `fan_axes`.
@@ -103,12 +101,12 @@ NestedParameterSpec = Nested[ParameterSpec]
 
 
 def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> ParameterSpec:
-    """The spec of `size` such parameters, stacked.
+    """Returns the spec of `size` such parameters, stacked.
 
     Args:
-        spec: of one.
-        size: the number of copies.
-        mesh_axis: what the new axis is laid over.
+        spec: spec of one of them.
+        size: number of copies.
+        mesh_axis: sharding of the new axis.
     """
     prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
     factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))
@@ -123,11 +121,11 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
 
 
 def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
-    """A spec whose first axis has a name, which stands for what the rules of the context say.
+    """Names the first axis of a spec and shards it by the rules of the context.
 
     Args:
-        spec: of stacked parameters.
-        name: of the first axis; without a rule for it, a mesh axis.
+        spec: spec of stacked parameters.
+        name: logical name of the first axis; without a rule for it, a mesh axis.
 
     Raises:
         LogicalAxisError: if another axis has this name.
@@ -136,7 +134,7 @@ def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     others = tuple(spec.logical_axes or spec.partition_spec)[1:]
     mesh_axes = names_to_mesh_axes((first, *others))
     if names_to_mesh_axes((None, *others))[1:] != spec.partition_spec[1:]:
-        # These lie by rules of their own, before which those of the context come.
+        # The spec is sharded by other rules; those of the context take precedence.
         entry = names_to_mesh_axes((first,))[0]
         taken = {axis for other in spec.partition_spec[1:] for axis in axes_of(other)}
         entry = None if taken & set(axes_of(entry)) else entry

@@ -1,11 +1,10 @@
-"""Pipelines: one layer after the other on different devices, busy with different microbatches.
+"""Pipeline parallelism: layers on different devices work on different microbatches at once.
 
-The layers, or stages, are copies of one child "layer", whose parameters have a leading axis that is
-laid over the mesh axis "pipeline", or what rules make of that name. A batch is divided into
-microbatches; a schedule says which stage works on which of them in which step
-(`weft.hierarchy.pipeline_schedule`). In each step all stages run at once, under a `vmap`, and pass
-their results on to the next. The result is that of the layers one after the other, whatever the
-mesh.
+The layers, or stages, are copies of one child "layer". The leading axis of their parameters is
+sharded over the mesh axis "pipeline", or as logical axis rules map that name. A schedule assigns
+microbatches to stages in each step (`weft.hierarchy.pipeline_schedule`). In a step, all stages run
+under one `vmap` and pass their results on. The result equals that of running the layers in sequence
+on any mesh.
 """
 
 from collections.abc import Callable
@@ -45,15 +44,15 @@ __all__ = [
 def transpose_to_pipeline_stage_inputs(
     x: Tensor, partition_spec: PartitionSpec | None = None
 ) -> Tensor:
-    """From microbatches and stages to steps and stages.
+    """Converts an axis of microbatches to an axis of steps.
 
     Args:
       x: `Num[Array, "num_microbatches num_stages *shape"]`.
-      partition_spec: how the result lies over the mesh.
+      partition_spec: sharding of the result.
 
     Returns:
       `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`: in step `t`, stage `n` works
-      on microbatch `t - n`; 0 where there is none.
+      on microbatch `t - n`; 0 for idle stages.
 
     Example:
       >>> transpose_to_pipeline_stage_inputs(jnp.array([[1, 2], [3, 4]])).tolist()
@@ -68,14 +67,15 @@ def transpose_to_pipeline_stage_inputs(
 def transpose_from_pipeline_stage_outputs(
     x: Tensor, partition_spec: PartitionSpec | None = None
 ) -> Tensor:
-    """From steps and stages to microbatches and stages.
+    """Converts an axis of steps to an axis of microbatches.
 
     Args:
       x: `Num[Array, "num_microbatches+num_stages-1 num_stages *shape"]`.
-      partition_spec: how the result lies over the mesh.
+      partition_spec: sharding of the result.
 
     Returns:
-      `Num[Array, "num_microbatches num_stages *shape"]`: what stage `n` gave in step `m + n`.
+      `Num[Array, "num_microbatches num_stages *shape"]`: for microbatch `m`, the result of stage
+      `n` in step `m + n`.
 
     Example:
       >>> transpose_from_pipeline_stage_outputs(jnp.array([[1, 0], [3, 2], [0, 4]])).tolist()
@@ -87,7 +87,7 @@ def transpose_from_pipeline_stage_outputs(
 
 
 class Pipeline(Repeat):
-    """Runs a child "layer" `num_layers` times, as the stages of a pipeline.
+    """Layer that runs a child "layer" `num_layers` times, as stages of a pipeline.
 
     A subclass defines `forward`, which calls `_run`.
 
@@ -123,10 +123,9 @@ class Pipeline(Repeat):
         """Configures a Pipeline.
 
         Attributes:
-          num_microbatches: into how many parts a batch is divided, at best several times as many
-            as there are stages: of `num_microbatches + num_layers - 1` steps, a stage is idle in
-            `num_layers - 1`.
-          schedule: which stage works on which microbatch in which step.
+          num_microbatches: number of parts of a batch, ideally several times the number of stages:
+            of `num_microbatches + num_layers - 1` steps, a stage is idle in `num_layers - 1`.
+          schedule: assignment of microbatches to stages in each step.
         """
 
         num_microbatches: Required[int] = REQUIRED
@@ -141,8 +140,8 @@ class Pipeline(Repeat):
                 )
         if not issubclass(getattr(cfg.schedule, "klass", object), BaseSchedule):
             raise LayerConfigError(
-                f"{self.path()}: schedule={cfg.schedule!r} is no config of a schedule; expected "
-                "GPipeSchedule.default_config() or StreamSchedule.default_config()."
+                f"{self.path()}: schedule={cfg.schedule!r} is not the config of a schedule; "
+                "expected GPipeSchedule.default_config() or StreamSchedule.default_config()."
             )
         try:
             self._schedule: BaseSchedule = cfg.schedule.clone(
@@ -153,7 +152,7 @@ class Pipeline(Repeat):
 
     @nowrap
     def create_parameter_specs_recursively(self) -> dict[str, Any]:
-        """The specs, in which the axis of stages has the name "pipeline"."""
+        """Returns the specs, with the axis of stages named "pipeline"."""
         specs = super().create_parameter_specs_recursively()
         specs["layer"] = jax.tree.map(
             lambda spec: with_leading_axis_name(spec, PIPELINE_AXIS), specs["layer"]
@@ -166,21 +165,21 @@ class Pipeline(Repeat):
         """Runs the pipeline.
 
         Args:
-          fn: takes a microbatch of the carry and a slice of `xs`, and returns the next carry and
-            what to stack. It calls `self.layer`, which then has the stage's parameters, and a key
-            and outputs for this stage and microbatch.
+          fn: takes a microbatch of the carry and a slice of `xs`; returns the next carry and values
+            to stack. It calls `self.layer`, which has the parameters of the stage, and a key and
+            outputs per stage and microbatch.
           carry: the batch, a pytree of arrays `(batch, ...)`.
           xs: a pytree of arrays with a leading axis of stages, the same for all microbatches.
 
         Returns:
-          The batch behind the last stage, and what was stacked, `(num_layers, batch, ...)`, where
-          `fn` gave arrays with a microbatch's rows.
+          The output of the last stage, and the stacked values, `(num_layers, batch, ...)` if `fn`
+          returns arrays with a microbatch's rows.
 
-          Summaries of stage i are found under "layer{i}", merged over its microbatches. State
-          updates are stacked under "layer": the mean of those of the microbatches, which all
-          begin with the same state; of integers the last. Module outputs, where `drop_output`
-          lets them through, are stacked under "layer" with axes of stages and microbatches; of
-          scalars, and of what is named "loss" at the end, the mean over microbatches.
+          Summaries of stage i are added under "layer{i}", merged over its microbatches. State
+          updates are stacked under "layer": the mean over microbatches, which all start from the
+          same state; for integers, the last. Module outputs that `drop_output` keeps are stacked
+          under "layer" with axes of stages and microbatches; scalars, and names that end in
+          "loss", are averaged over microbatches.
 
         Raises:
           ArgumentShapeError: if the batch does not divide into microbatches.
@@ -211,24 +210,24 @@ class Pipeline(Repeat):
         return Repeat.Output(jax.tree.map(_from_microbatches, carry), stacked)
 
     def _run_one_by_one(self, fn: Callable[..., Any], carry: Any, *, xs: Any) -> Repeat.Output:
-        """Runs the stages one after the other on the whole batch, as a `Repeat` does."""
+        """Runs the stages in sequence on the whole batch, as a `Repeat` does."""
         return super()._run(fn, carry, xs=xs)
 
     def _to_microbatches(self, x: Tensor) -> Tensor:
         m = self.config.num_microbatches
         if x.ndim == 0 or x.shape[0] % m:
             raise ArgumentShapeError(
-                f"{self.path()}: a batch of the shape {x.shape} does not divide into "
+                f"{self.path()}: a batch of shape {x.shape} does not divide into "
                 f"num_microbatches={m}; expected a multiple of {m} rows."
             )
-        # Row i goes to microbatch i % m, so that rows stay on their devices: each microbatch is
-        # spread over the devices as the batch is.
+        # Row i goes to microbatch i % m, so that rows stay on their devices and each microbatch is
+        # sharded like the batch.
         return jnp.moveaxis(x.reshape(-1, m, *x.shape[1:]), 1, 0)
 
     def _collect(
         self, context: InvocationContext, layer_context: InvocationContext, outputs: Any
     ) -> None:
-        """Adds the outputs of stages in all steps to those of the invocation."""
+        """Adds the outputs of all stages and steps to those of the invocation."""
         outputs = jax.tree.map(transpose_from_pipeline_stage_outputs, outputs)
         summaries = outputs.summaries
         if jax.tree.leaves(summaries):
@@ -256,18 +255,18 @@ class Pipeline(Repeat):
 
 
 def _from_microbatches(x: Tensor) -> Tensor:
-    """The rows of all microbatches, in the order of the batch."""
+    """Joins the rows of all microbatches in the order of the batch."""
     return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
 
 def _one_update(x: Tensor) -> Tensor:
-    """One state update for those of all microbatches."""
+    """Reduces the state updates of all microbatches to one."""
     return jnp.mean(x, axis=0) if jnp.issubdtype(x.dtype, jnp.inexact) else x[-1]
 
 
 def _stages_first(path: Any, x: Tensor) -> Tensor:
-    """A module output of all microbatches and stages."""
-    # A stage that is a loop gives a loss for each of its layers.
+    """Moves the axis of stages first, or averages a loss over microbatches."""
+    # A stage that is a loop has a loss per layer.
     if x.ndim == 2 or str(getattr(path[-1], "key", "")).endswith("loss"):
         return jnp.mean(x, axis=0)
     return jnp.moveaxis(x, 1, 0)

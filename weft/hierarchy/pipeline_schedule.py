@@ -1,14 +1,14 @@
-"""Schedules: in which order the stages of a pipeline work on microbatches.
+"""Pipeline schedules: the order in which stages work on microbatches.
 
     step        0    1    2    3    4      M = 3 microbatches, N = 3 stages,
     stage 0     m0   m1   m2   .    .      M + N - 1 steps.
     stage 1     .    m0   m1   m2   .
-    stage 2     .    .    m0   m1   m2     In the n-th step a stage works on what the stage
-                                           before it gave in the step before.
+    stage 2     .    .    m0   m1   m2     Each stage works on the previous stage's result of the
+                                           previous step.
 
-A buffer with an axis of stages holds what each stage works on. After each step it is shifted along
-that axis: laid over the mesh, each device passes its part on to the next one. Where the picture has
-a dot, a stage works on rows that are thrown away.
+A buffer with a sharded axis of stages holds the input of each stage. After each step it is shifted
+along that axis, so that each device passes its part to the next one. At the dots, a stage computes
+on rows that are discarded.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,15 @@ from weft.hierarchy.context import InvocationContext
 from weft.typing import PartitionSpec
 
 PIPELINE_AXIS = "pipeline"
-"""The name of the axis of stages: a mesh axis, unless rules say what it stands for."""
+"""Name of the stage axis: a mesh axis, unless logical axis rules map it."""
 
 StepFn = Callable[[Any, Any], tuple[Any, Any]]
-"""Runs all stages for one step: takes what each works on, arrays `(num_stages, ...)`, and the
-step's entry of `xs`, and gives what each made of it and what to stack."""
+"""Runs all stages for one step: takes their inputs, arrays `(num_stages, ...)`, and the step's
+entry of `xs`; returns their outputs and values to stack."""
 
 
 def stage_layout() -> Any:
-    """What stages are laid over, as an entry of a layout, by the mesh and rules of the context."""
+    """Returns the sharding of the stage axis by the mesh and rules of the context."""
     mesh = get_global_mesh()
     (entry,) = names_to_mesh_axes((PIPELINE_AXIS,))
     is_absent = mesh is None or (entry == PIPELINE_AXIS and entry not in mesh.axis_names)
@@ -42,13 +42,10 @@ def stage_layout() -> Any:
 
 
 def shard_stages(x: Any) -> Any:
-    """Lays the first axis of arrays over the mesh as that of stages.
-
-    Args:
-      x: a pytree.
+    """Shards the first axis of all arrays in a pytree as the stage axis.
 
     Raises:
-      MeshError: if the mesh lacks an axis that rules give to stages.
+      MeshError: if the mesh lacks an axis that the rules assign to stages.
     """
     entry = stage_layout()
 
@@ -60,16 +57,11 @@ def shard_stages(x: Any) -> Any:
 
 
 class BaseSchedule(Configurable):
-    """A schedule. A subclass defines `scan`."""
+    """Base of schedules. A subclass defines `scan`."""
 
     @config_class
     class Config(Configurable.Config):
-        """Configures a BaseSchedule.
-
-        Attributes:
-          num_stages: the number of stages; the pipeline sets it.
-          num_microbatches: the number of microbatches; likewise.
-        """
+        """Configures a BaseSchedule; the pipeline sets both fields."""
 
         num_stages: Required[int] = REQUIRED
         num_microbatches: Required[int] = REQUIRED
@@ -84,7 +76,7 @@ class BaseSchedule(Configurable):
 
     @property
     def num_iterations(self) -> int:
-        """The number of steps."""
+        """Number of steps."""
         return self.num_microbatches + self.num_stages - 1
 
     def scan(
@@ -95,13 +87,13 @@ class BaseSchedule(Configurable):
         Args:
           fn: runs all stages for one step.
           carry: the microbatches, arrays `(num_microbatches, ...)`.
-          state: the context in which stages run. Its outputs are stacked along an axis of steps,
+          state: the context of the stages. Its outputs are stacked along an axis of steps,
             `(num_iterations, num_stages, ...)`.
-          xs: what differs from step to step, arrays `(num_iterations, ...)`.
+          xs: values per step, arrays `(num_iterations, ...)`.
           **scan_kwargs: as for `weft.hierarchy.transforms.scan`.
 
         Returns:
-          The microbatches behind the last stage, and what was stacked.
+          The outputs of the last stage, and the stacked values.
         """
         raise NotImplementedError(type(self))
 
@@ -118,16 +110,16 @@ class BaseSchedule(Configurable):
         )
 
     def _first_work(self, microbatches: Any) -> Any:
-        """What stages work on before anything reaches them: real rows, on which nothing fails."""
+        """Returns real rows as initial input of all stages, so that none fails on them."""
         n = self.num_stages
         work = jax.tree.map(lambda x: jnp.broadcast_to(x[:1], (n, *x.shape[1:])), microbatches)
         return shard_stages(work)
 
 
 class GPipeSchedule(BaseSchedule):
-    """All microbatches, one after the other (Huang et al., 2019).
+    """Schedule that runs all microbatches in sequence (Huang et al., 2019).
 
-    Each device holds the inputs and the results of all microbatches.
+    Each device holds the inputs and results of all microbatches.
     """
 
     def scan(
@@ -137,11 +129,11 @@ class GPipeSchedule(BaseSchedule):
             entering, x = x
             work = jax.tree.map(lambda a, b: _replaced(b, 0, a[None]), entering, work)
             done, y = fn(shard_stages(work), x)
-            # Behind the last stage comes the first, where the next microbatch takes the place.
+            # The shift wraps around; the next microbatch replaces the values at the first stage.
             passed_on = _shifted(shard_stages(done), 1)
             return passed_on, (jax.tree.map(lambda x: x[0], passed_on), y)
 
-        # What enters while the last microbatches leave is thrown away.
+        # Rows that enter after the last microbatch are discarded.
         at = jnp.minimum(jnp.arange(self.num_iterations), self.num_microbatches - 1)
         entering = jax.tree.map(lambda x: x[at], carry)
         _, (left, ys) = self._loop(
@@ -151,18 +143,18 @@ class GPipeSchedule(BaseSchedule):
 
 
 class StreamSchedule(BaseSchedule):
-    """The same order, with the inputs and results of microbatches spread over the stages.
+    """Schedule in the order of GPipe, with inputs and results sharded over the stages.
 
-    Each device holds as many microbatches as there are of them for each stage. They move towards
-    the first stage, one stage at a time, and results follow them.
+    Each device holds `num_microbatches / num_stages` microbatches. They move towards the first
+    stage, one stage per step, and results follow them.
     """
 
     def __init__(self, cfg: BaseSchedule.Config):
         super().__init__(cfg)
         if cfg.num_microbatches % cfg.num_stages:
             raise LayerConfigError(
-                f"num_microbatches={cfg.num_microbatches} do not divide over num_stages="
-                f"{cfg.num_stages}, as a StreamSchedule needs; set a multiple, or use a "
+                f"num_microbatches={cfg.num_microbatches} is not a multiple of num_stages="
+                f"{cfg.num_stages}, which a StreamSchedule needs; set a multiple, or use a "
                 "GPipeSchedule."
             )
 
@@ -178,7 +170,7 @@ class StreamSchedule(BaseSchedule):
             work = jax.tree.map(lambda w, p: _replaced(w, 0, p), work, passing)
             done, y = fn(shard_stages(work), x)
             done = shard_stages(done)
-            # The first stage took its microbatch; the others move up, the last result follows.
+            # The first stage took its microbatch; the others move up, and the last result follows.
             moved = jax.tree.map(lambda p, d: _replaced(p, n - 1, d), _shifted(passing, -1), done)
             stream = jax.tree.map(lambda s, m: s.at[:, column].set(m), stream, moved)
             return (_shifted(done, 1), shard_stages(stream)), y
@@ -196,11 +188,11 @@ class StreamSchedule(BaseSchedule):
 
 
 def _shifted(x: Any, by: int) -> Any:
-    """What stages hold, passed on to the next stage, or for -1 to the one before."""
+    """Passes the values of each stage to the next, or for -1 to the previous one."""
     return jax.tree.map(lambda x: jnp.roll(x, by, axis=0), x)
 
 
 def _replaced(x: jax.Array, stage: int, by: jax.Array) -> jax.Array:
-    """An array with other values at one stage, so that no stage needs those of another."""
+    """Replaces the values of one stage without communication between stages."""
     index = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0],) + (1,) * (x.ndim - 1), 0)
     return jnp.where(index == stage, by, x)

@@ -1,4 +1,4 @@
-"""A stack of transformer layers as a pipeline: each stage is a stack of some of the layers."""
+"""Pipelined stack of transformer layers; each stage is a stack of some of them."""
 
 from collections.abc import Collection
 from typing import Any
@@ -23,12 +23,12 @@ from weft.vdict import VDict
 
 Output = BaseTransformerLayer.Output
 
-# What stages give beside the data, with axes of layers and rows.
+# Optional outputs of stages, with axes of layers and rows.
 _PROBS = ("self_attention_probs", "cross_attention_probs")
 
 
 class _TransformerPipeline(Pipeline):
-    """The pipeline of a pipelined stack."""
+    """Pipeline of a pipelined stack."""
 
     def forward(
         self, data: Tensor, *, return_aux: Collection[str] | None = None, **layer_kwargs: Any
@@ -39,7 +39,7 @@ class _TransformerPipeline(Pipeline):
             if name.endswith("_logit_biases") and layer_kwargs[name] is not None:
                 layer_kwargs[name] = as_attention_bias(layer_kwargs[name])  # it has four axes
         leaves, tree = jax.tree.flatten(layer_kwargs)
-        # What differs from row to row goes with the rows; the rest is the same for all.
+        # Arrays with a row per example move with the rows; others are shared.
         with_rows = [jnp.shape(x)[:1] == (batch,) for x in leaves]
 
         def stage(carry: Any, _: None) -> tuple[Any, Output]:
@@ -51,7 +51,7 @@ class _TransformerPipeline(Pipeline):
             output = self.layer(data, return_aux=return_aux, **tree.unflatten(mixed))
             # Rows first, so that microbatches can be joined.
             probs = {name: _moved(getattr(output, name), 0, 1) for name in _PROBS}
-            # What is the same for all rows, such as positions, comes back with one for each.
+            # Values shared by all rows, such as positions, are returned once per row.
             kv_state = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (data.shape[0], *x.shape[1:])),
                 output.self_attention_kv_state,
@@ -64,7 +64,7 @@ class _TransformerPipeline(Pipeline):
         return _joined(data, rest._replace(**{n: _moved(getattr(rest, n), 1, 2) for n in _PROBS}))
 
     def init_states(self, **kwargs: Any) -> NestedTensor:
-        """The states of all stages, stacked."""
+        """Returns the stacked states of all stages."""
         n = self.config.num_layers
         state = self.layer.init_states(**kwargs)
         return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
@@ -72,7 +72,7 @@ class _TransformerPipeline(Pipeline):
     def extend_step(
         self, cached_states: Any, data: Tensor, **kwargs: Any
     ) -> tuple[NestedTensor, Output]:
-        """Applies the stages one after the other to the next positions."""
+        """Applies the stages in sequence to the next positions."""
 
         def stage(data: Tensor, state: Any) -> tuple[Tensor, Any]:
             state, output = self.layer.extend_step(state, data, **kwargs)
@@ -87,7 +87,7 @@ def _moved(x: Tensor | None, source: int, destination: int) -> Tensor | None:
 
 
 def _joined(data: Tensor, rest: Any) -> Output:
-    """The output of all stages, from those of each."""
+    """Joins the outputs of all stages."""
     probs = {name: getattr(rest, name) for name in _PROBS}
     return rest._replace(
         data=data,
@@ -97,10 +97,10 @@ def _joined(data: Tensor, rest: Any) -> Output:
 
 
 class PipelinedTransformerLayer(StackInOneChild):
-    """Layers in stages, which work on different microbatches at the same time.
+    """Stack whose stages work on different microbatches at the same time.
 
-    Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run one
-    after the other.
+    Parameters have a leading axis of stages with the name "pipeline". In decoding, stages run in
+    sequence.
 
     Example:
       >>> from weft.hierarchy.transformer import TransformerLayer
@@ -120,10 +120,9 @@ class PipelinedTransformerLayer(StackInOneChild):
         """Configures a PipelinedTransformerLayer.
 
         Attributes:
-          num_stages: the number of stages, which divides `num_layers`.
-          num_microbatches: into how many parts a batch is divided; see `Pipeline`.
-          stage: the stack of the layers of one stage, whose config is `layer`.
-          pipeline: the pipeline.
+          num_stages: number of stages, which divides `num_layers`.
+          num_microbatches: number of parts of a batch; see `Pipeline`.
+          stage: stack of one stage's layers, each with the config `layer`.
         """
 
         num_stages: Required[int] = REQUIRED
@@ -137,20 +136,20 @@ class PipelinedTransformerLayer(StackInOneChild):
         super().__init__(cfg, parent=parent)
         if cfg.num_stages < 1 or cfg.num_layers % cfg.num_stages:
             raise LayerConfigError(
-                f"{self.path()}: num_layers={cfg.num_layers} do not divide into num_stages="
-                f"{cfg.num_stages} stages; set num_stages to a divisor."
+                f"{self.path()}: num_layers={cfg.num_layers} is not a multiple of num_stages="
+                f"{cfg.num_stages}; set num_stages to a divisor."
             )
         for name in ("peak_stochastic_depth_rate", "scan_kwargs"):
             if getattr(cfg, name):
                 raise LayerConfigError(
-                    f"{self.path()}: {name}={getattr(cfg, name)} gives layers something of their "
-                    "own, and the stages of a pipeline are alike; use StackedTransformerLayer."
+                    f"{self.path()}: {name}={getattr(cfg, name)} makes layers differ, but the "
+                    "stages of a pipeline must be equal; use StackedTransformerLayer."
                 )
         carry = tuple(cfg.carry or ("data",))
         if carry != ("data",):
             raise LayerConfigError(
-                f"{self.path()}: carry={carry} asks for more than 'data', and stages "
-                "of a pipeline pass on nothing else; use RepeatedTransformerLayer."
+                f"{self.path()}: carry={carry}, but stages of a pipeline pass on only "
+                "'data'; use RepeatedTransformerLayer."
             )
         stage: Any = cfg.stage
         stage = stage.set(

@@ -1,4 +1,4 @@
-"""Layers that reduce each window, or weigh each channel by the whole."""
+"""Max pooling and squeeze-and-excitation."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,15 @@ from weft.typing import Tensor
 
 
 class MaxPool2D(BaseLayer):
-    """The largest value of each window, without padding."""
+    """Max pooling without padding."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a MaxPool2D.
 
         Attributes:
-            window: the window's size along each axis.
-            strides: the step between two windows along each axis.
+            window: window size along each axis.
+            strides: stride along each axis.
         """
 
         window: tuple[int, int] = (2, 2)
@@ -44,7 +44,7 @@ class MaxPool2D(BaseLayer):
         """Returns the shape of the output.
 
         Args:
-            input_shape: `(batch, height, width, channels)`, None for what is not known.
+            input_shape: `(batch, height, width, channels)`, None for unknown sizes.
         """
         cfg = self.config
         batch, *spatial, channels = input_shape
@@ -53,9 +53,9 @@ class MaxPool2D(BaseLayer):
 
 
 class SqueezeExcitation(BaseLayer):
-    """Weighs each channel by a gate that sees the mean of all channels (Hu et al., 2018).
+    """Scales each channel by a gate computed from the means of all channels (Hu et al., 2018).
 
-    Without a reduced dimension, that is with `se_ratio=0`, it passes its input on.
+    With `se_ratio=0` and no `num_reduced_filters`, it is the identity.
     """
 
     @config_class
@@ -63,12 +63,11 @@ class SqueezeExcitation(BaseLayer):
         """Configures a SqueezeExcitation.
 
         Attributes:
-            input_dim: the number of channels.
-            se_ratio: the number of channels between the two layers of the gate, as a fraction of
-                `input_dim`.
-            num_reduced_filters: the same as a number; None goes by `se_ratio`.
-            activation: between the two layers.
-            gating: after the second.
+            input_dim: number of channels.
+            se_ratio: hidden size of the gate, as a fraction of `input_dim`.
+            num_reduced_filters: hidden size of the gate; None goes by `se_ratio`.
+            activation: activation between the two layers of the gate.
+            gating: activation after the second.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -91,7 +90,7 @@ class SqueezeExcitation(BaseLayer):
             self._add_child("expand", conv.clone(input_dim=reduced, output_dim=cfg.input_dim))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Weighs the channels.
+        """Scales the channels.
 
         Args:
             inputs: `Float[Array, "batch height width input_dim"]`.

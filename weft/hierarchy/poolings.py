@@ -1,6 +1,6 @@
-"""Poolings: from a sequence of tokens to a few vectors.
+"""Pooling of a sequence of tokens to a few vectors.
 
-In a `paddings` array, True or 1 marks tokens that do not count.
+In a `paddings` array, True or 1 marks tokens to ignore.
 """
 
 from typing import Any
@@ -20,16 +20,16 @@ from weft.typing import Tensor
 
 
 class BasePoolingLayer(BaseLayer):
-    """Pools tokens. A subclass defines `forward`."""
+    """Base of poolings of tokens. A subclass defines `forward`."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BasePoolingLayer.
 
         Attributes:
-          input_dim: the size of a token.
-          output_dim: the size of an output vector.
-          num_outputs: the number of output vectors.
+          input_dim: size of a token.
+          output_dim: size of an output vector.
+          num_outputs: number of output vectors.
         """
 
         input_dim: Required[int] = REQUIRED
@@ -37,11 +37,11 @@ class BasePoolingLayer(BaseLayer):
         num_outputs: int = 1
 
     def forward(self, tokens: Tensor, paddings: Tensor | None = None) -> Tensor:
-        """Pools.
+        """Pools tokens.
 
         Args:
           tokens: `Float[Array, "batch time input_dim"]`.
-          paddings: `Bool[Array, "batch time"]`, which tokens do not count; none by default.
+          paddings: `Bool[Array, "batch time"]`, True for tokens to ignore.
 
         Returns:
           `Float[Array, "batch num_outputs output_dim"]`.
@@ -52,21 +52,21 @@ class BasePoolingLayer(BaseLayer):
         cfg = self.config
         if cfg.input_dim != cfg.output_dim:
             raise LayerConfigError(
-                f"{self.path()}: a {type(self).__name__} keeps the size of tokens, and input_dim="
-                f"{cfg.input_dim} differs from output_dim={cfg.output_dim}; put it into a "
+                f"{self.path()}: a {type(self).__name__} keeps the size of tokens, but input_dim="
+                f"{cfg.input_dim} differs from output_dim={cfg.output_dim}; wrap it in a "
                 "PoolingWithProjection."
             )
 
     def _require_one_output(self) -> None:
         if self.config.num_outputs != 1:
             raise LayerConfigError(
-                f"{self.path()}: a {type(self).__name__} gives one vector, and num_outputs="
+                f"{self.path()}: a {type(self).__name__} returns one vector, but num_outputs="
                 f"{self.config.num_outputs}; use an AttentionPooling for more."
             )
 
 
 class AttentionPooling(BasePoolingLayer):
-    """Learned queries attend to the tokens (Lee et al., 2019, section 3.2).
+    """Pooling by learned queries that attend to the tokens (Lee et al., 2019, section 3.2).
 
     Parameter: `query_weight` of shape (num_outputs, output_dim).
     """
@@ -76,8 +76,8 @@ class AttentionPooling(BasePoolingLayer):
         """Configures an AttentionPooling.
 
         Attributes:
-          cross_attention: attends from the queries to the tokens; set its number of heads.
-          feed_forward: behind it.
+          cross_attention: attention from the queries to the tokens; set its number of heads.
+          feed_forward: layer after the attention.
         """
 
         cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
@@ -85,7 +85,7 @@ class AttentionPooling(BasePoolingLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose feed-forward layer has four times as many hidden dimensions."""
+        """Returns a config whose feed-forward layer is four times as wide."""
         cfg = super().default_config()
         cfg.feed_forward.hidden_dim = scaled_hidden_dim(4)
         return cfg
@@ -98,7 +98,7 @@ class AttentionPooling(BasePoolingLayer):
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
         cfg = self.config
-        # Queries are drawn as the rows of a weight.
+        # Queries are initialized as the rows of a weight.
         query = ParameterSpec((cfg.num_outputs, cfg.output_dim), mesh_axes=(None, None))
         return {"query_weight": query}
 
@@ -115,14 +115,14 @@ class AttentionPooling(BasePoolingLayer):
 
 
 class AveragePooling(BasePoolingLayer):
-    """The mean of the tokens that count; 0 if there is none."""
+    """Mean of the tokens that are not padding; 0 if all are."""
 
     @config_class
     class Config(BasePoolingLayer.Config):
         """Configures an AveragePooling.
 
         Attributes:
-          eps: added to the number of tokens that count.
+          eps: added to the number of tokens.
         """
 
         eps: float = 1e-8
@@ -140,7 +140,7 @@ class AveragePooling(BasePoolingLayer):
 
 
 class MaxPooling(BasePoolingLayer):
-    """The largest value of each dimension, among the tokens that count; 0 if there is none."""
+    """Maximum of each dimension over the tokens that are not padding; 0 if all are."""
 
     def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -155,7 +155,7 @@ class MaxPooling(BasePoolingLayer):
 
 
 class FirstNTokenPooling(BasePoolingLayer):
-    """The first `num_outputs` tokens that count; zeros stand behind them if there are fewer."""
+    """First `num_outputs` tokens that are not padding, followed by zeros if there are fewer."""
 
     def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -167,7 +167,7 @@ class FirstNTokenPooling(BasePoolingLayer):
 
 
 class LastNTokenPooling(BasePoolingLayer):
-    """The last `num_outputs` tokens that count; zeros stand before them if there are fewer."""
+    """Last `num_outputs` tokens that are not padding, after zeros if there are fewer."""
 
     def __init__(self, cfg: BasePoolingLayer.Config, *, parent: Module | None):
         super().__init__(cfg, parent=parent)
@@ -181,15 +181,15 @@ class LastNTokenPooling(BasePoolingLayer):
 
 
 class PoolingWithProjection(BasePoolingLayer):
-    """A linear map after a pooling."""
+    """Pooling followed by a linear map."""
 
     @config_class
     class Config(BasePoolingLayer.Config):
         """Configures a PoolingWithProjection.
 
         Attributes:
-          pooler: the pooling, of vectors of `input_dim`.
-          proj: from there to `output_dim`.
+          pooler: pooling of vectors of `input_dim`.
+          proj: linear map to `output_dim`.
         """
 
         pooler: Required[BasePoolingLayer.Config] = REQUIRED
@@ -207,14 +207,14 @@ class PoolingWithProjection(BasePoolingLayer):
 
 
 def _live(tokens: Tensor, paddings: Tensor | None) -> Tensor:
-    """Which tokens count, `Bool[Array, "batch time"]`."""
+    """Returns which tokens are not padding, `Bool[Array, "batch time"]`."""
     if paddings is None:
         return jnp.ones(tokens.shape[:2], jnp.bool_)
     return jnp.logical_not(paddings)
 
 
 def _picked(tokens: Tensor, live: Tensor, order: Tensor, n: int) -> Tensor:
-    """The live tokens whose place in `order` is 0 to `n - 1`, in that order."""
+    """Returns the live tokens at places 0 to `n - 1` of `order`, in that order."""
     is_at = (order[..., None] == positions(n, order.ndim + 1)) & live[..., None]
-    # One token at most is at each place, so that nothing is rounded.
+    # At most one token is at each place, so that nothing is rounded.
     return jnp.einsum("btn,btd->bnd", is_at.astype(tokens.dtype), tokens)

@@ -1,4 +1,4 @@
-"""Embeddings of positions that are added to those of tokens, or looked up."""
+"""Sinusoidal and learned positional embeddings."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +14,13 @@ from weft.typing import Tensor
 def sinusoidal_positional_embeddings(
     positions: Tensor, *, dim: int, min_timescale: float = 1, max_timescale: float = 10000
 ) -> Tensor:
-    """Sines and cosines of positions at geometric timescales.
+    """Computes sines and cosines of positions at geometric timescales.
 
     Args:
       positions: `Num[Array, "*shape"]`.
-      dim: the size of an embedding, even.
-      min_timescale: the shortest period, over 2π.
-      max_timescale: the longest period, over 2π.
+      dim: size of an embedding, even.
+      min_timescale: shortest period, divided by 2π.
+      max_timescale: longest period, divided by 2π.
 
     Returns:
       `Float[Array, "*shape dim"]`, first the sines.
@@ -38,9 +38,9 @@ class SinusoidalPositionalEmbedding(BaseLayer):
         """Configures a SinusoidalPositionalEmbedding.
 
         Attributes:
-          dim: the size of an embedding, even.
-          min_timescale: the shortest period, over 2π.
-          max_timescale: the longest period, over 2π.
+          dim: size of an embedding, even.
+          min_timescale: shortest period, divided by 2π.
+          max_timescale: longest period, divided by 2π.
         """
 
         dim: Required[int] = REQUIRED
@@ -48,14 +48,7 @@ class SinusoidalPositionalEmbedding(BaseLayer):
         max_timescale: float = 10000
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Embeds.
-
-        Args:
-          positions: `Num[Array, "*shape"]`.
-
-        Returns:
-          `Float[Array, "*shape dim"]`, first the sines.
-        """
+        """Embeds positions of any shape, as `sinusoidal_positional_embeddings` does."""
         cfg = self.config
         return sinusoidal_positional_embeddings(
             positions,
@@ -66,15 +59,15 @@ class SinusoidalPositionalEmbedding(BaseLayer):
 
 
 class LearnedPositionalEmbedding(BaseLayer):
-    """A table with an embedding for each position."""
+    """Table with an embedding for each position."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a LearnedPositionalEmbedding.
 
         Attributes:
-          dim: the size of an embedding.
-          shape: the number of positions, along one axis or several.
+          dim: size of an embedding.
+          shape: number of positions, along one axis or several.
         """
 
         dim: Required[int] = REQUIRED
@@ -82,7 +75,7 @@ class LearnedPositionalEmbedding(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by dimensions."""
+        """Returns a config that shards the embedding dimension over the mesh axis "model"."""
         return super().default_config().set(param_partition_spec=(None, None, "model"))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -94,16 +87,16 @@ class LearnedPositionalEmbedding(BaseLayer):
         return {"weight": ParameterSpec(shape, mesh_axes=mesh_axes)}
 
     def embeddings(self) -> Tensor:
-        """The whole table, `Float[Array, "*shape dim"]`."""
+        """Returns the whole table, `Float[Array, "*shape dim"]`."""
         return jnp.squeeze(self.parameters["weight"], axis=0)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Looks positions up along the first axis of the table.
+        """Looks up positions along the first axis of the table.
 
         Args:
           positions: `Int[Array, "*batch"]`.
 
         Returns:
-          `Float[Array, "*batch dim"]`, with the further axes of the table before the last.
+          `Float[Array, "*batch dim"]`, with further axes of the table before the last.
         """
         return lookup(self.embeddings(), positions)
