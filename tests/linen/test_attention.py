@@ -172,7 +172,9 @@ def test_errors_of_arguments():
     layer = MultiHeadAttention(2)
     with pytest.raises(ArgumentValueError, match="was given inputs_v without inputs_k"):
         layer.init(KEY, X, None, OTHER)
-    with pytest.raises(ArgumentValueError, match="was given inputs_kv beside inputs_k or inputs_v"):
+    with pytest.raises(
+        ArgumentValueError, match="was given both inputs_kv and inputs_k or inputs_v"
+    ):
         layer.init(KEY, X, OTHER, inputs_kv=OTHER)
     with pytest.raises(ArgumentValueError, match=r"\(the outermost module\) has 8 features .*=3"):
         MultiHeadAttention(3).init(KEY, X)

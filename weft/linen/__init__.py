@@ -1,8 +1,7 @@
-"""Linen: dataclass modules whose variables live on scopes.
+"""Linen: dataclass modules whose variables are stored in scopes.
 
-A module describes a layer; `init` makes its variables and `apply` uses them. Transformations take
-module classes, methods and functions of modules; layers declare parameters and leave the
-mathematics to `weft.functional`.
+`init` creates a module's variables and `apply` uses them. Transformations accept module classes,
+methods and functions of modules. Layers declare parameters and compute with `weft.functional`.
 """
 
 from weft.core.filters import DenyList

@@ -1,4 +1,4 @@
-"""Activation functions: those of `jax.nn`, and PReLU, which learns its slope."""
+"""Activation functions: those of `jax.nn`, and PReLU with a learned slope."""
 
 from __future__ import annotations
 
@@ -65,17 +65,13 @@ __all__ = [
 ]
 
 normalize = standardize
-"""Another name of `standardize`: subtracts the mean, and divides by the standard deviation."""
+"""Alias of `standardize`: subtracts the mean and divides by the standard deviation."""
 
 
 class PReLU(Module):
-    """`x` where it is positive, and elsewhere a slope times `x`, which is learned.
+    """Leaky ReLU with a learned slope (He et al., 2015): `x` if positive, else `slope * x`.
 
-    The function is of He et al., 2015. The parameter is `negative_slope`, a scalar.
-
-    Attributes:
-        param_dtype: of the slope.
-        negative_slope_init: the slope's first value.
+    The parameter `negative_slope` is a scalar.
 
     Example:
         >>> import jax
@@ -90,11 +86,6 @@ class PReLU(Module):
 
     @compact
     def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Applies the function to each element.
-
-        Args:
-            inputs: the input, whose dtype the result has.
-        """
         slope = self.param(
             "negative_slope", lambda _: jnp.asarray(self.negative_slope_init, self.param_dtype)
         )

@@ -1,9 +1,9 @@
-"""Attention with several heads, to the input itself or to another one.
+"""Multi-head attention layers.
 
-Queries, keys and values are linear maps `query`, `key`, `value` of the inputs, with an axis for the
-heads; `out` maps what the heads found back. With `decode=True` the layer keeps keys and values in
-the collection `cache`: a first call with inputs of the full length makes an empty cache, and each
-later one has a single position, which is added to it and attends to all that are there.
+Queries, keys and values are linear maps `query`, `key` and `value` of the inputs; `out` maps the
+heads' outputs back. With `decode=True`, keys and values are kept in the collection `cache`: the
+first call, with inputs of the full length, creates an empty cache; each later call has one
+position, which is added to the cache and attends to all cached positions.
 """
 
 from __future__ import annotations
@@ -42,34 +42,29 @@ __all__ = [
 
 
 class MultiHeadDotProductAttention(Module):
-    """Attention with several heads (Vaswani et al., 2017).
+    """Multi-head attention (Vaswani et al., 2017).
 
     Attributes:
-        num_heads: how many heads share the features.
-        dtype: of the computation; by default the one to which inputs and parameters promote.
-        param_dtype: of the parameters.
-        qkv_features: of all heads together; by default those of the queries' input.
-        out_features: of the result; by default those of the queries' input.
-        broadcast_dropout: whether all examples and heads drop the same.
-        dropout_rate: of the weights of attention.
-        deterministic: whether nothing is dropped; given here or when called.
-        precision: of the multiplications, as in `jax.lax.dot_general`.
-        kernel_init: makes the kernels.
-        out_kernel_init: makes that of `out`; by default `kernel_init`.
-        bias_init: makes the biases.
-        out_bias_init: makes that of `out`; by default `bias_init`.
-        use_bias: whether the maps have biases.
-        attention_fn: computes the attention; is given those options of `dot_product_attention`
-            whose names are among its parameters.
-        decode: whether to keep keys and values in a cache, see above.
-        normalize_qk: whether queries and keys pass a layer norm (Dehghani et al., 2023).
-        force_fp32_for_softmax: whether the softmax is computed in float32.
-        qkv_dot_general: multiplies in `query`, `key` and `value`.
-        out_dot_general: multiplies in `out`.
-        qkv_dot_general_cls: makes such a function, and goes before it.
-        out_dot_general_cls: likewise.
-        qk_attn_weights_einsum_cls: makes what multiplies queries and keys.
-        attn_weights_value_einsum_cls: makes what multiplies weights and values.
+        dtype: dtype of the computation; by default promoted from inputs and parameters.
+        qkv_features: total size of all heads; by default the size of `inputs_q`.
+        out_features: output size; by default the size of `inputs_q`.
+        broadcast_dropout: whether all examples and heads share a dropout mask.
+        dropout_rate: rate for the attention weights.
+        deterministic: disables dropout; set here or in the call.
+        precision: see `jax.lax.dot_general`.
+        out_kernel_init: by default `kernel_init`.
+        out_bias_init: by default `bias_init`.
+        attention_fn: replaces `dot_product_attention`; receives those of its options that are among
+            the function's parameters.
+        decode: whether to use a cache, see the module docstring.
+        normalize_qk: whether to apply a layer norm to queries and keys (Dehghani et al., 2023).
+        force_fp32_for_softmax: whether to compute the softmax in float32.
+        qkv_dot_general: used in `query`, `key` and `value`.
+        out_dot_general: used in `out`.
+        qkv_dot_general_cls: factory that takes precedence over `qkv_dot_general`.
+        out_dot_general_cls: factory that takes precedence over `out_dot_general`.
+        qk_attn_weights_einsum_cls: factory of the einsum of queries and keys.
+        attn_weights_value_einsum_cls: factory of the einsum of weights and values.
 
     Example:
         >>> import jax
@@ -121,22 +116,22 @@ class MultiHeadDotProductAttention(Module):
         """Applies attention.
 
         Args:
-            inputs_q: what asks.
-            inputs_k: what is compared with it; by default `inputs_q`.
-            inputs_v: what is averaged; by default `inputs_k`.
-            inputs_kv: both of them, another way to give `inputs_k` alone.
-            mask: not 0 where a query may attend to a key.
-            deterministic: see the attribute; with dropout exactly one of them must be given.
-            dropout_rng: a key to use instead of one of the stream `dropout`.
-            sow_weights: whether to keep the weights of attention, before anything is dropped, in
-                the collection `intermediates` as `attention_weights`.
+            inputs_q: input of the queries.
+            inputs_k: input of the keys; by default `inputs_q`.
+            inputs_v: input of the values; by default `inputs_k`.
+            inputs_kv: alternative to `inputs_k`, for both keys and values.
+            mask: nonzero where a query may attend to a key.
+            deterministic: see the attribute; with dropout, exactly one of the two must be set.
+            dropout_rng: key to use instead of the stream `dropout`.
+            sow_weights: whether to store the attention weights before dropout, as
+                `attention_weights` in the collection `intermediates`.
 
         Raises:
-            ArgumentValueError: if the inputs are given in two ways, the features cannot be shared
-                out among the heads, or only one of the two einsums is given.
-            ArgumentShapeError: if the shapes do not fit each other, or the cache.
-            ParameterGivenTwiceError: if `deterministic` is given twice, or never.
-            InvalidRngError: if there is no stream to draw from.
+            ArgumentValueError: if inputs are given twice, the features are not divisible by the
+                number of heads, or only one of the two einsums is given.
+            ArgumentShapeError: if the shapes do not match each other or the cache.
+            ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
+            InvalidRngError: if there is no stream for dropout.
         """
         functional.check_sizes(
             type(self).__name__,
@@ -191,7 +186,7 @@ class MultiHeadDotProductAttention(Module):
         if both is not None:
             if inputs_k is not None or inputs_v is not None:
                 raise ArgumentValueError(
-                    f"{_shown(self)} was given inputs_kv beside inputs_k or inputs_v; give "
+                    f"{_shown(self)} was given both inputs_kv and inputs_k or inputs_v; give "
                     "inputs_k, and inputs_v if it is another."
                 )
             inputs_k = both
@@ -234,7 +229,7 @@ class MultiHeadDotProductAttention(Module):
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | None
     ) -> tuple[Array, Array, Array | None]:
-        """Keys and values of all positions so far, and the mask that hides the others."""
+        """Returns the keys and values of all cached positions and a mask for the others."""
         begun = self.has_variable("cache", "cached_key")
         cached_key = self.variable("cache", "cached_key", jnp.zeros, key.shape, key.dtype)
         cached_value = self.variable("cache", "cached_value", jnp.zeros, value.shape, value.dtype)
@@ -251,7 +246,7 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _dropout(self, deterministic: bool | None, rng: Any) -> tuple[bool, Any]:
-        """Whether nothing is dropped, and the key that draws what is."""
+        """Returns whether dropout is disabled, and its key."""
         if self.dropout_rate == 0.0:
             return True, None
         deterministic = merge_param("deterministic", self.deterministic, deterministic)
@@ -261,7 +256,7 @@ class MultiHeadDotProductAttention(Module):
 
     @nowrap
     def _accepted(self, options: dict[str, Any], sow_weights: bool) -> dict[str, Any]:
-        """The options that `attention_fn` knows."""
+        """Returns the options that `attention_fn` accepts."""
         einsums = {
             "qk_attn_weights_einsum": self.qk_attn_weights_einsum_cls,
             "attn_weights_value_einsum": self.attn_weights_value_einsum_cls,
@@ -277,7 +272,7 @@ class MultiHeadDotProductAttention(Module):
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):
-    """Attention with several heads; another name of `MultiHeadDotProductAttention`.
+    """Alias of `MultiHeadDotProductAttention`.
 
     Example:
         >>> import jax
@@ -288,7 +283,7 @@ class MultiHeadAttention(MultiHeadDotProductAttention):
 
 
 class SelfAttention(MultiHeadDotProductAttention):
-    """Attention of an input to itself; its attributes are those of `MultiHeadDotProductAttention`.
+    """Self-attention, with the attributes of `MultiHeadDotProductAttention`.
 
     Example:
         >>> import jax
@@ -307,7 +302,6 @@ class SelfAttention(MultiHeadDotProductAttention):
         dropout_rng: Any = None,
         sow_weights: bool = False,
     ) -> Float[Array, "*batch length out_features"]:
-        """Applies attention; the arguments are those of `MultiHeadDotProductAttention`."""
         return super().__call__(
             inputs_q,
             mask=mask,

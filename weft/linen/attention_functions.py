@@ -1,7 +1,6 @@
 """Attention as a function of queries, keys and values, with the options of the layers.
 
-A function with the parameters of `dot_product_attention`, or some of them, can take its place as
-the `attention_fn` of a layer.
+A layer's `attention_fn` is a function with some or all parameters of `dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -44,28 +43,26 @@ def dot_product_attention_weights(
     einsum_dot_general: Callable[..., Array] | None = None,
     einsum: Einsum | None = None,
 ) -> Float[Array, "*batch heads target source"]:
-    """How much each query attends to each key: `softmax(query · key / sqrt(dim) + bias)`.
+    """Returns the attention weights `softmax(query · key / sqrt(dim) + bias)`.
 
     Args:
-        query: what asks.
-        key: what is compared with the queries.
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
-        mask: True where a query may attend, likewise.
-        broadcast_dropout: whether all examples and heads drop the same.
-        dropout_rng: the key that draws what is dropped.
-        dropout_rate: of the weights.
-        deterministic: whether nothing is dropped.
-        dtype: of the computation; by default the one to which query and key promote.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        module: keeps the weights, before anything is dropped, as `attention_weights` in the
-            collection `intermediates`.
-        force_fp32_for_softmax: whether to compute the softmax in float32, and return that.
-        einsum_dot_general: multiplies in place of `jax.lax.dot_general`.
-        einsum: multiplies in place of both, called with subscripts, queries and keys.
+        mask: True where a query may attend, broadcastable to the same shape.
+        broadcast_dropout: whether all examples and heads share a dropout mask.
+        dropout_rng: key for dropout.
+        dropout_rate: rate for the weights.
+        deterministic: disables dropout.
+        dtype: dtype of the computation; by default promoted from query and key.
+        precision: see `jax.lax.dot_general`.
+        module: stores the weights before dropout, as `attention_weights` in its collection
+            `intermediates`.
+        force_fp32_for_softmax: whether to compute and return the softmax in float32.
+        einsum_dot_general: replaces `jax.lax.dot_general`.
+        einsum: replaces both; called with subscripts, queries and keys.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
-        ArgumentValueError: if there is no key to drop with.
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if the key for dropout is missing.
 
     Example:
         >>> import jax.numpy as jnp
@@ -112,24 +109,19 @@ def dot_product_attention(
     qk_attn_weights_einsum: Einsum | None = None,
     attn_weights_value_einsum: Einsum | None = None,
 ) -> Float[Array, "*batch target heads value_dim"]:
-    """The values, averaged with the weights of attention (Vaswani et al., 2017).
+    """Returns the values averaged with the attention weights (Vaswani et al., 2017).
+
+    The other options are those of `dot_product_attention_weights`.
 
     Args:
-        query: what asks.
-        key: what is compared with the queries.
-        value: what is averaged.
-        bias, mask, broadcast_dropout, dropout_rng, dropout_rate, deterministic: see
-            `dot_product_attention_weights`.
-        dtype: of the computation; by default the one to which query, key and value promote.
-        precision, module, force_fp32_for_softmax, einsum_dot_general: see
-            `dot_product_attention_weights`.
-        qk_attn_weights_einsum: multiplies queries and keys.
-        attn_weights_value_einsum: multiplies weights and values.
+        dtype: dtype of the computation; by default promoted from query, key and value.
+        qk_attn_weights_einsum: einsum of queries and keys.
+        attn_weights_value_einsum: einsum of weights and values.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
-        ArgumentValueError: if only one of the two einsums is given, or there is no key to drop
-            with.
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if only one of the two einsums is given, or the key for dropout is
+            missing.
 
     Example:
         >>> import jax.numpy as jnp

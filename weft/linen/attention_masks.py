@@ -1,4 +1,4 @@
-"""Masks as arrays; the functions are those of `weft.functional.mask_arrays`."""
+"""Attention masks as arrays, from `weft.functional.mask_arrays`."""
 
 from weft.functional.mask_arrays import combine_masks, make_attention_mask, make_causal_mask
 

@@ -17,7 +17,7 @@ Path = tuple[str, ...]
 
 
 def _places(carriage: Carriage) -> list[tuple[int, Path]]:
-    """For each scope which one crosses for it, itself or one above, and the path from there."""
+    """Returns each scope's carried scope, by index, and the path from there."""
     scopes = carriage.scopes
 
     def place(scope: Any) -> tuple[int, Path]:
@@ -37,7 +37,7 @@ def _places_of_target(carriage: Carriage) -> list[tuple[int, Path]]:
 
 
 def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
-    """The gradients of the target's collections, as the target's tree has its modules."""
+    """Returns the gradients of the target's collections, in the structure of the target's tree."""
 
     def below(variables: Any, path: Path) -> Any:
         for name in path:
@@ -52,11 +52,10 @@ def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
 
 
 class _Zeros:
-    """Tangents of zero for all modules that cross, into which those of the target are put.
+    """Zero tangents of all carried modules, into which tangents of the target can be filled.
 
     Attributes:
-        carriage: the modules.
-        shapes: of the variables of each scope that crosses, by collection.
+        shapes: types of the variables of each carried scope, by collection.
     """
 
     def __init__(self, carriage: Carriage, wrt: Filter):
@@ -68,7 +67,7 @@ class _Zeros:
             self.shapes[i] = jax.tree.map(jax.typeof, wanted)
 
     def filled(self, of_target: Any) -> Carriage:
-        """The inverse of `_gradients`."""
+        """Inverts `_gradients`."""
         of_scopes = [jax.tree.map(_zero, shapes) for shapes in self.shapes]
         given = self.carriage.target_structure().flatten_up_to(of_target)
         for (i, path), of_module in zip(_places_of_target(self.carriage), given, strict=True):
@@ -78,7 +77,7 @@ class _Zeros:
 
 
 def _some(of_module: Mapping[str, Any]) -> dict[str, Any]:
-    """The collections that have tangents; those of variables still to be made are empty."""
+    """Returns the collections with tangents; those of variables not yet created are empty."""
     return {col: tangents for col, tangents in of_module.items() if jax.tree.leaves(tangents)}
 
 
@@ -104,22 +103,19 @@ def vjp(
     rngs: Filter = True,
     multi_scope: bool = True,
 ) -> tuple[Any, ...]:
-    """`jax.vjp` of `fn(module, *primals)`.
+    """Applies `jax.vjp` to `fn(module, *primals)`.
 
     Args:
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
-        mdl: the module, or a tree of modules.
-        *primals: the arguments.
+        fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
         has_aux: whether `fn` returns a pair.
-        reduce_axes: (); JAX has no other form any more.
-        vjp_variables: the collections of which gradients are taken.
+        reduce_axes: must be ().
+        vjp_variables: collections to differentiate.
         variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
-        multi_scope: ignored; several modules can always be given.
+        rngs: the PRNG streams that `fn` sees.
 
     Returns:
         The result, a function from its cotangent to the gradients of the module's collections and
-        of each argument, and with `has_aux` the rest.
+        of each argument, and with `has_aux` the auxiliary output.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
     value, pullback, *aux = lift.vjp(
@@ -150,20 +146,14 @@ def value_and_grad(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """`jax.value_and_grad` of `fn(module, *primals)`, with gradients of each of `primals`.
+    """Applies `jax.value_and_grad` to `fn(module, *primals)`; see `vjp` for the other arguments.
 
     Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        mdl: the module, or a tree of modules.
-        *primals: the arguments.
-        has_aux: whether `fn` returns a pair.
-        reduce_axes: (); JAX has no other form any more.
-        variables: the collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
 
     Returns:
-        The result of `fn`, with `has_aux` a pair with the rest, and a tuple with the gradient of
-        each argument, as `jax.value_and_grad` returns them.
+        The result of `fn` (with `has_aux`, the pair) and a tuple with the gradient of each
+        argument.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}
@@ -173,15 +163,7 @@ def value_and_grad(
 
 
 def grad(fn: Fn, mdl: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
-    """The gradients of `value_and_grad`; with `has_aux` also the rest.
-
-    Args:
-        fn: see `value_and_grad`.
-        mdl: see `value_and_grad`.
-        *primals: see `value_and_grad`.
-        has_aux: see `value_and_grad`.
-        **kwargs: see `value_and_grad`.
-    """
+    """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     value, grads = value_and_grad(fn, mdl, *primals, has_aux=has_aux, **kwargs)
     return (grads, value[1]) if has_aux else grads
 
@@ -195,20 +177,13 @@ def jvp(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
-    """`jax.jvp` of `fn(module, *primals)`.
+    """Applies `jax.jvp` to `fn(module, *primals)` and returns the result and its tangent.
 
     Args:
-        fn: the function.
-        mdl: the module, or a tree of modules.
-        primals: the arguments.
-        tangents: their tangents.
-        variable_tangents: the tangents of the variables of some collections, by collection; of
-            several modules, a tree of those. All others are zero.
+        variable_tangents: tangents of variables, by collection; for several modules, a tree of such
+            dicts. All other tangents are zero.
         variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
-
-    Returns:
-        The result and its tangent.
+        rngs: the PRNG streams that `fn` sees.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
     given = carriage.target_structure().flatten_up_to(variable_tangents)
@@ -226,20 +201,17 @@ def custom_vjp(
     grad_vars: Filter = "params",
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
-    """`jax.custom_vjp` of `fn(module, *args)`.
+    """Applies `jax.custom_vjp` to `fn(module, *args)`.
 
-    Modules that the functions see in their closures have gradients of zero; those that are to have
-    others are given as well, in a tree of modules.
+    The gradients of modules captured in closures are zero; to define them, pass a tree of modules.
 
     Args:
-        fn: the function.
-        forward_fn: takes the same arguments; returns the result of `fn` and what `backward_fn`
-            needs, such as the function that `vjp` returns.
-        backward_fn: `backward_fn(*nondiff, needed, cotangent)` returns the gradients of the
-            module's collections `grad_vars`, and that of each argument that is not in
-            `nondiff_argnums`.
-        grad_vars: the collections with gradients.
-        nondiff_argnums: the arguments without; 0 is the module.
+        forward_fn: takes the arguments of `fn`; returns its result and residuals for `backward_fn`,
+            such as the function that `vjp` returns.
+        backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
+            module's collections `grad_vars` and of each argument not in `nondiff_argnums`.
+        grad_vars: collections with gradients.
+        nondiff_argnums: arguments without gradients; 0 is the module.
 
     Example:
         >>> import jax.numpy as jnp
@@ -285,14 +257,13 @@ def custom_jvp(
     grad_vars: Filter = "params",
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
-    """`jax.custom_jvp` of `fn(module, *args)`; see `custom_vjp` for captured modules.
+    """Applies `jax.custom_jvp` to `fn(module, *args)`; see `custom_vjp` for captured modules.
 
     Args:
-        fn: the function.
         jvp_fn: `jvp_fn(*nondiff, module, primals, tangents, variable_tangents)` returns the result
             of `fn` and its tangent; see `jvp`.
-        grad_vars: the collections with tangents.
-        nondiff_argnums: the arguments without; 0 is the module.
+        grad_vars: collections with tangents.
+        nondiff_argnums: arguments without tangents; 0 is the module.
 
     Example:
         >>> import jax.numpy as jnp

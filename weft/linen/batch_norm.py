@@ -1,4 +1,4 @@
-"""The norm that keeps a running average of the statistics of batches."""
+"""Batch normalization with running averages."""
 
 from __future__ import annotations
 
@@ -23,31 +23,23 @@ __all__ = ["BatchNorm"]
 
 
 class BatchNorm(Module):
-    """Normalises with the statistics of the batch, or with averages (Ioffe and Szegedy, 2015).
+    """Normalization with statistics of the batch or running averages (Ioffe and Szegedy, 2015).
 
-    The averages `mean` and `var` are in the collection `batch_stats`; `apply` updates them where
-    `mutable=["batch_stats"]`.
+    `apply` updates the averages `mean` and `var` of the collection `batch_stats` if it is mutable.
 
     Attributes:
-        use_running_average: whether to normalise with the averages, as in evaluation, and leave
-            them as they are; given here or when called.
-        axis: the axes along which each position has statistics of its own.
-        momentum: what is kept of the averages in each step.
+        use_running_average: whether to normalize with the averages, as in evaluation, without
+            updating them; set here or in the call.
+        axis: feature axes; each position along them has its own statistics.
+        momentum: decay of the averages.
         epsilon: added to the variance.
-        dtype: of the result; by default promoted from the input and the parameters.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        axis_name: a mapped axis, or an axis of devices, over which the batch is spread: all parts
-            are normalised with the statistics of the whole. A part weighs as many values as its
-            mask lets count. `init` does not need the axis.
-        axis_index_groups: the groups of indices of that axis that share statistics, as in
-            `jax.lax.psum`.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        force_float32_reductions: whether statistics have at least the dtype float32; otherwise
-            the averages have `param_dtype`.
+        dtype: output dtype; by default promoted from input and parameters.
+        axis_name: mapped or mesh axis over which the batch is split. All parts use the statistics
+            of the whole batch, weighted by their masks. `init` does not need the axis.
+        axis_index_groups: groups of indices of that axis that share statistics, see `jax.lax.psum`.
+        use_fast_variance: whether to compute mean and variance in one reduction.
+        force_float32_reductions: whether statistics have at least float32; otherwise the averages
+            have `param_dtype`.
 
     Example:
         >>> import jax
@@ -85,15 +77,14 @@ class BatchNorm(Module):
         *,
         mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
-        """Normalises a batch.
+        """Normalizes a batch.
 
         Args:
-            x: the input.
-            use_running_average: see the attribute; exactly one of them must be given.
-            mask: which values count in the statistics; all by default.
+            use_running_average: see the attribute; exactly one of the two must be set.
+            mask: values that count in the statistics; all by default.
 
         Raises:
-            ParameterGivenTwiceError: if `use_running_average` is given twice, or never.
+            ParameterGivenTwiceError: if `use_running_average` is given twice or not at all.
         """
         use_average = merge_param(
             "use_running_average", self.use_running_average, use_running_average

@@ -1,4 +1,4 @@
-"""Functions about modules: calls without a method, a scope for two, arguments that come twice."""
+"""Functions of modules: calls without a method, shared scopes and merged options."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -18,13 +18,11 @@ def apply(
     mutable: Filter = False,
     capture_intermediates: Any = False,
 ) -> Callable[..., Any]:
-    """A pure function from a function of a module.
+    """Returns a pure function for a function of a module.
 
     Args:
-        fn: `fn(module, *args, **kwargs)`.
-        module: of which `fn` sees a bound copy.
-        mutable: see `Module.apply`.
-        capture_intermediates: see `Module.apply`.
+        fn: `fn(module, *args, **kwargs)`, called with a bound copy of `module`.
+        mutable, capture_intermediates: see `Module.apply`.
 
     Returns:
         `applied(variables, *args, rngs=None, **kwargs)`.
@@ -50,16 +48,14 @@ def init_with_output(
     mutable: Filter = BUT_INTERMEDIATES,
     capture_intermediates: Any = False,
 ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """A function that makes the variables that a function of a module needs.
+    """Returns a function that creates the variables for a function of a module.
 
     Args:
-        fn: `fn(module, *args, **kwargs)`.
-        module: of which `fn` sees a bound copy.
-        mutable: see `Module.init`.
-        capture_intermediates: see `Module.init`.
+        fn: `fn(module, *args, **kwargs)`, called with a bound copy of `module`.
+        mutable, capture_intermediates: see `Module.init`.
 
     Returns:
-        `initialize(rngs, *args, **kwargs)`, which returns what `fn` returns, and the variables.
+        `initialize(rngs, *args, **kwargs)`, which returns the result of `fn` and the variables.
     """
 
     def initialize(rngs: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -75,14 +71,7 @@ def init(
     mutable: Filter = BUT_INTERMEDIATES,
     capture_intermediates: Any = False,
 ) -> Callable[..., dict[str, Any]]:
-    """`init_with_output` that returns the variables alone.
-
-    Args:
-        fn: see `init_with_output`.
-        module: see `init_with_output`.
-        mutable: see `init_with_output`.
-        capture_intermediates: see `init_with_output`.
-    """
+    """Returns a function like that of `init_with_output`, which returns only the variables."""
     with_output = init_with_output(fn, module, mutable, capture_intermediates)
 
     def initialize(rngs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -92,14 +81,9 @@ def init(
 
 
 def share_scope(module: Module, other: Module) -> None:
-    """Two modules have their variables in one scope.
+    """Stores the variables of two bound modules in one scope, so that a wrapper adds no tree level.
 
-    It is that of `other`, unless `other` is below `module`. So a module that wraps another one
-    leaves no mark in the tree of variables.
-
-    Args:
-        module: a bound module.
-        other: another one.
+    The shared scope is that of `other`, unless `other` is below `module`.
 
     Raises:
         CallShareScopeOnUnboundModuleError: if one of them is not bound.
@@ -127,15 +111,10 @@ def share_scope(module: Module, other: Module) -> None:
 
 
 def merge_param(name: str, a: T | None, b: T | None) -> T:
-    """What was given either when a module was made or when it is called.
-
-    Args:
-        name: for the error.
-        a: what was given at one time, or None.
-        b: what was given at the other, or None.
+    """Returns the one of two values that is not None: given in the constructor or in the call.
 
     Raises:
-        ParameterGivenTwiceError: if both are given, or none.
+        ParameterGivenTwiceError: if both or neither are given; names the parameter `name`.
 
     Example:
         >>> merge_param("deterministic", None, True)

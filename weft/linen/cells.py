@@ -1,7 +1,7 @@
-"""Recurrent cells: layers that go from a state and an input to the next state and an output.
+"""Recurrent cells: layers from a state and an input to the next state and an output.
 
-A cell is one step of a loop. `RNN` runs it over sequences; its own users make the first state with
-`initialize_carry` and hand each state on. The steps themselves are `weft.functional.recurrent`.
+A cell is one step of a loop; `RNN` applies it to sequences. To use a cell directly, create the
+first state with `initialize_carry`. The formulas are in `weft.functional.recurrent`.
 """
 
 from __future__ import annotations
@@ -45,35 +45,31 @@ class RNNCellBase(Module):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Any:
-        """The state before the first input.
+        """Returns the state before the first input.
 
         Args:
-            rng: a PRNG key.
-            input_shape: the shape of one input, batch axes included.
+            input_shape: shape of one input, including batch axes.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define initialize_carry.")
 
     @property
     def num_feature_axes(self) -> int:
-        """How many axes of an input are not batch axes."""
+        """The number of axes of an input that are not batch axes."""
         raise NotImplementedError(f"{type(self).__name__} does not define num_feature_axes.")
 
 
 class SimpleCell(RNNCellBase):
-    """One linear map of input and state and an activation (Elman, 1990).
+    """Recurrent cell with one linear map of input and state (Elman, 1990).
 
-    `h' = act(i(x) + h(h))`, with the layers `i` and `h` as submodules.
+    `h' = act(i(x) + h(h))`, with the submodules `i` and `h`.
 
     Attributes:
-        features: the size of the state.
-        activation_fn: the activation.
-        kernel_init: makes the kernel of the map of the input.
-        recurrent_kernel_init: makes the kernel of the map of the state.
-        bias_init: makes the bias.
-        dtype: of the computation; by default promoted from inputs and parameters.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first state.
-        residual: whether the state is added before the activation.
+        kernel_init: initializer of the input's kernel.
+        recurrent_kernel_init: initializer of the state's kernel.
+        dtype: dtype of the computation; by default promoted from inputs and parameters.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first state.
+        residual: whether to add the state before the activation.
 
     Example:
         >>> from weft import linen as nn
@@ -98,12 +94,7 @@ class SimpleCell(RNNCellBase):
     def __call__(
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
-        """One step; returns the next state twice, as state and output.
-
-        Args:
-            carry: the state.
-            inputs: the input.
-        """
+        """Computes one step; returns the next state twice, as state and output."""
         functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new = of_input(name="i")(inputs) + of_state(name="h")(carry)
@@ -112,31 +103,22 @@ class SimpleCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Array:
-        """The state before the first input; see `RNNCellBase`."""
         return self.carry_init(rng, (*input_shape[:-1], self.features), self.param_dtype)
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class GRUCell(RNNCellBase):
-    """The gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
+    """Gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
 
-    Its linear maps are the submodules `ir`, `iz`, `in` of the input and `hr`, `hz`, `hn` of the
-    state, for the gate that resets, the one that keeps, and the new value.
+    The submodules are `ir`, `iz`, `in` for the input and `hr`, `hz`, `hn` for the state, for the
+    reset gate, the update gate and the candidate. See `SimpleCell` for the other attributes.
 
     Attributes:
-        features: the size of the state.
-        gate_fn: the activation of the gates.
-        activation_fn: that of the new value.
-        kernel_init: see `SimpleCell`, as for the other attributes.
-        recurrent_kernel_init: makes the kernels of the maps of the state.
-        bias_init: makes the biases.
-        dtype: of the computation.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first state.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate.
 
     Example:
         >>> from weft import linen as nn
@@ -159,7 +141,6 @@ class GRUCell(RNNCellBase):
     def __call__(
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
-        """One step; see `SimpleCell`."""
         functional.check_sizes(type(self).__name__, features=self.features)
         of_input, of_state = linear_maps(self)
         new_of_state = of_state(use_bias=True, bias_init=self.bias_init, name="hn")
@@ -174,33 +155,25 @@ class GRUCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Array:
-        """The state before the first input; see `RNNCellBase`."""
         return self.carry_init(rng, (*input_shape[:-1], self.features), self.param_dtype)
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class MGUCell(RNNCellBase):
-    """The minimal gated unit, `functional.mgu_step` (Zhou et al., 2016).
+    """Minimal gated unit, `functional.mgu_step` (Zhou et al., 2016).
 
-    Its linear maps are the submodules `if`, `in` of the input and `hf`, `hn` of the state, for the
-    gate that forgets and the new value.
+    The submodules are `if`, `in` for the input and `hf`, `hn` for the state, for the forget gate
+    and the candidate. See `SimpleCell` for the other attributes.
 
     Attributes:
-        features: the size of the state.
-        gate_fn: the activation of the gate.
-        activation_fn: that of the new value.
-        kernel_init: see `SimpleCell`, as for the other attributes.
-        recurrent_kernel_init: makes the kernels of the maps of the state.
-        forget_bias_init: makes the bias of the gate.
-        activation_bias_init: makes the biases of the new value.
-        dtype: of the computation.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first state.
-        reset_gate: whether the gate is applied to the state's part of the new value as well.
+        gate_fn: activation of the gate.
+        activation_fn: activation of the candidate.
+        forget_bias_init: initializer of the gate's bias.
+        activation_bias_init: initializer of the candidate's biases.
+        reset_gate: whether the gate also applies to the state's part of the candidate.
 
     Example:
         >>> from weft import linen as nn
@@ -225,7 +198,6 @@ class MGUCell(RNNCellBase):
     def __call__(
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
-        """One step; see `SimpleCell`."""
         functional.check_sizes(type(self).__name__, features=self.features)
         new_bias = self.activation_bias_init
         of_input, of_state = linear_maps(self, self.forget_bias_init)
@@ -243,19 +215,17 @@ class MGUCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Array:
-        """The state before the first input; see `RNNCellBase`."""
         return self.carry_init(rng, (*input_shape[:-1], self.features), self.param_dtype)
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 def linear_maps(
     cell: Any, bias_init: Initializer | None = None
 ) -> tuple[Callable[..., Dense], Callable[..., Dense]]:
-    """What makes the linear maps of the input, which have a bias, and of the state."""
+    """Returns factories of the linear maps of the input, which have a bias, and of the state."""
     dense = functools.partial(
         Dense, features=cell.features, dtype=cell.dtype, param_dtype=cell.param_dtype
     )

@@ -1,4 +1,4 @@
-"""Modules that hold others: a chain of layers, and a layer over several batch axes at once."""
+"""Containers: a chain of layers, and a wrapper for several batch axes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,17 +16,15 @@ __all__ = ["BatchApply", "Sequential"]
 
 
 class Sequential(Module):
-    """Applies layers one after the other.
+    """Layer that applies layers in sequence.
 
-    A layer that returns a tuple gives the next one several arguments; one that returns a dict gives
-    it keyword arguments.
+    A tuple returned by a layer becomes the next layer's arguments, a dict its keyword arguments.
 
     Attributes:
-        layers: modules and functions. The modules are named `layers_0`, `layers_1`, ..., by their
-            places.
+        layers: modules and functions; modules are named `layers_{i}` by their position.
 
     Raises:
-        ArgumentValueError: if `layers` is no sequence, or an empty one is called.
+        ArgumentValueError: if `layers` is not a sequence, or is empty in a call.
 
     Example:
         >>> from weft import linen as nn
@@ -47,12 +45,6 @@ class Sequential(Module):
 
     @compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Applies the layers.
-
-        Args:
-            *args: for the first layer.
-            **kwargs: likewise.
-        """
         if not self.layers:
             raise ArgumentValueError(
                 f"Sequential {path_of(self)} has no layers; expected at least one."
@@ -70,11 +62,11 @@ class Sequential(Module):
 
 
 class BatchApply:
-    """Makes the first axes of arrays one axis, calls a function, and makes them several again.
+    """Wrapper that merges the first axes of arrays, calls a function, and splits them again.
 
     Args:
-        f: a function, or a module, of arrays with one batch axis.
-        num_dims: how many axes become one. What has fewer is passed as it is.
+        f: a function or module of arrays with one batch axis.
+        num_dims: number of axes to merge; arrays with fewer are passed unchanged.
 
     Example:
         >>> BatchApply(lambda x: x.sum(axis=1), num_dims=2)(jnp.ones((2, 3, 4))).shape
@@ -86,14 +78,10 @@ class BatchApply:
         self.num_dims = num_dims
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the function.
-
-        Args:
-            *args: pytrees of arrays.
-            **kwargs: likewise.
+        """Calls the function with pytrees of arrays.
 
         Raises:
-            ArgumentShapeError: if no array has `num_dims` axes, or a result has not the batch axis.
+            ArgumentShapeError: if no array has `num_dims` axes, or a result lacks the batch axis.
         """
         n = self.num_dims
         leaves = jax.tree.leaves((args, kwargs))

@@ -20,19 +20,14 @@ def while_loop(
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
-    """`jax.lax.while_loop` of functions of a module.
+    """Applies `jax.lax.while_loop` to functions of a module and returns the last carry.
 
     Args:
-        cond_fn: `cond_fn(module, carry)` returns whether to go on; it changes no variable.
+        cond_fn: `cond_fn(module, carry)` returns whether to continue; it changes no variables.
         body_fn: `body_fn(module, carry)` returns the next carry.
-        mdl: the module, or a tree of modules.
-        init: the first carry.
-        carry_variables: the collections that the body may change.
-        broadcast_variables: the collections that all iterations share.
-        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
-
-    Returns:
-        The last carry.
+        carry_variables: collections that the body may change.
+        broadcast_variables: collections that all iterations share.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     boarding, carriage, (init,), _ = board((body_fn, cond_fn), mdl, (init,))
     is_on, run = inside(cond_fn, 1), inside(body_fn)
@@ -59,18 +54,7 @@ def fori_loop(
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
-    """`jax.lax.fori_loop` of a function of a module.
-
-    Args:
-        lower: the first index.
-        upper: the index after the last.
-        body_fn: `body_fn(i, module, carry)` returns the next carry.
-        mdl: the module, or a tree of modules.
-        init: the first carry.
-        carry_variables: see `while_loop`.
-        broadcast_variables: see `while_loop`.
-        split_rngs: see `while_loop`.
-    """
+    """Applies `jax.lax.fori_loop` to `body_fn(i, module, carry)`; see `while_loop`."""
 
     def body(mdl: Any, i: Any, carry: Any) -> Any:
         return body_fn(i, mdl, carry)
@@ -100,17 +84,15 @@ def cond(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
-    """`jax.lax.cond` of functions of a module.
+    """Applies `jax.lax.cond` to functions of a module.
 
     Args:
-        pred: which of the two runs.
+        pred: whether `true_fun` runs.
         true_fun: `true_fun(module, *operands)`.
-        false_fun: likewise, with a result of the same structure. A variable that only one of them
-            makes is made for both.
-        mdl: the module, or a tree of modules.
-        *operands: the arguments.
-        variables: the collections that both see.
-        rngs: the PRNG streams that both see; both draw the same keys.
+        false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
+            them creates are created for both.
+        variables: collections that both functions see.
+        rngs: PRNG streams that both functions see; both draw the same keys.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -150,16 +132,7 @@ def switch(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
-    """`jax.lax.switch` of functions of a module; see `cond`.
-
-    Args:
-        index: which of the branches runs.
-        branches: functions `branch(module, *operands)`.
-        mdl: the module, or a tree of modules.
-        *operands: the arguments.
-        variables: the collections that all see.
-        rngs: the PRNG streams that all see.
-    """
+    """Applies `jax.lax.switch` to functions `branch(module, *operands)`; see `cond`."""
     fns = tuple(branches)
     boarding, carriage, operands, _ = board(fns, mdl, operands)
     lifted = [_branch(fn, i) for i, fn in enumerate(fns)]

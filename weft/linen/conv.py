@@ -1,4 +1,4 @@
-"""Convolutions: with the same weights at each position, or with weights of each position's own."""
+"""Convolutions with shared weights, or with separate weights for each position."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class _Conv(Module):
             inputs: the input, with any number of batch axes.
 
         Raises:
-            ArgumentShapeError: if the input has too few axes, the channels cannot be cut into the
-                groups, or the mask has another shape than the kernel.
-            ArgumentValueError: if the padding is unknown, or has no meaning here.
-            ScopeParamShapeError: if the parameters that were given are for other sizes.
+            ArgumentShapeError: if the input has too few axes, the channels are not divisible by the
+                number of groups, or the mask does not have the kernel's shape.
+            ArgumentValueError: if the padding is unknown or not supported.
+            ScopeParamShapeError: if the given parameters have other sizes.
         """
         functional.check_sizes(
             type(self).__name__, features=self.features, kernel_size=self.kernel_size
@@ -90,42 +90,37 @@ class _Conv(Module):
     def _shapes(
         self, window: Shape, channels: int, spatial: Shape, options: dict[str, Any]
     ) -> tuple[Shape, Shape]:
-        """The shapes of kernel and bias, for an input of this spatial shape, its zeros included."""
+        """Returns the shapes of kernel and bias, for an input of this padded spatial shape."""
 
     @nowrap
     @abc.abstractmethod
     def _convolve(
         self, x: Array, kernel: Array, bias: Array | None, window: Shape, options: dict[str, Any]
     ) -> Array:
-        """The convolution of an input with one batch axis."""
+        """Returns the convolution of an input with one batch axis."""
 
 
 class Conv(_Conv):
-    """A convolution.
+    """Convolution.
 
     The parameters are `kernel`, shape `(*kernel_size, input / groups, features)`, and `bias`, shape
     `(features,)`.
 
     Attributes:
-        features: the channels of the result.
-        kernel_size: along each spatial axis; one number is for one axis.
-        strides: the step between two outputs along each axis, or along all.
+        features: output channels.
+        kernel_size: size along each spatial axis; a number means one axis.
+        strides: per axis, or one for all axes.
         padding: VALID, SAME, SAME_LOWER, CIRCULAR, REFLECT or CAUSAL, a number, or for each axis a
             number or `(left, right)`; see `functional.pad_conv`.
-        input_dilation: the step between two positions of the input, with zeros between them.
-        kernel_dilation: the step between two positions of one window.
-        feature_group_count: the channels are cut into so many groups, each convolved by itself.
-        use_bias: whether to add a bias.
-        mask: of the kernel's shape, which it is multiplied by.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`.
-        conv_general_dilated_cls: makes such a function when the layer is called, and goes before
-            it.
+        input_dilation: step between two positions of the input, with zeros between them.
+        kernel_dilation: step between two positions of a window.
+        feature_group_count: number of groups of channels, each convolved separately.
+        mask: multiplied with the kernel; has its shape.
+        dtype: dtype of the computation; by default promoted from input and parameters.
+        precision: see `jax.lax.conv_general_dilated`.
+        promote_dtype: converts input and parameters to the dtype of the computation.
+        conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
+        conv_general_dilated_cls: factory that takes precedence over `conv_general_dilated`.
 
     Example:
         >>> import jax
@@ -161,18 +156,13 @@ class Conv(_Conv):
 
 
 class ConvLocal(_Conv):
-    """A convolution with weights of its own for each position of the result.
+    """Convolution with separate weights for each output position.
 
     The parameters are `kernel`, shape `(*out_spatial, input * window, features)`, and `bias`, shape
-    `(*out_spatial, features)`, where the window's size is the product of `kernel_size`.
+    `(*out_spatial, features)`, where `window` is the product of `kernel_size`.
 
-    Attributes:
-        features: the channels of the result.
-        kernel_size: along each spatial axis; one number is for one axis.
-        strides: see `Conv`, as for all others, but for the following.
-        feature_group_count: must be 1.
-        conv_general_dilated: must be None, since this is no `jax.lax.conv_general_dilated`.
-        conv_general_dilated_cls: likewise.
+    The attributes are those of `Conv`, where `feature_group_count` must be 1, and
+    `conv_general_dilated` and `conv_general_dilated_cls` None.
 
     Example:
         >>> import jax
@@ -209,7 +199,7 @@ class ConvLocal(_Conv):
 
 
 def window_of(module: Any, inputs: Array) -> Shape:
-    """The window's size along each axis, for an input that has such axes."""
+    """Returns the window's size along each axis, after checking the input's number of axes."""
     window = functional.per_axis(module.kernel_size, 1)
     if inputs.ndim < len(window) + 1:
         raise ArgumentShapeError(
@@ -221,7 +211,7 @@ def window_of(module: Any, inputs: Array) -> Shape:
 
 
 def parameters(module: Any, x: Array, kernel_shape: Shape, bias_shape: Shape) -> list[Any]:
-    """The input, the kernel with its mask, and the bias or None, in the computation's dtype."""
+    """Returns the input, the masked kernel and the bias or None, in the computation's dtype."""
     mask = module.mask
     if mask is not None and mask.shape != kernel_shape:
         raise ArgumentShapeError(

@@ -1,4 +1,4 @@
-"""Transposed convolutions, which make more positions of fewer."""
+"""Transposed convolutions."""
 
 from __future__ import annotations
 
@@ -21,29 +21,18 @@ __all__ = ["ConvTranspose"]
 
 
 class ConvTranspose(Module):
-    """A convolution of the input with zeros put between its positions: a learned upsampling.
+    """Transposed convolution, for learned upsampling.
 
     The parameters are `kernel`, shape `(*kernel_size, input, features)`, and `bias`, shape
-    `(features,)`.
+    `(features,)`. See `Conv` for the other attributes.
 
     Attributes:
-        features: the channels of the result.
-        kernel_size: along each spatial axis; one number is for one axis.
-        strides: how many outputs there are for each position, along each axis or along all.
+        strides: number of outputs per input position, per axis or one for all axes.
         padding: VALID, SAME or CIRCULAR, a number, or for each axis a number or `(left, right)` to
-            be put around the input with its zeros; see `functional.pad_conv_transpose`.
-        kernel_dilation: the step between two positions of one window.
-        use_bias: whether to add a bias.
-        mask: of the kernel's shape, which it is multiplied by.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        transpose_kernel: whether this is the gradient of the convolution with its kernel, whose
+            add around the dilated input; see `functional.pad_conv_transpose`.
+        transpose_kernel: whether to compute the gradient of the convolution with the kernel, whose
             last axes then are `(features, input)`.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: dtype of the sum, see `jax.lax.conv_general_dilated`.
 
     Example:
         >>> import jax
@@ -73,17 +62,7 @@ class ConvTranspose(Module):
     def __call__(
         self, inputs: Num[Array, "*batch_spatial input"]
     ) -> Num[Array, "*batch_out_spatial features"]:
-        """Applies the convolution.
-
-        Args:
-            inputs: the input, with any number of batch axes.
-
-        Raises:
-            ArgumentShapeError: if the input has too few axes, or the mask has another shape than
-                the kernel.
-            ArgumentValueError: if the padding is unknown.
-            ScopeParamShapeError: if the parameters that were given are for other sizes.
-        """
+        """Applies the convolution to an input with any number of batch axes; raises as `Conv`."""
         functional.check_sizes(
             type(self).__name__, features=self.features, kernel_size=self.kernel_size
         )

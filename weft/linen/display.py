@@ -1,4 +1,4 @@
-"""How a module is shown: its fields and its submodules, line by line."""
+"""Text form of a module: its fields and submodules, line by line."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,12 +9,7 @@ if TYPE_CHECKING:
 
 
 def module_repr(module: "Module", step: str = "    ") -> str:
-    """The text of a module.
-
-    Args:
-        module: the module.
-        step: what each level is moved in by.
-    """
+    """Returns the text of a module, each level indented by `step`."""
     held = vars(module)
     fields = [f.name for f in dataclasses.fields(module) if f.repr and f.name in held]
     children = module._state.children if "_state" in held else {}

@@ -1,4 +1,4 @@
-"""The dtype in which a layer computes; the functions are those of `weft.functional.dtypes`."""
+"""Dtype of a layer's computation, from `weft.functional.dtypes`."""
 
 from weft.functional.dtypes import canonicalize_dtype, promote_dtype
 

@@ -1,4 +1,4 @@
-"""Embeddings: a vector for each id."""
+"""Embeddings: a learned vector for each id."""
 
 from __future__ import annotations
 
@@ -19,19 +19,17 @@ __all__ = ["Embed"]
 
 
 class Embed(Module):
-    """A table of vectors that are learned, one for each id.
+    """Table of learned vectors, one for each id.
 
-    The parameter is `embedding`, shape `(num_embeddings, features)`; a bound module has it as an
-    attribute.
+    The parameter `embedding`, shape `(num_embeddings, features)`, is an attribute of a bound
+    module.
 
     Attributes:
         num_embeddings: the number of ids.
         features: the size of a vector.
-        dtype: of the results; by default that of the table, and in `attend` the one to which query
-            and table promote.
-        param_dtype: of the table.
-        embedding_init: makes the table.
-        promote_dtype: gives table and query the dtype of the results.
+        dtype: output dtype; by default that of the table, and in `attend` promoted from query and
+            table.
+        promote_dtype: converts table and query to the output dtype.
 
     Example:
         >>> import jax
@@ -52,7 +50,6 @@ class Embed(Module):
     promote_dtype: PromoteDtype = promote_dtype
 
     def setup(self) -> None:
-        """Makes the table."""
         functional.check_sizes(
             type(self).__name__, num_embeddings=self.num_embeddings, features=self.features
         )
@@ -60,15 +57,13 @@ class Embed(Module):
         self.embedding: Any = self.param("embedding", self.embedding_init, shape, self.param_dtype)
 
     def __call__(self, inputs: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
-        """The vectors of ids.
-
-        An id that is not in the table gives NaN: it shows, where a vector of another id would not.
+        """Returns the vectors of ids, NaN for ids outside of the table.
 
         Args:
             inputs: the ids; negative ones count from the end.
 
         Raises:
-            ArgumentValueError: if the ids are not integers, or too large for those of JAX.
+            ArgumentValueError: if the ids are not integers, or too large for JAX.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
@@ -80,13 +75,10 @@ class Embed(Module):
         return functional.lookup(table, inputs)
 
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
-        """The inner product of each query with every vector: logits, if outputs are tied to inputs.
-
-        Args:
-            query: what is compared with the vectors.
+        """Returns the inner products of each query with every vector: logits of tied embeddings.
 
         Raises:
-            ArgumentShapeError: if a query has another size than a vector.
+            ArgumentShapeError: if the query's size is not `features`.
         """
         if jnp.shape(query)[-1:] != (self.features,):
             raise ArgumentShapeError(

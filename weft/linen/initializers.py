@@ -1,7 +1,4 @@
-"""First values of parameters: functions `init(key, shape, dtype)`, and functions that make them.
-
-They are those of `weft.functional.initializers`.
-"""
+"""Initializers `init(key, shape, dtype)` and their factories."""
 
 from jax.nn.initializers import Initializer
 

@@ -1,7 +1,7 @@
-"""Lifted classes and functions: what a function of scopes becomes for modules.
+"""Lifting of module classes and functions, based on functions of scopes.
 
-A class becomes a subclass whose methods are lifted; inside they are the class's own. A function,
-which may be a method, takes a module or a tree of modules first.
+A class becomes a subclass with lifted methods, inside which the class's methods run. A function, or
+a method, takes a module or a tree of modules first.
 """
 
 import functools
@@ -22,14 +22,13 @@ Build = Callable[..., Callable[..., Any]]
 def transformed(
     prefix: str, build: Build, target: Any, methods: Methods = None, **options: Any
 ) -> Any:
-    """A module class or a function, transformed.
+    """Returns a transformed module class or function.
 
     Args:
-        prefix: of the name of the class that is made.
+        prefix: prefix of the new class's name.
         build: `build(fn, **options)` is a function of `weft.core.lift`.
         target: a module class, or a function of a module.
-        methods: of a class, the methods that are lifted: names, or options by name; by default
-            `__call__`.
+        methods: methods of a class to lift: names, or options by name; by default `__call__`.
         **options: for `build`.
 
     Raises:
@@ -63,12 +62,12 @@ def _transformed_class(
         }
         return subclass(cls, prefix, lifted)
 
-    # A class that is transformed anew in each call is one class, so that it is compiled once.
+    # A class that each call transforms again is one class, so that it is compiled once.
     return shared_by_equal_functions(("class", prefix, build, cls, chosen), make)
 
 
 def subclass(cls: type[Module], prefix: str, methods: dict[str, Any]) -> type[Module]:
-    """A class that is shown as `prefix` and the name of `cls`, with other methods."""
+    """Returns a subclass of `cls` with other methods and the prefixed name."""
     name = prefix + cls.__name__
     about = {"__module__": cls.__module__, "__qualname__": name, "__doc__": cls.__doc__}
     return type(name, (cls,), {**about, **methods})

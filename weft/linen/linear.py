@@ -1,4 +1,4 @@
-"""Linear maps: a matrix over the last axis, over any axes, or whatever an einsum can say."""
+"""Linear maps of the last axis, of any axes, or by einsum."""
 
 from __future__ import annotations
 
@@ -28,27 +28,23 @@ default_kernel_init = lecun_normal()
 
 
 class PromoteDtype(Protocol):
-    """Gives arrays one dtype, as `weft.linen.dtypes.promote_dtype` does."""
+    """Function that converts arrays to a common dtype, as `weft.linen.dtypes.promote_dtype`."""
 
     def __call__(self, *args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]: ...
 
 
 class Dense(Module):
-    """A linear map of the last axis.
+    """Linear map of the last axis.
 
     The parameters are `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
 
     Attributes:
-        features: the size of the last axis of the result.
-        use_bias: whether to add a bias.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        dot_general: multiplies in place of `jax.lax.dot_general`.
-        dot_general_cls: makes such a function when the layer is called, and goes before it.
+        features: output size.
+        dtype: dtype of the computation; by default promoted from input and parameters.
+        precision: see `jax.lax.dot_general`.
+        promote_dtype: converts input and parameters to the dtype of the computation.
+        dot_general: replaces `jax.lax.dot_general`.
+        dot_general_cls: factory that takes precedence over `dot_general`; called with the layer.
 
     Example:
         >>> y, variables = Dense(4).init_with_output(jax.random.key(0), jnp.ones((2, 3)))
@@ -71,12 +67,9 @@ class Dense(Module):
     def __call__(self, inputs: Num[Array, "*batch input"]) -> Num[Array, "*batch features"]:
         """Applies the map.
 
-        Args:
-            inputs: the input.
-
         Raises:
             ArgumentShapeError: if the input has no axis.
-            ScopeParamShapeError: if the parameters that were given are for another size.
+            ScopeParamShapeError: if the given parameters have another size.
         """
         functional.check_sizes(type(self).__name__, features=self.features)
         shape = jnp.shape(inputs)
@@ -104,25 +97,19 @@ class Dense(Module):
 
 
 class DenseGeneral(Module):
-    """A linear map of any axes to any number of axes.
+    """Linear map of any axes to any number of axes.
 
     The parameters are `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
-    `(*batch_dims, *features)`; `axis` and `batch_dims` in increasing order.
+    `(*batch_dims, *features)`, with `axis` and `batch_dims` in increasing order. See `Dense` for
+    the other attributes.
 
     Attributes:
-        features: the sizes of the new axes, which come last.
-        axis: the axes that are contracted.
-        batch_dims: the first axes, if each position along them has parameters of its own. They
-            come first in the result.
-        use_bias: see `Dense`, as for the other attributes.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        kernel_init: makes the kernel as one matrix, of shape `(batch * input, features)`.
-        bias_init: makes the bias as one vector.
-        precision: of the multiplication.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        dot_general: multiplies.
-        dot_general_cls: makes a function that multiplies.
+        features: sizes of the new axes, which come last.
+        axis: axes to contract.
+        batch_dims: leading axes whose positions have separate parameters; they come first in the
+            result.
+        kernel_init: initializer of the kernel as a matrix, shape `(batch * input, features)`.
+        bias_init: initializer of the bias as a vector.
 
     Example:
         >>> layer = DenseGeneral((2, 5), axis=(1, -1))
@@ -148,12 +135,9 @@ class DenseGeneral(Module):
     def __call__(self, inputs: Num[Array, "*input"]) -> Num[Array, "*output"]:
         """Applies the map.
 
-        Args:
-            inputs: the input.
-
         Raises:
             ArgumentShapeError: if `batch_dims` are not the first axes, or the input lacks an axis.
-            ScopeParamShapeError: if the parameters that were given are for other sizes.
+            ScopeParamShapeError: if the given parameters have other sizes.
         """
         functional.check_sizes(type(self).__name__, features=self.features)
         sizes = jnp.shape(inputs)
@@ -201,23 +185,16 @@ class DenseGeneral(Module):
 
 
 class Einsum(Module):
-    """An einsum of the input and a kernel.
+    """Einsum of the input and a kernel.
 
-    The parameters are `kernel` and `bias`; the bias has those axes of the kernel that the result
-    has, in the result's order.
+    The parameters are `kernel` and `bias`; the bias has the axes of the kernel that are in the
+    result, in the result's order. See `Dense` for the other attributes.
 
     Attributes:
-        shape: of the kernel.
-        einsum_str: the subscripts of input, kernel and result, as `"bti,io->bto"`; given here or
-            when called.
-        use_bias: see `Dense`, as for the other attributes.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.numpy.einsum`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        preferred_element_type: the dtype of the sum, as in `jax.numpy.einsum`.
+        shape: shape of the kernel.
+        einsum_str: subscripts of input, kernel and result, as `"bti,io->bto"`; set here or in the
+            call.
+        preferred_element_type: dtype of the sum, see `jax.numpy.einsum`.
 
     Example:
         >>> layer = Einsum((4, 2, 5), "btd,dnh->btnh")
@@ -241,16 +218,12 @@ class Einsum(Module):
     def __call__(
         self, inputs: Num[Array, "*input"], einsum_str: str | None = None
     ) -> Num[Array, "*output"]:
-        """Applies the map.
-
-        Args:
-            inputs: the input.
-            einsum_str: see the attribute; exactly one of them must be given.
+        """Applies the einsum.
 
         Raises:
-            ParameterGivenTwiceError: if the subscripts are given twice, or never.
-            ArgumentValueError: if the subscripts are not those of two operands and a result.
-            ArgumentShapeError: if they name other numbers of axes than there are.
+            ParameterGivenTwiceError: if the subscripts are given twice or not at all.
+            ArgumentValueError: if the subscripts do not have two operands and a result.
+            ArgumentShapeError: if the subscripts do not match the numbers of axes.
         """
         subscripts = merge_param("einsum_str", self.einsum_str, einsum_str)
         axes, out_axes, ndim = functional.project_weight_axes(
@@ -273,10 +246,10 @@ class Einsum(Module):
 
 
 def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
-    """Draws in one shape, whose fans are the map's, and returns another."""
+    """Wraps an initializer to draw in the shape `flat`, which defines the fans, and reshape."""
 
     def make(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-        # Inside of its box, if it has one: the axes' names are those of the new shape.
+        # Reshapes inside of a box, whose axis names are those of the new shape.
         return jax.tree.map(lambda x: jnp.reshape(x, shape), init(key, flat, dtype))
 
     return make
@@ -291,5 +264,4 @@ def _as_tuple(x: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def path_of(module: Module) -> str:
-    """Where a module is, for errors."""
     return "/".join(module.path) or "(the outermost module)"

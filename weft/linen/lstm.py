@@ -1,4 +1,4 @@
-"""Cells with a memory beside their output: the long short-term memory, dense and of images."""
+"""Long short-term memory cells, dense and convolutional."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ GATES = "ifgo"
 
 
 class LSTMCell(RNNCellBase):
-    """The long short-term memory, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
+    """Long short-term memory cell, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
 
-    Its linear maps are the submodules `ii`, `if`, `ig`, `io` of the input and `hi`, `hf`, `hg`,
-    `ho` of the state, for the gate of the input, the one that forgets, what is remembered, and the
-    gate of the output.
+    The submodules are `ii`, `if`, `ig`, `io` for the input and `hi`, `hf`, `hg`, `ho` for the
+    state: input gate, forget gate, candidate and output gate.
 
     Attributes:
-        features: the size of the memory and of the output.
-        gate_fn: the activation of the gates.
-        activation_fn: that of what is remembered and put out.
-        kernel_init: makes the kernels of the maps of the input.
-        recurrent_kernel_init: makes the kernels of the maps of the state.
-        bias_init: makes the biases, which the maps of the state have.
-        dtype: of the computation; by default promoted from inputs and parameters.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first memory and output, each with a key of its own.
+        features: size of the memory and of the output.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate and of the output.
+        kernel_init: initializer of the input's kernels.
+        recurrent_kernel_init: initializer of the state's kernels.
+        bias_init: initializer of the biases of the state's maps; the input's maps have none.
+        dtype: dtype of the computation; by default promoted from inputs and parameters.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first memory and output, each with its own key.
 
     Example:
         >>> from weft import linen as nn
@@ -68,11 +67,10 @@ class LSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
-        """One step.
+        """Computes one step.
 
         Args:
             carry: memory and output.
-            inputs: the input.
 
         Returns:
             The next memory and output, and the output.
@@ -88,31 +86,18 @@ class LSTMCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
-        """The memory and output before the first input; see `RNNCellBase`."""
         return _two_states(self, rng, (*input_shape[:-1], self.features))
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class OptimizedLSTMCell(RNNCellBase):
-    """`LSTMCell` with its linear maps put together into one of the input and one of the state.
+    """`LSTMCell` with the linear maps merged into one of the input and one of the state.
 
-    Two large multiplications are faster than eight small ones. Variables and values are those of
-    `LSTMCell`.
-
-    Attributes:
-        features: see `LSTMCell`.
-        gate_fn: see `LSTMCell`.
-        activation_fn: see `LSTMCell`.
-        kernel_init: see `LSTMCell`.
-        recurrent_kernel_init: see `LSTMCell`.
-        bias_init: see `LSTMCell`.
-        dtype: see `LSTMCell`.
-        param_dtype: see `LSTMCell`.
-        carry_init: see `LSTMCell`.
+    Two large multiplications are faster than eight small ones. Attributes, variables and values are
+    those of `LSTMCell`.
 
     Example:
         >>> from weft import linen as nn
@@ -137,7 +122,6 @@ class OptimizedLSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
-        """One step; see `LSTMCell`."""
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
         params = functools.partial(
@@ -165,31 +149,27 @@ class OptimizedLSTMCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
-        """The memory and output before the first input; see `RNNCellBase`."""
         return _two_states(self, rng, (*input_shape[:-1], self.features))
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class ConvLSTMCell(RNNCellBase):
-    """A long short-term memory whose maps are convolutions (Shi et al., 2015).
+    """Convolutional long short-term memory cell (Shi et al., 2015).
 
-    They are the submodules `ih` of the input and `hh` of the state, each with four times as many
-    channels: for the gate of the input, what is remembered, the gate that forgets, which is given
-    1 more, and the gate of the output.
+    The convolutions are the submodules `ih` of the input and `hh` of the state. Their output
+    channels are those of the input gate, the candidate, the forget gate (to which 1 is added) and
+    the output gate.
 
     Attributes:
-        features: the channels of the memory and of the output.
-        kernel_size: of the convolutions, along each spatial axis.
-        strides: of the convolutions.
-        padding: of the convolutions; see `Conv`.
-        use_bias: whether the convolutions have a bias.
-        dtype: of the computation; by default promoted from inputs and parameters.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first memory and output, each with a key of its own.
+        features: channels of the memory and of the output.
+        kernel_size: size along each spatial axis.
+        strides, padding: see `Conv`.
+        dtype: dtype of the computation; by default promoted from inputs and parameters.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first memory and output, each with its own key.
 
     Example:
         >>> from weft import linen as nn
@@ -212,7 +192,6 @@ class ConvLSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch_and_space channels"]
     ) -> tuple[Carry, Float[Array, "*batch_and_space features"]]:
-        """One step; see `LSTMCell`."""
         functional.check_sizes(
             type(self).__name__, features=self.features, kernel_size=self.kernel_size
         )
@@ -233,17 +212,15 @@ class ConvLSTMCell(RNNCellBase):
 
     @nowrap
     def initialize_carry(self, rng: Array, input_shape: tuple[int, ...]) -> Carry:
-        """The memory and output before the first input; see `RNNCellBase`."""
         return _two_states(self, rng, (*input_shape[:-1], self.features))
 
     @property
     def num_feature_axes(self) -> int:
-        """The spatial axes, and that of the channels."""
         return len(self.kernel_size) + 1
 
 
 class _LinearParams(Module):
-    """The parameters of a linear map without the map."""
+    """Parameters of a linear map, without the map."""
 
     features: int
     param_dtype: DType

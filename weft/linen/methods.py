@@ -1,7 +1,7 @@
-"""The methods of modules: which may make submodules, and what every call of one does.
+"""Methods of modules: decorators, and the wrapper around each call.
 
-The methods of a class are wrapped once, when the class is made. A call first runs `setup` where
-that has not been done, notes whose method runs, and names the operations.
+A class's methods are wrapped once, when the class is defined. A call first runs `setup` if due,
+records the running module, and names the operations.
 """
 
 import contextlib
@@ -24,10 +24,9 @@ _NOWHERE = contextlib.nullcontext()
 
 
 def compact(fun: F) -> F:
-    """Marks a method in which submodules and variables are made where they are used.
+    """Marks a method that creates submodules and variables where it uses them.
 
-    Args:
-        fun: the method; a class has one of them. Called again, it uses the same variables.
+    A class has at most one compact method. Further calls use the same variables.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -44,13 +43,10 @@ def compact(fun: F) -> F:
 
 
 def compact_name_scope(fun: F) -> F:
-    """Marks a compact method whose submodules are below a scope with the method's name.
+    """Marks a compact method whose submodules are in a scope with the method's name.
 
-    A class may have several of them, and one that is `compact` beside, in which alone parameters
-    and variables are made.
-
-    Args:
-        fun: the method.
+    A class may have several of these, and one `compact` method; only the latter can create
+    parameters and variables.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -79,19 +75,16 @@ def compact_name_scope(fun: F) -> F:
 
 
 def nowrap(fun: F) -> F:
-    """Marks a method that is called like any function: it neither needs nor sees variables.
+    """Marks a method that is called as a plain function, without variables.
 
-    What is a module in it belongs to the module that runs, not to this one.
-
-    Args:
-        fun: the method.
+    Modules created in it belong to the module whose method runs, not to this one.
     """
     fun.nowrap = True  # pyright: ignore[reportFunctionMemberAccess]
     return fun
 
 
 def wrap_methods(cls: type["Module"], fields: Collection[str]) -> None:
-    """Wraps the methods that a module class defines itself; functions in fields are no methods."""
+    """Wraps the methods that a module class itself defines, except for functions in fields."""
     for name, value in list(vars(cls).items()):
         if name in fields or (name.startswith("__") and name != "__call__"):
             continue
@@ -116,7 +109,7 @@ def _checked_setup(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_its_own(getter: Callable[..., Any]) -> Callable[..., Any]:
-    """A property's getter, of which the modules that it makes are the module's own."""
+    """Wraps a property's getter so that modules created in it belong to the module."""
 
     @functools.wraps(getter)
     def get(self: "Module") -> Any:
@@ -130,7 +123,7 @@ def _as_its_own(getter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrapped(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A method as it is called on modules."""
+    """Returns the wrapper of a method that is called on modules."""
     if getattr(fn, "nowrap", False) or getattr(fn, "is_wrapped", False):
         return fn
     is_compact = getattr(fn, "compact", False)
@@ -176,7 +169,7 @@ def _named(module: "Module", method: str) -> Any:
 
 
 def _capture(module: "Module", method: str, result: Any) -> None:
-    """Sows a method's result, if `capture_intermediates` asks for it."""
+    """Sows a method's result if `capture_intermediates` selects it."""
     wanted = module.scope.flags["capture"]  # pyright: ignore[reportOptionalMemberAccess]
     asked = method == "__call__" if wanted is True else wanted(module, method)
     if asked and in_filter(module.scope.mutable, "intermediates"):  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,9 +1,9 @@
-"""Modules: dataclasses whose methods see variables.
+"""Modules: dataclasses whose methods use variables.
 
-A module alone is a description: its fields. `init` and `apply` bind a copy of it to a scope for the
-time of one call, and inside of that call its methods make and use variables. Submodules are made in
-`setup`, which names them by their attributes, or in a compact method, which names them by their
-class. A child's scope is below that of its parent, so the tree of variables is that of the modules.
+An unbound module is a description, its fields. `init` and `apply` bind a copy to a scope for one
+call, in which its methods create and use variables. Submodules are created in `setup`, which names
+them by their attributes, or in a compact method, which names them by their classes. A child's scope
+is below its parent's, so the variables form the same tree as the modules.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ M = TypeVar("M", bound="Module")
 
 
 class _Current(enum.Enum):
-    """The default of `parent`: the module whose method runs, None outside of all."""
+    """Default of `parent`: the module whose method runs, None outside of methods."""
 
     MODULE = enum.auto()
 
@@ -59,13 +59,12 @@ class Module(ModuleVariables):
     """Base class of all modules; each subclass is a dataclass of its annotated fields.
 
     Attributes:
-        parent: the module of which this one is a submodule, by default the one whose method runs;
-            None for a module that stands alone.
-        name: its name in the parent, by default made from the attribute or the class.
+        parent: the parent module, by default the one whose method runs; None for a root module.
+        name: name in the parent, by default from the attribute or the class.
 
     Raises:
-        AssignSubModuleError: if it is made in a method that is neither `setup` nor compact.
-        NameInUseError: if its name is taken in the parent.
+        AssignSubModuleError: if created in a method that is neither `setup` nor compact.
+        NameInUseError: if the name is taken in the parent.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -131,10 +130,10 @@ class Module(ModuleVariables):
     # The tree.
 
     def setup(self) -> None:
-        """Makes submodules and variables, as attributes; it runs before the first method does."""
+        """Creates submodules and variables as attributes; runs before the first method."""
 
     def _take_in(self, child: "Module") -> None:
-        """Takes in a submodule that was made in one of this module's methods."""
+        """Attaches a submodule created in one of this module's methods."""
         state = self._state
         if state.in_setup and name_of(child) is None:
             return  # the attribute that it is assigned to names it
@@ -155,7 +154,7 @@ class Module(ModuleVariables):
         held = vars(self)
         for name in self._field_names:
             value = held.get(name)
-            # `isinstance` takes its time with a class that is abstract, as `FrozenDict` is.
+            # `isinstance` is slow for abstract classes such as `FrozenDict`.
             if isinstance(value, _HOLDERS) or FrozenDict in type(value).__mro__:
                 adopted = map_submodules(self._adopt, value, _is_module, name)
                 if adopted is not value:
@@ -163,13 +162,13 @@ class Module(ModuleVariables):
                     object.__setattr__(self, name, adopted)
 
     def _rebind(self, scope: Any) -> None:
-        """Binds a module and those below to another scope."""
+        """Binds a module and its submodules to another scope."""
         object.__setattr__(self, "scope", scope)
         for name, child in self._state.children.items():
             child._rebind(scope.push(name))
 
     def _let_go(self) -> None:
-        """Ends the cycles of a tree that is not used any more; they hold all that it has traced."""
+        """Breaks the reference cycles of a tree that is no longer used, to release its traces."""
         for child in self._state.children.values():
             if child.parent is self:
                 child._let_go()
@@ -177,7 +176,7 @@ class Module(ModuleVariables):
         self._state.adopted.clear()
 
     def _adopt(self, name: str, module: "Module") -> "Module":
-        """A module in an attribute, as a submodule of this one if it is nobody's yet."""
+        """Returns a module in an attribute, as a submodule of this one if it has no parent yet."""
         if module.scope is not None:
             return module
         adopted = self._state.adopted
@@ -255,14 +254,13 @@ class Module(ModuleVariables):
         _reset_names: bool = False,
         **updates: Any,
     ) -> M:
-        """A copy that is not bound.
+        """Returns an unbound copy.
 
         Args:
-            parent: the copy's parent.
-            _deep_clone: whether submodules in the fields are copied as well, each of them once;
-                or the copies by the identity of what they are copies of.
+            _deep_clone: whether to copy submodules in the fields, each once; or a dict of such
+                copies by the identity of the originals.
             _reset_names: whether the copy has no name.
-            **updates: fields that the copy has other values of.
+            **updates: new values of fields.
 
         Example:
             >>> from weft import linen as nn
@@ -285,16 +283,14 @@ class Module(ModuleVariables):
         name: str | None = None,
         **updates: Any,
     ) -> M:
-        """A copy with a name of its own, as a submodule of the module whose method runs.
+        """Returns a copy with its own name, a submodule of the module whose method runs.
 
         Args:
-            parent: the copy's parent.
-            name: the copy's name.
-            **updates: fields that the copy has other values of.
+            **updates: new values of fields.
         """
         return self.clone(parent=parent, name=name, **updates)  # pyright: ignore[reportArgumentType]
 
-    # The ways in and out.
+    # Entry points.
 
     def bind(
         self: M,
@@ -303,13 +299,13 @@ class Module(ModuleVariables):
         rngs: Any = None,
         mutable: Filter = False,
     ) -> M:
-        """A copy that has variables, for use outside of `apply`.
+        """Returns a copy with variables, for use outside of `apply`.
 
         Args:
             variables: the collections.
-            *args: ignored; the arguments of `apply` can stay.
-            rngs: a key, or keys by the name of their stream.
-            mutable: the collections that can be changed.
+            *args: ignored, for compatibility with the arguments of `apply`.
+            rngs: a key, or keys by stream name.
+            mutable: collections that can be changed.
 
         Example:
             >>> import jax.numpy as jnp
@@ -322,7 +318,7 @@ class Module(ModuleVariables):
         return self._on(core.bind(variables, rngs=rngs, mutable=mutable))
 
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
-        """A copy that is not bound, and the variables; the inverse of `bind`.
+        """Returns an unbound copy and the variables; inverts `bind`.
 
         Raises:
             CallUnbindOnUnboundModuleError: if this module is not bound.
@@ -342,26 +338,24 @@ class Module(ModuleVariables):
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
         **kwargs: Any,
     ) -> Any:
-        """Calls a method on variables.
+        """Calls a method with variables.
 
         Args:
-            variables: the collections, as `init` makes them.
-            *args: of the method.
-            rngs: a key, or keys by the name of their stream.
-            method: a method or its name, or a function that takes the module first; `__call__` by
-                default.
-            mutable: the collections that can be changed, which are returned as well.
-            capture_intermediates: whether to keep the results of all `__call__` in the collection
-                `intermediates`; or a function that says so of a module and a method's name.
-            **kwargs: of the method.
+            variables: the collections, as created by `init`.
+            rngs: a key, or keys by stream name.
+            method: a method or its name, or a function that takes the module first; by default
+                `__call__`.
+            mutable: collections that can be changed; they are also returned.
+            capture_intermediates: whether to store the results of all `__call__` methods in the
+                collection `intermediates`; or a function of a module and a method name that selects
+                results.
 
         Returns:
-            What the method returns; a pair of it and the changed collections unless `mutable` is
-            False.
+            The result; unless `mutable` is False, in a pair with the mutable collections.
 
         Raises:
-            ApplyModuleInvalidMethodError: if `method` is no method.
-            ModifyScopeVariableError: if a collection is written to that is not mutable.
+            ApplyModuleInvalidMethodError: if `method` is not a method.
+            ModifyScopeVariableError: if the method writes to an immutable collection.
         """
         run, mutable, flags = Module._runner(self, "apply", method, mutable, capture_intermediates)
         return core.apply(run, mutable, flags)(variables, *args, rngs=rngs, **kwargs)
@@ -376,11 +370,7 @@ class Module(ModuleVariables):
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
         **kwargs: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """Calls a method that makes its variables; see `init`.
-
-        Returns:
-            What the method returns, and the variables.
-        """
+        """Returns a method's result and the variables that it creates; see `init`."""
         run, mutable, flags = Module._runner(
             self, "init_with_output", method, mutable, capture_intermediates
         )
@@ -396,15 +386,11 @@ class Module(ModuleVariables):
         capture_intermediates: "bool | Callable[[Module, str], bool]" = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The variables that a method makes.
+        """Returns the variables that a method creates.
 
         Args:
-            rngs: a key for the stream `params`, or keys by the name of their stream.
-            *args: of the method.
-            method: see `apply`.
-            mutable: the collections that are made.
-            capture_intermediates: see `apply`.
-            **kwargs: of the method.
+            rngs: a key for the stream `params`, or keys by stream name.
+            method, capture_intermediates: see `apply`.
 
         Example:
             >>> import jax, jax.numpy as jnp
@@ -431,17 +417,12 @@ class Module(ModuleVariables):
         mutable: Filter = BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """`init` that computes nothing but the variables.
+        """Returns the variables of `init`, computing nothing else.
 
-        Args:
-            rngs: see `init`.
-            *args: of the method; `jax.ShapeDtypeStruct` will do.
-            method: see `apply`.
-            mutable: the collections that are made.
-            **kwargs: of the method.
+        The arguments are those of `init`; they may be `jax.ShapeDtypeStruct`.
 
         Raises:
-            LazyInitError: if an initial value depends on an input of which only the shape is given.
+            LazyInitError: if an initial value depends on an input given only as a shape.
         """
         run, mutable, flags = Module._runner(self, "lazy_init", method, mutable, False)
         return core.lazy_init(run, mutable, flags)(rngs, *args, **kwargs)
@@ -449,7 +430,7 @@ class Module(ModuleVariables):
     def _runner(
         self, what: str, method: Any, mutable: Filter, capture: Any
     ) -> tuple[Callable[..., Any], Filter, dict[str, Any]]:
-        """A function of a scope that calls a method."""
+        """Returns a function of a scope that calls a method."""
         _check_instance(self, what)
         _ = self._state  # refuses what was not made whole
         call = self._method(method)
@@ -468,7 +449,7 @@ class Module(ModuleVariables):
         return run, mutable, flags
 
     def _on(self: M, scope: Scope) -> M:
-        """A copy for a tree of variables of its own, with no submodule that is bound to another."""
+        """Returns a copy on another tree of variables, without submodules bound elsewhere."""
         return self.clone(parent=scope, _deep_clone=_holds_bound(self))
 
     def _method(self, method: Any) -> Callable[..., Any]:
@@ -496,14 +477,11 @@ class Module(ModuleVariables):
         mutable: Filter = BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> "dict[str, Module]":
-        """The modules that a call uses, by path, each without variables.
+        """Returns unbound copies of the modules that a call uses, by path.
 
         Args:
             rngs: see `init`.
-            *args: of `__call__`.
-            show_repeated: whether a module that is called again counts again.
-            mutable: the collections that are made.
-            **kwargs: of `__call__`.
+            show_repeated: whether to repeat modules that are called again.
         """
         return summary.module_paths(self, rngs, show_repeated, mutable, args, kwargs)
 
@@ -521,7 +499,7 @@ class Module(ModuleVariables):
         compute_vjp_flops: bool = False,
         **kwargs: Any,
     ) -> str:
-        """A table of the modules that a call uses: inputs, outputs and variables.
+        """Returns a table of inputs, outputs and variables of a call's modules.
 
         See `weft.linen.tabulate`.
         """
@@ -556,7 +534,7 @@ def _deep_copy(_: str, module: Module, copies: dict[int, Module], reset_names: b
 
 
 def _holds_bound(value: Any) -> bool:
-    """Whether a module in the fields of a module, or in a container, is bound."""
+    """Returns whether a module in the fields of a module, or in a container, is bound."""
     if isinstance(value, Module):
         below = [vars(value).get(name) for name in value._field_names]
     elif isinstance(value, list | tuple):
@@ -574,8 +552,7 @@ def _is_module(x: Any) -> bool:
 
 def _hash(self: Module) -> int:
     if self.scope is not None:
-        # JAX keeps a trace for each function that is equal to the one it has traced. The trace has
-        # the variables of that one inside.
+        # JAX reuses a trace for an equal function, but it contains the first one's variables.
         raise TypeError(
             f"{self._shown} is bound to variables, so it has no hash, and `jax.jit`, "
             "`jax.checkpoint` or `jax.lax.cond` cannot take the module itself as the function. "

@@ -1,9 +1,8 @@
-"""Norms that normalise an input with statistics of its own.
+"""Normalization with statistics of the input.
 
-Which axes share statistics (`reduction_axes`) and which have a scale and bias for each position
-(`feature_axes`) are two questions, and the layers differ in the answers. Statistics are computed
-in float32 unless `force_float32_reductions=False`; the result has the dtype `dtype`, by default
-that to which the input, scale and bias are promoted.
+`reduction_axes` share statistics; `feature_axes` have a scale and a bias for each position.
+Statistics are in float32 unless `force_float32_reductions=False`. The output has the dtype `dtype`,
+by default promoted from input, scale and bias.
 """
 
 from __future__ import annotations
@@ -28,24 +27,17 @@ __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 
 class LayerNorm(Module):
-    """Normalises each position of a batch by itself, `functional.layer_norm` (Ba et al., 2016).
+    """Normalization of each position, `functional.layer_norm` (Ba et al., 2016).
 
     Attributes:
         epsilon: added to the variance.
-        dtype: of the result; by default promoted from the input and the parameters.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        reduction_axes: the axes that share statistics.
-        feature_axes: the axes of scale and bias.
-        axis_name: a mapped axis, or an axis of devices, over which the statistics are taken as
-            well.
-        axis_index_groups: the groups of indices of that axis that share statistics, as in
-            `jax.lax.psum`.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        force_float32_reductions: whether statistics have at least the dtype float32.
+        dtype: output dtype; by default promoted from input and parameters.
+        reduction_axes: axes that share statistics.
+        feature_axes: axes of scale and bias.
+        axis_name: mapped or mesh axis to include in the statistics.
+        axis_index_groups: groups of indices of that axis that share statistics, see `jax.lax.psum`.
+        use_fast_variance: whether to compute mean and variance in one reduction.
+        force_float32_reductions: whether statistics have at least float32.
 
     Example:
         >>> import jax
@@ -73,11 +65,10 @@ class LayerNorm(Module):
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalises an input.
+        """Normalizes an input.
 
         Args:
-            x: the input.
-            mask: which values count in the statistics; all by default.
+            mask: values that count in the statistics; all by default.
         """
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
@@ -97,20 +88,13 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Divides by the root mean square, `functional.rms_norm` (Zhang and Sennrich, 2019).
+    """Division by the root mean square, `functional.rms_norm` (Zhang and Sennrich, 2019).
+
+    See `LayerNorm` for the other attributes.
 
     Attributes:
         epsilon: added to the mean square.
-        dtype: see `LayerNorm`.
-        param_dtype: see `LayerNorm`.
-        use_scale: see `LayerNorm`.
-        scale_init: see `LayerNorm`.
-        reduction_axes: see `LayerNorm`.
-        feature_axes: see `LayerNorm`.
-        axis_name: see `LayerNorm`.
-        axis_index_groups: see `LayerNorm`.
-        use_fast_variance: without effect: there is one statistic.
-        force_float32_reductions: see `LayerNorm`.
+        use_fast_variance: no effect, since there is one statistic.
 
     Example:
         >>> import jax
@@ -135,7 +119,6 @@ class RMSNorm(Module):
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalises an input; arguments as of `LayerNorm`."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         scale = None
         if self.use_scale:
@@ -155,24 +138,15 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Normalises groups of channels, each example by itself (Wu and He, 2018).
+    """Normalization of groups of channels in each example (Wu and He, 2018).
+
+    See `LayerNorm` for the other attributes.
 
     Attributes:
-        num_groups: how many groups there are; None if `group_size` is given.
-        group_size: how many channels a group has; then `num_groups` must be None.
-        epsilon: see `LayerNorm`.
-        dtype: see `LayerNorm`.
-        param_dtype: see `LayerNorm`.
-        use_bias: see `LayerNorm`.
-        use_scale: see `LayerNorm`.
-        bias_init: see `LayerNorm`.
-        scale_init: see `LayerNorm`.
-        reduction_axes: the axes that share statistics, the last one among them; all but the first
-            by default.
-        axis_name: see `LayerNorm`.
-        axis_index_groups: see `LayerNorm`.
-        use_fast_variance: see `LayerNorm`.
-        force_float32_reductions: see `LayerNorm`.
+        num_groups: number of groups; must be None if `group_size` is set.
+        group_size: number of channels per group.
+        reduction_axes: axes that share statistics, including the last; by default all but the
+            first.
 
     Example:
         >>> import jax
@@ -204,12 +178,12 @@ class GroupNorm(Module):
         *,
         mask: Bool[Array, "*#batch"] | None = None,
     ) -> Float[Array, "batch *spatial channels"]:
-        """Normalises an input; arguments as of `LayerNorm`.
+        """Normalizes an input; see `LayerNorm` for the arguments.
 
         Raises:
-            ArgumentShapeError: if the channels cannot be cut into equal groups.
+            ArgumentShapeError: if the channels are not divisible into equal groups.
             ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or
-                the last axis is not among the `reduction_axes`.
+                `reduction_axes` lacks the last axis.
         """
         functional.check_sizes(
             type(self).__name__, num_groups=self.num_groups, group_size=self.group_size
@@ -235,21 +209,12 @@ class GroupNorm(Module):
 
 
 class InstanceNorm(Module):
-    """Normalises each channel of each example by itself (Ulyanov et al., 2016).
+    """Normalization of each channel in each example (Ulyanov et al., 2016).
+
+    See `LayerNorm` for the other attributes.
 
     Attributes:
-        epsilon: see `LayerNorm`.
-        dtype: see `LayerNorm`.
-        param_dtype: see `LayerNorm`.
-        use_bias: see `LayerNorm`.
-        use_scale: see `LayerNorm`.
-        bias_init: see `LayerNorm`.
-        scale_init: see `LayerNorm`.
-        feature_axes: the axes of the channels. All others but the first share statistics.
-        axis_name: see `LayerNorm`.
-        axis_index_groups: see `LayerNorm`.
-        use_fast_variance: see `LayerNorm`.
-        force_float32_reductions: see `LayerNorm`.
+        feature_axes: axes of the channels; all others but the first share statistics.
 
     Example:
         >>> import jax
@@ -276,10 +241,10 @@ class InstanceNorm(Module):
     def __call__(
         self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
     ) -> Float[Array, " batch *shape"]:
-        """Normalises an input; arguments as of `LayerNorm`.
+        """Normalizes an input; see `LayerNorm` for the arguments.
 
         Raises:
-            ArgumentValueError: if the first axis is among the `feature_axes`.
+            ArgumentValueError: if the first axis is in `feature_axes`.
         """
         features, axes = instance_norm_axes(self.feature_axes, x.shape)
         scale, bias = scale_and_bias(self, [x.shape[a] for a in features])
@@ -299,7 +264,7 @@ class InstanceNorm(Module):
 
 
 def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Array | None]:
-    """The parameters `scale` and `bias` of a norm, None where it has none."""
+    """Returns the parameters `scale` and `bias` of a norm, or None where unused."""
     given = tuple(shape), module.param_dtype
     scale = module.param("scale", module.scale_init, *given) if module.use_scale else None
     bias = module.param("bias", module.bias_init, *given) if module.use_bias else None
@@ -307,7 +272,7 @@ def scale_and_bias(module: Any, shape: Sequence[int]) -> tuple[Array | None, Arr
 
 
 def along(axes: Sequence[int], values: Array | None, x: Array) -> Array | None:
-    """Values for each position of some axes of `x`, broadcastable to it."""
+    """Reshapes values for positions of some axes of `x` to broadcast to `x`."""
     if values is None or list(axes) == list(range(x.ndim - len(axes), x.ndim)):
         return values
     return values.reshape([x.shape[a] if a in axes else 1 for a in range(x.ndim)])

@@ -1,9 +1,9 @@
-"""Names of axes in a collection beside the variables, as older programs keep them.
+"""Axis names in a separate collection, as in older programs.
 
-`param_with_axes` makes a parameter, and leaves the names of its axes in the collection
-`params_axes`; `get_axis_names` makes a tree of layouts of that collection. New programs rather keep
-the names with the variable: see `weft.linen.with_logical_partitioning`. The other names of this
-module are those of `weft.linen.spmd`, as they are called there.
+`param_with_axes` creates a parameter and stores the names of its axes in the collection
+`params_axes`; `get_axis_names` returns the layouts of that collection. New programs should store
+the names with the variable, see `weft.linen.with_logical_partitioning`. The other names of this
+module are aliases of those in `weft.linen.spmd`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,11 +47,10 @@ __all__ = [
 
 
 class AxisMetadata(struct.PyTreeNode, meta.AxisMetadata):
-    """The names of a variable's axes, without the variable.
+    """Names of a variable's axes, without the variable.
 
     Attributes:
-        names: for each axis its logical name, or None; of a variable that is a dict, a dict of
-            these.
+        names: for each axis its logical name, or None; for a dict variable, a dict of these.
 
     Example:
         >>> import jax
@@ -88,19 +87,16 @@ Names = tuple[Any, ...] | FrozenDict[str, Any]
 
 
 def _map_names(fn: Callable[[Any], Any], names: Any) -> Any:
-    """Maps the names of each array of a variable; None is for an array without names."""
+    """Maps the names of each array of a variable; None means an array without names."""
     if isinstance(names, Mapping):
         return FrozenDict({key: _map_names(fn, below) for key, below in names.items()})
     return None if names is None else fn(names)
 
 
 class PartitionedVariable(Variable):
-    """A variable whose value is laid out by the names of its axes whenever it is read or written.
+    """Variable whose value is laid out by the names of its axes on each read and write.
 
     Args:
-        scope: whose variable it is.
-        collection: its collection.
-        name: its name.
         unbox: see `Variable`.
         axes: for each axis its logical name, or None.
         fallback: see `with_logical_constraint`.
@@ -121,7 +117,7 @@ class PartitionedVariable(Variable):
 
     @property
     def value(self) -> Any:
-        """The value, laid out as the rules say."""
+        """The value, laid out by the rules."""
         return with_sharding_constraint(super().value, self.axes, fallback=self.fallback)
 
     @value.setter
@@ -138,16 +134,12 @@ def param_with_axes(
     module: Module | None = None,
     **init_kwargs: Any,
 ) -> Any:
-    """A parameter whose axes have names, laid out as the rules say.
+    """Returns a parameter with axis names, laid out by the rules.
 
     Args:
-        name: of the parameter.
-        init_fn: makes it, as for `Module.param`.
-        *init_args: of `init_fn`.
-        axes: for each axis its logical name, or None; of a parameter that is a dict, a dict of
-            these.
-        module: whose parameter it is; by default of the module whose method runs.
-        **init_kwargs: of `init_fn`.
+        init_fn: see `Module.param`.
+        axes: for each axis its logical name, or None; for a dict parameter, a dict of these.
+        module: the parameter's module; by default the one whose method runs.
 
     Raises:
         AxisMetadataError: if the parameter already has other names.
@@ -184,22 +176,13 @@ def variable_with_axes(
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
     **init_kwargs: Any,
 ) -> PartitionedVariable:
-    """A variable whose axes have names, laid out as the rules say.
+    """Returns a variable with axis names, laid out by the rules; see `param_with_axes`.
 
     Args:
-        collection: the variable's; the names are left in `f"{collection}_axes"`.
-        name: of the variable.
-        init_fn: makes its first value, as for `Module.variable`.
-        *init_args: of `init_fn`.
-        axes: for each axis its logical name, or None; of a variable that is a dict, a dict of
-            these.
-        module: whose variable it is; by default of the module whose method runs.
+        collection: the variable's collection; the names are stored in `f"{collection}_axes"`.
+        init_fn: see `Module.variable`.
+        axes, module: see `param_with_axes`.
         fallback: see `with_logical_constraint`.
-        **init_kwargs: of `init_fn`.
-
-    Raises:
-        AxisMetadataError: if the variable already has other names.
-        ModuleError: if no module's method runs.
     """
     module = _running(module, name)
     made = module.variable(collection, name, init_fn, *init_args, **init_kwargs)
@@ -230,8 +213,8 @@ def _note_axes(
         if before not in (None, new):
             raise AxisMetadataError(
                 f"{name!r} of {'/'.join(module.path) or 'the outermost module'} was given axes="
-                f"{new.names}, and has the names {before.names}; give the same, or make its "
-                f"collection {collection}_axes anew."
+                f"{new.names}, and has the names {before.names}; give the same, or create its "
+                f"collection {collection}_axes again."
             )
         return new
 
@@ -239,13 +222,13 @@ def _note_axes(
 
 
 def get_axis_names(axes_metadata: Any) -> FrozenDict:
-    """The layouts of a collection of names: a tree like that of the variables.
+    """Returns the layouts of a collection of names, as a tree like that of the variables.
 
     Args:
         axes_metadata: the collection, as `variables["params_axes"]`.
 
     Raises:
-        AxisMetadataError: if it has something else than names.
+        AxisMetadataError: if a leaf is not `AxisMetadata`.
 
     Example:
         >>> get_axis_names({"dense": {"kernel_axes": AxisMetadata(("embed", None))}})
@@ -287,12 +270,12 @@ def scan_with_axes(
     data_transform: Callable[..., Any] | None = None,
     methods: Any = None,
 ) -> Any:
-    """`weft.linen.scan`, where the names of axes get one more.
+    """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes.
 
     Args:
-        target: see `weft.linen.scan`, as for what is not listed here.
-        axis_name: the logical name of the scanned axis.
-        axes_collections: the collections whose axes have names.
+        target: see `weft.linen.scan`, also for the other arguments.
+        axis_name: logical name of the scanned axis.
+        axes_collections: collections with axis names.
     """
     names = {f"{name}_axes": variable_axes.get(name) for name in axes_collections}
     mapped = {name: axis for name, axis in names.items() if axis is not None}
@@ -325,12 +308,11 @@ def vmap_with_axes(
     spmd_axis_name: str | None = None,
     methods: Any = None,
 ) -> Any:
-    """`weft.linen.vmap`, where the names of axes get one more.
+    """Applies `weft.linen.vmap`, and adds the mapped axis to the names of axes.
 
     Args:
-        target: see `weft.linen.vmap`, as for what is not listed here.
-        partitioning_axis_names: for each collection whose axes have names, the logical name of the
-            mapped axis.
+        target: see `weft.linen.vmap`, also for the other arguments.
+        partitioning_axis_names: the mapped axis's logical name, by collection with axis names.
     """
     mapped = transforms.vmap(
         target,
@@ -362,11 +344,11 @@ def remat(
     policy: Callable[..., bool] | None = None,
     methods: Any = None,
 ) -> Any:
-    """`weft.linen.remat`, where `static_argnums` does not count the module.
+    """Applies `weft.linen.remat`, with `static_argnums` that do not count the module.
 
     Args:
-        target: see `weft.linen.remat`, as for what is not listed here.
-        static_argnums: the arguments after the module that are hashable values and no arrays.
+        target: see `weft.linen.remat`, also for the other arguments.
+        static_argnums: arguments after the module that are hashable values, not arrays.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,10 +1,9 @@
-"""Modules on their trip through a transformation.
+"""Transfer of modules through a transformation.
 
-What crosses are the scopes of modules. The modules themselves, their classes and fields, are the
-structure of the pytree that the scopes are in, and two of them are equal if they would run alike:
-where they are in their tree makes no difference. Inside, fresh modules are made on the scopes that
-came through. Modules that a function sees in its closure cross as well; there they are given the
-inner scopes for the time of the call.
+The scopes of modules cross as leaves of a pytree. Its structure contains the modules' classes and
+fields; two modules are equal if they compute the same, wherever they are in their trees. Inside,
+new modules are created on the inner scopes. Modules in a function's closure cross too and
+temporarily hold the inner scopes during the call.
 """
 
 import contextlib
@@ -33,17 +32,17 @@ from weft.linen.submodules import map_submodules
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Seat:
-    """Stands for a module in arguments and fields, while the module crosses."""
+    """Placeholder of a module in arguments and fields while it crosses."""
 
     index: int
 
 
 class Token:
-    """Stands for a transformed class: which of its modules are inside of the transformation."""
+    """Identity of a transformed class, to mark modules inside of its transformation."""
 
 
 class _Passenger(NamedTuple):
-    """A module without its scope; its `path` only where it matters, see `running.PLACED`."""
+    """Module without its scope; `path` is set only where it matters, see `running.PLACED`."""
 
     cls: type[Module]
     fields: dict[str, Any]
@@ -57,14 +56,14 @@ class _Passenger(NamedTuple):
 
 
 class Manifest:
-    """The modules of a call: a hashable value, compared by what they are.
+    """Modules of a call, as a hashable value that is compared by content.
 
     Attributes:
         passengers: the modules.
-        target: the tree of the modules that the function is given first.
-        captured: for each function, those that it sees in its closure.
-        options: the arguments that are no arrays, by name.
-        cursors: for each passenger, how many submodules it has named when the functions end.
+        target: tree of the modules in the function's first argument.
+        captured: for each function, the modules in its closure.
+        options: arguments that are not arrays, by name.
+        cursors: for each passenger, the number of submodules named when the functions end.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Manifest:
         self._hash = hash(self._key)
 
     def reach(self, cursors: Sequence[dict[str, int]]) -> None:
-        """Notes how many submodules were named by one of the functions."""
+        """Updates the cursors with those of one of the functions."""
         before = self.cursors or [{}] * len(cursors)
         self.cursors = [
             {name: max(old.get(name, 0), new.get(name, 0)) for name in {**old, **new}}
@@ -112,7 +111,7 @@ class Manifest:
 
 
 class _Log:
-    """A manifest that makes no difference: any two are equal."""
+    """Wrapper of a manifest that equals any other."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
@@ -126,7 +125,7 @@ class _Log:
 
 @dataclasses.dataclass(frozen=True)
 class _NoKey:
-    """What is added to the path of a value that is logged."""
+    """Empty key in the path of a logged value."""
 
     def __str__(self) -> str:
         return ""
@@ -134,10 +133,10 @@ class _NoKey:
 
 @jax.tree_util.register_pytree_with_keys_class
 class Logged:
-    """A result with the manifest of the call that was traced.
+    """Result with the manifest of the traced call.
 
-    JAX runs a trace again without the functions. Then the structure of what comes back, which is
-    that of the trace, says how many submodules they have named.
+    JAX reruns a trace without calling the functions; the structure of the result, which is that of
+    the trace, then provides the number of submodules that they named.
     """
 
     def __init__(self, value: Any, carriage: "Carriage"):
@@ -157,13 +156,13 @@ class Logged:
         return logged
 
     def read(self, carriage: "Carriage") -> Any:
-        """The value, after the log was copied to the manifest of a call that was not traced."""
+        """Returns the value, after copying the cursors to the manifest of another call."""
         carriage.manifest.cursors = self.manifest.cursors
         return self.value
 
 
 def _key(value: Any) -> Hashable:
-    """What stands for a field in a comparison."""
+    """Returns a field's value in comparable form."""
     if isinstance(value, Seat):
         return value
     if isinstance(value, tuple):
@@ -175,7 +174,7 @@ def _key(value: Any) -> Hashable:
 
 @jax.tree_util.register_pytree_node_class
 class Carriage:
-    """The scopes of modules, as a pytree whose structure says what the modules are."""
+    """Scopes of modules, as a pytree whose structure contains the modules."""
 
     def __init__(self, manifest: Manifest, scopes: Sequence[Any]):
         self.manifest = manifest
@@ -189,15 +188,15 @@ class Carriage:
         return cls(manifest, scopes)
 
     def target_seats(self) -> list[Seat]:
-        """The modules that the function is given first."""
+        """Returns the seats of the modules in the function's first argument."""
         return jax.tree.leaves(self.manifest.target, is_leaf=_is_seat)
 
     def target_structure(self) -> Any:
-        """The structure of the tree of these modules."""
+        """Returns the structure of the function's first argument."""
         return jax.tree.structure(self.manifest.target, is_leaf=_is_seat)
 
     def modules(self) -> list[Module]:
-        """The modules, made anew on the scopes."""
+        """Creates the modules on the scopes."""
         made: dict[int, Module] = {}
 
         def module(i: int) -> Module:
@@ -225,7 +224,7 @@ def _is_seat(x: Any) -> bool:
 
 
 class Boarding:
-    """Takes the modules out of what a lifted function is given."""
+    """Extractor of modules from the arguments of a lifted function."""
 
     def __init__(self, target: Any, token: Token | None) -> None:
         self.modules: list[Module] = []
@@ -235,10 +234,10 @@ class Boarding:
         self._passengers: list[_Passenger | None] = []
 
     def seat(self, module: Module) -> Seat:
-        """Takes in a module, and those in its fields.
+        """Adds a module and those in its fields.
 
         Raises:
-            UnboundModuleError: if it has no variables.
+            UnboundModuleError: if the module is not bound.
         """
         if module.scope is None:
             raise UnboundModuleError("a lifted function was called", type(module).__name__)
@@ -267,7 +266,7 @@ class Boarding:
         return self._seats[id(module)]
 
     def seats(self, tree: Any) -> Any:
-        """A tree of arguments with seats where modules were."""
+        """Returns a tree of arguments with seats in place of modules."""
         if _is_module(tree):
             return self.seat(tree)
         leaves, structure = jax.tree.flatten(tree, is_leaf=_is_module)
@@ -278,7 +277,7 @@ class Boarding:
     def carriage(
         self, target: Any, captured: Sequence[tuple[Seat, ...]], options: dict[str, Any]
     ) -> Carriage:
-        """All that was taken in."""
+        """Returns the carriage of all added modules."""
         manifest = Manifest(self._passengers, target, tuple(captured), options)  # pyright: ignore[reportArgumentType]
         return Carriage(manifest, [module.scope for module in self.modules])
 
@@ -288,11 +287,11 @@ def _is_module(x: Any) -> bool:
 
 
 def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
-    """A function of a carriage from a function of modules.
+    """Converts a function of modules to a function of a carriage.
 
     Args:
         fn: `fn(target, *args, **kwargs)`.
-        index: which one it is of the functions that `board` was given.
+        index: index of `fn` in the functions given to `board`.
     """
 
     def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
@@ -329,7 +328,7 @@ _HOLDERS = (FunctionType, MethodType, functools.partial, list, tuple, dict)
 
 
 def captured_modules(fn: Any) -> list[Module]:
-    """The bound modules that a function sees, by itself or through functions that it sees."""
+    """Returns the bound modules that a function captures, directly or through other functions."""
     found: dict[int, Module] = {}
     seen: set[int] = set()
     to_see = list(reversed(_held(fn)))
@@ -345,7 +344,6 @@ def captured_modules(fn: Any) -> list[Module]:
 
 
 def _held(fn: Any) -> Sequence[Any]:
-    """What a function or a container holds."""
     if isinstance(fn, list | tuple):
         return fn
     if isinstance(fn, dict):
@@ -367,7 +365,7 @@ def _held(fn: Any) -> Sequence[Any]:
 def _in_place(
     outer: Sequence[Module], seats: Sequence[Seat], inner: list[Module]
 ) -> Iterator[None]:
-    """A context in which modules from outside are, themselves, what came through of them."""
+    """Enters a context in which outer modules hold the state of the inner ones."""
     before = [dict(vars(module)) for module in outer]
     for module, seat in zip(outer, seats, strict=True):
         _become(module, vars(inner[seat.index]))
@@ -392,17 +390,16 @@ def board(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     token: Token | None = None,
 ) -> tuple[Boarding, Carriage, Any, Any]:
-    """Splits what lifted functions are given.
+    """Extracts the modules from the arguments of lifted functions.
 
     Args:
         fns: the functions.
-        target: the modules that they are given first.
-        args: their other arguments.
-        kwargs: those with a name.
-        token: what the target is inside of then.
+        target: their first argument, a tree of modules.
+        kwargs: the keyword arguments.
+        token: marks the target as inside of a transformed class.
 
     Returns:
-        The modules, their carriage, and `args` and `kwargs` as they cross.
+        The modules, their carriage, and the remaining `args` and `kwargs`.
     """
     _check_target(fns[0], target)
     boarding = Boarding(target, token)
@@ -415,7 +412,7 @@ def board(
 
 
 def _is_option(value: Any) -> bool:
-    """Whether an argument cannot be mapped or sliced, so that it is part of the structure."""
+    """Returns whether an argument cannot be mapped or sliced, and thus belongs to the structure."""
     return value is None or isinstance(value, bool | str) or callable(value)
 
 
@@ -434,6 +431,6 @@ def _check_target(fn: Any, target: Any) -> None:
 
 
 def arrive(boarding: Boarding, carriage: Carriage) -> None:
-    """Goes on naming submodules where the functions have stopped."""
+    """Copies the numbers of named submodules back to the outer modules."""
     for module, cursor in zip(boarding.modules, carriage.manifest.cursors or (), strict=False):
         module._state.named_elsewhere(cursor)

@@ -1,4 +1,4 @@
-"""Pooling, which needs no module; the functions are those of `weft.functional.window_pooling`."""
+"""Pooling functions, from `weft.functional.window_pooling`."""
 
 from weft.functional.window_pooling import avg_pool, max_pool, min_pool, pool
 

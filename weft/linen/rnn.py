@@ -1,8 +1,8 @@
-"""Recurrence over sequences: a cell in a loop, and two of them in opposite directions.
+"""Recurrence over sequences: a cell in a loop, in one or both directions.
 
-The loop is a lifted scan, so a cell's parameters are shared by all steps; what else it has can be
-carried or be stacked along a new axis. With `seq_lengths`, the state that is returned is that after
-a sequence's last position that counts; outputs behind it mean nothing.
+The loop is a lifted scan, so all steps share a cell's parameters; other variables can be carried or
+stacked along a new axis. With `seq_lengths`, the returned state is that after a sequence's last
+valid position, and later outputs are meaningless.
 """
 
 from __future__ import annotations
@@ -27,20 +27,17 @@ __all__ = ["RNN", "Bidirectional"]
 
 
 class RNN(Module):
-    """Runs a cell over sequences.
+    """Layer that applies a cell to sequences.
 
     Attributes:
-        cell: the cell; its variables are those of the submodule `cell`.
-        time_major: whether time is the first axis; otherwise it comes after the batch axes, in
-            front of the cell's `num_feature_axes`.
-        return_carry: whether to return the last state as well.
+        cell: the cell; its variables are in the submodule `cell`.
+        time_major: whether time is the first axis; otherwise it follows the batch axes, before the
+            cell's `num_feature_axes`.
+        return_carry: whether to return the last state too.
         reverse: whether to run from the last position to the first.
-        keep_order: of a reverse run, whether outputs are in the order of the inputs.
-        unroll: how many steps are compiled into one iteration of the loop.
-        variable_axes: see `scan`, as for the other attributes.
-        variable_broadcast: the collections that all steps share.
-        variable_carry: the collections that each step hands to the next.
-        split_rngs: the PRNG streams of which each step has keys of its own.
+        keep_order: whether a reverse run returns outputs in the order of the inputs.
+        unroll: number of steps per compiled iteration.
+        variable_axes, variable_broadcast, variable_carry, split_rngs: see `scan`.
 
     Example:
         >>> from weft import linen as nn
@@ -75,23 +72,20 @@ class RNN(Module):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        """Runs the cell.
+        """Runs the cell; options override the attributes of the same name.
 
         Args:
-            inputs: the sequences; of shape `(time, *batch, *features)` if `time_major`.
-            initial_carry: the first state; by default the one that the cell makes.
-            init_key: the PRNG key for the cell to make it with.
-            seq_lengths: how many positions of each sequence count; all by default.
-            return_carry: instead of the attribute.
-            time_major: instead of the attribute.
-            reverse: instead of the attribute.
-            keep_order: instead of the attribute.
+            inputs: the sequences, of shape `(time, *batch, *features)` if `time_major`.
+            initial_carry: the first state; by default the cell's.
+            init_key: PRNG key for the cell's first state.
+            seq_lengths: number of valid positions of each sequence; all by default.
+            return_carry, time_major, reverse, keep_order: see the attribute.
 
         Returns:
             The outputs, or the last state and the outputs.
 
         Raises:
-            ArgumentShapeError: if `seq_lengths` are not those of the sequences.
+            ArgumentShapeError: if `seq_lengths` does not match the sequences.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -136,7 +130,7 @@ def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
 def _step_of_lengths(
     cell: RNNCellBase, carry: tuple[Any, Any], x: Array, step: Array, seq_lengths: Array
 ) -> tuple[tuple[Any, Any], Any]:
-    """A step of all sequences, beside which the state is kept that each had where it ended."""
+    """Computes a step of all sequences, keeping the final state of those that have ended."""
     running, kept = carry
     running, y = cell(running, x)
     return (running, within_lengths(running, kept, step, seq_lengths)), y
@@ -147,15 +141,15 @@ def _concatenate(a: Array, b: Array) -> Array:
 
 
 class Bidirectional(Module):
-    """Runs one `RNN` over sequences and one over their reverse, and merges the outputs.
+    """Layer that applies one `RNN` forward and one backward, and merges the outputs.
 
     Attributes:
-        forward_rnn: the one, a submodule of this name.
-        backward_rnn: the other. Where it is the same module, the two share parameters.
-        merge_fn: from two outputs, in the order of the inputs, to one; by default it puts them
-            one after the other along the last axis.
+        forward_rnn: the submodule that runs forward.
+        backward_rnn: the submodule that runs backward; may be the same module, to share parameters.
+        merge_fn: merges two outputs in the order of the inputs; by default concatenates the last
+            axis.
         time_major: see `RNN`.
-        return_carry: whether to return both last states, as a pair, as well.
+        return_carry: whether to return both last states, as a pair.
 
     Example:
         >>> from weft import linen as nn
@@ -183,17 +177,13 @@ class Bidirectional(Module):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        """Runs both; arguments and result as of `RNN`.
+        """Runs both; see `RNN` for the other arguments and the result.
 
         Args:
-            inputs: the sequences.
-            initial_carry: the first states of both, as a pair.
-            init_key: for both cells to make them with.
-            seq_lengths: how many positions of each sequence count.
-            return_carry: instead of the attribute.
-            time_major: instead of the attribute.
-            reverse: without effect, as both directions are run; for the place of an `RNN`.
-            keep_order: likewise.
+            initial_carry: pair of first states.
+            init_key: PRNG key for both cells' first states.
+            reverse: ignored, for compatibility with `RNN`.
+            keep_order: ignored, for compatibility with `RNN`.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         keys = (None, None) if init_key is None else jax.random.split(init_key)

@@ -1,7 +1,6 @@
-"""What runs at the moment, in each thread: the modules whose methods are being called.
+"""Thread-local stack of modules whose methods run, interceptors, and names in profiles.
 
-A module that is made inside of another one's method belongs to that one; interceptors see each
-call; and operations carry the names of modules in profiles. All of it is known here.
+A module created in another module's method belongs to that module.
 """
 
 import contextlib
@@ -18,12 +17,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class InterceptorContext:
-    """Which call an interceptor sees.
+    """Call seen by an interceptor.
 
     Attributes:
-        module: whose method is called.
-        method_name: its name.
-        orig_method: the method, which is called without further interceptors.
+        orig_method: the method without further interceptors.
     """
 
     module: "Module"
@@ -32,7 +29,7 @@ class InterceptorContext:
 
 
 class Interceptor(Protocol):
-    """Called in place of each method of each module; `next_fun` is what would be called."""
+    """Function called in place of each method; `next_fun` is the next interceptor or the method."""
 
     def __call__(
         self,
@@ -47,34 +44,34 @@ class _Running(threading.local):
     def __init__(self) -> None:
         self.modules: list[Module | None] = []
         self.interceptors: tuple[Interceptor, ...] = ()
-        self.lifted = 0  # how many transformed functions are being traced
+        self.lifted = 0  # number of transformed functions being traced
 
     def __reduce__(self) -> str:
-        return "RUNNING"  # methods of classes that are pickled by value refer to it
+        return "RUNNING"  # classes pickled by value refer to it in their methods
 
 
 RUNNING = _Running()
 _named_call: contextvars.ContextVar[bool] = contextvars.ContextVar("named_call", default=True)
 
 
-# The classes whose modules have asked, inside of a transformation, where in their tree they are. A
-# trace of such a module holds for that place alone, while all others share theirs.
+# The classes whose modules read their path inside of a transformation. A trace of such a module is
+# valid only at that path, while all other modules share traces.
 PLACED: "weakref.WeakSet[type[Module]]" = weakref.WeakSet()
 
 
 def place_is_read(module: "Module") -> None:
-    """Notes that a module reads its name or path."""
+    """Records that a module reads its name or path."""
     if RUNNING.lifted:
         PLACED.update(type(m) for m in (module, *RUNNING.modules) if m is not None)
 
 
 def name_of(module: "Module") -> str | None:
-    """A module's name, without a note that it was read."""
+    """Returns a module's name, without recording the read."""
     return vars(module).get("name")
 
 
 class Name:
-    """The field `name` of modules."""
+    """Field `name` of modules."""
 
     def __get__(self, module: "Module | None", cls: type) -> Any:
         if module is None:
@@ -87,13 +84,13 @@ class Name:
 
 
 def current_module() -> "Module | None":
-    """The module whose method runs, None outside of all."""
+    """Returns the module whose method runs, or None."""
     return RUNNING.modules[-1] if RUNNING.modules else None
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """A context outside of all modules: what is made in it is nobody's submodule."""
+    """Enters a context in which new modules have no parent."""
     RUNNING.modules.append(None)
     try:
         yield
@@ -103,11 +100,11 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def intercept_methods(interceptor: Interceptor) -> Iterator[None]:
-    """Within this context an interceptor is called in place of each method of each module.
+    """Enters a context in which an interceptor replaces each method call of each module.
 
     Args:
-        interceptor: `interceptor(next_fun, args, kwargs, context)`; what it returns is the result
-            of the call. Of several, the outermost context's is called first.
+        interceptor: `interceptor(next_fun, args, kwargs, context)` returns the result of the call.
+            Of several interceptors, the outermost is called first.
 
     Example:
         >>> import jax.numpy as jnp
@@ -144,27 +141,23 @@ def intercepted(fn: Callable[..., Any], module: "Module", args: Any, kwargs: Any
 
 
 def named_call_is_on() -> bool:
-    """Whether operations carry the names of the modules that they are in."""
+    """Returns whether operations are named after their modules."""
     return _named_call.get()
 
 
 def enable_named_call() -> None:
-    """Operations carry the names of the modules that they are in, as they do by default."""
+    """Names operations after their modules, the default, in this thread."""
     _named_call.set(True)
 
 
 def disable_named_call() -> None:
-    """Operations do not carry the names of modules, in this thread."""
+    """Stops naming operations after their modules, in this thread."""
     _named_call.set(False)
 
 
 @contextlib.contextmanager
 def override_named_call(enable: bool = True) -> Iterator[None]:
-    """Within this context operations carry the names of modules, or do not.
-
-    Args:
-        enable: whether they do.
-    """
+    """Enters a context in which operations are named after their modules, or not."""
     token = _named_call.set(enable)
     try:
         yield

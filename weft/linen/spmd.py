@@ -1,6 +1,6 @@
-"""Logical axes: names for the axes of variables and activations, which rules lay over a mesh.
+"""Logical axes of variables and activations, which rules map to mesh axes.
 
-The functions are those of `weft.core`; see `weft.core.logical` for how rules are applied.
+See `weft.core.logical` for how rules are applied.
 """
 
 from weft.core.axis_rules import (

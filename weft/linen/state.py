@@ -1,4 +1,4 @@
-"""What a bound module remembers while it runs: its submodules, and which names it has given."""
+"""Runtime state of a bound module: its submodules and used names."""
 
 import contextlib
 import enum
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Setup(enum.Enum):
-    """How far the method `setup` is."""
+    """Progress of the method `setup`."""
 
     DUE = enum.auto()
     RUNS = enum.auto()
@@ -25,22 +25,22 @@ _NOTHING: Any = MappingProxyType({})
 
 
 class State:
-    """The part of a module that is not its fields.
+    """Part of a module that is not its fields.
 
-    Modules are many, and most of them have no submodules and no names to remember. So an instance
-    holds what differs from the values of the class, and its containers come with their first entry:
-    what is not there is not followed by the garbage collector, which runs more than once a trace.
+    Most modules have no submodules and few names, and the garbage collector runs several times per
+    trace. An instance therefore holds only values that differ from the class's, and creates
+    containers with their first entry.
 
     Attributes:
-        setup: how far `setup` is.
+        setup: progress of `setup`.
         in_compact: whether a compact method runs.
         children: the submodules by name.
-        given: the fields that hold modules, as they were given.
-        inside: of a transformed class, the transformations inside of which the module is.
-        own_names: what `setup` and the fields have named. It goes through a transformation with the
-            module, so that a function inside cannot give a name again.
-        adopted: by identity, the modules that were given to this module or to one above it, and
-            their bound copies. The originals are kept, so that no identity is used twice.
+        given: original values of fields that hold modules.
+        inside: transformations of the module's class that the module is inside of.
+        own_names: names used by `setup` and the fields. They cross transformations with the module,
+            so that a function inside cannot reuse a name.
+        adopted: by identity, modules given to this module or one above, and their bound copies.
+            Keeping the originals prevents reuse of an identity.
     """
 
     setup = Setup.DUE
@@ -66,21 +66,21 @@ class State:
 
     @property
     def place(self) -> "Scope | None":
-        """Where submodules are made, if that is below a scope with the name of a method."""
+        """The scope for submodules, if it is below a scope with the name of a method."""
         return self._places[-1][0] if self._places else None
 
     @property
     def cursor(self) -> dict[str, int]:
-        """By class name, how many submodules of this place have been named by themselves."""
+        """The number of automatically named submodules at this place, by class name."""
         return self._places[-1][1] if self._places else _NOTHING
 
     @property
     def names_submodules(self) -> bool:
-        """Whether a method runs in which submodules can be made without an attribute."""
+        """True if a method runs that can create submodules without an attribute."""
         return self.in_compact or self.place is not None
 
     def begin_compact(self, module: "Module", method: str) -> None:
-        """A compact method gives the names again that it gave when it was called before."""
+        """Releases the names used by a previous call of a compact method."""
         scope: Any = module.scope
         for col, names in self._taken.items():
             for name in names:
@@ -96,16 +96,16 @@ class State:
         self._method = method
 
     def take(self, scope: "Scope", name: str, module: "Module", child: "Module") -> None:
-        """Notes that a submodule is given a name.
+        """Records the name of a new submodule.
 
         Raises:
-            NameInUseError: if it was given before.
-            MultipleMethodsCompactError: if another compact method gave it to another module.
+            NameInUseError: if the name is taken.
+            MultipleMethodsCompactError: if another compact method used it for another module.
         """
         if scope.name_reserved(name):
             raise NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
         if self.place is not None:
-            return  # it is made anew in each call of the method
+            return  # each call of the method creates it again
         if self.in_compact and name in self._named_by:
             method, before = self._named_by[name]
             if method != self._method and before != child.clone(name=name):
@@ -118,33 +118,33 @@ class State:
         self.note(name, None)
 
     def note(self, name: str, col: str | None) -> None:
-        """Notes a name that the next call of a compact method may give again."""
+        """Records a name that the next call of a compact method may use again."""
         if self.in_compact:
             if not self._taken:
                 self._taken = {}
             self._taken.setdefault(col, []).append(name)
 
     def next_name(self, prefix: str) -> str:
-        """A name for a submodule that has none."""
+        """Returns a name for a submodule without one."""
         cursor = self._all_places()[-1][1]
         n = cursor.get(prefix, 0)
         cursor[prefix] = n + 1
         return f"{prefix}_{n}"
 
     def named_elsewhere(self, cursor: Mapping[str, int]) -> None:
-        """Takes over how many submodules another copy of the module has named by themselves."""
+        """Updates the numbers of named submodules with those of another copy of the module."""
         if cursor and self.names_submodules:
             self._all_places()[-1][1].update(cursor)
 
     def _all_places(self) -> "list[tuple[Scope | None, dict[str, int]]]":
-        """The places that are open, the module's own scope first, each with its cursor."""
+        """Returns the open places with their cursors, the module's own scope first."""
         if not self._places:
             self._places = [(None, {})]
         return self._places
 
     @contextlib.contextmanager
     def at(self, place: "Scope | None" = None) -> Iterator[None]:
-        """A context in which submodules are made at a place, by default the module's own scope."""
+        """Enters a context that creates submodules at a place, by default the module's scope."""
         places = self._all_places()
         places.append(places[0] if place is None else (place, {}))
         try:
@@ -153,7 +153,7 @@ class State:
             places.pop()
 
     def name_scope(self, module: "Module", name: str) -> contextlib.AbstractContextManager[None]:
-        """A context in which submodules are made below a scope with the name of a method.
+        """Returns a context that creates submodules in a scope with the name of a method.
 
         Raises:
             NameInUseError: if a submodule or a variable has the name.
@@ -173,7 +173,7 @@ class State:
         inside: frozenset[Any],
         own_names: "Names",
     ) -> None:
-        """Goes on where another copy of the module is."""
+        """Takes over the state of another copy of the module."""
         scope: Any = module.scope
         if own_names:
             self.own_names = own_names

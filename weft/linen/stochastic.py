@@ -1,4 +1,4 @@
-"""What is dropped at random."""
+"""Dropout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["Dropout"]
 
 
 class Dropout(Module):
-    """Zeros elements with probability `rate`, and scales the others up (Srivastava et al., 2014).
+    """Dropout with probability `rate`, scaling the other elements up (Srivastava et al., 2014).
 
-    It draws from a PRNG stream, so `apply` needs `rngs={"dropout": key}`.
+    `apply` needs a key for the PRNG stream: `rngs={"dropout": key}`.
 
     Attributes:
-        rate: the probability of zero, in `[0, 1]`.
-        broadcast_dims: axes along which all elements are dropped together, or none is.
-        deterministic: whether the input is returned as it is; given here or when called.
+        rate: probability of zero, in `[0, 1]`.
+        broadcast_dims: axes whose elements are dropped together.
+        deterministic: whether to return the input unchanged; set here or in the call.
         rng_collection: the PRNG stream.
 
     Example:
@@ -53,14 +53,13 @@ class Dropout(Module):
         """Drops elements.
 
         Args:
-            inputs: the input.
-            deterministic: see the attribute; exactly one of them must be given.
-            rng: a key to use instead of the stream's.
+            deterministic: see the attribute; exactly one of the two must be set.
+            rng: key to use instead of the stream.
 
         Raises:
-            ParameterGivenTwiceError: if `deterministic` is given twice, or never.
-            ArgumentValueError: if the rate is not in `[0, 1]`, or there are no such axes.
-            InvalidRngError: if there is no stream to draw from.
+            ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
+            ArgumentValueError: if the rate is not in `[0, 1]`, or an axis does not exist.
+            InvalidRngError: if there is no stream.
         """
         deterministic = merge_param("deterministic", self.deterministic, deterministic)
         if self.rate == 0 or deterministic:

@@ -1,10 +1,10 @@
-"""Modules in the attributes of modules: how they are found, named and taken over.
+"""Modules in the attributes of modules.
 
-A module that is given to another one as a field, alone or in lists and dicts, becomes its submodule
-when the other is bound, under the attribute's name and its place in the containers. The module that
-was given stays as it was: its copy is bound. One module in several places is one submodule, named
-by the first of them. In a container the names, as text, order the places: the key "a" is before
-"b", however the dict was filled, and the index 10 is before 2.
+A module in a field of another module, directly or in lists and dicts, becomes its submodule when
+the other is bound, named by the attribute and its place in the containers. The original remains
+unbound: its copy is bound. A module in several places is one submodule, named by the first place.
+Within a container the order is that of the names as text: the key "a" precedes "b", however the
+dict was filled, and the index 10 precedes 2.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,10 +22,9 @@ def map_submodules(
     """Maps the modules in an attribute's value; lists become tuples, and dicts frozen dicts.
 
     Args:
-        fn: from the name that a module has by its place, and the module, to what replaces it.
+        fn: maps the name of a module's place and the module to the replacement.
         value: the attribute's value.
-        is_module: what is a module.
-        at: the name of the place.
+        is_module: tests for modules.
     """
     if is_module(value):
         return fn(at, value)
@@ -47,7 +46,7 @@ def _map_items(
     is_module: Callable[[Any], bool],
     at: str,
 ) -> list[Any]:
-    """Maps the values of a container in the order of their names; returns them in its own."""
+    """Maps a container's values in the order of their names; returns them in their own."""
     named = [(f"{at}_{name}", value) for name, value in items]
     mapped: list[Any] = [None] * len(named)
     for i in sorted(range(len(named)), key=lambda i: named[i][0]):

@@ -1,7 +1,7 @@
-"""Tables of modules: what goes into each call, what comes out, and the variables it uses.
+"""Tables of modules: inputs, outputs and variables of each call.
 
-The model is run abstractly, so that nothing is computed; each call of a method is seen by an
-interceptor. FLOPs are those that XLA counts in the lowered call, and nothing is compiled for them.
+The model runs abstractly, with an interceptor that records method calls. FLOPs are counted by XLA
+in the lowered call, without compilation.
 """
 
 import dataclasses
@@ -25,17 +25,13 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass
 class Call:
-    """One call of a method.
+    """Recorded call of a method; arrays are `jax.ShapeDtypeStruct`.
 
     Attributes:
-        module: whose method it is, not bound.
-        path: of the module.
-        method: the method's name.
-        args: the arguments; arrays are `jax.ShapeDtypeStruct`.
-        kwargs: those with a name.
-        outputs: the result, in the same form.
-        fn: the method as a function of the module, without the transformations around it.
-        variables: of the module, in the same form: those of one index where they are mapped.
+        module: the unbound module.
+        path: path of the module.
+        fn: the method as a function of the module, without surrounding transformations.
+        variables: the module's variables, of one index if they are mapped.
     """
 
     module: "Module"
@@ -61,15 +57,12 @@ def calls_of(
     mutable: Filter = BUT_INTERMEDIATES,
     show_repeated: bool = False,
 ) -> tuple[list[Call], dict[str, Any]]:
-    """The calls that `init` of a module makes, in their order, and the variables by shape.
+    """Returns the calls that `init` of a module makes, in order, and the variables by shape.
 
     Args:
-        module: the module.
         rngs: see `Module.init`.
-        args: of its method; `jax.ShapeDtypeStruct` will do for arrays.
-        kwargs: of its method, and `method` itself.
-        mutable: the collections that are made.
-        show_repeated: whether also the calls of a module that was called before.
+        kwargs: keyword arguments, and `method` itself.
+        show_repeated: whether to include further calls of a module.
     """
     calls: list[Call] = []
     seen: set[Path] = set()
@@ -100,7 +93,7 @@ def calls_of(
 
 
 def _method(context: InterceptorContext) -> Callable[..., Any]:
-    """The method that runs, as a function that can be called on another copy of the module."""
+    """Returns the running method as a function of another copy of the module."""
     fn = context.orig_method.__func__  # pyright: ignore[reportFunctionMemberAccess]
     if not context.module._state.in_compact:
         return wrapped(fn)
@@ -120,7 +113,7 @@ def module_paths(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> dict[str, "Module"]:
-    """See `Module.module_paths`."""
+    """Returns the result of `Module.module_paths`."""
     calls, _ = calls_of(module, rngs, args, kwargs, mutable, show_repeated)
     return {"/".join(call.path): call.module for call in calls}
 
@@ -138,21 +131,18 @@ def tabulate(
     compute_vjp_flops: bool = False,
     **kwargs: Any,
 ) -> Callable[..., str]:
-    """A function from a module's arguments to a table of the modules that the call uses.
+    """Returns a function from a module's arguments to a table of the modules that the call uses.
 
     Args:
-        module: the module.
         rngs: see `Module.init`.
-        depth: how far down modules have a line of their own; the variables of those further down
-            are counted in the last line above them.
-        show_repeated: whether a module has a line for each call.
-        mutable: the collections that are made.
+        depth: maximum depth of listed modules; variables of deeper ones count in the line above
+            them.
+        show_repeated: whether each call of a module has a line.
         console_kwargs: for `rich.console.Console`, such as `width`.
         table_kwargs: for `rich.table.Table`.
-        column_kwargs: for each of its columns.
+        column_kwargs: for each column.
         compute_flops: whether to count the FLOPs of each call.
-        compute_vjp_flops: whether to count those of a gradient of each call.
-        **kwargs: of the method, and `method` itself.
+        compute_vjp_flops: whether to count the FLOPs of a gradient of each call.
 
     Example:
         >>> from weft import linen as nn
@@ -196,7 +186,7 @@ def tabulate(
 
 
 def _variables_text(collection: Any, call: Call, calls: list[Call], depth: int | None) -> str:
-    """The variables of a call's module in one collection, and how many there are."""
+    """Returns the variables and their number for a call's module in one collection."""
     below = _at(collection, call.path)
     names = {c.path[len(call.path)] for c in calls if _is_child(c.path, call.path)}
     own = {name: value for name, value in below.items() if name not in names}
@@ -219,7 +209,7 @@ def _at(collection: Any, path: Path) -> Mapping[str, Any]:
 
 
 def _flops(call: Call, rngs: Any, with_vjp: bool) -> int:
-    """The FLOPs that XLA counts in a call, or in a call and the gradient of all that goes in."""
+    """Returns XLA's FLOP count of a call, or of a call and the gradient of all inputs."""
     arrays, fill = tables.filled((call.args, call.kwargs))
 
     def run(variables: Any, arrays: list[Any]) -> Any:

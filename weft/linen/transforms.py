@@ -1,7 +1,6 @@
-"""Transformations of module classes, of their methods, and of functions of modules.
+"""Transformations of module classes, their methods, and functions of modules.
 
-Each of them is one of `weft.core.lift`, for what `weft.linen.passengers` makes of modules, as
-`weft.linen.lifted` says it. Here stand the signatures.
+Each corresponds to a function of `weft.core.lift`; see `weft.linen.lifted` for the implementation.
 """
 
 import functools
@@ -18,7 +17,7 @@ from weft.linen.passengers import Carriage, Logged
 from weft.linen.running import named_call_is_on
 
 Target = TypeVar("Target")
-# JAX may run again what it has traced; then the log says which names were given.
+# JAX may rerun a trace without calling the function; the log then provides the used names.
 
 
 def _with_logged_result(build: Build) -> Build:
@@ -93,21 +92,19 @@ def vmap(
     metadata_params: Mapping[Any, Any] = {},
     methods: Methods = None,
 ) -> Target:
-    """`jax.vmap` of a module class or a function of a module; see `weft.core.lift.vmap`.
+    """Applies `jax.vmap` to a module class or a function of a module; see `weft.core.lift.vmap`.
 
     Args:
-        target: the class or function.
-        variable_axes: for each filter of collections the axis that is mapped, or None if all share
-            the variables.
-        split_rngs: for each filter of PRNG streams whether each index has keys of its own.
-        in_axes: as for `jax.vmap`, for the arguments after the module.
-        out_axes: as for `jax.vmap`.
-        axis_size: the size of the new axis, where nothing that is mapped tells it.
-        axis_name: the name of the new axis for collectives.
-        spmd_axis_name: the mesh axis over which the new axis is laid.
-        metadata_params: handed to axis metadata that gains or loses the axis, such as
+        variable_axes: by filter of collections, the mapped axis, or None for shared variables.
+        split_rngs: by filter of PRNG streams, whether each index has its own keys.
+        in_axes: see `jax.vmap`, for the arguments after the module.
+        out_axes: see `jax.vmap`.
+        axis_size: size of the new axis, if no mapped value determines it.
+        axis_name: name of the new axis for collectives.
+        spmd_axis_name: mesh axis over which the new axis is laid out.
+        metadata_params: passed to axis metadata that gains or loses the axis, such as
             `{nn.PARTITION_NAME: "layers"}`.
-        methods: of a class, which methods; a dict gives each its own options.
+        methods: methods of a class to transform; a dict sets options by method.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -143,18 +140,12 @@ def pmap(
     metadata_params: Mapping[Any, Any] = {},
     methods: Methods = None,
 ) -> Target:
-    """`vmap` with one device for each index; see `weft.core.lift.pmap`.
+    """Applies `vmap` with one device for each index; see `weft.core.lift.pmap`.
 
     Args:
-        target: see `vmap`.
-        variable_axes: see `vmap`.
-        split_rngs: see `vmap`.
-        in_axes: see `vmap`.
-        out_axes: see `vmap`.
-        axis_name: the name of the mapped axis for collectives.
-        devices: on which to run, by default the first of `jax.devices()`.
-        metadata_params: see `vmap`.
-        methods: see `vmap`.
+        target: see `vmap`, also for the other arguments.
+        axis_name: name of the mapped axis for collectives.
+        devices: devices to use, by default the first of `jax.devices()`.
     """
     return transformed(
         "Pmap",
@@ -183,17 +174,14 @@ def shard_map(
     check_vma: bool = True,
     methods: Methods = None,
 ) -> Target:
-    """`jax.shard_map` of a module class or a function of a module.
+    """Applies `jax.shard_map` to a module class or a function of a module.
 
     Args:
-        target: the class or function.
-        variable_specs: for each filter of collections the `PartitionSpec` of its variables.
-        split_rngs: for each filter of PRNG streams whether each device has keys of its own.
-        mesh: the devices.
+        variable_specs: by filter of collections, the `PartitionSpec` of the variables.
+        split_rngs: by filter of PRNG streams, whether each device has its own keys.
         in_specs: a prefix of the arguments after the module.
-        out_specs: a prefix of the result.
-        axis_names: the axes of the mesh that the function sees; by default all.
-        check_vma: as for `jax.shard_map`.
+        axis_names: mesh axes that the function sees; by default all.
+        check_vma: see `jax.shard_map`.
         methods: see `vmap`.
     """
     return transformed(
@@ -228,26 +216,20 @@ def scan(
     _split_transpose: bool = False,
     check_constancy_invariants: bool = True,
 ) -> Target:
-    """`jax.lax.scan` of a module class or a function `fn(module, carry, *xs) -> (carry, y)`.
+    """Applies `jax.lax.scan` to a module class or a function `(module, carry, *xs) -> (carry, y)`.
 
     Args:
-        target: the class or function.
-        variable_axes: for each filter of collections the axis along which each iteration has its
-            own variables.
-        variable_broadcast: the collections that all iterations share.
-        variable_carry: the collections that are handed from one iteration to the next.
-        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
-        in_axes: the scanned axis of each of `xs`; `nn.broadcast` for what is the same in all
+        variable_axes: by filter of collections, the axis of the iterations' separate variables.
+        variable_broadcast: collections that all iterations share.
+        variable_carry: collections that each iteration passes to the next.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
+        in_axes: the scanned axis of each of `xs`; `nn.broadcast` for values shared by all
             iterations.
         out_axes: the axis along which `y` is stacked.
-        length: the number of iterations, where nothing that is scanned tells it.
+        length: number of iterations, if no scanned value determines it.
         reverse: whether to run from the last index to the first.
-        unroll: as for `jax.lax.scan`.
-        data_transform: see `weft.core.lift.scan`.
-        metadata_params: see `vmap`.
-        methods: see `vmap`.
-        _split_transpose: as for `jax.lax.scan`.
-        check_constancy_invariants: see `weft.core.lift.scan`.
+        unroll, data_transform, check_constancy_invariants: see `weft.core.lift.scan`.
+        metadata_params, methods: see `vmap`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -291,19 +273,17 @@ def remat_scan(
     variable_axes: Mapping[Any, int] = {True: 0},
     split_rngs: Mapping[Any, bool] = {True: True},
 ) -> Target:
-    """Nested scans of a class or function `fn(module, carry) -> carry` with rematerialization.
+    """Applies nested scans with rematerialization to a class or `fn(module, carry) -> carry`.
+
+    See `scan` for the other arguments.
 
     Args:
-        target: the class or function.
-        lengths: of the loops, from the outer one. Of `a * b` iterations `a + b` carries are kept.
-        policy: what else to keep, one of `jax.checkpoint_policies`.
-        variable_broadcast: see `scan`.
-        variable_carry: see `scan`.
-        variable_axes: see `scan`.
-        split_rngs: see `scan`.
+        lengths: lengths of the loops, the outermost first; `a * b` iterations store `a + b`
+            carries.
+        policy: selects further values to store, see `jax.checkpoint_policies`.
 
     Raises:
-        TransformArgumentError: if there is no loop in `lengths`.
+        TransformArgumentError: if `lengths` is empty.
     """
     if not lengths:
         raise TransformArgumentError(
@@ -323,7 +303,7 @@ def remat_scan(
     )
 
 
-# How it is computed.
+# Execution.
 
 
 def remat(
@@ -336,16 +316,15 @@ def remat(
     policy: Callable[..., bool] | None = None,
     methods: Methods = None,
 ) -> Target:
-    """`jax.checkpoint` of a module class or a function of a module.
+    """Applies `jax.checkpoint` to a module class or a function of a module.
 
     Args:
-        target: the class or function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
-        concrete: False; JAX has no other form any more.
-        prevent_cse: as for `jax.checkpoint`; False inside a scan.
-        static_argnums: the arguments that are hashable values and no arrays; 0 is the module.
-        policy: what to keep, one of `jax.checkpoint_policies`.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
+        concrete: must be False.
+        prevent_cse: see `jax.checkpoint`; False inside a scan.
+        static_argnums: arguments that are hashable values, not arrays; 0 is the module.
+        policy: selects values to store, see `jax.checkpoint_policies`.
         methods: see `vmap`.
 
     Example:
@@ -382,22 +361,20 @@ def jit(
     backend: str | None = None,
     methods: Methods = None,
 ) -> Target:
-    """`jax.jit` of a module class or a function of a module: compiled once for equal modules.
+    """Applies `jax.jit` to a module class or a function; equal modules are compiled once.
 
     Args:
-        target: the class or function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees; they begin anew, from a key drawn outside.
-        static_argnums: the arguments that are hashable values and no arrays; 0 is the module.
-        static_argnames: those among the arguments given by name.
-        donate_argnums: the arguments whose arrays may be used for the results.
-        device: where to run, instead of where the arguments are.
-        backend: the platform where to run, such as "cpu".
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees; they restart from a key drawn outside.
+        static_argnums: arguments that are hashable values, not arrays; 0 is the module.
+        donate_argnums: arguments whose buffers may be reused for the results.
+        device: device to use instead of the arguments' device.
+        backend: platform to use, such as "cpu".
         methods: see `vmap`.
 
     Returns:
-        The class or function. A function's `explain_recompile()` says what differed when it was
-        compiled again.
+        The class or function. A function's `explain_recompile()` describes what caused a
+        recompilation.
     """
     return transformed(
         "Jit",
@@ -421,17 +398,16 @@ def checkify(
     errors: Any = None,
     methods: Methods = None,
 ) -> Target:
-    """`jax.experimental.checkify.checkify` of a module class or a function of a module.
+    """Applies `jax.experimental.checkify.checkify` to a module class or a function of a module.
 
     Args:
-        target: the class or function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
-        errors: which checks are made; None for `checkify.user_checks`.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
+        errors: enabled checks; None for `checkify.user_checks`.
         methods: see `vmap`.
 
     Returns:
-        The class or function; it returns the error, which may be none, and the result.
+        The class or function; it returns a checkify error and the result.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -457,12 +433,11 @@ def checkify(
 
 
 def fold_rngs(target: Target, variables: Filter = True, rngs: Filter = True) -> Target:
-    """A module class or a function of a module, with PRNG streams that begin anew inside.
+    """Restarts the PRNG streams inside of a module class or a function of a module.
 
     Args:
-        target: the class or function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
     """
     return transformed("Fold_rngs", lift.fold_rngs, target, variables=variables, rngs=rngs)
 
@@ -478,17 +453,16 @@ def map_variables(
     variables: Filter = True,
     methods: Methods = None,
 ) -> Target:
-    """A module class or a function of a module, on other values of some collections.
+    """Maps the variables that a module class or a function of a module sees.
 
     Args:
-        target: the class or function.
-        mapped_collections: the collections that it sees through the maps.
-        trans_in_fn: from the dict of those collections to the one that it sees.
-        trans_out_fn: from the dict that it leaves to the one that is kept.
-        init: whether it first runs once on the collections as they are, to make what is missing.
-        mutable: whether it may change the mapped collections.
-        rngs: the PRNG streams that it sees.
-        variables: the other collections that it sees.
+        mapped_collections: collections to map.
+        trans_in_fn: maps the dict of those collections to the one that the target sees.
+        trans_out_fn: maps the dict that the target leaves to the one to store.
+        init: whether to run first on the unmapped collections, to create missing variables.
+        mutable: whether the target may change the mapped collections.
+        rngs: PRNG streams that it sees.
+        variables: other collections that it sees.
         methods: see `vmap`.
 
     Example:
@@ -525,13 +499,12 @@ def add_metadata_axis(
     variable_axes: Mapping[Any, int | None] = {},
     metadata_params: Mapping[Any, Any] = {},
 ) -> Target:
-    """A module class or a function of a module, whose variables' metadata has one axis more.
+    """Adds an axis to the metadata of variables of a module class or a function of a module.
 
-    For variables that are made with an axis that no transformation has added.
+    Use it for variables whose axis was not added by a transformation.
 
     Args:
-        target: the class or function.
-        variable_axes: for each filter of collections where the axis is.
+        variable_axes: by filter of collections, the position of the axis.
         metadata_params: see `vmap`.
     """
     params = dict(metadata_params)
@@ -552,11 +525,10 @@ def add_metadata_axis(
 
 
 def named_call(class_fn: Target, force: bool = True) -> Target:
-    """A module class or a function of a module, whose operations carry its name in profiles.
+    """Names the operations of a module class or a function of a module in profiles.
 
     Args:
-        class_fn: the class or function.
-        force: whether also where `disable_named_call` was called.
+        force: whether to override `disable_named_call`.
     """
 
     def named(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What methods of a module can ask for: variables, PRNG keys, and what `apply` has said."""
+"""Access of a module's methods to variables, PRNG keys, and options of `apply`."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from weft.linen.state import State
 
 T = TypeVar("T")
 BUT_INTERMEDIATES = DenyList("intermediates")
-"""What `init` makes."""
+"""The default of `mutable` in `init`."""
 
 
 def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
@@ -23,10 +23,10 @@ def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
 
 
 class ModuleVariables:
-    """The part of `Module` that is about variables.
+    """Part of `Module` for access to variables.
 
     Attributes:
-        scope: where the module's variables are; None as long as it is not bound.
+        scope: scope of the module's variables; None if not bound.
     """
 
     scope: Scope | None
@@ -34,7 +34,7 @@ class ModuleVariables:
 
     @property
     def _shown(self) -> str:
-        """The module in messages: its class and its path."""
+        """The module's class and path, for messages."""
         if self.scope is None:
             return type(self).__name__
         return f"{type(self).__name__} {'/'.join(self.scope.path) or '(the outermost module)'}"
@@ -45,7 +45,7 @@ class ModuleVariables:
         return self.scope
 
     def _owner(self, what: str) -> Scope:
-        """The scope in which a variable can be made."""
+        """Returns the scope in which a variable can be created."""
         if self.scope is None:
             raise UnboundModuleError(f"{what} was asked for", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
@@ -54,7 +54,7 @@ class ModuleVariables:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of this module and those below, by collection."""
+        """The variables of this module and its submodules, by collection."""
         return self._bound("the variables were asked for").variables()
 
     @property
@@ -72,19 +72,16 @@ class ModuleVariables:
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> T:
-        """A parameter; `init` makes it.
+        """Returns a parameter, which `init` creates.
 
         Args:
-            name: its name in the module.
-            init_fn: makes the first value, from a key and `init_args`.
-            *init_args: for `init_fn`, such as the shape.
+            init_fn: computes the first value from a key and `init_args`.
             unbox: whether to return the value without its axis metadata.
-            **init_kwargs: for `init_fn`.
 
         Raises:
-            CompactMethodError: in a method that is neither `setup` nor compact.
-            NameInUseError: if the module has something of that name.
-            ScopeParamShapeError: if the parameter that was given has another shape.
+            CompactMethodError: if called in a method that is neither `setup` nor compact.
+            NameInUseError: if the name is taken in the module.
+            ScopeParamShapeError: if the given parameter has another shape.
 
         Example:
             >>> import jax
@@ -110,20 +107,16 @@ class ModuleVariables:
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> Variable[T]:
-        """A variable by reference; its `value` can be read, and set where it is mutable.
+        """Returns a reference to a variable, whose `value` can be read, and set if mutable.
 
         Args:
-            col: its collection.
-            name: its name in the module.
-            init_fn: makes the first value, from `init_args`.
-            *init_args: for `init_fn`.
+            init_fn: computes the first value from `init_args`.
             unbox: whether the value is shown without its axis metadata.
-            **init_kwargs: for `init_fn`.
 
         Raises:
-            CompactMethodError: in a method that is neither `setup` nor compact.
-            NameInUseError: if the module has something of that name.
-            ScopeVariableNotFoundError: if there is no such variable, and it cannot be made.
+            CompactMethodError: if called in a method that is neither `setup` nor compact.
+            NameInUseError: if the name is taken in the module.
+            ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
 
         Example:
             >>> import jax
@@ -143,36 +136,29 @@ class ModuleVariables:
         return ref
 
     def has_variable(self, col: str, name: str) -> bool:
-        """Whether this module has a variable."""
+        """Returns whether this module has a variable."""
         return self._bound(f"the variable {name!r} was asked for").has_variable(col, name)
 
     def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
-        """A variable's value.
+        """Returns a variable's value.
 
         Args:
-            col: its collection.
-            name: its name in this module; submodules are dicts.
-            default: what to return where there is no such variable.
-            unbox: whether to leave out its axis metadata.
+            name: name in this module; submodules are dicts.
+            default: returned if the variable does not exist.
+            unbox: whether to return the value without its axis metadata.
         """
         scope = self._bound(f"the variable {name!r} was asked for")
         return scope.get_variable(col, name, default, unbox=unbox)
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
-        """Sets a variable of this module, which may be new.
-
-        Args:
-            col: its collection, which must be mutable.
-            name: its name.
-            value: a pytree.
-        """
+        """Sets a new or existing variable of this module, in a mutable collection."""
         self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
 
     def make_rng(self, name: str = "params") -> jax.Array:
-        """A PRNG key that was not given before.
+        """Returns a new PRNG key.
 
         Args:
-            name: the stream; `params` stands in for one that was not given.
+            name: the stream; `params` replaces a missing one.
 
         Raises:
             InvalidRngError: if there is no stream.
@@ -180,15 +166,15 @@ class ModuleVariables:
         return self._bound(f"a key of the PRNG stream {name!r} was asked for").make_rng(name)
 
     def has_rng(self, name: str) -> bool:
-        """Whether `init` or `apply` was given a PRNG stream."""
+        """Returns whether `init` or `apply` was given a PRNG stream."""
         return self._bound(f"the PRNG stream {name!r} was asked for").has_rng(name)
 
     def is_initializing(self) -> bool:
-        """Whether `init` runs, and not `apply`."""
+        """Returns whether the call is by `init`, not `apply`."""
         return self._bound("whether `init` runs was asked for").get_flag("initializing", False)
 
     def is_mutable_collection(self, col: str) -> bool:
-        """Whether the variables of a collection can be changed."""
+        """Returns whether the variables of a collection can be changed."""
         return self._bound(f"the collection {col!r} was asked for").is_mutable_collection(col)
 
     def sow(
@@ -199,14 +185,12 @@ class ModuleVariables:
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
-        """Leaves a value in a collection, for whoever asks for it.
+        """Stores a value in a collection, for use outside of the module.
 
         Args:
-            col: the collection; where it is not mutable, nothing is done.
-            name: the value's name.
-            value: the value.
-            reduce_fn: from what was left before and the value to what is kept.
-            init_fn: makes what was left before the first time.
+            col: the collection; if it is not mutable, nothing is stored.
+            reduce_fn: combines the previously stored value and the new one.
+            init_fn: returns the initial stored value.
 
         Returns:
             Whether the collection is mutable.
@@ -227,24 +211,23 @@ class ModuleVariables:
             if not scope.name_reserved(name, col):
                 scope.reserve(name, col)
                 self._state.note(name, col)
-            # So a branch or a loop that sows begins with what was there before.
+            # A branch or a loop that sows then begins with the previous value.
             scope.put_variable(col, name, init_fn())
         before = scope.get_variable(col, name)
         scope.put_variable(col, name, reduce_fn(before, value))
         return True
 
     def perturb(self, name: str, value: T, collection: str = "perturbations") -> T:
-        """A value plus a variable of zeros, so that the gradient of the variable is the value's.
+        """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
 
         Args:
-            name: the variable's name.
-            value: an array; what comes out must be used in its place.
-            collection: where the zeros are, which `init` makes. Where it is not given to `apply`,
-                the value comes out as it is.
+            value: an array; use the result in its place.
+            collection: collection of the zeros, created by `init`. If it is not given to `apply`,
+                the value is returned unchanged.
 
         Raises:
-            PerturbationNotFoundError: if the collection is given without this variable, whose
-                gradient would be zero.
+            PerturbationNotFoundError: if the given collection lacks this variable, whose gradient
+                would be zero.
 
         Example:
             >>> import jax, jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""Norms of a layer's weights instead of its inputs.
+"""Normalization of a layer's weights.
 
-They wrap a layer, and the layer sees its parameters normalised. What they keep for a parameter has
-a name that holds the parameter's path, such as `Dense_0/kernel/u`, and is a variable of the
-wrapper. `init` leaves the parameters normalised as well.
+The layers wrap another layer, which sees normalized parameters. Statistics and scales of a
+parameter are variables of the wrapper, named by the parameter's path, such as `Dense_0/kernel/u`.
+`init` returns normalized parameters.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ __all__ = ["SpectralNorm", "WeightNorm"]
 
 
 class SpectralNorm(Module):
-    """Divides a layer's weights by their largest singular values (Miyato et al., 2018).
+    """Division of a layer's weights by their largest singular values (Miyato et al., 2018).
 
-    It is for the discriminators of generative adversarial networks, whose steepness it bounds.
-    Each parameter with two axes or more is normalised by `functional.weight_norm.spectral_norm`,
-    for which the singular value `sigma` and the vector `u` are kept in a collection.
+    Bounds the Lipschitz constant, as for discriminators of generative adversarial networks. Applies
+    `functional.weight_norm.spectral_norm` to each parameter with at least two axes, and stores its
+    singular value `sigma` and vector `u`.
 
     Attributes:
-        layer_instance: the layer, a submodule of the module that makes it.
-        n_steps: how often the power iteration is done in each call; 0 leaves the weights alone.
+        layer_instance: the layer, a submodule of the module that creates it.
+        n_steps: number of power iterations per call; 0 leaves the weights unchanged.
         epsilon: added to the squares of norms.
-        dtype: of the normalised weights; by default that of the weights and `u`.
-        param_dtype: of the first `u` and `sigma`.
-        error_on_non_matrix: whether to refuse parameters with more than two axes; otherwise all
+        dtype: dtype of the normalized weights; by default promoted from weights and `u`.
+        param_dtype: dtype of the first `u` and `sigma`.
+        error_on_non_matrix: whether to reject parameters with more than two axes; otherwise all
             axes but the last are the rows of the matrix.
-        collection_name: the collection of `u` and `sigma`.
+        collection_name: collection of `u` and `sigma`.
 
     Example:
         >>> from weft import linen as nn
@@ -67,15 +67,13 @@ class SpectralNorm(Module):
 
     @compact
     def __call__(self, *args: Any, update_stats: bool, **kwargs: Any) -> Any:
-        """Calls the layer.
+        """Calls the layer with the other arguments.
 
         Args:
-            *args: for the layer.
-            update_stats: whether to keep the new `u` and `sigma`, as in training.
-            **kwargs: for the layer.
+            update_stats: whether to store the new `u` and `sigma`, as in training.
 
         Raises:
-            ArgumentShapeError: if a parameter is no matrix, where that is refused.
+            ArgumentShapeError: if a parameter is not a matrix and `error_on_non_matrix` is set.
         """
 
         def normalized(name: str, weight: Array) -> Array:
@@ -88,7 +86,7 @@ class SpectralNorm(Module):
             return weight
         if weight.ndim > 2 and self.error_on_non_matrix:
             raise ArgumentShapeError(
-                f"the parameter {name} has shape {weight.shape} and is no matrix; set "
+                f"the parameter {name} has shape {weight.shape} and is not a matrix; set "
                 "error_on_non_matrix=False to take all axes but the last as its rows."
             )
         col, dtype = self.collection_name, self.param_dtype
@@ -105,22 +103,20 @@ class SpectralNorm(Module):
 
 
 class WeightNorm(Module):
-    """Gives a layer's weights norms that are parameters (Salimans and Kingma, 2016).
+    """Weight normalization with learned norms (Salimans and Kingma, 2016).
 
-    Direction and norm are learned apart. A parameter is normalised by
-    `functional.weight_norm.weight_norm`, with a new parameter `scale`.
+    Applies `functional.weight_norm.weight_norm` to the parameters, with a new parameter `scale`.
 
     Attributes:
-        layer_instance: the layer, a submodule of the module that makes it.
+        layer_instance: the layer, a submodule of the module that creates it.
         epsilon: added to the squares of norms.
-        dtype: of the normalised weights; by default that of weights and scales.
-        param_dtype: of the scales.
-        use_scale: whether there are scales; otherwise all norms are 1.
-        scale_init: makes the scales.
-        feature_axes: the axes of a parameter along which each position has a norm of its own;
-            None for one norm of each parameter.
-        variable_filter: parts of paths; a parameter is normalised if its path, such as
-            `layer_instance/kernel`, holds one of them. None for all parameters.
+        dtype: dtype of the normalized weights; by default promoted from weights and scales.
+        param_dtype: dtype of the scales.
+        use_scale: whether to learn scales; otherwise all norms are 1.
+        feature_axes: axes of a parameter whose positions have separate norms; None for one norm per
+            parameter.
+        variable_filter: substrings of the paths of parameters to normalize, such as
+            `layer_instance/kernel`; None for all parameters.
 
     Example:
         >>> from weft import linen as nn
@@ -143,14 +139,10 @@ class WeightNorm(Module):
 
     @compact
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer.
-
-        Args:
-            *args: for the layer.
-            **kwargs: for the layer.
+        """Calls the layer with the same arguments.
 
         Raises:
-            ArgumentValueError: if a parameter has not the `feature_axes`.
+            ArgumentValueError: if a parameter lacks one of `feature_axes`.
         """
         return _call(self, self._normalized, args, kwargs)
 
@@ -172,7 +164,7 @@ def _call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls the layer of a module, which sees each of its parameters as a function of it."""
+    """Calls the layer of a module with normalized parameters."""
     layer = module.layer_instance
 
     def seen(variables: dict[str, Any]) -> dict[str, Any]:
