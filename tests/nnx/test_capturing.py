@@ -151,11 +151,13 @@ def test_what_cannot_be_captured():
     layer, x = Layer(), jnp.ones(2)
     with pytest.raises(ObjectArgumentError, match="capture was given 3; give kinds of variables"):
         capture(layer, 3)
-    with pytest.raises(ObjectArgumentError, match="was given a int, which cannot be called"):
+    with pytest.raises(ObjectArgumentError, match="was given a int, which is not callable"):
         capture(3, nnx.Intermediate)
-    with pytest.raises(GraphStructureError, match="init has a Cache at 'a/x', and no module is th"):
+    with pytest.raises(GraphStructureError, match="init has a Cache at 'a/x', but no module is th"):
         capture(layer, nnx.Cache, init=nnx.State({"a": {"x": nnx.Cache(1)}}))(x)
-    with pytest.raises(GraphStructureError, match="init has a int at 'x', and that is no variable"):
+    with pytest.raises(
+        GraphStructureError, match="init has a int at 'x', but it is not a variable"
+    ):
         capture(layer, nnx.Cache, init={"x": 1})(x)
     with pytest.raises(GraphStructureError, match="two modules among the arguments sow at 'x'"):
         capture(lambda a, b: a(b(x)), nnx.Intermediate)(layer, Layer())
@@ -307,7 +309,7 @@ def test_sown_values_that_a_merged_module_does_not_return_are_refused(transforma
     run = outer(split_and_merged(RAW[transformation], returned=False))
     model, x = nnx.Dict(a=Sower(2)), jnp.arange(6.0).reshape(3, 2)
     with pytest.raises(
-        GraphStructureError, match=r"sows or perturbs at 'a/y' is lost.*nnx\.update"
+        GraphStructureError, match=r"sown or perturbed at 'a/y' is lost.*nnx\.update"
     ):
         capture(lambda model: run(model.a, x), nnx.Intermediate)(model)
     assert names(model.a) == ["calls", "w"]

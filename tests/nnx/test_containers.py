@@ -39,7 +39,7 @@ def test_a_dict_is_a_dict_and_a_module_with_attributes():
     assert d.setdefault("z", 8) == 8 and d.get("q") is None and isinstance(d, nnx.Module)
     with pytest.raises(AttributeError, match=r"the Dict has no 'q'; there are: 'c', 'd', 'z'"):
         d.q  # noqa: B018
-    with pytest.raises(AttributeError, match="the Dict has no 'q', which was to be deleted"):
+    with pytest.raises(AttributeError, match="the Dict has no 'q' to delete"):
         del d.q
     assert not hasattr(nnx.Dict(), "__wrapped__")
 
@@ -133,7 +133,7 @@ def test_sequential_hands_on_what_layers_give():
     assert nnx.Sequential(lambda x: {"a": x, "b": 1}, lambda a, b: a + b)(3) == 4
     assert nnx.Sequential(lambda x: [x, x], len)(3) == 2
     assert nnx.Sequential(lambda x, *, k: x + k, lambda x: x * 2)(3, k=1) == 8
-    with pytest.raises(LayerCallError, match="the layer 1 of a Sequential is 3, which cannot be"):
+    with pytest.raises(LayerCallError, match="the layer 1 of a Sequential is 3, which is not"):
         nnx.Sequential(abs, 3)(1)
 
 
@@ -160,7 +160,7 @@ def test_objects_in_a_list_that_is_no_pytree_are_refused():
         def __init__(self):
             self.layers, self.sizes = Layers([nnx.Param(1.0)]), Layers([1, 2])
 
-    text = r"the Layers at layers holds a Param, and is no pytree for JAX; use nnx.List or"
+    text = r"the Layers at layers holds a Param, but is not a pytree to JAX; use nnx.List or"
     with pytest.raises(GraphStructureError, match=text):
         nnx.split(Model())
 

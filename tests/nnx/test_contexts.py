@@ -116,7 +116,7 @@ def test_contexts_without_their_update_context():
         pass
     with (
         update_context("q"),
-        pytest.raises(GraphStructureError, match=r"does not say where it is; give inner=True"),
+        pytest.raises(GraphStructureError, match=r"needs inner; give inner=True"),
         merge_context("q"),
     ):
         pass

@@ -148,11 +148,11 @@ def test_hooks_come_before_and_later_values_stay_as_they_are():
 
 def test_what_cannot_be_laid_out():
     mesh = mesh_of(AxisType.Auto)
-    with pytest.raises(NoMeshError, match=r"a Param is to be laid out as \('data',\).*no mesh"):
+    with pytest.raises(NoMeshError, match=r"a Param has the layout \('data',\).*no mesh"):
         nnx.Param(jnp.ones(4), out_sharding=("data",))
     with pytest.raises(MeshError, match=r"'nope'.*the mesh has the axes 'data', 'model'") as caught:
         nnx.Param(jnp.ones((4, 8)), out_sharding=("nope",), mesh=mesh)
-    assert "This is about a Param" in caught.value.__notes__[0]
+    assert "Raised while making a Param" in caught.value.__notes__[0]
     with pytest.raises(MeshError, match="names 3"):
         nnx.Param(jnp.ones((4, 8)), out_sharding=("data", None, None), mesh=mesh)
     with pytest.raises(

@@ -91,10 +91,10 @@ def test_a_decay_that_is_an_array_changes_without_a_new_trace():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("w"), "no value for 'w', of which there is an average"),
-        (lambda s: s["layers"][0].pop("b"), "no value for 'layers/0/b'"),
+        (lambda s: s.pop("w"), "an average for 'w', but no value"),
+        (lambda s: s["layers"][0].pop("b"), "average for 'layers/0/b', but no value"),
         (lambda s: s.update(w=jnp.zeros(3)), r"value for 'w' has shape \(3,\).* average \(2,\)"),
-        (lambda s: s.update(q=1.0), "a value for 'q', of which there is no average"),
+        (lambda s: s.update(q=1.0), "a value for 'q', but no average"),
     ],
     ids=["missing", "missing below", "shape", "extra"],
 )

@@ -68,7 +68,7 @@ def test_the_first_filter_that_matches_has_it():
 
 
 def test_errors_of_filters():
-    with pytest.raises(StateFilterError, match=r"3 is no filter of a state; a filter is a type of"):
+    with pytest.raises(StateFilterError, match=r"3 is not a filter; a filter is a type of"):
         to_predicate(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(StateFilterError, match=r"Ellipsis matches everything, and .* put it last"):
+    with pytest.raises(StateFilterError, match=r"Ellipsis matches everything, but .* put it last"):
         nnx.state(nnx.List([]), ..., nnx.Param)

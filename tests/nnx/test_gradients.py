@@ -21,7 +21,7 @@ def test_gradients_take_the_form_of_the_parameters():
         ({}, r"no gradient for 'a/0', .* filter Param selects; .*argnums=nnx.DiffState\(0, Param"),
         ({"a": [1.0, 2.0]}, r"no gradient for 'c'"),
         ({"a": [jnp.ones(1)]}, r"'a/0' has shape \(1,\), and the parameter \(2,\); give the grad"),
-        ({"a": [1.0], "c": 1.0, "d": nnx.Param(1)}, r"gradient for 'd', and no parameter there"),
+        ({"a": [1.0], "c": 1.0, "d": nnx.Param(1)}, r"gradient for 'd', but no parameter there"),
     ],
     ids=["none", "one missing", "shape", "extra"],
 )

@@ -42,8 +42,8 @@ def test_errors_about_names():
     with pytest.raises(VariableTypeError, match=r"has no name; give it one with nnx.register_var"):
         nnx.variable_name_from_type(Unknown)
     with pytest.raises(
-        VariableTypeError, match="no kind of variable has the name 'nothing'; there"
+        VariableTypeError, match="no kind of variable has the name 'nothing'; known"
     ):
         nnx.variable_type_from_name("nothing")
-    with pytest.raises(VariableTypeError, match="'params' is the name of Param already"):
+    with pytest.raises(VariableTypeError, match="'params' is already the name of Param"):
         nnx.register_variable_name("params", Unknown)

@@ -120,16 +120,16 @@ def test_a_metric_of_ones_own_that_misses_a_method():
         (mine.compute, "compute"),
         (lambda: type("Other", (Metric,), {})(), "__init__"),
     ):
-        with pytest.raises(MetricMethodError, match=f"does not define {name}; a metric has"):
+        with pytest.raises(MetricMethodError, match=f"does not define {name}; a metric defines"):
             call()
 
 
 @pytest.mark.parametrize("metric", [Average("loss"), Welford("loss")], ids=["Average", "Welford"])
 def test_an_argument_is_missing_or_no_array(metric):
     name = type(metric).__name__
-    with pytest.raises(MetricArgumentError, match=f"{name}.update needs .* 'loss', .* 'values'; s"):
+    with pytest.raises(MetricArgumentError, match=f"{name}.update needs .* 'loss', .* 'values'; c"):
         metric.update(values=1.0)
-    with pytest.raises(MetricArgumentError, match=r"given none; say metric.update\(loss=...\)"):
+    with pytest.raises(MetricArgumentError, match=r"given none; call metric.update\(loss=...\)"):
         metric.update()
     with pytest.raises(MetricArgumentError, match=f"{name}.update was given loss='a'; give an arr"):
         metric.update(loss="a")
@@ -152,7 +152,7 @@ def test_a_mask_for_each_metric_by_name():
 
 def test_masks_by_names_that_are_not_there():
     metrics = MultiMetric(all=Average())
-    with pytest.raises(MetricArgumentError, match="mask for 'none'; there are the metrics 'all'"):
+    with pytest.raises(MetricArgumentError, match="mask for 'none'; the metrics are 'all'"):
         metrics.update(values=jnp.ones(3), mask={"none": np.ones(3, bool)})
     with pytest.raises(MetricArgumentError, match=r"Average.update was given mask=\{'x': .* array"):
         metrics.update(values=jnp.ones(3), mask={"all": {"x": np.ones(3, bool)}})
@@ -183,10 +183,12 @@ def test_masks_logits_and_labels_that_do_not_fit():
         Average().update(values=jnp.ones((2, 3)), mask=jnp.ones(2))
     with pytest.raises(MetricValueError, match=r"mask of shape \(1, 3\) for values of shape \(3,"):
         Average().update(values=jnp.ones(3), mask=jnp.ones((1, 3)))
-    message = r"logits of shape \(2, 3\) and labels of shape \(3,\); .* logits are \(\*batch, n\)"
+    message = (
+        r"logits of shape \(2, 3\) and labels of shape \(3,\); .* logits of shape \(\*batch, n\)"
+    )
     with pytest.raises(MetricValueError, match=message):
         Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.array([1, 1, 1]))
-    with pytest.raises(MetricValueError, match=r"logits are with a threshold \(\*batch\)"):
+    with pytest.raises(MetricValueError, match=r"logits of shape \(\*batch\) with a threshold"):
         Accuracy(0.5).update(logits=jnp.ones((2, 3)), labels=jnp.array([1, 1]))
     with pytest.raises(MetricValueError, match=r"labels of dtype float32; give integers"):
         Accuracy().update(logits=jnp.ones((2, 3)), labels=jnp.ones(2))
@@ -195,7 +197,7 @@ def test_masks_logits_and_labels_that_do_not_fit():
 def test_metrics_that_cannot_be_made():
     with pytest.raises(MetricArgumentError, match="threshold is 1, a int; give a float, or None"):
         Accuracy(1)
-    with pytest.raises(MetricArgumentError, match="the metric 'loss' is 3, which has not the meth"):
+    with pytest.raises(MetricArgumentError, match="the metric 'loss' is 3, which lacks the meth"):
         MultiMetric(loss=3)
     with pytest.raises(MetricArgumentError, match="given the name 'compute', which is a method of"):
         MultiMetric(compute=Average())

@@ -46,10 +46,10 @@ def test_marks_that_do_not_fit():
     with pytest.raises(AttributeMarkError, match=r"Box.a is static, and was given a ArrayImpl"):
         Box(a=nnx.static(jnp.ones(1)))
     box = Box(a=nnx.static(1))
-    with pytest.raises(AttributeMarkError, match=r"leave nnx.static out"):
+    with pytest.raises(AttributeMarkError, match=r"remove nnx.static"):
         box.a = [nnx.Param(1)]
     assert box.a == 1
-    with pytest.raises(AttributeMarkError, match=r"nnx.data\(1\) stands inside of a tuple"):
+    with pytest.raises(AttributeMarkError, match=r"nnx.data\(1\) is inside a tuple"):
         Box(a=(nnx.data(1),))
 
 

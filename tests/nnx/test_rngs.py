@@ -42,7 +42,7 @@ def test_streams_by_name():
         RngStreamNotFoundError, match=r"^there is no PRNG stream 'c' and no default"
     ):
         nnx.Rngs(a=1).c()
-    with pytest.raises(KeyError, match=r"there are: 'a'. Give one: nnx.Rngs\(default=0\)"):
+    with pytest.raises(KeyError, match=r"streams: 'a'. Give one: nnx.Rngs\(default=0\)"):
         nnx.Rngs(a=1)()
     for seed in ("a", 1.5, nnx.Rngs(0), jnp.ones(2)):
         with pytest.raises(
@@ -97,7 +97,7 @@ def test_split_rngs_is_undone():
         assert shapes(model) == {"default": (), "dropout": ()}
         raise ZeroDivisionError
     assert shapes(model) == {"default": (), "dropout": ()}
-    with pytest.raises(InvalidRngError, match=r"leaves out an axis of size 1, and splits=2"):
+    with pytest.raises(InvalidRngError, match=r"needs an axis of size 1, and splits=2"):
         nnx.split_rngs(model, splits=2, squeeze=True)
 
 

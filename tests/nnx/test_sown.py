@@ -28,5 +28,5 @@ def test_perturbations_that_are_there_or_wanted():
 def test_a_name_is_of_one_kind():
     captured = Captured((nnx.Intermediate, nnx.Cache), None, {})
     captured.sow(nnx.Cache, "h", 1, append, tuple)
-    with pytest.raises(GraphStructureError, match="'h' is left as a Cache, and now as a Intermed"):
+    with pytest.raises(GraphStructureError, match="'h' was sown as a Cache, and now as a Intermed"):
         captured.sow(nnx.Intermediate, "h", 1, append, tuple)

@@ -23,7 +23,7 @@ def test_a_state_is_a_nested_mapping():
     del state["c"], state.f
     assert state.raw_mapping == {"a": {"b": 5}, "d": {"e": 3}}
     assert state == nnx.State({"d": {"e": 3}, "a": {"b": 5}}) and state.get("x", 1) == 1
-    with pytest.raises(StatePathError, match="the state has no 'q'; there are: 'a', 'd'"):
+    with pytest.raises(StatePathError, match="the state has no 'q'; its keys: 'a', 'd'"):
         state["q"]
     with pytest.raises(AttributeError, match="the state has no 'q'"):
         state.q  # noqa: B018
@@ -77,7 +77,7 @@ def test_flat_and_back():
     assert list(flat.filter(nnx.Cache)) == [flat[1]]
     assert repr(nnx.FlatState([])) == "FlatState([])"
     assert repr(nnx.FlatState([(("a",), 1)])) == "FlatState([\n  (('a',), 1),\n])"
-    with pytest.raises(StatePathError, match="'a/b' leads through 'a', where a value is"):
+    with pytest.raises(StatePathError, match="'a/b' leads through 'a', which is a value"):
         nnx.merge_state(nnx.State({"a": 1}), nnx.State({"a": {"b": 2}}))
 
 

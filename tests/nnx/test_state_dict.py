@@ -57,9 +57,9 @@ def test_values_find_their_variables():
     there = kept(tree(), variable)
     new = jax.tree.map(lambda x: x + 1, values_of(there))
     assert [float(jnp.sum(v)) for _, v in matched(there, new)] == [4.0, 2.0, 4.0, 3.0]
-    with pytest.raises(OptimizerStateError, match=r"has a, b at 'its root', and .* has given 0, 1"):
+    with pytest.raises(OptimizerStateError, match=r"has a, b at 'its root', but .* returned 0, 1"):
         list(matched(there, tuple(new)))
-    with pytest.raises(OptimizerStateError, match=r"has n at 'a/0', .* given \{\} for it; an"):
+    with pytest.raises(OptimizerStateError, match=r"has n at 'a/0', .* returned \{\} for it; an"):
         list(matched(there, new._replace(a=({}, new.a[1]))))
 
 

@@ -42,7 +42,7 @@ def test_pytrees_of_variables():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"w": 9.0, "q": {"a": 1}}, "Model has nothing at 'q', which the state has; there are:"),
+        ({"w": 9.0, "q": {"a": 1}}, "Model has nothing at 'q', which the state has; it has:"),
         ({"w": 9.0, "layers": {5: 1}}, "List has nothing at 'layers/5'"),
         ({"w": 9.0, "n": {"a": 1}}, "the object has 1 at 'n', and the state leads through it to"),
     ],
@@ -52,7 +52,7 @@ def test_a_state_that_does_not_fit_changes_nothing(state, message):
     with pytest.raises(StatePathError, match=message):
         nnx.update(model, state)
     assert model.w[...] == 1.0
-    with pytest.raises(StatePathError, match="a tuple cannot be given the values at 1"):
+    with pytest.raises(StatePathError, match="a tuple cannot take the values at 1"):
         nnx.update((1, 2), {1: 5})
 
 

@@ -222,7 +222,7 @@ def test_metadata():
     assert w.get_metadata() == {"tag": "t", "b": 3, "c": 4} and not w.has_metadata("a")
     w.set_metadata({"z": 1})
     assert w.get_metadata() == {"z": 1}
-    with pytest.raises(VariableMetadataError, match=r"^Param has no metadata 'q'; there are: z.$"):
+    with pytest.raises(VariableMetadataError, match=r"^Param has no metadata 'q'; it has: z.$"):
         w.get_metadata("q")
     with pytest.raises(VariableMetadataError, match="Param has no metadata 'q'"):
         w.del_metadata("q")
@@ -232,7 +232,7 @@ def test_metadata():
         w.set_metadata("x")
     with pytest.raises(AttributeError, match="has no metadata 'q', and its value has no such"):
         w.q  # noqa: B018
-    with pytest.raises(VariableAttributeError, match=r"by variable.set_metadata\(q=...\)"):
+    with pytest.raises(VariableAttributeError, match=r"with variable.set_metadata\(q=...\)"):
         w.q = 1
 
 
@@ -244,7 +244,9 @@ def test_copies():
     assert w[...] == 6 and w.get_metadata() == {"b": 1}
     w.update_from_state(nnx.Param(7, c=1))
     assert w[...] == 7 and w.get_metadata() == {"c": 1}
-    with pytest.raises(VariableTypeError, match="Param cannot take over a Cache; give one of its"):
+    with pytest.raises(
+        VariableTypeError, match="Param cannot copy from a Cache; give a variable of its"
+    ):
         w.copy_from(nnx.Cache(1))
     for copied in (copy.deepcopy(w), pickle.loads(pickle.dumps(w)), copy.copy(w)):
         assert type(copied) is nnx.Param and copied[...] == 7 and copied.c == 1 and copied is not w

@@ -181,10 +181,10 @@ def test_decoding_in_jit():
 
 
 FAILURES = {
-    "heads": (lambda nnx: attention(nnx, 3, 8), "8 features .* among num_heads=3; give qkv_featu"),
+    "heads": (lambda nnx: attention(nnx, 3, 8), "8 features .* num_heads=3 does not divide; give"),
     "heads of keys": (
         lambda nnx: attention(nnx, 4, 8, num_kv_heads=3),
-        "num_heads=4 and num_kv_heads=3; expected that equally many",
+        "num_heads=4 and num_kv_heads=3; expected num_heads to be a multiple",
     ),
     "features": (
         lambda nnx: attention(nnx)(Q[..., :6]),
@@ -198,7 +198,7 @@ FAILURES = {
     ),
     "no streams": (
         lambda nnx: attention(nnx, dropout_rate=0.5, keep_rngs=False)(Q, deterministic=False),
-        r"drops at random, and has no PRNG stream; give it rngs=nnx.Rngs\(dropout=0\)",
+        r"applies dropout but has no PRNG stream; give it rngs=nnx.Rngs\(dropout=0\)",
     ),
     "no stream": (
         lambda nnx: attention(nnx, rngs=nnx.Rngs(params=0), dropout_rate=0.5),

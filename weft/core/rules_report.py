@@ -1,11 +1,12 @@
-"""Checks of rules for logical axes before use.
+"""What is to be said about rules for logical axes, before anything is laid out by them.
 
-`check_rules` applies rules to the shapes of a model's variables and lists probable mistakes: unused
-rules, names without a rule, conflicting rules, and indivisible axes.
+`check_rules` applies the rules to the shapes of a model's variables and lists what a user may not
+have meant: rules that nothing uses, names that get nothing, rules that fight over a mesh axis, axes
+that do not divide.
 
-avals = jax.eval_shape(init, key)
-for finding in check_rules(rules, avals, mesh):
-    print(finding)
+    avals = jax.eval_shape(init, key)
+    for finding in check_rules(rules, avals, mesh):
+        print(finding)
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from weft.core.meta import Partitioned, is_axis_metadata
 
 
 class FindingKind(enum.Enum):
-    """Kind of a finding."""
+    """What a finding is about."""
 
     UNUSED_RULE = "a rule is never used"
     MISSING_RULE = "a logical name has no rule"
@@ -34,13 +35,13 @@ class FindingKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Probable mistake in rules.
+    """Something about rules that a user may not have meant.
 
     Attributes:
-        kind: kind of the mistake.
-        message: description and remedy.
-        path: the variable, or "" if the finding concerns a rule.
-        rule: the unused rule, else None.
+        kind: what it is about.
+        message: what it is, and what would mend it.
+        path: the variable, or "" where it is about a rule.
+        rule: the rule that is never used, else None.
     """
 
     kind: FindingKind
@@ -55,16 +56,16 @@ class Finding:
 def check_rules(
     rules: Iterable[Sequence[Any]], tree: Any, mesh: AnyMesh | None = None
 ) -> list[Finding]:
-    """Lists probable mistakes in rules for logical axes.
+    """Lists what a user may not have meant by rules for logical axes.
 
     Args:
-        rules: the rules in the order of priority.
-        tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. Rules in a box
-            take precedence.
-        mesh: by default that of `jax.set_mesh`; without either, checks of the mesh are skipped.
+        rules: the rules in the order of their priority.
+        tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. A box that has
+          rules of its own is checked by those.
+        mesh: by default that of `jax.set_mesh`; without either, what depends on it is not checked.
 
     Raises:
-        LogicalAxisError: if the rules, or the names of a variable, are invalid.
+        LogicalAxisError: if the rules, or the names of a variable, are not in form.
 
     Example:
         >>> tree = {"w": LogicallyPartitioned(jax.numpy.ones(3), ("embed",))}
@@ -96,7 +97,7 @@ def check_rules(
 
 
 def _partitioned(tree: Any) -> Iterator[tuple[str, Partitioned]]:
-    """Yields the boxes with layouts, at any nesting, with the variable's path."""
+    """The boxes that say a layout, wherever in a nest they are, with the variable's path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Partitioned):
@@ -136,7 +137,7 @@ def _about_sizes(
                     f"axis {index} of shape {shape}, {axis.name!r}, cannot be split into {parts} "
                     f"equal parts over {axis.entry!r}; change its size or its layout.",
                 )
-            if axis.rule is None:  # unknown mesh axes of a rule are reported once, for the rule
+            if axis.rule is None:  # what a rule names is said once, of the rule
                 yield from _unknown(axes_of(axis.entry), mesh, f"axis {index} of shape {shape}")
 
 

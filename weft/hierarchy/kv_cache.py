@@ -42,7 +42,12 @@ class BaseKVCache(BaseLayer):
         cache_dtype: DType | None = None
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
-        """Returns an empty cache of a shape (batch, positions, kv_heads, per_head_dim)."""
+        """Returns an empty cache.
+
+        Args:
+          shape: (batch, positions, heads of keys and values, dimensions per head).
+          dtype: of the cache, if the config has none.
+        """
         raise NotImplementedError(type(self))
 
     def extend_step(

@@ -32,7 +32,11 @@ class Linear(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a Linear; without an `output_partition_spec` the compiler chooses."""
+        """Configures a Linear.
+
+        Attributes:
+            output_partition_spec: the mesh axes of the output; None leaves it to the compiler.
+        """
 
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
@@ -138,7 +142,11 @@ class VariationalNoise(ParameterNoise):
 
     @config_class
     class Config(ParameterNoise.Config):
-        """Configures a VariationalNoise with the standard deviation `vn_std`; 0 adds nothing."""
+        """Configures a VariationalNoise.
+
+        Attributes:
+            vn_std: the standard deviation; 0 adds nothing.
+        """
 
         vn_std: Required[float] = REQUIRED
 

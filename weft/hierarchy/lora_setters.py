@@ -89,13 +89,17 @@ def _is_of(config: Any, cls: type) -> bool:
 
 
 def _enabled(cfg: Any) -> Any:
+    """Returns which projections to adapt."""
     own = not cfg.layer.klass.is_kv_sharing(cfg.layer)
     cfg.adapter.enable_lora = {"query": True, "key": own, "value": own}
     return cfg
 
 
 def without_lora(cfg: Any) -> Any:
-    """Returns a copy of the config without adapters, for the result of `merge_adapters`."""
+    """Returns the config without adapters, for the state that `merge_adapters` returns.
+
+    `cfg` is not changed.
+    """
     new = cfg.clone()
 
     def remove(config: Any) -> None:
@@ -108,9 +112,10 @@ def without_lora(cfg: Any) -> Any:
 
 
 def base_state(state: dict[str, Any]) -> Any:
-    """Returns a copy of a state without adapters, which are dropped, not merged.
+    """Returns the state of the model without adapters, which are dropped, not merged.
 
-    `state` can also consist of shapes, specs or shardings.
+    Args:
+      state: of a model with adapters, or its shapes, specs or shardings. It is not changed.
 
     Example:
       >>> adapter = {"lora_down": 2, "lora_up": 3}
@@ -127,7 +132,11 @@ def base_state(state: dict[str, Any]) -> Any:
 
 
 def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
-    """Returns a copy of a state with adapters, with the other parameters from `base`.
+    """Returns the state of a model with adapters, with the other parameters from `base`.
+
+    Args:
+      state: of the model with adapters, which is not changed.
+      base: of the model without adapters.
 
     Example:
       >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
@@ -145,6 +154,7 @@ def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
 
 
 def _has_adapter(state: dict[str, Any]) -> bool:
+    """Returns whether this is the state of a layer with an adapter."""
     adapter = state.get("adapter")
     return (
         state.keys() == {"layer", "adapter"}

@@ -1,6 +1,7 @@
-"""Norms and scales of queries and keys before their inner product.
+"""What happens to queries and keys before they meet: norms and scales.
 
-Scaling queries by 1/sqrt(per_head_dim) is cheaper than scaling logits; keys may take part of it.
+Attention divides logits by the square root of the dimension of a head; here queries are multiplied
+by it beforehand, which is cheaper, and keys may take a part of it.
 """
 
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from weft.hierarchy.param_init import constant_initializer
 from weft.typing import Tensor
 
 ScaleFn = Callable[[int], float]
-"""Factor of queries or keys as a function of `per_head_dim`."""
+"""The factor of queries or keys for a dimension of each head."""
 
 
 def constant_scale_fn(value: float) -> ScaleFn:
-    """Returns a ScaleFn with the same factor for every dimension.
+    """The same factor for every dimension.
+
+    Args:
+      value: the factor.
 
     Example:
       >>> constant_scale_fn(2.0)(64)
@@ -33,7 +37,10 @@ def constant_scale_fn(value: float) -> ScaleFn:
 
 
 def pow_scale_fn(exp: float) -> ScaleFn:
-    """Returns a ScaleFn that is a power of the dimension.
+    """A power of the dimension.
+
+    Args:
+      exp: the exponent.
 
     Example:
       >>> pow_scale_fn(-0.5)(64)
@@ -43,17 +50,21 @@ def pow_scale_fn(exp: float) -> ScaleFn:
 
 
 class PerDimScale(BaseLayer):
-    """Learned positive factor for each dimension, initially 1."""
+    """A learned factor for each dimension, positive and 1 at first."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a PerDimScale."""
+        """Configures a PerDimScale.
+
+        Attributes:
+          dim: the number of dimensions.
+        """
 
         dim: Required[int] = REQUIRED
 
     @classmethod
     def default_config(cls) -> Any:
-        """Returns a config with a replicated parameter."""
+        """A config whose parameter is on every device."""
         return super().default_config().set(param_partition_spec=(None,))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -68,40 +79,48 @@ class PerDimScale(BaseLayer):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales the last axis, of size `dim`."""
+        """Scales.
+
+        Args:
+          x: `Float[Array, "*batch dim"]`.
+        """
         return per_dim_scale(x, self.parameters["param"])
 
 
 class BaseScaleQK(BaseLayer):
-    """Base of scales of queries or keys."""
+    """Scales queries or keys."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseScaleQK."""
+        """Configures a BaseScaleQK.
+
+        Attributes:
+          per_head_dim: the size of a vector of one head.
+        """
 
         per_head_dim: Required[int] = REQUIRED
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        """Scales queries or keys.
+        """Scales.
 
         Args:
-          proj: `Float[Array, "batch time heads per_head_dim"]`.
-          positions: `Int[Array, "#batch time"]`, for scales that depend on them.
+          proj: queries or keys, `Float[Array, "batch time heads per_head_dim"]`.
+          positions: theirs, `Int[Array, "#batch time"]`, for a scale that depends on them.
         """
         raise NotImplementedError(type(self))
 
 
 class ScaleQuery(BaseScaleQK):
-    """Norm, learned scale per dimension and factor of queries, in this order."""
+    """Queries: a norm, a learned scale for each dimension, a factor, in this order."""
 
     @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleQuery.
 
         Attributes:
-          norm: norm over the dimensions of a head; None for none.
-          per_dim_scale: learned scale; None for none.
-          scale_factor: makes a `ScaleFn`; None for `per_head_dim ** -0.5`.
+          norm: over the dimensions of a head; none if None.
+          per_dim_scale: learned; none if None.
+          scale_factor: makes a `ScaleFn`; `per_head_dim ** -0.5` if None.
         """
 
         norm: InstantiableConfig | None = None
@@ -110,7 +129,7 @@ class ScaleQuery(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """Returns the default of `scale_factor`."""
+        """The factor where the config has none."""
         return config_for_function(pow_scale_fn).set(exp=-0.5)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -123,14 +142,15 @@ class ScaleQuery(BaseScaleQK):
             self._add_child("per_dim_scale", cfg.per_dim_scale.set(dim=cfg.per_head_dim))
 
     def apply_norm(self, proj: Tensor) -> Tensor:
-        """Normalizes if a norm is configured."""
+        """Normalises, if the config asks for it."""
         return proj if self.config.norm is None else self.norm(proj)
 
     def apply_per_dim_scale(self, proj: Tensor) -> Tensor:
-        """Scales each dimension if a `per_dim_scale` is configured."""
+        """Scales each dimension, if the config asks for it."""
         return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
 
     def apply_scale_factor(self, proj: Tensor) -> Tensor:
+        """Multiplies by the factor."""
         return proj * self._scale
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
@@ -139,15 +159,15 @@ class ScaleQuery(BaseScaleQK):
 
 
 class ScaleKey(BaseScaleQK):
-    """Norm and factor of keys."""
+    """Keys: a norm and a factor."""
 
     @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleKey.
 
         Attributes:
-          norm: norm over the dimensions of a head; None for none.
-          scale_factor: makes a `ScaleFn`; None for 1.
+          norm: over the dimensions of a head; none if None.
+          scale_factor: makes a `ScaleFn`; 1 if None.
         """
 
         norm: InstantiableConfig | None = None
@@ -155,7 +175,7 @@ class ScaleKey(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """Returns the default of `scale_factor`."""
+        """The factor where the config has none."""
         return config_for_function(constant_scale_fn).set(value=1.0)
 
     def __init__(self, cfg: Config, *, parent: Module | None):

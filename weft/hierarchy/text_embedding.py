@@ -1,4 +1,4 @@
-"""Embeddings of token ids, and their use as output weights."""
+"""From token ids to the first vectors of a model, and back to logits."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class BaseEmbedding(BaseLayer):
-    """Base of embeddings of token ids. A subclass defines `forward` and `attend`.
+    """Embeds a batch of token ids. A subclass defines `forward` and `attend`.
 
-    An embedding that depends on more than a token and its position also defines `init_states` and
-    `extend_step`, for decoding.
+    In decoding it sees the tokens of one step after the other. One that needs more than a token and
+    its position keeps that as a state, and defines `init_states` and `extend_step` as well.
     """
 
     @config_class
@@ -26,17 +26,17 @@ class BaseEmbedding(BaseLayer):
         """Configures a BaseEmbedding.
 
         Attributes:
-          dim: size of an embedding.
+          dim: the size of an embedding.
         """
 
         dim: Required[int] = REQUIRED
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
-        """Embeds tokens.
+        """Embeds.
 
         Args:
-          input_batch: a dict with `inputs`, token ids, `Int[Array, "batch time"]`, and optionally
-            `positions` (default: counted from 0) and `token_type_ids` of the same shape.
+          input_batch: a dict with `inputs`, the token ids, `Int[Array, "batch time"]`, and
+            optionally `positions`, by default counted from 0, and `token_type_ids`, both likewise.
 
         Returns:
           `Float[Array, "batch time dim"]`.
@@ -44,7 +44,7 @@ class BaseEmbedding(BaseLayer):
         raise NotImplementedError(type(self))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Computes inner products with the embeddings of all tokens.
+        """The inner products of vectors with the embeddings of all tokens.
 
         Args:
           x: `Float[Array, "batch time dim"]`.
@@ -55,7 +55,12 @@ class BaseEmbedding(BaseLayer):
         raise NotImplementedError(type(self))
 
     def init_states(self, *, batch_size: int, dtype: DType) -> NestedTensor:
-        """Returns the initial state of decoding; empty by default."""
+        """The state before the first step of decoding; none by default.
+
+        Args:
+          batch_size: the number of sequences.
+          dtype: of what is kept.
+        """
         del batch_size, dtype
         return {}
 
@@ -69,8 +74,8 @@ class BaseEmbedding(BaseLayer):
         """Embeds the next tokens.
 
         Args:
-          cached_states: from `init_states` or the previous step.
-          input_batch: as for `forward`, for the tokens of this step, with their `positions`.
+          cached_states: from `init_states` or the step before.
+          input_batch: as for `forward`, of the step's tokens only, with their `positions`.
           is_prefill: whether these are the first tokens.
 
         Returns:
@@ -81,18 +86,20 @@ class BaseEmbedding(BaseLayer):
 
 
 class TransformerTextEmbeddings(BaseEmbedding):
-    """Sum of the embeddings of token ids, and optionally of types and positions."""
+    """The sum of what is known of each token: its id, and optionally its type and its position."""
 
     @config_class
     class Config(BaseEmbedding.Config):
         """Configures a TransformerTextEmbeddings.
 
         Attributes:
-          type_emb: embeds token types, such as "question" and "answer".
-          pos_emb: embeds positions; None if attention encodes them.
-          norm: norm of the sum.
-          dropout: dropout of the sum, after the norm.
-          soft_cap_logits: bound c of the logits c * tanh(logits / c) of `attend`; None for none.
+          vocab_size: the number of token ids.
+          token_emb: embeds the ids.
+          type_emb: embeds the types, such as "question" and "answer".
+          pos_emb: embeds the positions; None where attention knows of them.
+          norm: of the sum.
+          dropout: of the sum, after the norm.
+          soft_cap_logits: the logits that `attend` gives are squashed to ± this.
         """
 
         vocab_size: Required[int] = REQUIRED

@@ -1,8 +1,7 @@
-"""NNX: objects whose variables are held by reference, and transformations that know them.
+"""NNX: objects whose variables are held by reference, and transformations that preserve references.
 
-A module is a Python object with its variables and modules as attributes. To JAX it is a pytree;
-to the transformations here, which have the signatures of JAX's, it is a reference: what a function
-does to it is seen outside.
+A module is a Python object with variables and modules as attributes. To JAX it is a pytree; the
+transformations here, with the signatures of JAX's, propagate changes of a module to the caller.
 """
 
 from __future__ import annotations
@@ -409,7 +408,7 @@ __all__ = [
     "tabulate",
     "capture",
     "display",
-    # modules of their own
+    # submodules
     "initializers",
     "metrics",
     "traversals",
@@ -421,7 +420,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # The bridge stands on all ways of writing, and few ask for traversals.
+    # Loaded on demand: the bridge imports all of Weft's interfaces, and traversals are rarely used.
     if name == "bridge":
         import weft.nnx.bridge as bridge
 

@@ -1,7 +1,7 @@
-"""Making a graph of objects from its description and values.
+"""Construction of a graph of objects from its description and values.
 
-Objects that are there already become what the description says. What is to become of them is found
-first, and looked at before any of them changes, so that nothing is done by halves.
+All changes of existing objects are planned and checked before the first is made, so that an error
+leaves every object unchanged.
 """
 
 from __future__ import annotations
@@ -21,13 +21,7 @@ _NOTHING: Mapping[int, Any] = MappingProxyType({})
 
 
 class Change(NamedTuple):
-    """What an object is to become.
-
-    Attributes:
-        object: the object.
-        part: its description.
-        items: its attributes.
-    """
+    """Planned change of an object: its new description and attributes."""
 
     object: Any
     part: NodeDef
@@ -35,17 +29,13 @@ class Change(NamedTuple):
 
 
 def check_changes(changes: Sequence[Change]) -> None:
-    """Refuses changes of objects of another trace.
-
-    Raises:
-        TraceContextError: if one of them may not be changed here.
-    """
+    """Raises `TraceContextError` if an object may not be changed in this trace."""
     for made, _, _ in changes:
         made._watch.check(made)
 
 
 def make_changes(changes: Sequence[Change]) -> None:
-    """Makes objects what they are to become."""
+    """Applies planned changes."""
     for made, part, items in changes:
         if type(made) is not part.type:
             made.__class__ = part.type
@@ -59,17 +49,17 @@ def plan_together(
     existing: Mapping[int, Any] = _NOTHING,
     known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any], list[Change]]:
-    """As `put_together`, with what is still to be done, so that nothing need be done by halves."""
+    """Returns the results of `put_together`, and the changes that are still to be made."""
     leaves = list(leaves)
     if len(leaves) != graphdef.num_leaves:
         raise GraphStructureError(
             f"the description has {graphdef.num_leaves} values, and {len(leaves)} were given; give "
-            "those that nnx.flatten gave."
+            "those that nnx.flatten returned."
         )
     rest = iter(leaves)
     objects: dict[int, Any] = dict(known)
     changes: list[Change] = []
-    watch = Watch()  # of the first of those that are made here, which all are made at once
+    watch = Watch()  # shared: all objects are made at the same place
 
     def build(part: Any) -> Any:
         kind = type(part)
@@ -91,7 +81,7 @@ def plan_together(
             if part.index not in objects:
                 raise GraphStructureError(
                     f"the description refers to object {part.index} of another one, with which it "
-                    "was split; merge both inside of one nnx.merge_context(), that one first."
+                    "was split; merge both in one nnx.merge_context(), that one first."
                 )
             return objects[part.index]
         if part.index is None:
@@ -99,7 +89,7 @@ def plan_together(
         is_new = part.index not in existing
         made = part.type._blank(watch) if is_new else existing[part.index]
         objects[part.index] = made
-        # Most attributes are static, which is seen here without a call.
+        # Fast path: most attributes are static.
         items = [
             (name, below.value if type(below) is Fixed else build(below))
             for name, below in part.attributes
@@ -124,23 +114,22 @@ def put_together(
     existing: Mapping[int, Any] = _NOTHING,
     known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any]]:
-    """The graph of a description and values.
+    """Builds the graph of a description and values.
 
     Args:
-        graphdef: the description.
-        leaves: for each of its values a variable, of which a copy is used, or what a variable
-            holds. A copy has the `jax.Ref` of the variable, if there is one.
-        share: whether variables among the values are used themselves.
-        existing: objects that are used, by index; they get the attributes of the description, and
-            variables keep their values.
-        known: the objects of other descriptions to which this one refers, by index.
+        graphdef: description of the graph.
+        leaves: for each of its values a variable, which is copied, or a variable's value. A copy
+            keeps the variable's `jax.Ref`.
+        share: whether to use the given variables themselves.
+        existing: objects to reuse, by index; they get the described attributes, and variables keep
+            their values.
+        known: objects of other descriptions that this one refers to, by index.
 
     Returns:
         The outermost object, and all objects by index.
 
     Raises:
-        GraphStructureError: if there are more or fewer values than the description has, or it
-            refers to an object that is not known.
+        GraphStructureError: if the number of values is wrong, or a referenced object is unknown.
     """
     root, objects, changes = plan_together(graphdef, leaves, share, existing, known)
     check_changes(changes)

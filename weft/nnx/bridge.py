@@ -1,9 +1,8 @@
-"""Linen in NNX and NNX in Linen, with their state and the metadata of their axes.
+"""Bridge between Linen and NNX, with state and axis metadata.
 
-`ToNNX` is an NNX module around one of Linen, `to_linen` makes a Linen module around one of NNX, and
-a `Module` of the bridge is an NNX module that is written as one of Linen. All of it stands in
-`weft.interop`, above both; this module is loaded when it is asked for, and nothing in `weft.nnx`
-imports it.
+`ToNNX` wraps a Linen module, `to_linen` wraps an NNX module, and the bridge's `Module` is an NNX
+module written like a Linen one. The code is in `weft.interop` and loads on demand; nothing in
+`weft.nnx` imports this module.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = [
     "to_linen_var",
     "to_nnx_var",
     "with_partitioning",
-    # modules in the manner of Linen
+    # Linen-style modules
     "Module",
     "compact",
     "Scope",

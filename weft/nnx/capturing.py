@@ -1,4 +1,4 @@
-"""Calls whose sown values are results."""
+"""`capture`: calls that return sown values."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def capture(
     init: State | None = None,
     method_outputs: type[Variable[Any]] | None = None,
 ) -> Callable[..., Any]:
-    """A function that returns, beside its result, what modules sow and perturb in the call.
+    """Wraps a function to also return what modules sow and perturb in the call.
 
-    The modules are those among the arguments, and the module of `fn` if it is one or a method of
-    one. They are as before afterwards. Of kinds that are not asked for, they sow nothing.
+    The modules are those among the arguments, and that of `fn` if it is a module or a method. They
+    are unchanged afterwards, and sow only the requested kinds.
 
     Args:
-        fn: the function, a module or a method. Left out, the result is a decorator.
-        *var_types: kinds of variables; for each the call returns a state. What is of a kind that
-            is derived from another is in the first of the two.
-        init: what variables hold at first, by path, such as perturbations.
-        method_outputs: a kind under which the result of each method is sown as well, by its name.
+        fn: function, module or method. If omitted, the result is a decorator.
+        *var_types: kinds of variables, one returned state each. A variable goes to the first kind
+            that it is an instance of.
+        init: initial values of variables by path, such as perturbations.
+        method_outputs: kind under which to sow each method's result, by method name.
 
     Raises:
-        ObjectArgumentError: if a kind is no class of variables, or `fn` cannot be called.
-        GraphStructureError: if `init` has something at a path where no module is, or that is no
-            variable; if two arguments sow at the same path; or if a module that was merged inside
-            a JAX transformation sows, and its state is not returned.
+        ObjectArgumentError: if a kind is not a class of variables, or `fn` is not callable.
+        GraphStructureError: if `init` has a path without a module or a value that is not a
+            variable, if two arguments sow at the same path, or if a module merged inside a JAX
+            transformation sows and its state is not returned.
 
     Example:
         >>> from weft import nnx
@@ -69,7 +69,7 @@ def capture(
             )
     if not callable(fn):
         raise ObjectArgumentError(
-            f"capture was given a {type(fn).__name__}, which cannot be called; give a function, a "
+            f"capture was given a {type(fn).__name__}, which is not callable; give a function, a "
             "module with a __call__, or a method."
         )
     owner: Any = fn if isinstance(fn, Pytree) else getattr(fn, "__self__", None)
@@ -90,7 +90,7 @@ def capture(
 
 
 class _Open:
-    """The modules of one call, which take what is sown."""
+    """Modules of one call that collect sown values."""
 
     def __init__(self, roots: list[Any], kinds: _Kinds, init: Any, outputs: Any):
         self._kinds = kinds
@@ -110,24 +110,24 @@ class _Open:
                 observe(x, _leave_output)
 
     def states(self) -> Iterator[State]:
-        """What was left, by kind."""
+        """Yields the collected values, by kind."""
         found: dict[Path, tuple[int, Variable[Any]]] = {}
         for i, path, x in self._modules:
             captured = vars(x)[PLACE]
             for name in captured.unreturned():
                 raise GraphStructureError(
-                    f"what the module sows or perturbs at {shown_path((*path, name))!r} is lost: a "
-                    "copy of the module, merged inside a JAX transformation, does so, and its "
-                    "state was not returned; return nnx.state(module, kind) from the transformed "
-                    "function, and give it to nnx.update outside."
+                    f"the value sown or perturbed at {shown_path((*path, name))!r} is lost: a copy "
+                    "of the module, merged inside a JAX transformation, sowed it, and its state "
+                    "was not returned; return nnx.state(module, kind) from the transformed "
+                    "function, and pass it to nnx.update outside."
                 )
             for name, variable in captured.values():
                 where = (*path, name)
                 if where in found and found[where][0] != i:
                     raise GraphStructureError(
-                        f"two modules among the arguments sow at {shown_path(where)!r}, so that "
-                        "one of the values would be lost; capture their calls one at a time, or "
-                        "give them together as one list or dict."
+                        f"two modules among the arguments sow at {shown_path(where)!r}, so one of "
+                        "the values would be lost; capture their calls one at a time, or pass "
+                        "them together as one list or dict."
                     )
                 found[where] = i, variable
         for n, kind in enumerate(self._kinds):
@@ -141,14 +141,14 @@ class _Open:
             )
 
     def close(self) -> None:
-        """Makes the modules what they were."""
+        """Restores the modules."""
         for (_, _, x), before in zip(self._modules, self._before, strict=True):
             leave_alone(x)
             _set(x, before)
 
 
 def _set(x: Pytree, captured: Captured | None) -> None:
-    # Not by setattr, so that modules of another trace, which a function closes over, can sow.
+    # Not by setattr, so that modules of another trace, in a function's closure, can sow.
     if captured is None:
         vars(x).pop(PLACE, None)
     else:
@@ -158,7 +158,7 @@ def _set(x: Pytree, captured: Captured | None) -> None:
 
 
 def _clean(result: Any) -> None:
-    """Takes away from copies that the function returns what only the originals lose."""
+    """Removes the capture attributes from copies of modules in the function's result."""
     is_object = lambda x: isinstance(x, Pytree)  # noqa: E731
     for root in jax.tree.leaves(result, is_leaf=is_object):
         for _, x in modules_of(root) if is_object(root) else ():
@@ -170,10 +170,10 @@ def _by_module(init: Any, paths: set[Path]) -> Mapping[Path, dict[str, Variable[
     found: dict[Path, dict[str, Variable[Any]]] = {}
     for path, value in to_flat_state(init) if init is not None else ():
         if path[:-1] not in paths or not isinstance(value, Variable):
-            what = "no module is there" if isinstance(value, Variable) else "that is no variable"
+            what = "no module is there" if isinstance(value, Variable) else "it is not a variable"
             raise GraphStructureError(
-                f"init has a {type(value).__name__} at {shown_path(path)!r}, and {what}; give a "
-                "state as capture returns it for these arguments."
+                f"init has a {type(value).__name__} at {shown_path(path)!r}, but {what}; give a "
+                "state that capture returned for these arguments."
             )
         found.setdefault(path[:-1], {})[path[-1]] = value  # pyright: ignore[reportArgumentType]
     return found

@@ -1,4 +1,4 @@
-"""Whether the attributes of objects are what was said of them."""
+"""Checks of the attributes of objects."""
 
 from __future__ import annotations
 
@@ -11,18 +11,13 @@ from weft.nnx.state import shown_path
 
 
 def check_pytree(pytree: Any) -> None:
-    """Checks that no attribute of an object that is static holds data.
+    """Checks that static attributes hold no data, in an object and those in it.
 
-    Setting an attribute checks it; this is for objects that were filled in another way, such as by
-    `vars(module)[name] = value`, or whose static values have been changed in place.
-
-    Args:
-        pytree: the object; those in it are checked as well.
+    Assignment checks this already; use it after changes in place or through `vars(module)`.
 
     Raises:
-        ObjectArgumentError: if it is no object.
-        AttributeMarkError: if an attribute is said to be static, and holds an array, a variable
-            or an object.
+        ObjectArgumentError: if `pytree` is not an object.
+        AttributeMarkError: if a static attribute holds an array, a variable or an object.
 
     Example:
         >>> from weft import nnx
@@ -37,13 +32,13 @@ def check_pytree(pytree: Any) -> None:
             if not x._is_data(name, value) and _has_data(value):
                 raise AttributeMarkError(
                     f"{type(x).__name__} has a {type(value).__name__} with data in it at "
-                    f"{shown_path((*path, name))!r}, where a static value was said to be; say "
-                    "nnx.data(value), or take out arrays, variables and objects."
+                    f"{shown_path((*path, name))!r}, which is marked static; use nnx.data(value), "
+                    "or remove arrays, variables and objects from it."
                 )
 
 
 def _has_data(value: Any) -> bool:
-    """Whether there is data in a value; a list or dict is none by itself."""
+    """Returns whether a value contains data; an empty list or dict does not."""
     if isinstance(value, Pytree) and isinstance(value, list | dict):
         return any(_has_data(below) for _, below in value._items())
     return is_data(value)

@@ -1,8 +1,7 @@
-"""Lists and dicts of objects, and layers one after the other.
+"""`List` and `Dict`, which track changes, and `Sequential`.
 
-`List` and `Dict` are a list and a dict that notice when they are changed, and modules: references
-to them are kept, and modes reach what is in them. A list or dict that becomes an attribute is made
-into one.
+A list or dict that is assigned to an attribute is converted to `List` or `Dict`. Both are modules:
+they keep references, and `train` and `eval` reach their items.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from weft.nnx.pytree import Marked, Pytree, register_container, tracked
 
 
 def _changing(name: str, of: type) -> Callable[..., Any]:
-    """A method of a list or dict that first notes the change, and then tracks what came in."""
+    """Returns a method of a list or dict that records the change and tracks new items."""
     method = getattr(of, name)
 
     def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -44,10 +43,7 @@ def _changing(name: str, of: type) -> Callable[..., Any]:
 
 
 class List(Module, list[Any]):
-    """A list that is an object of its own, with references kept; a list in an attribute is one.
-
-    Args:
-        it: the items.
+    """List module that keeps references; lists in attributes are converted to it.
 
     Example:
         >>> from weft import nnx
@@ -95,7 +91,7 @@ class List(Module, list[Any]):
     _restore = list.extend
 
     def _unpack_marks(self) -> None:
-        """Puts what was said of items beside them, so that it moves with them."""
+        """Moves marks from items to a separate list, which is changed with the items."""
         marks = self._watch.marks
         for i in [name for name in marks if not isinstance(name, str)]:
             list.__setitem__(self, i, Marked(self[i], marks.pop(i)))
@@ -109,11 +105,10 @@ class List(Module, list[Any]):
                 list.__setitem__(self, i, new)
 
     def remove(self, value: Any, /) -> None:
-        """Removes the first item that is equal to a value."""
+        """Removes the first item equal to a value."""
         del self[self.index(value)]
 
     def sort(self, *, key: Any = None, reverse: bool = False) -> None:
-        """Sorts the items."""
         items = list(_with_marks(self, enumerate(self)))
         values = [item if key is None else key(item) for item in self]
         order = sorted(range(len(self)), key=values.__getitem__, reverse=reverse)
@@ -128,13 +123,9 @@ class List(Module, list[Any]):
 
 
 class Dict(Module, dict[Any, Any]):
-    """A dict that is an object of its own, with references kept; a dict in an attribute is one.
+    """Dict module that keeps references, with its items as attributes too.
 
-    What is in it can also be read and set as an attribute.
-
-    Args:
-        *args: as for `dict`.
-        **kwargs: as for `dict`.
+    Dicts in attributes are converted to it; arguments as for `dict`.
 
     Example:
         >>> from weft import nnx
@@ -209,7 +200,7 @@ class Dict(Module, dict[Any, Any]):
 
     def __delattr__(self, name: str) -> None:
         if name not in self:
-            raise AttributeError(f"the Dict has no {name!r}, which was to be deleted.")
+            raise AttributeError(f"the Dict has no {name!r} to delete.")
         del self[name]
 
     def __eq__(self, other: object) -> bool:
@@ -235,11 +226,11 @@ register_container(dict, Dict)
 
 
 class Sequential(Module):
-    """Layers one after the other.
+    """Sequence of layers, each applied to the previous one's output.
 
     Args:
-        *fns: functions and modules. What one gives is what the next is given: a tuple as its
-            arguments, a dict as its keyword arguments, all else as its argument.
+        *fns: functions and modules. A tuple is passed on as positional arguments, a dict as keyword
+            arguments, and anything else as the only argument.
 
     Raises:
         LayerCallError: at the call, if one of them is not callable.
@@ -253,17 +244,12 @@ class Sequential(Module):
         self.layers = fns
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layers.
-
-        Args:
-            *args: for the first layer.
-            **kwargs: likewise.
-        """
+        """Calls the layers; the arguments are those of the first."""
         result: Any = args[0] if len(args) == 1 and not kwargs else args
         for i, layer in enumerate(self.layers):
             if not callable(layer):
                 raise LayerCallError(
-                    f"the layer {i} of a Sequential is {layer!r}, which cannot be called; give "
+                    f"the layer {i} of a Sequential is {layer!r}, which is not callable; give "
                     "functions and modules."
                 )
             if i:

@@ -1,10 +1,9 @@
 """Splitting and merging several objects that share parts, across a JAX transformation and back.
 
-In a `split_context` an object that was split before is only referred to, so what two arguments
-share crosses once; in a `merge_context` the references are found again. Four of them around a
-transformation make a round trip, in which an `update_context` remembers what was which: split
-outside, merge inside, split inside, and merge outside, which then changes the objects that went in
-instead of making new ones:
+A `split_context` replaces objects that it has already split by references, which a `merge_context`
+resolves. An `update_context` connects four of them around a transformation: split outside, merge
+inside, split inside, and merge outside, which then updates the original objects instead of creating
+new ones:
 
     with update_context("f"):
         with split_context("f") as ctx: parts = ctx.split(model)
@@ -34,12 +33,12 @@ from weft.nnx.state import FlatState, merge_state, split_state
 
 @dataclasses.dataclass
 class SplitContext:
-    """Splits objects; what was split before in the context is referred to.
+    """Context that splits objects; objects split before in the context become references.
 
     Attributes:
-        ctxtag: the tag of the update context, if there is one.
-        ref_index: the objects that were met, by index.
-        is_inner: whether it is inside of the transformation; None without an update context.
+        ctxtag: tag of the update context, or None.
+        ref_index: indices of the objects seen.
+        is_inner: whether it is inside the transformation; None without an update context.
     """
 
     ctxtag: Hashable | None
@@ -47,7 +46,7 @@ class SplitContext:
     is_inner: bool | None
 
     def split(self, node: Any, *filters: Filter) -> tuple[Any, ...]:
-        """See `nnx.split`; what was met before has no part in the states."""
+        """Splits like `nnx.split`; states leave out objects seen before."""
         graphdef, flat = self._flat(node)
         whole = flat.to_nested_state()
         if not filters:
@@ -56,20 +55,15 @@ class SplitContext:
         return graphdef, *(states if len(filters) > 1 else (states,))
 
     def flatten(self, node: Any, *filters: Filter, with_paths: bool = True) -> tuple[Any, ...]:
-        """See `nnx.flatten`.
-
-        Args:
-            node: the object.
-            *filters: for each a flat state with what it matches.
-            with_paths: otherwise there is a list of what the variables hold.
+        """Flattens like `nnx.flatten`, with one flat state per filter.
 
         Raises:
-            GraphStructureError: if there are filters, and no paths.
+            GraphStructureError: if there are filters, and `with_paths` is False.
         """
         if not with_paths and filters:
             raise GraphStructureError(
-                "flatten was given filters and with_paths=False, and filters need the paths; leave "
-                "one of them out."
+                "flatten was given filters and with_paths=False, but filters need the paths; omit "
+                "one of them."
             )
         graphdef, flat = self._flat(node, with_paths)
         if not filters:
@@ -92,12 +86,12 @@ class SplitContext:
 
 @dataclasses.dataclass
 class MergeContext:
-    """Merges objects; those that were merged before in the context are referred to.
+    """Context that merges objects; references resolve to objects merged before in the context.
 
     Attributes:
-        ctxtag: the tag of the update context, if there is one.
-        index_ref: the objects that were made, by index.
-        is_inner: whether it is inside of the transformation; None without an update context.
+        ctxtag: tag of the update context, or None.
+        index_ref: objects that were created, by index.
+        is_inner: whether it is inside the transformation; None without an update context.
     """
 
     ctxtag: Hashable | None
@@ -105,14 +99,11 @@ class MergeContext:
     is_inner: bool | None
 
     def merge(self, graphdef: GraphDef, state: Any, /, *states: Any) -> Any:
-        """See `nnx.merge`; after the transformation, it changes the objects that went in.
-
-        Variables are copies of those in the states.
-        """
+        """Merges like `nnx.merge` with copied variables; outside, updates the original objects."""
         return self._made(graphdef, merge_state(state, *states) if states else state, copy=True)
 
     def unflatten(self, graphdef: GraphDef, flat_state: Any, /, *flat_states: Any) -> Any:
-        """See `nnx.unflatten`; several flat states have the values together."""
+        """Unflattens like `nnx.unflatten`; accepts several flat states."""
         if flat_states:
             flat_state = FlatState.merge(flat_state, *flat_states)
         return self._made(graphdef, flat_state, copy=False)
@@ -132,16 +123,14 @@ class MergeContext:
 
 @dataclasses.dataclass
 class UpdateContext:
-    """What was which on the way into a transformation and back.
+    """Context that maps objects to their copies inside a transformation, and back.
 
     Attributes:
-        tag: its tag.
-        outer_ref_outer_index: the objects that went in, with their indices.
-        outer_index_inner_ref: the objects that were made of them inside, by these indices.
-        outer_index_outer_ref: the objects that went in, by index.
-        inner_ref_outer_index: the objects that were made of them inside, with these indices.
-        static_cache: the descriptions that were split in the context; equal ones are one object,
-            which JAX finds sooner.
+        outer_ref_outer_index: indices of the original objects.
+        outer_index_inner_ref: their copies inside, by index.
+        outer_index_outer_ref: the original objects, by index.
+        inner_ref_outer_index: indices of the copies inside.
+        static_cache: interned descriptions; JAX compares identical objects faster.
     """
 
     tag: Hashable
@@ -152,7 +141,7 @@ class UpdateContext:
     static_cache: dict[Any, Any] | None = dataclasses.field(default_factory=dict)
 
     def flatten_end(self, ref_index: RefMap) -> None:
-        """Notes what a split context has met; inside, that the inner objects are done with."""
+        """Records the objects of a split context; inside, drops the inner objects."""
         if self.inner_ref_outer_index is None:
             self.outer_ref_outer_index = ref_index
             self.outer_index_outer_ref = {i: x for x, i in ref_index.items()}
@@ -160,7 +149,7 @@ class UpdateContext:
             self.outer_index_inner_ref = self.inner_ref_outer_index = None
 
     def unflatten_end(self, index_ref: dict[int, Any], inner_merge: bool) -> None:
-        """Notes what a merge context has made."""
+        """Records the objects of a merge context."""
         if inner_merge:
             self.outer_index_inner_ref = index_ref
             self.inner_ref_outer_index = RefMap((x, i) for i, x in index_ref.items())
@@ -176,11 +165,11 @@ _OPEN = _Open()
 
 @contextlib.contextmanager
 def update_context(tag: Hashable) -> Iterator[UpdateContext]:
-    """Remembers what goes into a transformation, so that what comes out changes it.
+    """Connects split and merge contexts, so that a transformation's results update its inputs.
 
     Args:
-        tag: by which the split and merge contexts find it; one that is inside of another with the
-            same tag hides it.
+        tag: tag for the split and merge contexts; a nested context hides an outer one with the same
+            tag.
 
     Example:
         >>> import jax
@@ -210,7 +199,7 @@ def update_context(tag: Hashable) -> Iterator[UpdateContext]:
 
 
 def current_update_context(tag: Hashable) -> UpdateContext:
-    """The innermost open update context with a tag.
+    """Returns the innermost open update context with a tag.
 
     Raises:
         GraphStructureError: if there is none.
@@ -220,17 +209,17 @@ def current_update_context(tag: Hashable) -> UpdateContext:
             return context
     tags = ", ".join(repr(context.tag) for context in _OPEN.contexts) or "none"
     raise GraphStructureError(
-        f"there is no update context {tag!r} here; open in this thread are: {tags}. Enter "
+        f"there is no update context {tag!r} here; open in this thread: {tags}. Enter "
         f"nnx.update_context({tag!r}) around it."
     )
 
 
 @contextlib.contextmanager
 def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
-    """Splits several objects, each part that they share once.
+    """Splits several objects, each shared part once.
 
     Args:
-        ctxtag: the tag of an update context that notes it.
+        ctxtag: tag of an update context to connect to.
 
     Raises:
         GraphStructureError: if there is no update context with the tag.
@@ -259,11 +248,11 @@ def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
 def merge_context(
     ctxtag: Hashable | None = None, inner: bool | None = None
 ) -> Iterator[MergeContext]:
-    """Merges what was split in a split context.
+    """Merges what a split context has split.
 
     Args:
-        ctxtag: the tag of an update context.
-        inner: whether it is inside of the transformation; it must be said if there is a tag.
+        ctxtag: tag of an update context to connect to.
+        inner: whether it is inside the transformation; required with a tag.
 
     Raises:
         GraphStructureError: if there is no update context with the tag, or `inner` is missing.
@@ -271,8 +260,8 @@ def merge_context(
     update = current_update_context(ctxtag) if ctxtag is not None else None
     if update is not None and inner is None:
         raise GraphStructureError(
-            f"merge_context({ctxtag!r}) does not say where it is; give inner=True inside of the "
-            "transformed function, and inner=False after it."
+            f"merge_context({ctxtag!r}) needs inner; give inner=True inside the transformed "
+            "function, and inner=False after it."
         )
     context = MergeContext(ctxtag, {}, inner if update is not None else None)
     yield context

@@ -1,4 +1,4 @@
-"""How objects and states are shown."""
+"""Text of objects and states."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 
 
 def shown(x: Any, inside: frozenset[int] = frozenset()) -> str:
-    """The text of an object, with the size of the variables in it.
+    """Returns the text of an object, with the sizes of its variables.
 
     Args:
-        x: an object, a state, a variable or a value.
-        inside: by identity, the objects that this one is in.
+        x: object, state, variable or value.
+        inside: ids of the enclosing objects.
     """
     from weft.nnx.pytree import Pytree
     from weft.nnx.state import State
@@ -41,7 +41,7 @@ def shown(x: Any, inside: frozenset[int] = frozenset()) -> str:
 
 
 def variable_repr(variable: Any) -> str:
-    """The text of a variable: its value and its metadata."""
+    """Returns the text of a variable: its value and its metadata."""
     items = [f"value={_value(variable._value)}"]
     items += [f"{name}={value!r}" for name, value in variable._metadata.items()]
     sizes = _size([variable._value])
@@ -59,7 +59,7 @@ def _value(x: Any) -> str:
     if isinstance(x, jax.Array | np.ndarray) and x.size > 8:
         return f"Array(shape={x.shape}, dtype={x.dtype})"
     if callable(x) and isinstance(name := getattr(x, "__name__", None), str):
-        return name  # the text that Python has for functions is an address
+        return name  # Python's repr of a function is an address
     return repr(x)
 
 
@@ -92,10 +92,7 @@ def _sizes(x: Any) -> str:
 
 
 def display(*args: Any) -> None:
-    """Shows objects: in a notebook with Treescope where it is installed, otherwise as text.
-
-    Args:
-        *args: objects, states, variables or anything else.
+    """Shows objects: with Treescope in a notebook that has it, otherwise as text.
 
     Example:
         >>> from weft import nnx

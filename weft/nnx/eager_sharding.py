@@ -1,9 +1,8 @@
-"""New variables laid out over a mesh as their metadata says, as soon as they are made.
+"""Eager sharding: new variables are placed on a mesh as their metadata says.
 
-The metadata `out_sharding` names the axes of a value (`sharding` and `sharding_names` are other
-names for it); `sharding_rules` and those of `logical_axis_rules` say what the names stand for, and
-`mesh` or `jax.set_mesh` over which devices. A model that is made under a mesh has its parameters on
-their devices then, and never all of them on one.
+The metadata `out_sharding` names the axes of a value (aliases: `sharding`, `sharding_names`);
+`sharding_rules` and `logical_axis_rules` map logical names to mesh axes; the mesh is `mesh` or that
+of `jax.set_mesh`. Parameters of a model created under a mesh are never all on one device.
 """
 
 from __future__ import annotations
@@ -24,12 +23,11 @@ NAMES = ("sharding", "sharding_names")
 
 
 class use_eager_sharding(Setting, default=True):
-    """Whether new variables with the metadata `out_sharding` are laid out at once.
+    """Setting: whether new variables with the metadata `out_sharding` are sharded at once.
 
     Args:
-        value: whether they are, from now on in this thread; in a `with` statement, and on a
-            function that it decorates, for so long. The metadata `eager_sharding` of a variable
-            comes first.
+        value: new setting of this thread; limited to the block or call in a `with` statement or as
+            a decorator. A variable's metadata `eager_sharding` takes precedence.
 
     Example:
         >>> import jax.numpy as jnp
@@ -41,7 +39,7 @@ class use_eager_sharding(Setting, default=True):
 
 
 def using_eager_sharding() -> bool:
-    """Whether new variables are laid out at once.
+    """Returns whether new variables are sharded at once.
 
     Example:
         >>> using_eager_sharding()
@@ -51,14 +49,13 @@ def using_eager_sharding() -> bool:
 
 
 def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
-    """Metadata in which the layout of the value is called `out_sharding`.
+    """Returns metadata in which the layout of the value is called `out_sharding`.
 
     Args:
-        metadata: of a variable.
-        what: the variable, for errors.
+        what: name of the variable, for errors.
 
     Raises:
-        AxisMetadataError: if the layout is none.
+        AxisMetadataError: if the layout has a wrong type.
     """
     for name in NAMES:
         if name in metadata:
@@ -78,17 +75,15 @@ def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
-    """The value of a new variable, over its mesh.
+    """Places the value of a new variable on its mesh.
 
     Args:
-        value: the value.
-        metadata: of the variable.
-        what: the variable, for errors.
+        what: name of the variable, for errors.
 
     Raises:
         NoMeshError: if there is no mesh.
-        MeshError: if the mesh has no axis of a name, or there are more names than axes.
-        LogicalAxisError: if the rules are not in form, or fight with those of the context.
+        MeshError: if the mesh lacks an axis, or there are more names than axes.
+        LogicalAxisError: if the rules are malformed, or contradict those of the context.
     """
     layout = metadata["out_sharding"]
     if not layout or not is_laid_out(metadata):
@@ -96,8 +91,8 @@ def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
     mesh = metadata.get("mesh")
     if mesh is None and get_mesh(layout) is None and get_global_mesh() is None:
         raise NoMeshError(
-            f"a {what} is to be laid out as {tuple(layout)}, and there is no mesh; make it inside "
-            "of jax.set_mesh(mesh), give it mesh=mesh, or, to lay it out later, make it inside of "
+            f"a {what} has the layout {tuple(layout)}, and there is no mesh; make it under "
+            "jax.set_mesh(mesh), give it mesh=mesh, or, to shard it later, make it under "
             "nnx.use_eager_sharding(False)."
         )
     try:
@@ -106,35 +101,35 @@ def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
             value = jax.tree.map(lambda x: _ordered(x, layout.layout), value)
         return with_abstract_layouts(value, metadata)
     except Exception as error:
-        error.add_note(f"This is about a {what} that was being made with {metadata!r}.")
+        error.add_note(f"Raised while making a {what} with {metadata!r}.")
         raise
 
 
 def _ordered(value: Any, order: Any) -> Any:
-    """A value whose axes lie in memory as a `Format` says, which a compiled function decides."""
+    """Returns a value with the memory order of a `Format`, which a compiled function sets."""
     if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return value
     return jax.device_put(value, Format(order, value.sharding))
 
 
 def layout_of(metadata: dict[str, Any]) -> PartitionSpec | None:
-    """What metadata says of the layout, with its names as mesh axes."""
+    """Returns the layout in metadata, in mesh axes."""
     return get_pspec(metadata.get("out_sharding"), metadata.get("sharding_rules"))
 
 
 def is_laid_out(metadata: dict[str, Any]) -> bool:
-    """Whether a variable is laid out as soon as it is made."""
+    """Returns whether a variable is sharded as soon as it is made."""
     return metadata.get("eager_sharding", using_eager_sharding())
 
 
 def mesh_of(metadata: dict[str, Any]) -> AnyMesh | None:
-    """The mesh of a variable, by its metadata or else by `jax.set_mesh`."""
+    """Returns the mesh of a variable, from its metadata or else from `jax.set_mesh`."""
     known = (metadata.get("mesh"), get_mesh(metadata.get("out_sharding")), get_global_mesh())
     return next((mesh for mesh in known if mesh is not None), None)
 
 
 def with_abstract_layouts(value: Any, metadata: dict[str, Any]) -> Any:
-    """The value of a variable, in which each shape without a layout has that of the metadata."""
+    """Adds the metadata's layout to the shapes in a variable's value that have none."""
     mesh = mesh_of(metadata)
     if mesh is None:
         return value
@@ -149,10 +144,10 @@ def with_abstract_layouts(value: Any, metadata: dict[str, Any]) -> Any:
 def abstractly_laid_out(
     value: jax.ShapeDtypeStruct, spec: PartitionSpec | None, mesh: AnyMesh
 ) -> jax.ShapeDtypeStruct:
-    """A shape with its layout over a mesh.
+    """Returns a shape with its layout over a mesh.
 
     Raises:
-        MeshError: if the layout does not fit to the mesh or to the shape.
+        MeshError: if the layout does not fit the mesh or the shape.
     """
     entries = fitting(spec or PartitionSpec(), value.shape, mesh)
     sharding = NamedSharding(mesh, PartitionSpec(*entries))

@@ -1,4 +1,4 @@
-"""Moving averages of a model's variables."""
+"""Exponential moving averages of a model's variables."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ M = TypeVar("M")
 
 
 class EMA(Pytree):
-    """An exponential moving average of each variable of a model.
+    """Exponential moving average of each variable of a model.
 
     Args:
-        params: the model, or a state of it, whose values the averages begin with.
-        decay: what part of an average stays in an update; an array if it is to change.
-        only: a filter of the variables.
+        params: model or state that provides the initial values.
+        decay: weight of the old average in an update; an array if it should change.
+        only: filter of the variables.
         graph: ignored, see `nnx.split`.
 
     Attributes:
-        params: the averages, variables at the paths of those of the model.
-        decay: as it was given.
+        params: averages, variables at the model's paths.
         filter: the filter; static.
 
     Raises:
-        AverageLeafError: if the filter matches an array that is no variable.
+        AverageLeafError: if the filter matches an array that is not a variable.
 
     Example:
         >>> from weft import nnx
@@ -53,22 +52,21 @@ class EMA(Pytree):
         self.params = kept(state(params, self.filter), _average)
 
     def update(self, updates: Any) -> None:
-        """Moves the averages: `average = decay * average + (1 - decay) * value`.
+        """Updates the averages: `average = decay * average + (1 - decay) * value`.
 
         Args:
             updates: the model, or a state of it with variables or arrays.
 
         Raises:
-            AverageStructureError: if it has not the variables that the averages are of, or they
-                have other shapes.
+            AverageStructureError: if paths or shapes differ from those of the averages.
         """
         given, averages = leaves_of(updates), dict(to_flat_state(self.params))
         matches = to_predicate(self.filter)
         for path, x in given.items():
             if path not in averages and matches(path, x):
                 raise AverageStructureError(
-                    f"there is a value for {shown_path(path)!r}, of which there is no average; "
-                    "update with the variables that the averages were made of."
+                    f"there is a value for {shown_path(path)!r}, but no average; update with the "
+                    "variables that the averages were made of."
                 )
         moved = [
             (average, self._moved(path, raw(average), given)) for path, average in averages.items()
@@ -79,8 +77,8 @@ class EMA(Pytree):
     def _moved(self, path: Path, average: Any, given: dict[Path, Any]) -> Any:
         if path not in given:
             raise AverageStructureError(
-                f"there is no value for {shown_path(path)!r}, of which there is an average; update "
-                "with the variables that the averages were made of."
+                f"there is an average for {shown_path(path)!r}, but no value; update with the "
+                "variables that the averages were made of."
             )
         value = raw(given[path])
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (average, value)]
@@ -96,10 +94,7 @@ class EMA(Pytree):
         return jax.tree.map(mean, average, value)
 
     def apply_to(self, model: M) -> M:
-        """The model with the averages in place of its variables.
-
-        Args:
-            model: the model; it stays as it is. What there is no average of is shared with it.
+        """Returns a copy of the model with the averages as values; other variables are shared.
 
         Example:
             >>> from weft import nnx
@@ -118,6 +113,6 @@ def _average(path: Path, x: Any) -> Any:
     if not isinstance(x, Variable):
         raise AverageLeafError(
             f"there is a {type(x).__name__} at {shown_path(path)!r}, and only variables have "
-            "averages; make it a variable, or say only=nnx.Param."
+            "averages; make it a variable, or give only=nnx.Param."
         )
     return x.copy()

@@ -1,8 +1,8 @@
-"""Which parts of a state: filters of variables and other leaves, by type, tag, path or function.
+"""Filters of variables and other leaves, by type, tag, path or function.
 
 A filter is a type (variables of that type, or leaves that are instances), a string (a tag), a path,
 a function of path and value, `...` or True (everything), None or False (nothing), or a list of
-filters, of which one must match. `Not`, `All` and `Any` combine them.
+alternative filters. `Not`, `All` and `Any` combine them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Filter = FilterLiteral | Sequence[FilterLiteral]
 
 @dataclasses.dataclass(frozen=True)
 class OfType:
-    """Variables of a type, and other leaves that are instances of it."""
+    """Filter of variables of a type, and other leaves that are instances of it."""
 
     type: type
 
@@ -34,12 +34,12 @@ class OfType:
 
 @dataclasses.dataclass(frozen=True)
 class WithTag:
-    """Variables with a tag: `nnx.Param(value, tag="head")`."""
+    """Filter of variables with a tag: `nnx.Param(value, tag="head")`."""
 
     tag: str
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
-        # A PRNG stream, which is no variable, has one as well.
+        # A PRNG stream, which is not a variable, has a tag as well.
         is_variable = hasattr(x, "get_metadata")
         tag = x.get_metadata("tag", None) if is_variable else getattr(x, "tag", None)
         return tag == self.tag
@@ -47,7 +47,7 @@ class WithTag:
 
 @dataclasses.dataclass(frozen=True)
 class PathIn:
-    """What is at one of some paths."""
+    """Filter of some paths."""
 
     paths: frozenset[Path]
 
@@ -57,11 +57,11 @@ class PathIn:
 
 @dataclasses.dataclass(frozen=True)
 class PathContains:
-    """What has a name in its path.
+    """Filter of paths that contain a name.
 
     Attributes:
         key: the name.
-        exact: whether a part of the path equals it; otherwise it may be contained in one.
+        exact: whether a part of the path must equal it; otherwise a part must contain it.
     """
 
     key: Hashable
@@ -74,7 +74,7 @@ class PathContains:
 
 
 class Everything:
-    """Matches everything."""
+    """Filter that matches everything."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return True
@@ -90,7 +90,7 @@ class Everything:
 
 
 class Nothing:
-    """Matches nothing."""
+    """Filter that matches nothing."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return False
@@ -106,7 +106,7 @@ class Nothing:
 
 
 class _Combined:
-    """A filter of filters."""
+    """Filter of filters."""
 
     def __init__(self, *filters: Filter):
         self.predicates = tuple(to_predicate(f) for f in filters)
@@ -122,21 +122,21 @@ class _Combined:
 
 
 class Any(_Combined):
-    """What one of the filters matches."""
+    """Filter that matches if one of its filters matches."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return any(matches(path, x) for matches in self.predicates)
 
 
 class All(_Combined):
-    """What all of the filters match."""
+    """Filter that matches if all its filters match."""
 
     def __call__(self, path: Path, x: AnyValue) -> bool:
         return all(matches(path, x) for matches in self.predicates)
 
 
 class Not(_Combined):
-    """What the filter does not match."""
+    """Filter that matches if its filter does not."""
 
     def __init__(self, collection_filter: Filter, /):
         super().__init__(collection_filter)
@@ -146,13 +146,10 @@ class Not(_Combined):
 
 
 def to_predicate(filter_like: Filter) -> Predicate:
-    """A filter as a function of path and value.
-
-    Args:
-        filter_like: the filter.
+    """Returns a filter as a function of path and value.
 
     Raises:
-        StateFilterError: if it is none.
+        StateFilterError: if it is not a filter.
 
     Example:
         >>> from weft import nnx
@@ -172,30 +169,30 @@ def to_predicate(filter_like: Filter) -> Predicate:
     if isinstance(filter_like, list | tuple | set | frozenset):
         return Any(*filter_like)  # pyright: ignore[reportArgumentType]
     raise StateFilterError(
-        f"{filter_like!r} is no filter of a state; a filter is a type of variables, a tag "
-        "(a string), a function of path and value, `...`, True, False, None, or a list of such."
+        f"{filter_like!r} is not a filter; a filter is a type of variables, a tag (a string), a "
+        "function of path and value, `...`, True, False, None, or a list of filters."
     )
 
 
 def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
-    """Filters of groups; `...` can only come last.
+    """Returns filters as predicates; `...` must come last.
 
     Raises:
-        StateFilterError: if something comes after a filter that matches everything.
+        StateFilterError: if a filter follows one that matches everything.
     """
     for i, filter_like in enumerate(filters[:-1]):
         if (filter_like is ... or filter_like is True) and any(
             later is not ... and later is not True for later in filters[i + 1 :]
         ):
             raise StateFilterError(
-                f"{filter_like!r} matches everything, and {filters[i + 1 :]!r} comes after it; put "
+                f"{filter_like!r} matches everything, but {filters[i + 1 :]!r} comes after it; put "
                 "it last."
             )
     return tuple(to_predicate(f) for f in filters)
 
 
 def _literal(where: AnyValue) -> AnyValue:
-    """What a user writes for a filter."""
+    """Returns a filter as users write it."""
     match where:
         case OfType():
             return where.type
@@ -207,10 +204,7 @@ def _literal(where: AnyValue) -> AnyValue:
 
 
 def shown_filters(filters: Sequence[Filter]) -> str:
-    """Filters in words, as the user would write them.
-
-    Args:
-        filters: the filters.
+    """Returns the text of filters, as users write them.
 
     Example:
         >>> from weft import nnx
@@ -226,7 +220,7 @@ def shown_filters(filters: Sequence[Filter]) -> str:
 def grouped(
     items: Iterable[tuple[Path, AnyValue]], filters: Sequence[Filter]
 ) -> tuple[list[list[tuple[Path, AnyValue]]], list[tuple[Path, AnyValue]]]:
-    """Items by the first filter that matches, and those that none matches."""
+    """Groups items by the first matching filter; returns the groups and the unmatched items."""
     matching = predicates(filters)
     groups: list[list[tuple[Path, AnyValue]]] = [[] for _ in matching]
     rest = []

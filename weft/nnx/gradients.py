@@ -1,4 +1,4 @@
-"""Gradients as they are given, brought into the form of the parameters that they are of."""
+"""Conversion of gradients to the structure of their parameters."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from weft.nnx.variables import Variable
 
 
 def gradients_like(parameters: Mapping[Path, Any], grads: Any, wrt: Filter) -> State:
-    """The values of gradients, as a state with the paths of the parameters.
+    """Returns the values of gradients, as a state with the paths of the parameters.
 
     Args:
-        parameters: the variables or arrays that are to move.
-        grads: the gradients: a state, nested dicts or a model, of variables or arrays.
-        wrt: the filter that the parameters were found by. Gradients that it does not match are left
-            out.
+        parameters: variables or arrays to update.
+        grads: gradients: a state, nested dicts or a model, of variables or arrays.
+        wrt: filter of the parameters; gradients that it does not match are ignored.
 
     Raises:
-        GradientStructureError: if a parameter has no gradient, a gradient no parameter, or one
-            another shape.
+        GradientStructureError: if paths or shapes of gradients and parameters differ.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,9 +37,9 @@ def gradients_like(parameters: Mapping[Path, Any], grads: Any, wrt: Filter) -> S
     for path, x in given.items():
         if path not in parameters and isinstance(x, Variable) and matches(path, x):
             raise GradientStructureError(
-                f"there is a gradient for {shown_path(path)!r}, and no parameter there, or the "
-                "same as at another path; give the gradients with respect to the variables of the "
-                "model itself."
+                f"there is a gradient for {shown_path(path)!r}, but no parameter there, or the "
+                "same one as at another path; give the gradients with respect to the variables of "
+                "the model itself."
             )
     return from_flat_state((path, raw(given.get(path))) for path in parameters)
 

@@ -1,9 +1,9 @@
-"""Graphs of objects: taken apart into a description and values, and put together again.
+"""Graphs of objects, converted to a description and values, and back.
 
-The description, a `GraphDef`, says of each object its class, its static attributes and where its
-other attributes are: further objects, variables, plain values, or references to an object that came
-before, so that sharing and cycles are kept. It is compared by value. The values are the variables
-and arrays in the order in which they were met.
+The description, a `GraphDef`, has each object's class, static attributes, and positions of other
+attributes: objects, variables, plain values, or references to earlier objects, which preserve
+sharing and cycles. It is compared by value. The values are the variables and arrays in traversal
+order.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Ref(NamedTuple):
-    """An object that came before."""
+    """Reference to an earlier object."""
 
     index: int
 
 
 class Leaf(NamedTuple):
-    """A value that is no variable."""
+    """Value that is not a variable."""
 
 
 _LEAF = Leaf()
 
 
 class Within(NamedTuple):
-    """The place of a value inside of a container, which is an attribute."""
+    """Position of a value inside a container in an attribute."""
 
     name: Hashable
     keys: tuple[Hashable, ...]
 
 
 class VariableDef(NamedTuple):
-    """A variable without its value."""
+    """Variable without its value."""
 
     type: type[Variable[Any]]
     index: int
@@ -67,14 +67,13 @@ class VariableDef(NamedTuple):
 
 
 class NodeDef(NamedTuple):
-    """An object, or a container that JAX knows, without its values.
+    """Object or JAX container without its values.
 
     Attributes:
-        type: its class.
-        index: which object of the graph it is; None for a container, which has no identity.
-        attributes: by name or key.
-        marks: for an object what was said of its attributes, for a container its structure.
-        order: the order of the attributes, where it is another one.
+        index: index of the object in the graph; None for a container, which has no identity.
+        attributes: definitions by name or key.
+        marks: data and static marks of an object's attributes, or the structure of a container.
+        order: order of the attributes, if not the default.
     """
 
     type: type
@@ -85,13 +84,13 @@ class NodeDef(NamedTuple):
 
 
 class GraphDef:
-    """The description of a graph; hashable, and equal for graphs that differ in values alone.
+    """Description of a graph; hashable, and equal for graphs that differ only in values.
 
     Attributes:
-        root: of the outermost object.
-        paths: where its values are.
-        outer: which of its objects were others before, on whose places they are put by
-            `nnx.unflatten`: pairs of the index here and there.
+        root: definition of the outermost object.
+        paths: paths of the values.
+        outer: index pairs (here, before) of objects that `nnx.unflatten` updates instead of
+            creating.
     """
 
     def __init__(self, root: Any, paths: Sequence[Path], outer: Mapping[int, int] = _NOTHING):
@@ -102,11 +101,11 @@ class GraphDef:
 
     @property
     def num_leaves(self) -> int:
-        """How many values the graph has."""
+        """Number of values of the graph."""
         return len(self.paths)
 
     def apply(self, state: Any, *states: Any, graph: bool | None = None) -> Any:
-        """See `nnx.call`; further states are merged."""
+        """Calls a method purely; see `nnx.call`. Further states are merged."""
         from weft.nnx.splitting import call
         from weft.nnx.state import merge_state
 
@@ -114,29 +113,29 @@ class GraphDef:
 
     @property
     def nodes(self) -> list[Any]:
-        """The objects and variables, in their order."""
+        """Objects and variables, in their order."""
         return [part for part in _parts(self.root) if isinstance(part, NodeDef | VariableDef)]
 
     @property
     def attributes(self) -> list[tuple[Hashable, Any]]:
-        """The attributes of all of them."""
+        """Attributes of all objects."""
         found = (part for part in _parts(self.root) if isinstance(part, NodeDef))
         return [item for node in found for item in node.attributes]
 
     def with_outer_index(self, outer: Mapping[int, int]) -> "GraphDef":
-        """The description with other objects that its own were before, by index."""
+        """Returns the description with the earlier indices of its objects."""
         return GraphDef(self.root, self.paths, outer)
 
     def with_no_outer_index(self) -> "GraphDef":
-        """The description of objects that all are new."""
+        """Returns the description without earlier indices."""
         return self.with_outer_index(_NOTHING)
 
     def with_same_outer_index(self) -> "GraphDef":
-        """The description of objects that are those of this description."""
+        """Returns the description whose objects keep their own indices."""
         return self.with_outer_index({part.index: part.index for part in self._objects()})
 
     def with_matching_outer_index(self, other: "GraphDef") -> "GraphDef":
-        """The description of objects that were those of another one's `outer`, by index."""
+        """Returns the description with the earlier indices that another one's `outer` has."""
         own, outer = {part.index for part in self._objects()}, dict(other.outer)
         return self.with_outer_index({i: outer[i] for i in own & set(outer)})
 
@@ -169,17 +168,14 @@ def _parts(part: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass
 class Flat:
-    """A graph taken apart.
+    """Graph split into description and values.
 
     Attributes:
-        graphdef: its description.
-        leaves: its variables, and the values that are none.
-        owners: for a value that is no variable the object whose attribute it is, and the
-            attribute's name, or a `Within`.
-        objects: the objects and variables, by index, without those that were known.
-        again: where an object was met that had come before, and its index.
-        is_sure: whether all that is static, and each container, is of a kind that cannot change
-            unnoticed.
+        leaves: variables, and values that are not variables.
+        owners: for a value that is not a variable, its object and attribute name, or a `Within`.
+        objects: objects and variables by index, without those already known.
+        again: paths of repeated objects, and their indices.
+        is_sure: whether no static value or container can change unnoticed.
     """
 
     graphdef: GraphDef
@@ -191,7 +187,7 @@ class Flat:
 
 
 class _Walk:
-    """One walk through a graph."""
+    """Traversal of a graph."""
 
     def __init__(self, with_metadata: bool, known: Mapping[Any, int]) -> None:
         self.with_metadata = with_metadata
@@ -258,7 +254,7 @@ class _Walk:
         return self.describe(value, path, (x, name), is_data=True)
 
     def _index(self, x: Any, path: Path) -> Any:
-        """The index that an object gets, or a reference to it if it has one."""
+        """Returns a new index for an object, or a reference if it has one."""
         new = self.next
         index = self.index.setdefault(id(x), new)
         if index != new:
@@ -275,7 +271,7 @@ class _Walk:
 
 
 def _holds_containers(x: Any) -> bool:
-    """Whether a static value is a `List` or `Dict`, or a tuple of them: objects without data."""
+    """Returns whether a static value is a `List` or `Dict`, or a tuple of them, without data."""
     return isinstance(x, Pytree) or (type(x) is tuple and any(map(_holds_containers, x)))
 
 
@@ -288,7 +284,7 @@ def _within(owner: Any, key: Hashable) -> Any:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a value is an array, or stands for one."""
+    """Returns whether a value is an array or abstract array."""
     return isinstance(x, _ARRAYS)
 
 
@@ -298,18 +294,18 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def _check_no_objects(x: Any, path: Path) -> None:
-    """Refuses objects in a container that cannot be taken apart, where they would be constants."""
+    """Rejects objects in a container unknown to JAX, where they would be constants."""
     for item in x.values() if isinstance(x, dict) else x:
         if isinstance(item, Variable | Pytree):
             raise GraphStructureError(
                 f"the {type(x).__name__} at {'.'.join(map(str, path)) or 'the top'} holds a "
-                f"{type(item).__name__}, and is no pytree for JAX; use nnx.List or nnx.Dict, or "
+                f"{type(item).__name__}, but is not a pytree to JAX; use nnx.List or nnx.Dict, or "
                 "register the class with jax.tree_util."
             )
 
 
 def children(x: Any) -> list[tuple[Hashable, Any]]:
-    """The attributes of an object, or the items of a container, by name or key."""
+    """Returns the attributes of an object, or the items of a container, by name or key."""
     if isinstance(x, Pytree):
         return x._items()
     if isinstance(x, Variable) or is_array(x):
@@ -318,18 +314,18 @@ def children(x: Any) -> list[tuple[Hashable, Any]]:
 
 
 def data_children(x: Any) -> list[tuple[Hashable, Any]]:
-    """Those of the attributes or items that are data: what a pytree of JAX has of an object."""
+    """Returns the attributes or items that are data, which are an object's pytree children."""
     items = children(x)
     return [(k, v) for k, v in items if x._is_data(k, v)] if isinstance(x, Pytree) else items
 
 
 def with_children(x: Any, items: Iterable[Any]) -> Any:
-    """A container like another, with other items."""
+    """Returns a copy of a container with other items."""
     return jax.tree.unflatten(jax.tree.structure(x, is_leaf=lambda y: y is not x), items)
 
 
 def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
-    """A container like another, with another value at a path of keys."""
+    """Returns a copy of a container with another value at a path of keys."""
     if not keys:
         return value
     first, *rest = keys
@@ -338,7 +334,7 @@ def with_item(x: Any, keys: Sequence[Hashable], value: Any) -> Any:
 
 
 def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
-    """The items of a container that JAX knows, by key, and its structure; None for a value."""
+    """Returns a JAX container's items by key and its structure; None for a value."""
     if x is None or isinstance(x, IMMUTABLE) or type(x) in _FUNCTIONS:
         return None
     items, tree = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
@@ -348,7 +344,7 @@ def _children(x: Any) -> tuple[list[tuple[Hashable, Any]], Any] | None:
 
 
 def key_of(key: Any) -> Hashable:
-    """The name, key or index that a part of a path of JAX stands for."""
+    """Returns the name, key or index of an element of a JAX path."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)
@@ -356,12 +352,12 @@ def key_of(key: Any) -> Hashable:
 
 
 def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING) -> Flat:
-    """A graph as a description and values.
+    """Splits a graph into a description and values.
 
     Args:
-        x: an object, a variable, or a pytree of them.
-        with_metadata: whether the description has the metadata of variables.
-        known: the indices of objects that another description has; this one refers to them.
+        x: object, variable, or pytree of them.
+        with_metadata: whether the description includes the metadata of variables.
+        known: indices of objects of another description, which this one refers to.
     """
     walk = _Walk(with_metadata, known)
     root = walk.describe(x, ())
@@ -370,7 +366,7 @@ def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _N
 
 
 def flat_of_variables(graphdef: GraphDef, objects: list[Any]) -> Flat:
-    """A graph whose values all are variables, and in which nothing can change unnoticed."""
+    """Returns a graph whose values are all variables, and in which nothing can change unnoticed."""
     leaves = [x for x in objects if isinstance(x, Variable)]
     return Flat(graphdef, leaves, [None] * len(leaves), objects, [], True)
 
@@ -378,15 +374,15 @@ def flat_of_variables(graphdef: GraphDef, objects: list[Any]) -> Flat:
 def objects_alike(
     items: Sequence[tuple[Hashable, Any]], known: Sequence[tuple[Hashable, Any]]
 ) -> list[Any] | None:
-    """The objects and variables of a graph that looks as described, which is soon seen.
+    """Returns the objects and variables of a graph that equals a description, found quickly.
 
     Args:
-        items: names or indices, and what may be as described.
-        known: likewise, and descriptions of objects that meet none again, whose values all are
+        items: names or indices, with the values to compare.
+        known: the same with descriptions of objects without repeated objects, whose values are all
             variables, and in which nothing can change unnoticed.
 
     Returns:
-        None if something is not as described, or may change unnoticed.
+        None if something differs from its description, or may change unnoticed.
     """
     found: list[Any] = []
     is_alike = _are_alike(items, known, found) and len({*map(id, found)}) == len(found)
@@ -401,7 +397,7 @@ def _are_alike(
     for (name, x), (known_name, part) in zip(items, known, strict=True):
         kind = type(part)
         if kind is Fixed:
-            # One and the same function may see other values by now, so it is compared by value.
+            # The same function may close over other values now, so compare by value.
             is_alike = (type(x) in PLAIN and x is part.value) or fixed(x) == part
         elif type(x) is not part.type:
             is_alike = False
@@ -420,7 +416,7 @@ def _are_alike(
 
 
 def leaf_parts(graphdef: GraphDef) -> list[Any]:
-    """What the description has for each of its values."""
+    """Returns the definitions of the values of a description."""
     return [part for part in _parts(graphdef.root) if isinstance(part, VariableDef | Leaf)]
 
 
@@ -432,11 +428,11 @@ def changing_values(flat: Flat) -> tuple[Same, ...]:
 
 
 def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
-    """Returns the static values of a description that have no hash, so that they can change.
+    """Returns the unhashable static values of a description, which can change.
 
     Args:
-        graphdef: the description.
-        is_unchanged: leaves out those that have changed since they were described.
+        graphdef: description.
+        is_unchanged: whether to omit those changed since they were described.
     """
     parts = (part for part in _parts(graphdef.root) if isinstance(part, Fixed))
     of = [part for part in parts if not is_hashable(part.value)]
@@ -444,7 +440,7 @@ def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[An
 
 
 def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
-    """Returns an equal description with other `unhashable_values`, each equal to the old one."""
+    """Returns an equal description with other, pairwise equal `unhashable_values`."""
     rest = iter(values)
 
     def replaced(part: Any) -> Any:
@@ -458,18 +454,14 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
     return GraphDef(replaced(graphdef.root), graphdef.paths, dict(graphdef.outer))
 
 
-# Walks without taking apart.
+# Traversals without splitting.
 
 
 def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
-    """All that is in a graph, each object once, what is inside of it first.
+    """Yields each object and value of a graph once with its path, inner ones first.
 
     Args:
-        node: an object or a pytree of objects.
         graph: ignored; references are kept either way.
-
-    Returns:
-        Pairs of a path and an object or value.
 
     Example:
         >>> from weft import nnx
@@ -491,34 +483,24 @@ def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Pat
 
 
 def iter_children(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Hashable, Any]]:
-    """The objects and variables that are attributes of an object, by name.
-
-    Args:
-        node: the object.
-        graph: ignored, see `iter_graph`.
-    """
+    """Yields the objects and variables in an object's attributes; `graph` is ignored."""
     return ((k, v) for k, v in children(node) if isinstance(v, Variable | Pytree))
 
 
 def iter_module_children(
     node: Any, /, *, graph: bool | None = None
 ) -> Iterator[tuple[Hashable, Any]]:
-    """The objects that are attributes of an object, by name, without its variables.
-
-    Args:
-        node: the object.
-        graph: ignored, see `iter_graph`.
-    """
+    """Yields the objects, without variables, in an object's attributes; `graph` is ignored."""
     return ((k, v) for k, v in children(node) if isinstance(v, Pytree))
 
 
 def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
-    """The paths of objects and variables that are in a graph more than once.
+    """Returns the paths of objects and variables that occur more than once in a graph.
 
     Args:
-        node: an object or a pytree of objects. What is inside of one that is there twice has the
-            paths below the first.
-        only: a filter of those that count.
+        node: object, or pytree of objects. Contents of a repeated object count below its first path
+            only.
+        only: filter of the objects to report.
 
     Example:
         >>> from weft import nnx
@@ -545,11 +527,10 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
 
 
 def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | None = None) -> Any:
-    """A copy of a graph with `f(path, x)` in place of each object and value, inner ones first.
+    """Returns a copy of a graph with `f(path, x)` in place of each object and value, inner first.
 
     Args:
-        f: gives what stands in the place; objects and variables that it is given are copies.
-        node: an object or a pytree of objects.
+        f: returns the replacement; objects and variables passed to it are copies.
         graph: ignored, see `iter_graph`.
 
     Example:
@@ -562,7 +543,7 @@ def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | 
     def walk(x: Any, path: Path) -> Any:
         if isinstance(x, Variable | Pytree):
             if id(x) not in made:
-                # Known before what is in it is mapped, so that a cycle leads back to it.
+                # Registered before its contents are mapped, so that cycles lead back to it.
                 made[id(x)] = new = _empty_copy(x)
                 if isinstance(x, Pytree):
                     new._fill([(name, walk(v, (*path, name))) for name, v in x._items()])

@@ -1,4 +1,4 @@
-"""A state that knows which graph of objects it is of."""
+"""State with the description of its graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ from weft.nnx.state import State, _flatten_state, _flatten_state_with_keys
 
 
 class GraphState(State):
-    """A state together with the description of the object that it was taken from.
-
-    Args:
-        _graphdef: the description.
-        _state: the state, all of it or a part.
+    """State, complete or partial, with the description of its object.
 
     Raises:
-        ObjectArgumentError: if one of them is something else.
+        ObjectArgumentError: if an argument has another type.
 
     Example:
         >>> from weft import nnx
@@ -34,7 +30,7 @@ class GraphState(State):
         if not isinstance(_graphdef, GraphDef) or not isinstance(_state, State):
             raise ObjectArgumentError(
                 f"GraphState was given a {type(_graphdef).__name__} and a {type(_state).__name__}; "
-                "give a description and a state, as nnx.split gives them."
+                "give a description and a state, as nnx.split returns them."
             )
         super().__init__(_state, _copy=False)
         object.__setattr__(self, "_graphdef", _graphdef)

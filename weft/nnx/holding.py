@@ -1,4 +1,4 @@
-"""Copies of objects whose variables are held in another way."""
+"""`vars_as`: copies of objects that hold variables differently."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ def vars_as(
     only: Filter = ...,
     allow_duplicates: bool = False,
 ) -> A:
-    """A copy of an object in which variables are held in another way.
+    """Returns a copy of an object that holds its variables differently.
 
     Args:
-        node: the object, or a pytree of objects. Variables that are held so already are shared
-            with the copy.
-        hijax: whether the values are held in a `jax.Ref`; another name for `ref`.
-        ref: whether the values are held in a `jax.Ref` (`weft.nnx.references`).
-        mutable: whether the values can be changed.
-        only: a filter of the variables that are meant.
-        allow_duplicates: whether a variable may be there twice, as it may not in what a function
-            takes whose variables are held in a `jax.Ref`.
+        node: object, or pytree of objects. Variables that need no change are shared with the copy.
+        hijax: alias of `ref`.
+        ref: whether to hold values in a `jax.Ref` (`weft.nnx.references`).
+        mutable: whether values can be changed.
+        only: filter of the variables.
+        allow_duplicates: whether a variable may occur twice; arguments of JAX functions may not
+            repeat a `jax.Ref`.
 
     Raises:
-        GraphStructureError: if a variable is there twice.
-        VariableArgumentError: if a value that is no array shall be held in a `jax.Ref`.
+        GraphStructureError: if a variable occurs twice.
+        VariableArgumentError: if a value for a `jax.Ref` is not an array.
 
     Example:
         >>> import jax
@@ -64,8 +63,8 @@ def vars_as(
     for first, *others in [] if allow_duplicates or not wanted else _duplicates(node, only):
         raise GraphStructureError(
             f"the variable at {shown_path(first)!r} is also at "
-            f"{', '.join(repr(shown_path(path)) for path in others)}, and JAX takes a reference "
-            "once; give allow_duplicates=True, or a copy at one place."
+            f"{', '.join(repr(shown_path(path)) for path in others)}, but JAX accepts a reference "
+            "only once; give allow_duplicates=True, or a copy at one place."
         )
     return put_together(flat.graphdef, leaves, share=True)[0]
 

@@ -1,7 +1,7 @@
-"""What an initializer says of the value that it makes, beside the value.
+"""Initializers with metadata.
 
-An initializer gives an array; one of `with_metadata` gives the array together with the metadata
-that its variable shall have. The variable that is made of it takes both.
+An initializer of `with_metadata` returns a value with metadata for the variable that is made from
+it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,7 @@ HOOKS = ("on_get_value", "on_set_value", "on_create_value", "on_add_axis", "on_r
 
 @dataclasses.dataclass
 class VariableMetadata:
-    """A value on its way into a variable, with what an initializer says of it.
-
-    Attributes:
-        raw_value: the value.
-        on_set_value: see `Variable`.
-        on_get_value: see `Variable`.
-        on_create_value: see `Variable`.
-        on_add_axis: see `Variable.add_axis`.
-        on_remove_axis: see `Variable.remove_axis`.
-        metadata: further metadata.
-    """
+    """Value with metadata, on its way into a variable; see `Variable` for the hooks."""
 
     raw_value: Any
     on_set_value: Any = ()
@@ -37,7 +27,7 @@ class VariableMetadata:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def entries(self) -> dict[str, Any]:
-        """The metadata of the variable, with those hooks that there are."""
+        """Returns the metadata of the variable, including the given hooks."""
         hooks = {name: getattr(self, name) for name in HOOKS if getattr(self, name)}
         return {**hooks, **self.metadata}
 
@@ -51,16 +41,9 @@ def with_metadata(
     on_remove_axis: Any = (),
     **metadata: Any,
 ) -> Callable[..., VariableMetadata]:
-    """An initializer whose values become variables with metadata.
+    """Returns an initializer whose values become variables with metadata.
 
-    Args:
-        initializer: makes the value.
-        on_set_value: see `Variable`.
-        on_get_value: see `Variable`.
-        on_create_value: see `Variable`.
-        on_add_axis: told when the value gains an axis.
-        on_remove_axis: told when it loses one.
-        **metadata: further metadata.
+    The hooks `on_*` are those of `Variable`, `Variable.add_axis` and `Variable.remove_axis`.
 
     Example:
         >>> import jax

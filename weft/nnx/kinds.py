@@ -1,8 +1,4 @@
-"""Kinds of variables, and their names: what a variable is for is its class.
-
-Collections of Linen have names where NNX has classes, so each kind can be known by a name, and a
-name that no kind has can become one.
-"""
+"""Kinds of variables, which are classes, and their names, which are Linen's collections."""
 
 from __future__ import annotations
 
@@ -18,12 +14,11 @@ _MISSING: Any = object()
 
 
 def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = False) -> Any:
-    """Gives a kind of variable a name.
+    """Registers a name for a kind of variable.
 
     Args:
-        name: the name.
-        typ: the class; without one, a decorator of the class.
-        overwrite: whether another class may have had the name.
+        typ: the class; if omitted, returns a class decorator.
+        overwrite: whether to replace another class of that name.
 
     Raises:
         VariableTypeError: if the name is taken.
@@ -42,8 +37,8 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
         return decorator
     if name in _TYPES and not overwrite:
         raise VariableTypeError(
-            f"{name!r} is the name of {_TYPES[name].__qualname__} already, and was to be that of "
-            f"{typ.__qualname__}; take another, or give overwrite=True."
+            f"{name!r} is already the name of {_TYPES[name].__qualname__}, and was given for "
+            f"{typ.__qualname__}; use another, or give overwrite=True."
         )
     _TYPES[name] = typ
     return typ
@@ -52,20 +47,19 @@ def register_variable_name(name: str, typ: Any = _MISSING, *, overwrite: bool = 
 def variable_type_from_name(
     name: str, /, *, base: type[Variable[Any]] = Variable, allow_register: bool = False
 ) -> type[Variable[Any]]:
-    """The kind of variable that has a name.
+    """Returns the kind of variable with a name.
 
     Args:
-        name: the name.
-        base: what a new class is derived from.
-        allow_register: whether a new class is made for a name that none has.
+        base: base of a new class.
+        allow_register: whether to create a class for an unknown name.
 
     Raises:
-        VariableTypeError: if no class has the name.
+        VariableTypeError: if the name is unknown.
     """
     if name not in _TYPES:
         if not allow_register:
             raise VariableTypeError(
-                f"no kind of variable has the name {name!r}; there are: "
+                f"no kind of variable has the name {name!r}; known names: "
                 f"{', '.join(sorted(_TYPES))}. Give allow_register=True to make one."
             )
         return register_variable_name(name, type(name, (base,), {"__slots__": ()}))
@@ -73,11 +67,10 @@ def variable_type_from_name(
 
 
 def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool = False) -> str:
-    """The name of a kind of variable.
+    """Returns the name of a kind of variable.
 
     Args:
-        typ: the class.
-        allow_register: whether a class without a name is given that of the class.
+        allow_register: whether a class without a name is registered under its class name.
 
     Raises:
         VariableTypeError: if it has no name.
@@ -97,34 +90,34 @@ def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool
 
 @register_variable_name("params")
 class Param(Variable[A]):
-    """A parameter: what is learned."""
+    """Trainable parameter."""
 
     __slots__ = ()
 
 
 @register_variable_name("batch_stats")
 class BatchStat(Variable[A]):
-    """A statistic of batches, such as a running mean."""
+    """Statistic of batches, such as a running mean."""
 
     __slots__ = ()
 
 
 @register_variable_name("cache")
 class Cache(Variable[A]):
-    """What is kept from one call to the next, such as keys and values of attention."""
+    """Value cached between calls, such as keys and values of attention."""
 
     __slots__ = ()
 
 
 @register_variable_name("intermediates")
 class Intermediate(Variable[A]):
-    """A value that was sown."""
+    """Sown value."""
 
     __slots__ = ()
 
 
 @register_variable_name("perturbations")
 class Perturbation(Intermediate[A]):
-    """What is added to a value, so that its gradient is the value's."""
+    """Zeros added to a value, whose gradient is the value's."""
 
     __slots__ = ()

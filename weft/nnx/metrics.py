@@ -1,7 +1,7 @@
-"""Metrics: objects that add up what batches say, and compute a value of all of them.
+"""Metrics: objects that accumulate batches and compute a value over all of them.
 
-A metric is updated with keyword arguments and takes those that it knows by name, so that several
-can be updated with the same ones (`MultiMetric`).
+A metric picks its inputs from the keyword arguments of `update`, so that several can share one call
+(`MultiMetric`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.nnx.variables import A, Variable
 
 
 class MetricState(Variable[A]):
-    """What a metric adds up."""
+    """Accumulator of a metric."""
 
     __slots__ = ()
 
@@ -51,34 +51,26 @@ class Metric(Pytree):
         raise _unwritten(self, "__init__")
 
     def reset(self) -> None:
-        """Forgets all updates."""
+        """Discards all updates."""
         raise _unwritten(self, "reset")
 
     def update(self, **kwargs: Any) -> None:
-        """Takes in a batch.
-
-        Args:
-            **kwargs: arrays; those that the metric does not know are ignored.
-        """
+        """Adds a batch; keyword arguments unknown to the metric are ignored."""
         raise _unwritten(self, "update")
 
     def compute(self) -> Any:
-        """The value of all batches."""
+        """Returns the value over all batches."""
         raise _unwritten(self, "compute")
 
     def split(self, *filters: Filter) -> Any:
-        """The metric as a description and states; see `nnx.split`.
-
-        Args:
-            *filters: for each a state.
-        """
+        """Splits the metric into a description and states; see `nnx.split`."""
         return split(self, *filters)
 
 
 def _unwritten(metric: Metric, method: str) -> MetricMethodError:
     return MetricMethodError(
-        f"{type(metric).__name__} does not define {method}; a metric has the methods __init__, "
-        "update, compute and reset."
+        f"{type(metric).__name__} does not define {method}; a metric defines __init__, update, "
+        "compute and reset."
     )
 
 
@@ -86,7 +78,7 @@ def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
     if name not in given:
         raise MetricArgumentError(
             f"{type(metric).__name__}.update needs the keyword argument {name!r}, and was given "
-            f"{', '.join(map(repr, given)) or 'none'}; say metric.update({name}=...)."
+            f"{', '.join(map(repr, given)) or 'none'}; call metric.update({name}=...)."
         )
     value = given[name]
     if not isinstance(value, jax.Array | np.ndarray | Variable | int | float | np.generic):
@@ -97,14 +89,14 @@ def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
 
 
 class Average(Metric):
-    """The mean of all values.
+    """Mean of all values.
 
     Args:
-        argname: the keyword argument that has them.
+        argname: name of the keyword argument of the values.
 
     Attributes:
-        total: their sum.
-        count: how many they are.
+        total: sum of the values.
+        count: number of values.
 
     Example:
         >>> loss = Average("loss")
@@ -120,19 +112,18 @@ class Average(Metric):
         self.count = MetricState(jnp.array(0, jnp.int32))
 
     def reset(self) -> None:
-        """Forgets all values."""
         self.total[...] = 0
         self.count[...] = 0
 
     def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
-        """Takes in values.
+        """Adds values.
 
         Args:
-            mask: which of them count; all by default. It is broadcast to them.
-            **kwargs: the values, an array or a number; other arguments are ignored.
+            mask: values to include, broadcastable to them; all by default.
+            **kwargs: the values under `argname`, an array or a number.
 
         Raises:
-            MetricArgumentError: if the values are missing, or are no array.
+            MetricArgumentError: if the values are missing, or not an array.
             MetricValueError: if the mask cannot be broadcast to them.
         """
         values = _argument(self, self.argname, kwargs)
@@ -145,12 +136,12 @@ class Average(Metric):
         self.count[...] += mask.sum()
 
     def compute(self) -> Float[Array, ""]:
-        """The mean; NaN of no values."""
+        """Returns the mean; NaN without values."""
         return self.total[...] / self.count[...]
 
 
 def _mask(metric: Metric, given: Any, values: Array) -> Bool[Array, "..."]:
-    """The mask that was given, of the shape of the values."""
+    """Returns the mask broadcast to the values."""
     mask = _argument(metric, "mask", {"mask": given}).astype(bool)
     fits = mask.ndim <= values.ndim and all(
         m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
@@ -165,13 +156,7 @@ def _mask(metric: Metric, given: Any, values: Array) -> Bool[Array, "..."]:
 
 @struct.dataclass
 class Statistics:
-    """A mean, and how far values are from it.
-
-    Attributes:
-        mean: the mean.
-        standard_error_of_mean: the deviation that the mean is expected to have.
-        standard_deviation: that of the values.
-    """
+    """Mean, standard error of the mean and standard deviation."""
 
     mean: Float[Array, ""]
     standard_error_of_mean: Float[Array, ""]
@@ -182,12 +167,12 @@ class Welford(Metric):
     """Mean, deviation and error of all values, in one pass (Welford, 1962; Chan et al., 1979).
 
     Args:
-        argname: the keyword argument that has them.
+        argname: name of the keyword argument of the values.
 
     Attributes:
-        count: how many they are.
+        count: number of values.
         mean: their mean.
-        m2: the sum of the squares of their distances from it.
+        m2: sum of squared deviations from the mean.
 
     Example:
         >>> metric = Welford()
@@ -203,22 +188,12 @@ class Welford(Metric):
         self.m2 = MetricState(jnp.array(0, jnp.float32))
 
     def reset(self) -> None:
-        """Forgets all values."""
         self.count[...] = 0
         self.mean[...] = 0
         self.m2[...] = 0
 
     def update(self, mask: Bool[Array, "..."] | None = None, **kwargs: Any) -> None:
-        """Takes in values.
-
-        Args:
-            mask: which of them count; all by default. It is broadcast to them.
-            **kwargs: the values, an array or a number; other arguments are ignored.
-
-        Raises:
-            MetricArgumentError: if the values are missing, or are no array.
-            MetricValueError: if the mask cannot be broadcast to them.
-        """
+        """Adds values; see `Average.update`."""
         values = _argument(self, self.argname, kwargs)
         if not values.size:
             return
@@ -232,28 +207,28 @@ class Welford(Metric):
             squares = jnp.where(mask, jnp.square(values - mean), 0).sum()
         before, count = self.count[...], self.count[...] + size
         distance = mean - self.mean[...]
-        seen = jnp.maximum(count, 1)  # a mask may leave out the first values altogether
+        seen = jnp.maximum(count, 1)  # a mask may exclude all values so far
         self.m2[...] += squares + distance**2 * before * size / seen
         self.mean[...] += distance * size / seen
         self.count[...] = count
 
     def compute(self) -> Statistics:
-        """The statistics; deviation and error of no values are NaN."""
+        """Returns the statistics; deviation and error are NaN without values."""
         variance = self.m2[...] / self.count[...]
         deviation = jnp.sqrt(variance)
         return Statistics(self.mean[...], deviation / jnp.sqrt(self.count[...]), deviation)
 
 
 class Accuracy(Average):
-    """How often a prediction is right.
+    """Fraction of correct predictions.
 
     Args:
-        threshold: from which logit on a prediction says yes, for two classes; by default the
+        threshold: for two classes, the logit from which on the prediction is 1; by default the
             prediction is the class of the largest logit.
-        argname: ignored, as the arguments are `logits` and `labels`.
+        argname: ignored; the arguments are `logits` and `labels`.
 
     Raises:
-        MetricArgumentError: if the threshold is no float.
+        MetricArgumentError: if the threshold is not a float.
 
     Example:
         >>> accuracy = Accuracy()
@@ -279,23 +254,22 @@ class Accuracy(Average):
         mask: Bool[Array, "..."] | None = None,
         **_: Any,
     ) -> None:
-        """Takes in predictions.
+        """Adds predictions.
 
         Args:
-            logits: a logit for each class, or with a threshold one of shape `(*batch,)`.
-            labels: the true classes, or with a threshold 0 and 1.
-            mask: which of them count; all by default.
-            **_: other arguments are ignored.
+            logits: logits per class, or of shape `(*batch,)` with a threshold.
+            labels: true classes, or 0 and 1 with a threshold.
+            mask: predictions to include; all by default.
 
         Raises:
-            MetricValueError: if the shapes do not fit, or labels are no integers.
+            MetricValueError: if the shapes do not match, or labels are not integers.
         """
         batch = logits.shape if self.threshold is not None else logits.shape[:-1]
         if labels.shape != batch:
-            classes = "with a threshold (*batch)" if self.threshold is not None else "(*batch, n)"
+            classes = "(*batch) with a threshold" if self.threshold is not None else "(*batch, n)"
             raise MetricValueError(
                 f"Accuracy.update was given logits of shape {logits.shape} and labels of shape "
-                f"{labels.shape}; labels have one for each prediction, (*batch), and logits are "
+                f"{labels.shape}; expected labels of shape (*batch) and logits of shape "
                 f"{classes}."
             )
         if not jnp.issubdtype(labels.dtype, jnp.integer):
@@ -311,13 +285,13 @@ class Accuracy(Average):
 
 
 class MultiMetric(Metric):
-    """Several metrics, which are updated together.
+    """Several metrics, updated together.
 
     Args:
-        **metrics: the metrics by name; each becomes an attribute of that name.
+        **metrics: metrics by name; each becomes an attribute.
 
     Raises:
-        MetricArgumentError: if one of them is no metric, or has the name of a method.
+        MetricArgumentError: if one is not a metric, or has the name of a method.
 
     Example:
         >>> metrics = MultiMetric(loss=Average("loss"), size=Average("size"))
@@ -330,13 +304,13 @@ class MultiMetric(Metric):
         for name, metric in metrics.items():
             if not all(hasattr(metric, method) for method in ("update", "compute", "reset")):
                 raise MetricArgumentError(
-                    f"the metric {name!r} is {metric!r}, which has not the methods update, compute "
+                    f"the metric {name!r} is {metric!r}, which lacks the methods update, compute "
                     "and reset; give a metric, such as nnx.metrics.Average()."
                 )
             if hasattr(MultiMetric, name):
                 raise MetricArgumentError(
                     f"a metric was given the name {name!r}, which is a method of MultiMetric; "
-                    "give it another."
+                    "use another name."
                 )
         self._metric_names = tuple(metrics)
         for name, metric in metrics.items():
@@ -346,32 +320,31 @@ class MultiMetric(Metric):
         return {name: getattr(self, name) for name in self._metric_names}
 
     def reset(self) -> None:
-        """Resets all of them."""
         for metric in self._metrics().values():
             metric.reset()
 
     def update(self, **updates: Any) -> None:
-        """Updates all of them.
+        """Updates all metrics.
 
         Args:
-            **updates: the arguments that they need; each takes those that it knows. `mask` can be a
-                mapping from the names of metrics to their masks; the others then have none.
+            **updates: arguments of the metrics; each takes those that it knows. `mask` can map
+                names of metrics to masks; the others then have none.
 
         Raises:
-            MetricArgumentError: if such a mapping names a metric that is not there.
+            MetricArgumentError: if such a mapping names an unknown metric.
         """
         metrics, masks = self._metrics(), updates.get("mask")
         if not isinstance(masks, Mapping):
             masks = dict.fromkeys(metrics, masks) if "mask" in updates else {}
         elif unknown := [name for name in masks if name not in metrics]:
             raise MetricArgumentError(
-                f"MultiMetric.update was given a mask for {', '.join(map(repr, unknown))}; there "
-                f"are the metrics {', '.join(map(repr, metrics)) or '(none)'}."
+                f"MultiMetric.update was given a mask for {', '.join(map(repr, unknown))}; the "
+                f"metrics are {', '.join(map(repr, metrics)) or '(none)'}."
             )
         rest = {name: value for name, value in updates.items() if name != "mask"}
         for name, metric in metrics.items():
             metric.update(**rest, **({"mask": masks[name]} if name in masks else {}))
 
     def compute(self) -> dict[str, Any]:
-        """Their values, by name."""
+        """Returns the values by name."""
         return {name: metric.compute() for name, metric in self._metrics().items()}

@@ -1,7 +1,7 @@
-"""Modules: objects with layers in them, and modes and values that go through all of them.
+"""Modules: objects with layers, and operations on all of their submodules.
 
-While a trace is running, the call of a module opens a `jax.named_scope` with the name under which
-the module that calls it holds it. So profiles and compiled text say which layer an operation is of.
+During tracing, a module's call opens a `jax.named_scope` with the name that its calling module
+holds it under, so that profiles and compiled text show the layer of each operation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
 
 
 class _Running(threading.local):
-    """The modules that are called, each with the names of those that it holds, by id."""
+    """Running module calls, each with the names of the modules that it holds, by id."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Pytree | None, dict[int, str]]] = [(None, {})]
@@ -44,11 +44,7 @@ _RUNNING = _Running()
 
 
 def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the `__call__` of a class of modules, in the scope of the module while JAX traces.
-
-    Args:
-        fn: as the class defines it.
-    """
+    """Wraps a class's `__call__` to run in the module's named scope while JAX traces."""
 
     @functools.wraps(fn)
     def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +52,7 @@ def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(self, *args, **kwargs)
         calls = _RUNNING.calls
         above, names = calls[-1]
-        if above is self:  # the method of a base class
+        if above is self:  # a base class's method
             return fn(self, *args, **kwargs)
         calls.append((self, _names_of(self)))
         try:
@@ -69,7 +65,7 @@ def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_of(module: Pytree) -> dict[int, str]:
-    """The attribute, and the keys below it, by which a module holds each other one."""
+    """Returns the attribute and keys by which a module holds each other one, by id."""
     names: dict[int, str] = {}
 
     def note(name: str, value: Any) -> None:
@@ -112,21 +108,19 @@ class Module(Pytree):
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
-        """Leaves a value in a variable of the module.
+        """Stores a value in a variable of the module.
 
         Args:
-            variable_type: the variable's class, or its name (see `variable_type_from_name`).
-            name: the attribute's name.
-            value: the value.
-            reduce_fn: from what was left before and the value to what is kept; by default a tuple
-                of all.
-            init_fn: makes what was left before the first time.
+            variable_type: class of the variable, or its name (see `variable_type_from_name`).
+            name: name of the attribute.
+            reduce_fn: combines the stored value and the new one; by default appends to a tuple.
+            init_fn: makes the initial value.
 
         Returns:
-            Whether it is left: not inside of `nnx.capture`, if the kind is not asked for.
+            Whether the value was stored: not in `nnx.capture` without this kind.
 
         Raises:
-            GraphStructureError: if the attribute is something else.
+            GraphStructureError: if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
         captured = vars(self).get(PLACE)
@@ -142,15 +136,15 @@ class Module(Pytree):
     def perturb(
         self, name: str, value: Any, variable_type: type[Variable[Any]] | str = Perturbation
     ) -> Any:
-        """A value plus a variable of zeros, so that the gradient of the variable is the value's.
+        """Adds a variable of zeros to a value, so that the variable's gradient is the value's.
 
         Args:
-            name: the variable's name; the first call makes it.
-            value: an array; what comes out must be used in its place.
-            variable_type: the variable's class or its name.
+            name: name of the variable; the first call creates it.
+            value: an array; use the returned one in its place.
+            variable_type: class of the variable or its name.
 
         Raises:
-            GraphStructureError: if the attribute is something else.
+            GraphStructureError: if the attribute exists and is not such a variable.
         """
         there, kind = vars(self).get(name, _MISSING), _kind(variable_type)
         captured = vars(self).get(PLACE)
@@ -164,11 +158,11 @@ class Module(Pytree):
         return jax.tree.map(jnp.add, value, there.get_value())
 
     def iter_modules(self) -> Iterator[tuple[Path, "Module"]]:
-        """The modules in this one, and itself last, with their paths."""
+        """Yields the modules in this one, and itself last, with their paths."""
         return iter_modules(self)
 
     def iter_children(self) -> Iterator[tuple[Hashable, Any]]:
-        """The modules and variables that are attributes, by name."""
+        """Yields the modules and variables that are attributes, by name."""
         return iter_children(self)
 
     def set_attributes(
@@ -178,13 +172,12 @@ class Module(Pytree):
         graph: bool | None = None,
         **attributes: Any,
     ) -> None:
-        """Sets attributes of this module and of those in it that have them.
+        """Sets attributes of this module and its submodules that have them.
 
         Args:
-            *filters: which modules; by default all.
+            *filters: filters of the modules; all by default.
             raise_if_not_found: whether an attribute that no module has is an error.
             graph: ignored, see `nnx.split`.
-            **attributes: the attributes.
 
         Raises:
             ModuleAttributeNotFoundError: if no module has one of them.
@@ -192,19 +185,19 @@ class Module(Pytree):
         _set_attributes(self, filters, raise_if_not_found, attributes)
 
     def train(self, **attributes: Any) -> None:
-        """Sets `deterministic` and `use_running_average` to False wherever they are.
+        """Sets `deterministic` and `use_running_average` to False in all modules that have them.
 
         Args:
-            **attributes: further ones to set.
+            **attributes: additional attributes to set.
         """
         modes = {"deterministic": False, "use_running_average": False}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
 
     def eval(self, **attributes: Any) -> None:
-        """Sets `deterministic` and `use_running_average` to True wherever they are.
+        """Sets `deterministic` and `use_running_average` to True in all modules that have them.
 
         Args:
-            **attributes: further ones to set.
+            **attributes: additional attributes to set.
         """
         modes = {"deterministic": True, "use_running_average": True}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
@@ -219,8 +212,8 @@ def _kind(variable_type: type[Variable[Any]] | str) -> type[Variable[Any]]:
 def _check_type(module: Module, name: str, there: Any, wanted: Any) -> None:
     if not isinstance(there, wanted):
         raise GraphStructureError(
-            f"{type(module).__name__}.{name} is a {type(there).__name__}, where a "
-            f"{wanted.__name__} was to be; use another name."
+            f"{type(module).__name__}.{name} is a {type(there).__name__}, and should be a "
+            f"{wanted.__name__}; use another name."
         )
 
 
@@ -238,19 +231,15 @@ def _set_attributes(
     missing = set(attributes) - {name for _, name in places}
     if missing and raise_if_not_found:
         raise ModuleAttributeNotFoundError(
-            f"no module in {type(node).__name__} that was asked for has the attributes "
-            f"{', '.join(sorted(missing))}; give raise_if_not_found=False if that is meant."
+            f"no selected module in {type(node).__name__} has the attributes "
+            f"{', '.join(sorted(missing))}; give raise_if_not_found=False if this is intended."
         )
     for module, name in places:
         setattr(module, name, attributes[name])
 
 
 def iter_modules(module: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Module]]:
-    """The modules in an object, inner ones first, with their paths.
-
-    Args:
-        module: the object.
-        graph: ignored, see `nnx.split`.
+    """Yields the modules in an object with their paths, inner ones first; `graph` is ignored.
 
     Example:
         >>> from weft import nnx
@@ -269,14 +258,13 @@ def with_attributes(
     graph: bool | None = None,
     **attributes: Any,
 ) -> T:
-    """A copy of an object with other attributes, which shares its variables.
+    """Returns a copy of an object with other attributes, which shares its variables.
 
     Args:
-        node: the object.
-        only: which modules get them.
+        only: filter of the modules.
         raise_if_not_found: whether an attribute that no module has is an error.
         graph: ignored, see `nnx.split`.
-        **attributes: the attributes.
+        **attributes: attributes to set.
 
     Raises:
         ModuleAttributeNotFoundError: if no module has one of them.
@@ -303,20 +291,18 @@ def view(
     graph: bool | None = None,
     **kwargs: Any,
 ) -> T:
-    """A copy of an object in another mode, which shares its variables.
+    """Returns a copy of an object in another mode, which shares its variables.
 
-    The modules of the copy that have a method `set_view` are given those of the arguments that it
-    takes; it sets the attributes of its module.
+    Each module's `set_view` receives those arguments that it accepts, and sets attributes.
 
     Args:
-        node: the object.
-        only: which modules are asked.
-        raise_if_not_found: whether an argument that no module takes is an error.
+        only: filter of the modules.
+        raise_if_not_found: whether an argument that no module accepts is an error.
         graph: ignored, see `nnx.split`.
-        **kwargs: the arguments.
+        **kwargs: arguments of `set_view`.
 
     Raises:
-        ModuleAttributeNotFoundError: if no module takes one of them.
+        ModuleAttributeNotFoundError: if no module accepts one of them.
 
     Example:
         >>> from weft import nnx
@@ -334,9 +320,9 @@ def view(
     missing = set(kwargs).difference(*(names for _, names in taken))
     if missing and raise_if_not_found:
         raise ModuleAttributeNotFoundError(
-            f"no module in {type(node).__name__} that was asked has a `set_view` that takes "
+            f"no selected module in {type(node).__name__} has a `set_view` that takes "
             f"{', '.join(sorted(missing))}; nnx.view_info shows what they take, and "
-            "raise_if_not_found=False lets it pass."
+            "raise_if_not_found=False ignores it."
         )
     for module, names in taken:
         module.set_view(**{name: kwargs[name] for name in names})
@@ -344,11 +330,10 @@ def view(
 
 
 def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) -> str:
-    """What the `set_view` methods of the modules in an object take, by class.
+    """Returns the signatures of `set_view` of the modules in an object, by class.
 
     Args:
-        node: the object.
-        only: which modules are asked.
+        only: filter of the modules.
         graph: ignored, see `nnx.split`.
     """
     methods = {type(m): m.set_view for _, m in _with_views(node, only)}
@@ -361,7 +346,7 @@ def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) ->
 def _shown_signature(method: Any) -> inspect.Signature:
     try:
         return inspect.signature(method, eval_str=True)
-    except NameError:  # of an annotation that is there for the type checker alone
+    except NameError:  # an annotation imported only for type checking
         return inspect.signature(method)
 
 

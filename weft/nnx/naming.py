@@ -1,7 +1,6 @@
-"""Names of objects for errors: where an object was made, and what it is an attribute of.
+"""Names of objects for errors: where an object was made, and the attribute that holds it.
 
-An object does not know its owner. When an error is to name it, the owner is looked for among all
-objects that there are; that is slow, and no call pays for it.
+An object does not know its owner; errors search all live objects for it, which is slow.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ Origin = tuple[CodeType, int]
 
 
 def origin() -> Origin:
-    """Where the program is, outside of Weft; decoded only when it is asked for."""
+    """Returns the program's position outside Weft; decoded on demand."""
     frame: Any = inspect.currentframe()
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("weft."):
         frame = frame.f_back
@@ -26,16 +25,16 @@ def origin() -> Origin:
 
 
 def line_of(origin: Origin | None) -> str | None:
-    """The file and line of an origin, the file as it is seen from the working directory."""
+    """Returns file and line of an origin, relative to the working directory."""
     if origin is None:
         return None
-    from weft.config.origins import Origin as Place  # all of `weft.config`, for errors only
+    from weft.config.origins import Origin as Place  # imports all of `weft.config`, only for errors
 
     return str(Place(origin[0].co_filename, _line_number(origin)))
 
 
 def text_of(origin: Origin) -> str:
-    """The file and line of an origin, and what stands there."""
+    """Returns file, line and source line of an origin."""
     text = linecache.getline(origin[0].co_filename, _line_number(origin)).strip()
     return f"{line_of(origin)}: {text}" if text else f"{line_of(origin)}"
 
@@ -49,11 +48,10 @@ def _line_number(origin: Origin) -> int:
 
 
 def path_of(x: Any, depth: int = 8) -> str:
-    """The attributes that lead to an object from one that no other owns, such as "Model.layer.w".
+    """Returns the attributes that lead to an object from an unowned one, such as "Model.layer.w".
 
     Args:
-        x: the object.
-        depth: how many owners are looked for at most.
+        depth: maximum number of owners to follow.
     """
     from weft.nnx.pytree import Pytree
 
@@ -70,7 +68,7 @@ def path_of(x: Any, depth: int = 8) -> str:
 
 
 def _owner(x: Any) -> tuple[Any, Any] | None:
-    """An object of which `x` is an attribute or item, and its name there."""
+    """Returns an object that has `x` as an attribute or item, and its name there."""
     from weft.nnx.pytree import Pytree
 
     for holder in gc.get_referrers(x):
@@ -90,7 +88,7 @@ def _owners_of_part(holder: Any) -> list[Any]:
 
 
 def changed_elsewhere(x: Any) -> TraceContextError:
-    """The error about a change of an object in a trace in which it was not made."""
+    """Returns the error about changing an object in a trace that did not create it."""
     from weft.nnx.transforms.calls import current_call
     from weft.nnx.variables import Variable
 
@@ -104,7 +102,7 @@ def changed_elsewhere(x: Any) -> TraceContextError:
 
 
 def known_of(x: Any) -> str:
-    """What is known of an object, such as "is Model.layer.w and was made at train.py:3"."""
+    """Describes an object, such as "is Model.layer.w and was made at train.py:3"."""
     from weft.nnx.variables import Variable
 
     path = path_of(x)

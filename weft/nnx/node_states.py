@@ -1,8 +1,7 @@
-"""Trees in which objects stand as states, and back.
+"""Trees with states in place of objects, and back.
 
-`to_tree` puts a pytree node with the states of an object in the place of each object of a tree, so
-that functions of JAX take it; `from_tree` makes the objects again. What several objects of the tree
-share is in the first of them.
+`to_tree` replaces each object of a tree by a pytree node with its states, for JAX functions;
+`from_tree` is the inverse. Parts that several objects share are in the first of them.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _MISSING: Any = object()
 
 @dataclasses.dataclass(frozen=True)
 class NodeStates:
-    """The states of an object, as one node of a tree.
+    """States of an object, as one node of a tree.
 
     Attributes:
-        states: the states, or prefixes of them.
-        metadata: what else is to go with them; static.
+        states: states, or prefixes of them.
+        metadata: static data to pass along.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,7 +45,7 @@ class NodeStates:
 
     @property
     def graphdef(self) -> GraphDef:
-        """The description of the object.
+        """Description of the object.
 
         Raises:
             GraphStructureError: if there is none.
@@ -74,21 +73,21 @@ class NodeStates:
     def from_split(
         cls, graphdef: GraphDef | None, state: Any, /, *states: Any, metadata: Any = None
     ) -> Self:
-        """Of what `nnx.split` gives."""
+        """Builds node states from the results of `nnx.split`."""
         return cls(graphdef, (state, *states), metadata)
 
     @classmethod
     def from_states(cls, state: Any, /, *states: Any) -> Self:
-        """Of states alone."""
+        """Builds node states without a description."""
         return cls(None, (state, *states))
 
     @classmethod
     def from_prefixes(cls, prefixes: Any, /, *, metadata: Any = None) -> Self:
-        """Of what is said of each state, such as axes."""
+        """Builds node states from prefixes of each state, such as axes."""
         return cls(None, tuple(prefixes), metadata)
 
     def replace(self, **updates: Any) -> Self:
-        """The same with other attributes."""
+        """Returns a copy with other attributes."""
         return dataclasses.replace(self, **updates)
 
 
@@ -125,21 +124,20 @@ def to_tree(
     ctxtag: Hashable | None = None,
     check_aliasing: bool = True,
 ) -> Any:
-    """A tree with the states of its objects in their place.
+    """Replaces the objects of a tree by their states.
 
     Args:
-        tree: a pytree with objects.
-        prefix: a prefix of the tree with what is said of its parts, such as axes.
-        split_fn: from a split context, the path, what is said of it, and an object to what stands
-            in its place; by default `NodeStates` with one state.
-        map_non_graph_nodes: whether it is called for the leaves that are no objects as well.
-        ctxtag: the tag of an update context.
-        check_aliasing: whether it is an error if different things are said of two places of one
-            variable.
+        tree: pytree with objects.
+        prefix: prefix of the tree, such as axes.
+        split_fn: maps a split context, a path, a prefix leaf and an object to the replacement; by
+            default `NodeStates` with one state.
+        map_non_graph_nodes: whether to call it for leaves that are not objects as well.
+        ctxtag: tag of the update context.
+        check_aliasing: whether to check that all occurrences of a variable have the same prefix.
 
     Raises:
-        InconsistentAliasError: then, with both places.
-        ValueError: of JAX, if `prefix` is no prefix of the tree.
+        InconsistentAliasError: if they differ.
+        ValueError: from JAX, if `prefix` is not a prefix of the tree.
 
     Example:
         >>> from weft import nnx
@@ -175,21 +173,20 @@ def from_tree(
     is_inner: bool | None = None,
     ctxtag: Hashable | None = None,
 ) -> Any:
-    """A tree with objects in the place of their states; the inverse of `to_tree`.
+    """Replaces the states in a tree by objects; the inverse of `to_tree`.
 
     Args:
-        tree: what `to_tree` gave, with other values perhaps.
-        prefix: a prefix of the tree with what is said of its parts.
-        merge_fn: from a merge context, the path, what is said of it, and `NodeStates` to an
-            object.
-        is_node_leaf: which leaves stand for objects.
-        is_leaf: where the tree is not looked into.
-        map_non_graph_nodes: whether `merge_fn` is called for the other leaves as well.
-        is_inner: whether it is inside of the transformation, see `merge_context`.
-        ctxtag: the tag of an update context.
+        tree: a result of `to_tree`, possibly with other values.
+        prefix: prefix of the tree, such as axes.
+        merge_fn: maps a merge context, a path, a prefix leaf and `NodeStates` to an object.
+        is_node_leaf: predicate of leaves that represent objects.
+        is_leaf: predicate that stops the traversal.
+        map_non_graph_nodes: whether to call `merge_fn` for other leaves as well.
+        is_inner: whether this is inside the transformation, see `merge_context`.
+        ctxtag: tag of the update context.
 
     Raises:
-        GraphStructureError: if values are missing, or `is_inner` is with a tag.
+        GraphStructureError: if values are missing, or `is_inner` is missing with a tag.
     """
     items, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     said = _broadcast(prefix, tree, is_leaf, len(items))
@@ -204,7 +201,7 @@ def from_tree(
 def _broadcast(
     prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], number_of_leaves: int
 ) -> list[Any]:
-    """For each leaf of a tree what the prefix says of it."""
+    """Returns the prefix leaf of each leaf of a tree."""
     if prefix is _MISSING:
         return [0] * number_of_leaves
     is_said = lambda x: x is None or is_leaf(x)  # noqa: E731
@@ -230,7 +227,7 @@ def _check_aliases(items: list[tuple[Any, Any, Any]]) -> None:
             there, before = seen.setdefault(id(leaf), (where, here))
             if before != here:
                 raise InconsistentAliasError(
-                    f"one {type(leaf).__name__} is at {there!r}, of which {before!r} is said, and "
-                    f"at {where!r}, of which {here!r} is said; say the same of both, or give "
-                    "nnx.clone(...) at one place."
+                    f"one {type(leaf).__name__} is at {there!r}, with {before!r}, and at "
+                    f"{where!r}, with {here!r}; give both the same, or nnx.clone(...) at one "
+                    "place."
                 )

@@ -1,8 +1,7 @@
-"""Calls of the methods of objects, seen by a function.
+"""Observation of method calls on objects.
 
-For as long as it is observed an object has a class of its own, a subclass of the real one whose
-methods go through an observer. The class is a part of the object's structure, so copies of it that
-a transformation makes are observed as well.
+An observed object gets a subclass of its class whose methods go through the observer. The class is
+part of the structure, so copies inside a transformation are observed too.
 """
 
 from __future__ import annotations
@@ -19,25 +18,23 @@ from weft.nnx.pytree import Pytree
 from weft.nnx.structure import EPOCH
 
 Observer = Callable[[Any, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""A function of the object, a method's name, the method and its arguments; it calls the method."""
+"""Function of the object, a method's name, the method and its arguments, which calls the method."""
 
 _CLASSES = "_observed_as"
 _OWN = (Pytree, Module, List, Dict)
 
 
 def modules_of(node: Any) -> Iterator[tuple[Path, Pytree]]:
-    """The objects in a tree that have methods of their users, with their paths."""
+    """Yields the objects in a tree that have user-defined methods, with their paths."""
     for path, x in iter_graph(node):
         if isinstance(x, Pytree) and type(x) is not List and not isinstance(x, dict):
             yield path, x
 
 
 def observe(x: Pytree, observer: Observer) -> None:
-    """Lets an observer see the calls of an object's methods.
+    """Passes calls of an object's methods to an observer, a module-level function.
 
-    Args:
-        x: the object.
-        observer: a function of a module, as classes are kept for each.
+    Classes are cached per observer.
     """
     _become(x, _observed(type(x), observer))
 
@@ -49,14 +46,14 @@ def leave_alone(x: Pytree) -> None:
 
 
 def class_of(x: Any) -> type:
-    """The real class of an object."""
+    """Returns the real class of an object."""
     cls = type(x)
     while "_observed_class" in vars(cls):
         cls = vars(cls)["_observed_class"]
     return cls
 
 
-# Models that a layer of another library holds, which exist only while they are called.
+# Models inside a layer of another library, which exist only during their call.
 
 
 class _Visitors(threading.local):
@@ -69,10 +66,11 @@ _VISITORS = _Visitors()
 
 @contextlib.contextmanager
 def visited_models(visitor: Callable[[Pytree], None]) -> Iterator[None]:
-    """While open, a function is given each model that a layer of another library is about to call.
+    """Calls a function with each model that a layer of another library is about to call.
 
     Args:
-        visitor: called with the model, which is gone after the call; it may `observe` its parts.
+        visitor: called with the model, which is discarded after the call; it may `observe` its
+            parts.
     """
     _VISITORS.stack.append(visitor)
     try:
@@ -82,11 +80,7 @@ def visited_models(visitor: Callable[[Pytree], None]) -> Iterator[None]:
 
 
 def visit(model: Pytree) -> None:
-    """Shows a model to the functions of `visited_models`.
-
-    Args:
-        model: the model.
-    """
+    """Passes a model to the functions of `visited_models`."""
     for visitor in _VISITORS.stack:
         visitor(model)
 
@@ -111,7 +105,7 @@ def _observed(cls: type, observer: Observer) -> type:
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """The methods of a class, without those of the bases that this library gives."""
+    """Returns the methods of a class, without those of this library's base classes."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base in _OWN or base.__module__ in ("builtins", "typing"):

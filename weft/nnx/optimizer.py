@@ -1,9 +1,8 @@
-"""Optimizers: transformations of optax that keep their state in variables, and move a model's.
+"""Optimizers: optax transformations with their state in variables, which update a model in place.
 
-What a transformation keeps for a parameter is a variable with the parameter's metadata, so that it
-is laid out as the parameter is, or as `optimizer_sharding` in that metadata says; the rest is kept
-in variables without metadata. An update reads all values, calls the transformation on plain
-arrays once, and writes all values; nothing is written if anything does not fit.
+State per parameter is in variables with the parameter's metadata, so that it is sharded like the
+parameter, or by its `optimizer_sharding`; other state has no metadata. An update calls the
+transformation on plain arrays, and writes nothing if it raises.
 """
 
 from __future__ import annotations
@@ -51,24 +50,23 @@ class OptState(Variable[A]):
 
 
 class OptArray(OptState[A]):
-    """What an optimizer keeps beside the parameters, such as a count."""
+    """Optimizer state that belongs to no parameter, such as a count."""
 
     __slots__ = ()
 
 
 class OptVariable(OptState[A]):
-    """What an optimizer keeps for a parameter, with the metadata of the parameter."""
+    """Optimizer state of a parameter, with the parameter's metadata."""
 
     __slots__ = ()
 
 
 def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
-    """The state of a transformation with variables for its leaves.
+    """Returns a transformation's state with variables as leaves.
 
     Args:
-        tree: the state, with variables in it for what is kept of a variable.
-        shapes: the shapes of the parameters. Where what is kept has another shape, names of axes
-            that do not fit are left out.
+        tree: the state, with variables for the state of parameters.
+        shapes: shapes of the parameters. State of another shape loses axis names that do not fit.
 
     Example:
         >>> import optax
@@ -91,7 +89,7 @@ def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None
         if axes is not None and path in shapes and shape not in (None, shapes[path]):
             del metadata["out_sharding"]
             if shape[1:] == shapes[path] and not isinstance(axes, Sharding):
-                metadata["out_sharding"] = (None, *axes)  # one for each of the last steps
+                metadata["out_sharding"] = (None, *axes)  # history over the last steps
         if own is not None and "out_sharding" in metadata:
             value = laid_out(value, metadata, "OptVariable")
         return OptVariable.from_metadata(held(value, metadata), metadata)
@@ -100,22 +98,20 @@ def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None
 
 
 class Optimizer(Pytree, Generic[M]):
-    """Moves the parameters of a model by a transformation of optax.
+    """Optimizer that updates the parameters of a model with an optax transformation.
 
     Args:
-        model: the model, or any pytree of variables.
+        model: model, or any pytree of variables.
         tx: the transformation.
-        wrt: a filter of the parameters, which are variables or arrays.
+        wrt: filter of the parameters, which are variables or arrays.
         graph: ignored, see `nnx.split`.
 
     Attributes:
-        step: how many updates there were.
-        tx: the transformation; static.
-        opt_state: its state, with variables for its leaves.
-        wrt: the filter; static.
+        step: number of updates so far.
+        opt_state: state of the transformation, with variables as leaves.
 
     Raises:
-        TransformationTypeError: if `tx` is no transformation.
+        TransformationTypeError: if `tx` is not a transformation.
         OptimizerCallError: without `wrt`.
 
     Warns:
@@ -141,7 +137,7 @@ class Optimizer(Pytree, Generic[M]):
     ):
         if wrt is _MISSING:
             raise OptimizerCallError(
-                "an optimizer needs wrt, the filter of what it moves; say "
+                "an optimizer needs wrt, the filter of the parameters to update; use "
                 "nnx.Optimizer(model, tx, wrt=nnx.Param)."
             )
         if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
@@ -157,23 +153,21 @@ class Optimizer(Pytree, Generic[M]):
         self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
 
     def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
-        """Moves the parameters of a model.
+        """Updates the parameters of a model.
 
         Args:
-            model: the model.
-            grads: the gradients, at the paths of the parameters: a state, nested dicts, or a model.
-                What `wrt` does not match is left out.
-            **kwargs: what the transformation takes further, such as `value`; it is given the values
-                of variables in them.
+            grads: gradients, at the paths of the parameters: a state, nested dicts, or a model.
+                Those that `wrt` does not match are ignored.
+            **kwargs: extra arguments of the transformation, such as `value`; variables in them are
+                passed as values.
 
         Returns:
-            By how much each parameter was moved, a state of arrays.
+            The change of each parameter, a state of arrays.
 
         Raises:
-            GradientStructureError: if a parameter has no gradient, a gradient no parameter, or one
-                another shape.
+            GradientStructureError: if paths or shapes of gradients and parameters differ.
             OptimizerStateError: if the optimizer was made for other parameters.
-            ImmutableVariableError: if a parameter is not to change.
+            ImmutableVariableError: if a parameter is immutable.
             OptimizerCallError: without gradients.
 
         Warns:
@@ -182,7 +176,7 @@ class Optimizer(Pytree, Generic[M]):
         if grads is _MISSING:
             raise OptimizerCallError(
                 "update was given one argument; give the model and the gradients, as in "
-                "optimizer.update(model, grads), or make a nnx.ModelAndOptimizer."
+                "optimizer.update(model, grads), or use nnx.ModelAndOptimizer."
             )
         parameters = _parameters(model, self.wrt)
         params = from_flat_state((path, raw(x)) for path, x in parameters.items())
@@ -194,7 +188,7 @@ class Optimizer(Pytree, Generic[M]):
         except (TypeError, ValueError):
             _check_parameters(self.opt_state, parameters)
             raise
-        import optax  # only here: half of the time of importing this package would be its
+        import optax  # local: optax would double the import time of this package
 
         moved = optax.apply_updates(params, updates)
         changes = list(matched(self.opt_state, after))
@@ -213,15 +207,7 @@ class Optimizer(Pytree, Generic[M]):
 
 
 class ModelAndOptimizer(Optimizer[M]):
-    """An optimizer that holds the model.
-
-    Args:
-        model: the model.
-        tx: see `Optimizer`.
-        wrt: see `Optimizer`.
-
-    Attributes:
-        model: the model.
+    """Optimizer that holds the model; arguments as for `Optimizer`.
 
     Example:
         >>> import optax
@@ -237,22 +223,17 @@ class ModelAndOptimizer(Optimizer[M]):
         self.model = model
 
     def update(self, grads: Any, /, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Moves the parameters of the model; see `Optimizer.update`.
-
-        Args:
-            grads: the gradients.
-            **kwargs: what the transformation takes further.
-        """
+        """Updates the parameters of the model; see `Optimizer.update`."""
         return super().update(self.model, grads, **kwargs)
 
 
 def _plain(x: Any) -> Any:
-    """A variable that holds its value itself, as transformations look into variables."""
+    """Returns a variable without `jax.Ref`, since transformations look into variables."""
     return type(x).from_metadata(raw(x), x.get_metadata()) if isinstance(x, Variable) else x
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """What a nested state has at a path; an empty path is that of a model that is a variable."""
+    """Returns the entry of a nested state at a path; a bare variable has the empty path."""
     at = tree.raw_mapping if isinstance(tree, State) else tree
     for part in path:
         at = at[part]
@@ -260,7 +241,7 @@ def _at(tree: Any, path: Path) -> Any:
 
 
 def _laid_out_as_before(parameter: Variable[Any], value: Any) -> Any:
-    """A new value, which the state may lie over more devices than its parameter."""
+    """Returns a new value sharded like the parameter; the state may span more devices."""
     metadata = parameter.get_metadata()
     layouts = [metadata.get(name) for name in ("optimizer_sharding", "out_sharding")]
     if None in layouts or mesh_of(metadata) is None:
@@ -280,8 +261,8 @@ def _parameters(model: Any, wrt: Filter) -> dict[Path, Any]:
     if not found:
         there = sorted({type(x).__name__ for _, x in iter_graph(model) if isinstance(x, Variable)})
         warnings.warn(
-            f"wrt={wrt!r} matches nothing in {type(model).__name__}, so there is nothing to "
-            f"optimize; its variables are of the kinds {', '.join(there) or '(none)'}.",
+            f"wrt={wrt!r} matches nothing in {type(model).__name__}; the kinds of its variables "
+            f"are {', '.join(there) or '(none)'}.",
             OptimizerWarning,
             stacklevel=3,
         )
@@ -304,6 +285,6 @@ def _check_parameters(opt_state: Any, parameters: dict[Path, Any]) -> None:
                 else ("the model", "the state of the optimizer")
             )
             raise OptimizerStateError(
-                f"{has} has {shown_path(path)!r} among the parameters and {lacks} has not; make "
-                "the optimizer for the model that it is to update."
+                f"{has} has {shown_path(path)!r} among the parameters and {lacks} does not; make "
+                "the optimizer for the model that it updates."
             ) from None

@@ -1,4 +1,4 @@
-"""What is said of each value of an object, by filter, as a prefix of its tree."""
+"""Tree prefixes of objects, with entries by filter."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from weft.nnx.variables import Variable
 
 
 def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
-    """A copy of a tree that has in the place of each variable and array what is said of it.
+    """Returns a prefix of a tree with an entry for each variable and array, chosen by filters.
 
-    It can stand where JAX takes a prefix of the tree: `in_axes`, `in_shardings`, `in_specs`.
+    It is usable as `in_axes`, `in_shardings` and `in_specs`.
 
     Args:
-        node: an object, a state, or a pytree of them.
-        filter_map: from filters to what is said of what they match; or a function of a path and a
-            variable or value; or an `nnx.StateAxes`.
+        node: object, state, or pytree of them.
+        filter_map: mapping from filters to entries, an `nnx.StateAxes`, or a function of a path and
+            a variable or value.
         graph: ignored, see `nnx.split`.
 
     Raises:
         StateFilterError: if no filter matches a value.
-        ObjectArgumentError: if `filter_map` is something else.
+        ObjectArgumentError: if `filter_map` has another type.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,8 +55,8 @@ def _function(filter_map: Any) -> Callable[[Path, Any], Any]:
     if callable(filter_map):
         return filter_map
     raise ObjectArgumentError(
-        f"prefix was given {filter_map!r}; give a dict from filters to what is said of what they "
-        "match, such as {nnx.Param: 0, ...: None}, or a function of a path and a value."
+        f"prefix was given {filter_map!r}; give a dict from filters to entries, such as "
+        "{nnx.Param: 0, ...: None}, or a function of a path and a value."
     )
 
 

@@ -1,9 +1,8 @@
-"""Objects that transformations take, and their attributes.
+"""Base class of objects that transformations accept, and their data and static attributes.
 
-An attribute is *data* if it is an array, a variable, an object of this kind, or a container of
-those; all else is *static*: a part of the structure. `data` and `static` say so where the value
-does not, and a number that takes the place of data is data. Lists and dicts become `List` and
-`Dict` (`weft.nnx.containers`), which are lists and dicts that notice when they are changed. To JAX
+An attribute is *data* if it is an array, a variable, such an object, or a container of those, or if
+a number replaces data; all else is *static*, a part of the structure. `data` and `static` override
+this. Lists and dicts become `List` and `Dict` (`weft.nnx.containers`), which track changes. To JAX
 an object is a pytree of its data.
 """
 
@@ -31,19 +30,14 @@ _VALUES = (Variable, jax.Array, np.ndarray)
 
 
 class Marked:
-    """A value on its way into an attribute, with what was said of it.
-
-    Attributes:
-        value: the value.
-        is_data: whether it is data.
-    """
+    """Value on its way into an attribute, marked as data or static."""
 
     def __init__(self, value: Any, is_data: bool):
         self.value = value
         self.is_data = is_data
 
     def of(self, owner: Any, name: Any) -> Any:
-        """The value as an attribute or item of an object."""
+        """Returns the value for an attribute or item of an object, after a check."""
         _check_static(owner, name, self.value, self.is_data)
         return self.value
 
@@ -52,13 +46,13 @@ def _check_static(owner: Any, name: Any, value: Any, mark: bool | None) -> None:
     if mark is False and _holds_data(value):
         raise AttributeMarkError(
             f"{type(owner).__name__}.{name} is static, and was given a {type(value).__name__}, "
-            "which is or holds data; leave nnx.static out, or give a value without arrays, "
+            "which is or holds data; remove nnx.static, or give a value without arrays, "
             "variables and objects."
         )
 
 
 def _holds_data(value: Any) -> bool:
-    """Whether there is data in a value, where a `List` or `Dict` is none by itself."""
+    """Returns whether a value contains data; an empty `List` or `Dict` does not."""
     if type(value) is tuple:
         return any(map(_holds_data, value))
     if type(value) in _CONTAINERS.values():
@@ -69,7 +63,7 @@ def _holds_data(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """What the annotation of an attribute says of its values."""
+    """Mark in the annotation of an attribute."""
 
     is_data: bool
 
@@ -86,11 +80,11 @@ def _mark(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
-    """An attribute's value that is data, whatever it is.
+    """Marks an attribute's value as data.
 
     Args:
-        value: the value. Without one, a field of a dataclass whose values are data.
-        **kwargs: for `dataclasses.field`.
+        value: the value; if omitted, returns a dataclass field whose values are data.
+        **kwargs: passed to `dataclasses.field`.
 
     Example:
         >>> from weft import nnx
@@ -104,14 +98,14 @@ def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
 
 
 def static(value: Any = _MISSING, /, **kwargs: Any) -> Any:
-    """An attribute's value that is static, whatever it is.
+    """Marks an attribute's value as static.
 
     Args:
-        value: the value. Without one, a field of a dataclass whose values are static.
-        **kwargs: for `dataclasses.field`.
+        value: the value; if omitted, returns a dataclass field whose values are static.
+        **kwargs: passed to `dataclasses.field`.
 
     Raises:
-        AttributeMarkError: when the attribute is set, if there is data in the value.
+        AttributeMarkError: on assignment, if the value contains data.
 
     Example:
         >>> from weft import nnx
@@ -128,13 +122,13 @@ _DATA_TYPES: list[type] = []
 
 
 def register_data_type(type_: type[T]) -> type[T]:
-    """Makes instances of a class data wherever they are attributes; usable as a decorator."""
+    """Declares instances of a class data in all attributes; usable as a decorator."""
     _DATA_TYPES.append(type_)
     return type_
 
 
 def is_data(value: Any) -> bool:
-    """Whether an attribute of that value is data by itself.
+    """Returns whether an unmarked attribute with this value is data.
 
     Example:
         >>> is_data(jax.numpy.ones(1)), is_data(1), is_data([jax.numpy.ones(1)])
@@ -155,18 +149,18 @@ def is_data(value: Any) -> bool:
 
 
 def has_data(value: Any) -> bool:
-    """Whether a value is data, or there is data in it."""
+    """Returns whether a value is or contains data."""
     return is_data(value)
 
 
 @dataclass_transform(field_specifiers=(data, static))
 def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
-    """`dataclasses.dataclass` for objects, whose text is that of objects.
+    """Makes a class a `dataclasses.dataclass` with the repr of objects.
 
     Args:
-        cls: the class; fields can be `data(...)` and `static(...)`, also of
-            `dataclasses.dataclass` itself.
-        **kwargs: for `dataclasses.dataclass`.
+        cls: the class; fields can use `data(...)` and `static(...)`, also with
+            `dataclasses.dataclass`.
+        **kwargs: passed to `dataclasses.dataclass`.
 
     Example:
         >>> from weft import nnx
@@ -183,7 +177,7 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
 
 
 def _marks_of(cls: type) -> dict[str, bool]:
-    """What the fields and annotations of a class say of its attributes."""
+    """Returns the marks in the fields and annotations of a class."""
     marks = {}
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if isinstance(annotation, str):
@@ -198,9 +192,9 @@ def _marks_of(cls: type) -> dict[str, bool]:
 
 
 class Pytree:
-    """Base class of objects that transformations take.
+    """Base class of objects that transformations accept.
 
-    A subclass that JAX shall not know as a pytree is made by `class Name(Pytree, pytree=False)`.
+    `class Name(Pytree, pytree=False)` defines a subclass that is not a pytree to JAX.
 
     Example:
         >>> import jax.numpy as jnp
@@ -227,14 +221,14 @@ class Pytree:
             _register(cls)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
-        """The attributes, sorted by name."""
+        """Returns the attributes, sorted by name."""
         attributes = dict(vars(self))
         del attributes["_watch"]
         return sorted(attributes.items())
 
     @classmethod
     def _blank(cls, like: Watch) -> Any:
-        """An object without attributes, made at the same place as another one."""
+        """Returns an object without attributes, with the origin of another one."""
         if cls.__new__ is not Pytree.__new__:
             return cls.__new__(cls)
         made = super().__new__(cls)
@@ -242,20 +236,20 @@ class Pytree:
         return made
 
     def _look(self) -> list[Any]:
-        """What it is made of; as long as it is not changed, each of these is the same object."""
+        """Returns parts that remain identical until the object changes."""
         own, marks = vars(self), self._watch.marks
         return [type(self), len(own), *own, *own.values(), *marks, *marks.values()]
 
     @classmethod
     def _made_of(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
-        """An object with these attributes, without `__init__`."""
+        """Returns an object with these attributes, without `__init__`."""
         made = cls.__new__(cls)
         made._watch.marks.update(marks)
         made._fill(items)
         return made
 
     def _marks(self) -> tuple[tuple[Hashable, bool], ...]:
-        """What was said of attributes and does not go without saying."""
+        """Returns the marks of attributes that differ from the default."""
         marks = self._watch.marks
         if not marks:
             return ()
@@ -271,17 +265,17 @@ class Pytree:
         vars(self).update(items)
 
     def _put(self, name: Any, value: Any) -> None:
-        """Another array in the place of one, which is no change of structure."""
+        """Replaces an array by another, without a change of structure."""
         vars(self)[name] = value
 
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
-        """Has these attributes alone; what stays is there all the time, for other threads."""
+        """Replaces all attributes; unchanged ones remain visible to other threads throughout."""
         self._fill(items)
         for name in vars(self).keys() - {"_watch", *(name for name, _ in items)}:
             del vars(self)[name]
 
     def _order(self) -> tuple[Hashable, ...] | None:
-        """The order of the attributes, where it counts and is not that of `_items`."""
+        """Returns the order of the attributes, if it matters and differs from that of `_items`."""
         return None
 
     def _is_already(
@@ -290,7 +284,7 @@ class Pytree:
         marks: dict[str, bool],
         order: Sequence[Hashable] | None,
     ) -> bool:
-        """Whether it has these attributes, and no others."""
+        """Returns whether it has exactly these attributes."""
         there = self._items()
         return (
             marks == self._watch.marks
@@ -305,7 +299,7 @@ class Pytree:
         marks: dict[str, bool],
         order: Sequence[Hashable] | None = None,
     ) -> None:
-        """Has these attributes from now on, and no others."""
+        """Sets exactly these attributes."""
         there = self._items()
         self._watch.marks = marks
         if order is not None:
@@ -338,18 +332,18 @@ class Pytree:
                 watch.marks[name] = mark
             else:
                 watch.marks.pop(name, None)
-        else:  # as most writes: there is nothing to be said of the value
+        else:  # fast path of most writes: no mark is needed
             object.__setattr__(self, name, value)
         if watch.watched:
             watch.changed()
 
     def _marked(self, name: str, value: Any) -> tuple[bool | None, Any]:
-        """What is said of a new value of an attribute, and the value as it is kept."""
+        """Returns the mark of an attribute's new value, and the value to store."""
         mark = self._watch.marks.get(name, self._field_marks.get(name))
         if isinstance(value, Marked):
             mark, value = value.is_data, value.value
         elif mark is None and isinstance(value, _NUMBERS):
-            # A number in place of data stays data, or the structure would change with it.
+            # A number in place of data remains data, so that the structure does not change.
             before = vars(self).get(name)
             mark = True if isinstance(before, _VALUES) else None
         if mark is False:
@@ -378,10 +372,10 @@ class Pytree:
 
 
 class _Structure:
-    """An object without its data, compared by value.
+    """Structure of an object without its data, compared by value.
 
     Attributes:
-        parts: by name a static value, or None in the place of data.
+        parts: static values by name, None for data.
     """
 
     __slots__ = ("_key", "parts")
@@ -433,7 +427,7 @@ def _unflatten(cls: type[Pytree], structure: _Structure, children: Iterable[Any]
             continue
         value = next(of_data)
         items.append((name, value))
-        # What is data stays data, whatever JAX puts in its place.
+        # Data remains data, whatever JAX replaces it with.
         if not is_data(value):
             marks[name] = True
     return cls._made_of(items, marks)
@@ -450,29 +444,29 @@ _HOLDING: set[type] = {tuple, Marked}
 
 
 def register_container(kind: type, make: Callable[[Any], Any]) -> None:
-    """Says what becomes of containers of a type that are attributes.
+    """Registers the tracked version of a container type for attributes.
 
     Args:
-        kind: the type itself; subclasses stay as they are.
-        make: makes of one what notices its changes.
+        kind: exact type; subclasses are not converted.
+        make: converts a container to its tracked version.
     """
     _CONTAINERS[kind] = make
     _HOLDING.add(kind)
 
 
 def tracked(value: Any) -> Any:
-    """Lists and dicts, also inside of each other and of tuples, as ones that notice changes.
+    """Converts lists and dicts, also nested ones and those in tuples, to tracked versions.
 
     Raises:
-        AttributeMarkError: if `data` or `static` stands inside of a tuple.
+        AttributeMarkError: if `data` or `static` is used inside a tuple.
     """
     kind = type(value)
     if kind in _CONTAINERS:
         return _CONTAINERS[kind](value)
     if kind is Marked:
         raise AttributeMarkError(
-            f"nnx.{'data' if value.is_data else 'static'}({value.value!r}) stands inside of a "
-            "tuple or another mark; mark an attribute, or an item of a list or dict."
+            f"nnx.{'data' if value.is_data else 'static'}({value.value!r}) is inside a tuple or "
+            "another mark; mark an attribute, or an item of a list or dict."
         )
     if kind is tuple:
         items = tuple(map(tracked, value))

@@ -1,4 +1,4 @@
-"""A mapping whose keys are objects themselves, and not what they are equal to."""
+"""Mapping with keys compared by identity."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 
 class RefMap(MutableMapping[Any, Any]):
-    """A mapping by identity; variables and arrays, which have no hash, can be keys.
-
-    Args:
-        items: pairs of a key and a value.
+    """Mapping by identity, which accepts unhashable keys such as variables and arrays.
 
     Example:
         >>> from weft import nnx

@@ -1,8 +1,8 @@
-"""Variables whose value is a `jax.Ref`, an array that JAX itself can write to.
+"""Variables whose value is a `jax.Ref`, an array that JAX can write to in place.
 
-What a function that JAX transforms writes to such a variable is seen outside, also if the variable
-was not given to it as an argument. It costs that JAX must know of each alias: two arguments may not
-share a reference, and a function may not return one.
+The caller of a transformed function sees its writes to such a variable, even one in the function's
+closure. In exchange, JAX must know all aliases: arguments may not share a reference, and a function
+may not return one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from weft.nnx.settings import Setting
 
 @dataclasses.dataclass(frozen=True)
 class VarDefaults(Mapping[str, bool]):
-    """What holds for variables for which nothing else is said.
+    """Defaults of new variables.
 
     Attributes:
-        hijax: whether their value is held in a `jax.Ref`; another name for `ref`.
-        ref: whether their value is held in a `jax.Ref`.
+        hijax: alias of `ref`.
+        ref: whether values are held in a `jax.Ref`.
     """
 
     hijax: bool = False
@@ -45,21 +45,21 @@ _NONE = VarDefaults()
 
 
 class VarDefaultsContext(Setting, default=_NONE):
-    """The setting of `var_defaults`."""
+    """Setting of `var_defaults`."""
 
 
 def var_defaults(
     *, hijax: bool | None = None, ref: bool | None = None
 ) -> VarDefaults | VarDefaultsContext:
-    """What holds for new variables for which nothing else is said.
+    """Returns or sets defaults of new variables.
 
     Args:
-        hijax: whether the value is held in a `jax.Ref`; another name for `ref`.
-        ref: whether the value is held in a `jax.Ref`, if it is an array.
+        hijax: alias of `ref`.
+        ref: whether to hold values that are arrays in a `jax.Ref`.
 
     Returns:
-        Without an argument, what holds. Otherwise a setting: it holds from now on in this thread;
-        in a `with` statement, and on a function that it decorates, for so long.
+        The current defaults if no argument is given. Otherwise a setting of this thread; limited to
+        the block or call in a `with` statement or as a decorator.
 
     Example:
         >>> from weft import nnx
@@ -78,7 +78,7 @@ def var_defaults(
 
 
 def with_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata of a new variable: `ref` and `hijax` where they hold, and not where not."""
+    """Fills in `ref` and `hijax` of a new variable's metadata from the defaults."""
     now = VarDefaultsContext.current()
     if now is _NONE and not ("ref" in metadata or "hijax" in metadata):
         return metadata
@@ -88,23 +88,22 @@ def with_defaults(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def held(value: Any, metadata: Mapping[str, Any]) -> Any:
-    """A value as a variable with this metadata holds it: an array in a reference, or as it is."""
+    """Returns a value as a variable with this metadata holds it: in a reference, or unchanged."""
     if "ref" in metadata or "hijax" in metadata:
         return jax.new_ref(value) if isinstance(value, jax.Array | np.ndarray) else value
     return value
 
 
 def held_at_first(value: Any, metadata: dict[str, Any], given: Mapping[str, Any], what: str) -> Any:
-    """The value of a new variable as it is held.
+    """Returns the value of a new variable as it is held.
 
     Args:
-        value: the value.
-        metadata: of the variable; for what is no array, it loses `ref` and `hijax`.
-        given: the part of it that was given for this variable by name.
-        what: the variable, for errors.
+        metadata: metadata of the variable; loses `ref` and `hijax` if the value is not an array.
+        given: metadata that was passed explicitly.
+        what: name of the variable, for errors.
 
     Raises:
-        VariableArgumentError: if the value is no array, and `ref=True` was given.
+        VariableArgumentError: if the value is not an array, and `ref=True` was given.
     """
     if isinstance(value, int | float | complex | np.generic):
         value = jnp.asarray(value)
@@ -112,8 +111,8 @@ def held_at_first(value: Any, metadata: dict[str, Any], given: Mapping[str, Any]
         return held(value, metadata)
     if given.get("ref") or given.get("hijax"):
         raise VariableArgumentError(
-            f"a {what} with ref=True was given a {type(value).__name__}, and a jax.Ref holds one "
-            "array; leave ref=True out, or make a variable for each array."
+            f"a {what} with ref=True was given a {type(value).__name__}, but a jax.Ref holds one "
+            "array; omit ref=True, or make a variable for each array."
         )
     for name in ("ref", "hijax"):
         metadata.pop(name, None)
@@ -121,21 +120,15 @@ def held_at_first(value: Any, metadata: dict[str, Any], given: Mapping[str, Any]
 
 
 def write(ref: jax.Ref, value: Any, index: Any, what: str) -> None:
-    """Writes to a reference, in its dtype.
-
-    Args:
-        ref: the reference.
-        value: the new value.
-        index: the part of it that is written.
-        what: the variable, for errors.
+    """Writes to a part of a reference, in its dtype.
 
     Raises:
-        VariableShapeError: if the whole is written, and its shape is another.
+        VariableShapeError: if the whole is written with another shape.
     """
     value = jnp.asarray(value, ref.dtype)
     if index is ... and value.shape != ref.shape:
         raise VariableShapeError(
-            f"a {what} is held in a jax.Ref, which keeps its shape, and was given a value of shape "
+            f"a {what} is held in a jax.Ref, whose shape is fixed, and was given a value of shape "
             f"{value.shape}; give one of shape {ref.shape}, or make the variable without ref=True."
         )
     ref[index] = value

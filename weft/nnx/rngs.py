@@ -1,7 +1,7 @@
-"""PRNG streams as objects: a key and a count, which each draw raises by one.
+"""PRNG streams as objects: a key, and a count that increases with each draw.
 
-The n-th key of a stream is its key with n folded in. Streams are variables, so they go through
-transformations like any other state; `split_rngs` gives each index of an axis its own.
+The n-th key of a stream is its key with n folded in. Streams consist of variables, so they pass
+through transformations like other state; `split_rngs` gives each index of an axis its own stream.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from weft.nnx.variables import Variable
 
 
 class RngState(Variable[Any]):
-    """A part of a PRNG stream."""
+    """Part of a PRNG stream."""
 
     __slots__ = ()
 
 
 class RngKey(RngState):
-    """The key of a PRNG stream."""
+    """Key of a PRNG stream."""
 
     __slots__ = ()
 
 
 class RngCount(RngState):
-    """How many keys a PRNG stream has given."""
+    """Number of keys that a PRNG stream has returned."""
 
     __slots__ = ()
 
@@ -92,9 +92,9 @@ _INITIALIZERS = (
 
 
 class Draws(Pytree):
-    """What draws keys: each function of `jax.random` is a method without its key.
+    """Base class with `jax.random`'s functions as methods that draw their own key.
 
-    Initializers of `jax.nn.initializers` are methods that give an initializer without its key.
+    Initializers of `jax.nn.initializers` are methods that return a keyless initializer.
     """
 
 
@@ -108,11 +108,11 @@ Sizes = int | tuple[int, ...] | Mapping[Any, Any]
 
 
 class RngStream(Draws):
-    """One PRNG stream.
+    """PRNG stream.
 
     Args:
-        key: a key, a number to make one from, or a stream that has one.
-        tag: its name, a tag of its variables.
+        key: a key, a seed, or a stream to take the key of.
+        tag: name of the stream, and tag of its variables.
 
     Raises:
         InvalidRngError: if the key is none of these.
@@ -130,26 +130,26 @@ class RngStream(Draws):
         self.count = RngCount(jnp.zeros(key.shape, jnp.uint32), tag=tag)
 
     def __call__(self) -> jax.Array:
-        """A key that was not given before."""
+        """Returns the next key."""
         key, count = self.key.get_value(), self.count.get_value()
         self.count.set_value(count + 1)
         return jax.random.fold_in(key, count)
 
     def split(self, k: int | tuple[int, ...]) -> "RngStream":
-        """A stream for each index of new leading axes, from one key of this stream."""
+        """Returns a stream per index of new leading axes, from one key of this stream."""
         return RngStream(jax.random.split(self(), k), tag=self.tag)
 
     def broadcast(self, k: int | tuple[int, ...]) -> "RngStream":
-        """The same stream for each index of new leading axes, from one key of this stream."""
+        """Returns one stream for all indices of new leading axes, from one key of this stream."""
         shape = (k,) if isinstance(k, int) else k
         key = self()
         return RngStream(jnp.broadcast_to(key, (*shape, *key.shape)), tag=self.tag)
 
     def fork(self, *, split: int | tuple[int, ...] | None = None) -> "RngStream":
-        """A stream of its own, from one key of this stream.
+        """Returns an independent stream, from one key of this stream.
 
         Args:
-            split: the sizes of new leading axes, each index of which has its own.
+            split: sizes of new leading axes with independent streams.
         """
         return RngStream(self(), tag=self.tag) if split is None else self.split(split)
 
@@ -158,12 +158,12 @@ class Rngs(Draws):
     """PRNG streams by name.
 
     Args:
-        default: for the stream `default`, which stands in for names that are not there: a number,
-            a key, or a mapping from names to such.
-        **rngs: the other streams.
+        default: seed or key of the stream `default`, which replaces missing names; or a mapping
+            from names to seeds or keys.
+        **rngs: seeds or keys of the other streams.
 
     Raises:
-        RngStreamNotFoundError: when a stream is asked for that is not there, without a default.
+        RngStreamNotFoundError: on access to a missing stream without a default.
 
     Example:
         >>> rngs = Rngs(0, dropout=1)
@@ -185,7 +185,7 @@ class Rngs(Draws):
                 return streams[key]
         there = ", ".join(repr(key) for key in self) or "none"
         raise RngStreamNotFoundError(
-            f"there is no PRNG stream {name!r} and no default; there are: {there}. Give one: "
+            f"there is no PRNG stream {name!r} and no default; streams: {there}. Give one: "
             f"nnx.Rngs({name}=0)."
         )
 
@@ -198,7 +198,7 @@ class Rngs(Draws):
         return self._stream(name)
 
     def __call__(self) -> jax.Array:
-        """A key of the stream `default`."""
+        """Returns a key of the stream `default`."""
         return self._stream("default")()
 
     def __contains__(self, name: object) -> bool:
@@ -211,35 +211,31 @@ class Rngs(Draws):
         return sum(1 for _ in self)
 
     def items(self) -> list[tuple[str, RngStream]]:
-        """The streams by name."""
+        """Returns the streams by name."""
         return [(name, self._stream(name)) for name in self]
 
     def keys(self) -> list[str]:
-        """The names of the streams."""
+        """Returns the names of the streams."""
         return list(self)
 
     def split(self, k: Sizes, /) -> "Rngs":
-        """Streams for each index of new leading axes, from one key of each stream.
+        """Returns streams per index of new leading axes, from one key of each stream.
 
         Args:
-            k: the sizes of the axes; or by filter those of the streams that it matches, and other
-                streams keep their keys and begin to count anew.
+            k: sizes of the axes, or sizes by filter; unmatched streams keep their keys and restart
+                their counts.
         """
         return self._each(lambda name, stream: _changed(stream, (name,), split=k))
 
     def broadcast(self, k: Sizes, /) -> "Rngs":
-        """The same streams for each index of new leading axes, from one key of each stream.
-
-        Args:
-            k: see `split`.
-        """
+        """Returns the same streams for each index of new leading axes; `k` as for `split`."""
         return self._each(lambda name, stream: _changed(stream, (name,), broadcast=k))
 
     def fork(self, *, split: Sizes | None = None) -> "Rngs":
-        """Streams of their own, from one key of each stream.
+        """Returns independent streams, from one key of each stream.
 
         Args:
-            split: the sizes of new leading axes; or of the streams that filters match, by filter.
+            split: sizes of new leading axes, or sizes by filter.
         """
         return self._each(lambda name, stream: stream.fork(split=_sizes_of(split, (name,), stream)))
 
@@ -265,7 +261,7 @@ def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) 
 def _changed(
     stream: RngStream, path: Path, split: Any = None, broadcast: Any = None, fork: Filter = None
 ) -> RngStream:
-    """A stream like another that is split, broadcast, forked, or begins anew with its key."""
+    """Returns a stream split, broadcast, forked, or restarted with its key."""
     if (sizes := _sizes_of(split, path, stream)) is not None:
         return stream.split(sizes)
     if (sizes := _sizes_of(broadcast, path, stream)) is not None:
@@ -285,7 +281,7 @@ def _streams(node: Any, only: Filter) -> list[tuple[Path, RngStream]]:
 
 
 class Backups(Sequence[tuple[RngStream, Any, Any]]):
-    """What streams were before they were split or forked; as a context it restores them."""
+    """Backups of streams before a split or fork; as a context, restores them."""
 
     def __init__(self, backups: Sequence[tuple[RngStream, Any, Any]]):
         self.backups = tuple(backups)
@@ -304,11 +300,7 @@ class Backups(Sequence[tuple[RngStream, Any, Any]]):
 
 
 def restore_rngs(backups: Sequence[tuple[RngStream, Any, Any]], /) -> None:
-    """Gives streams the keys and counts that they had before they were split or forked.
-
-    Args:
-        backups: what `split_rngs` or `fork_rngs` has given.
-    """
+    """Restores the keys and counts of streams from a result of `split_rngs` or `fork_rngs`."""
     for stream, key, count in backups:
         stream.key.set_value(key)
         stream.count.set_value(count)
@@ -331,22 +323,21 @@ def split_rngs(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Splits the PRNG streams of an object along new leading axes.
+    """Splits the PRNG streams of an object along new leading axes, in place.
 
     Args:
-        node: the object. Without one a decorator, which splits the streams of the arguments for
-            the time of each call.
-        splits: the sizes of the axes.
-        only: a filter of the streams, such as their name.
-        squeeze: whether the axis, of size 1, is left out.
-        graph: ignored, see `nnx.split`.
-        graph_updates: ignored; the streams are changed where they are.
+        node: object; if omitted, returns a decorator that splits the streams of the arguments
+            during each call.
+        splits: sizes of the axes.
+        only: filter of the streams, such as their name.
+        squeeze: whether to drop the axis, of size 1.
+        graph: ignored, like `graph_updates`.
 
     Returns:
-        What `restore_rngs` undoes; also a context that does so at its end.
+        Backups for `restore_rngs`; also a context manager that restores them on exit.
 
     Raises:
-        InvalidRngError: if another axis than one of size 1 is to be left out.
+        InvalidRngError: if `squeeze` is set and the size is not 1.
 
     Example:
         >>> rngs = Rngs(0)
@@ -357,7 +348,7 @@ def split_rngs(
         ()
     """
     if squeeze and splits != 1:
-        raise InvalidRngError(f"squeeze=True leaves out an axis of size 1, and splits={splits!r}.")
+        raise InvalidRngError(f"squeeze=True needs an axis of size 1, and splits={splits!r}.")
     if node is None:
         return _for_the_call(
             lambda args: split_rngs(args, splits=splits, only=only, squeeze=squeeze)
@@ -378,17 +369,13 @@ def fork_rngs(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Forks the PRNG streams of an object, some of them along new leading axes.
+    """Forks the PRNG streams of an object, optionally along new leading axes.
 
     Args:
-        node: see `split_rngs`.
-        split: the sizes of new leading axes; or by filter those of the streams that it matches,
-            None for no axes, and other streams stay as they are.
-        graph: ignored, see `nnx.split`.
-        graph_updates: ignored; the streams are changed where they are.
-
-    Returns:
-        See `split_rngs`.
+        node: see `split_rngs`, also for the result.
+        split: sizes of new leading axes; or sizes by filter, None for no axes, and unmatched
+            streams are unchanged.
+        graph: ignored, like `graph_updates`.
     """
     if node is None:
         return _for_the_call(lambda args: fork_rngs(args, split=split))
@@ -421,19 +408,18 @@ def reseed(
     policy: str | Callable[[Path, jax.Array, tuple[int, ...]], jax.Array] = "scalars_only",
     **stream_keys: Any,
 ) -> None:
-    """Gives PRNG streams of an object new keys, and begins to count anew.
+    """Sets new keys of PRNG streams in an object, and restarts their counts.
 
     Args:
-        node: the object.
         graph: ignored, see `nnx.split`.
-        policy: what is done with streams that were split: "scalars_only" refuses them,
-            "match_shape" splits the new key alike; or a function of the stream's path, the new key
-            and the shape of the old one, which gives the key.
-        **stream_keys: by the name of the stream what a stream can be made of, see `RngStream`;
-            each stream of that name in the object is given one of its keys.
+        policy: treatment of split streams: "scalars_only" raises, "match_shape" splits the new key
+            to the same shape; or a function of the stream's path, the new key and the old key's
+            shape that returns the key.
+        **stream_keys: seeds, keys or streams by stream name; each stream of that name receives its
+            own key.
 
     Raises:
-        InvalidRngError: for a stream that was split, if that is refused, or an unknown policy.
+        InvalidRngError: for a split stream under "scalars_only", or an unknown policy.
 
     Example:
         >>> rngs = Rngs(0, dropout=1)
@@ -474,18 +460,16 @@ def with_rngs(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """A copy of an object with other PRNG streams, which shares all else with it.
+    """Returns a copy of an object with other PRNG streams, which shares all other parts.
 
     Args:
-        node: the object, each of whose streams gives one key for a new one. Without an object a
-            decorator, which calls the function on such copies of its arguments.
-        split: the sizes of new leading axes along which streams are split; or by filter those of
-            the streams that it matches.
-        fork: a filter of the streams that are forked.
-        broadcast: the sizes of new leading axes along which streams are repeated, like `split`.
-        only: a filter of the streams that are meant.
-        graph: ignored, see `nnx.split`.
-        graph_updates: ignored; the object given is changed in the counts of its streams alone.
+        node: object, whose streams each draw one key for the copy's. If omitted, returns a
+            decorator that copies the arguments.
+        split: sizes of new leading axes to split streams along, or sizes by filter.
+        fork: filter of the streams to fork.
+        broadcast: sizes of new leading axes to repeat streams along, or sizes by filter.
+        only: filter of all streams affected.
+        graph: ignored, like `graph_updates`; only the counts of the original's streams change.
 
     Example:
         >>> rngs = Rngs(0, dropout=1)

@@ -1,7 +1,7 @@
-"""Settings that a program can change for itself or for a part of it.
+"""Thread-local settings, for a program or a block.
 
-A setting is a stack of values for each thread, of which the last one holds. It belongs to the cache
-key of `jax.jit`, so a function that was compiled under another value is compiled again.
+A setting is a stack of values per thread; the last one is current. It is part of the cache key of
+`jax.jit`, so functions are recompiled when it changes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import jax
 
 
 class Setting:
-    """Base class of settings; what is called sets the value, what is entered sets it for a while.
+    """Base class of settings: construction sets the value, `with` limits it to a block.
 
-    An instance can be called on a function as well, which then runs under the value.
+    As a decorator, an instance sets the value during calls.
 
     Args:
-        value: the value from now on, in this thread.
+        value: new value in this thread.
 
     Example:
         >>> class verbosity(Setting, default=0):
@@ -46,22 +46,22 @@ class Setting:
 
     @classmethod
     def current(cls) -> Any:
-        """The value that holds."""
+        """Returns the current value."""
         stack = cls._context.value
         return stack[-1] if stack else cls._default
 
     @classmethod
     def get_default(cls) -> Any:
-        """The value where nothing was set."""
+        """Returns the default value."""
         return cls._default
 
     @classmethod
     def get_stack(cls) -> list[Any]:
-        """The values that were set in this thread, the one that holds last."""
+        """Returns the values set in this thread, current one last."""
         return list(cls._context.value)
 
     def _undo(self) -> None:
-        """Takes back that it was set when it was made."""
+        """Reverts the effect of construction."""
         if self._before is not None:
             self._context(self._before).__enter__()
             self._before = None

@@ -1,7 +1,7 @@
-"""What a module leaves behind while its call is captured.
+"""Storage of sown values during `nnx.capture`.
 
-While `nnx.capture` runs, each module has an attribute that takes what is sown. It is a part of the
-module's state like any other, so it goes through transformations inside of the call.
+Each module then has an attribute that collects sown values. It is part of the module's state, so it
+passes through transformations inside the call.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from weft.nnx.pytree import Pytree
 from weft.nnx.variables import Variable
 
 PLACE = "_captured"
-"""The attribute."""
+"""Name of the attribute."""
 
 
 class Unreturned(NamedTuple):
-    """Stands in an outer variable for what a copy sowed in an inner trace, until that is returned.
+    """Placeholder in an outer variable for a value sown in an inner trace and not yet returned.
 
     Attributes:
-        before: the value that was there, or nothing.
+        before: the previous value, if any.
     """
 
     before: tuple[Any, ...]
 
 
 class Captured(Pytree):
-    """What one module leaves behind.
+    """Values sown by one module.
 
-    For each kind there is one variable from the beginning, whose value is a dict by name. So a
-    transformation that returns only values of variables returns what was sown.
+    Each kind has one variable from the start, with a dict by name, so that transformations that
+    return only variables' values return sown values too.
 
     Args:
-        kinds: the kinds of variables that are wanted; those derived from them are not.
-        outputs: the kind under which the results of methods are left, or None.
-        left: what is there from the beginning.
+        kinds: kinds of variables to collect, excluding derived kinds.
+        outputs: kind for the results of methods, or None.
+        left: initial values.
 
     Attributes:
-        left: the variables, one for each kind that is wanted or there from the beginning.
+        left: variables, one per kind that is collected or has initial values.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Captured(Pytree):
         reduce_fn: Callable[[Any, Any], Any],
         init_fn: Callable[[], Any],
     ) -> bool:
-        """See `Module.sow`; what is not wanted is dropped, and the result is False."""
+        """Stores a value as `Module.sow` does; returns False for kinds not collected."""
         if kind not in self.kinds:
             return False
         there = self._there(kind, name)
@@ -76,7 +76,7 @@ class Captured(Pytree):
         return True
 
     def perturbation(self, kind: type[Variable[Any]], name: str, value: Any) -> Any:
-        """What `Module.perturb` adds, or None if nothing is to be added."""
+        """Returns the term that `Module.perturb` adds, or None."""
         there = self._there(kind, name)
         if there is not None:
             return _values(there)[name]
@@ -87,14 +87,14 @@ class Captured(Pytree):
         return zeros
 
     def unreturned(self) -> Iterator[str]:
-        """The names under which copies sowed what was not returned from their trace."""
+        """Yields names of values that copies sowed and their trace did not return."""
         for variable in self.left:
             for name, value in variable.get_raw_value().items():
                 if isinstance(value, Unreturned):
                     yield name
 
     def values(self) -> Iterator[tuple[str, Variable[Any]]]:
-        """Each value that was left, as a variable, sorted by name."""
+        """Yields each value as a variable, sorted by name."""
         holder = {name: v for v in self.left for name in v.get_raw_value()}
         for name in sorted(holder):
             yield name, type(holder[name])(holder[name].get_raw_value()[name])
@@ -109,10 +109,7 @@ class Captured(Pytree):
         variable.set_raw_value({**variable.get_raw_value(), name: value})
 
     def _replace_outer(self, outer: Variable[Any], name: str) -> Variable[Any]:
-        """Replaces a variable of an outer trace, which `nnx.merge` took from the state.
-
-        The outer one notes that a value is to come; the state that the trace returns has it.
-        """
+        """Replaces an outer trace's variable, leaving a placeholder in it."""
         values = _values(outer)
         inner = type(outer).from_metadata(values, outer.get_metadata())
         self.left[next(i for i, x in enumerate(self.left) if x is outer)] = inner
@@ -122,18 +119,18 @@ class Captured(Pytree):
         return inner
 
     def _there(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
-        """The variable that has a value of that name."""
+        """Returns the variable that has a value of that name."""
         there = next((v for v in self.left if name in _values(v)), None)
         if there is not None and not isinstance(there, kind):
             raise GraphStructureError(
-                f"{name!r} is left as a {type(there).__name__}, and now as a {kind.__name__}, in "
+                f"{name!r} was sown as a {type(there).__name__}, and now as a {kind.__name__}, in "
                 "one call; use another name."
             )
         return there
 
 
 def _values(variable: Variable[Any]) -> dict[str, Any]:
-    """The values by name, without notes of what was not returned."""
+    """Returns the values by name, with placeholders replaced by previous values."""
     values: dict[str, Any] = {}
     for name, value in variable.get_raw_value().items():
         if not isinstance(value, Unreturned):

@@ -1,8 +1,7 @@
-"""Objects as descriptions and states, and back: split, merge, update and what belongs to them.
+"""Conversion of objects to descriptions and states, and back: split, merge and related functions.
 
-A state holds the variables of the object themselves, and merging puts the variables of a state into
-the new object, so no value is copied on the way; `clone` is the copy. Inside of a transformation
-both are new, since JAX makes them anew.
+A state holds the object's own variables, and merging puts a state's variables into the new object,
+so no value is copied; `clone` copies. Inside a transformation both are new, as JAX recreates them.
 """
 
 from __future__ import annotations
@@ -32,15 +31,12 @@ T = TypeVar("T")
 
 
 def split(node: Any, *filters: Filter, graph: bool | None = None) -> tuple[Any, ...]:
-    """An object as a description and states.
+    """Splits an object into a description and states.
 
     Args:
-        node: an object, or a pytree of objects.
-        *filters: for each a state with what it matches; without any, one state with everything.
+        node: object, or pytree of objects.
+        *filters: one state each; without filters, one state with everything.
         graph: ignored; references are kept either way.
-
-    Returns:
-        The description, and the states.
 
     Raises:
         StateFilterError: if no filter matches a value.
@@ -73,17 +69,17 @@ def merge(
     copy: bool = False,
     recreate_variables: bool = True,
 ) -> Any:
-    """The object of a description and states; the inverse of `split` and `unpack`.
+    """Returns the object of a description and states; the inverse of `split` and `unpack`.
 
     Args:
-        graphdef_or_graphstate: the description, or a state of `unpack`, which knows it.
-        *states: together they have a value for each of its paths.
-        copy: whether the object has copies of the variables in the states.
-        recreate_variables: ignored; variables are made of values that are none.
+        graphdef_or_graphstate: description, or a state from `unpack`, which includes it.
+        *states: states that together have a value for each path of the description.
+        copy: whether to copy the states' variables.
+        recreate_variables: ignored; values become new variables.
 
     Raises:
-        GraphStructureError: if a value is missing or has no place.
-        ObjectArgumentError: if the first argument is no description.
+        GraphStructureError: if a value is missing or unexpected.
+        ObjectArgumentError: if the first argument is not a description.
     """
     graphdef, states = _with_description(graphdef_or_graphstate, states)
     found = dict(to_flat_state(merge_state(*states))) if states else {}
@@ -103,7 +99,7 @@ def _with_description(first: Any, states: tuple[Any, ...]) -> tuple[GraphDef, tu
         return first, states
     raise ObjectArgumentError(
         f"merge was given a {type(first).__name__} first; give the description that nnx.split "
-        "gave, and then the states, or what nnx.unpack gave."
+        "returned, and then the states, or the result of nnx.unpack."
     )
 
 
@@ -117,20 +113,17 @@ def _check_paths(graphdef: GraphDef, found: Mapping[Path, Any]) -> None:
         )
         raise GraphStructureError(
             f"the state {what} {shown}, which the description has"
-            + ("; give all the states that split gave." if missing else " not; take it out.")
+            + ("; give all states that split returned." if missing else " not; remove it.")
         )
 
 
 def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
-    """An object as states that know its description.
+    """Splits an object into `GraphState`s, which include its description.
 
     Args:
-        node: an object, or a pytree of objects.
-        *filters: for each a state with what it matches; without any, one state with everything.
+        node: object, or pytree of objects.
+        *filters: one state each; without filters, one state with everything.
         graph: ignored, see `split`.
-
-    Returns:
-        A `GraphState`, or several.
 
     Raises:
         StateFilterError: if no filter matches a value.
@@ -147,11 +140,11 @@ def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
 
 
 def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
-    """The variables and arrays of an object, or those that filters match.
+    """Returns the variables and arrays of an object, or those that filters match.
 
     Args:
-        node: an object, or a pytree of objects.
-        *filters: for each a state; what none matches is left out.
+        node: object, or pytree of objects.
+        *filters: one state each; unmatched values are omitted.
         graph: ignored, see `split`.
 
     Example:
@@ -168,22 +161,16 @@ variables = state
 
 
 def graphdef(node: Any, /, *, graph: bool | None = None) -> GraphDef:
-    """The description of an object; equal for objects that differ in values alone.
-
-    Args:
-        node: an object, or a pytree of objects.
-        graph: ignored, see `split`.
-    """
+    """Returns an object's description; equal for objects that differ only in values."""
     return take_apart(node).graphdef
 
 
 def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool | None = None) -> T:
-    """A copy of an object, with references as they are in it.
+    """Returns a copy of an object, with its sharing preserved.
 
     Args:
-        node: the object.
-        variables: whether its variables are copies; otherwise the copy shares them.
-        arrays: whether arrays are copied as well.
+        variables: whether to copy variables; otherwise they are shared.
+        arrays: whether to copy arrays as well.
         graph: ignored, see `split`.
     """
 
@@ -203,14 +190,14 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
 
 
 def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
-    """Calls a method of an object that is split, purely.
+    """Calls a method of a split object, purely.
 
     Args:
-        graphdef_state: a description and a state.
+        graphdef_state: pair of description and state.
 
     Returns:
-        Something on which attributes are looked up and which is called like the object; the call
-        returns what the method returns, and the description and state afterwards.
+        A proxy of the object; calling it, or a method on it, returns the result, and the updated
+        description and state.
 
     Example:
         >>> from weft import nnx
@@ -228,7 +215,7 @@ def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
 
 
 class _Calls:
-    """A path of attributes in an object that is split."""
+    """Attribute path in a split object."""
 
     def __init__(self, graphdef_state: tuple[GraphDef, Any], path: tuple[Any, ...]):
         self._graphdef_state = graphdef_state
@@ -257,13 +244,11 @@ def map(
     graph: bool | None = None,
     recreate_variables: bool = True,
 ) -> Any:
-    """A copy of an object with `f(path, value)` in place of each variable and array.
+    """Returns a copy of an object with `f(path, value)` in place of each variable and array.
 
     Args:
-        f: gives a variable, or what the variable is to hold.
-        node: the object.
-        graph: ignored, see `split`.
-        recreate_variables: ignored; the copy's variables are its own.
+        f: returns a variable, or the value of one.
+        graph: ignored, like `recreate_variables`.
     """
     flat = take_apart(node)
     leaves = [f(path, x) for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)]
@@ -271,10 +256,7 @@ def map(
 
 
 def pure(tree: Any) -> Any:
-    """A pytree with the values of its variables in their place.
-
-    Args:
-        tree: objects, states, or any pytree of them.
+    """Returns a pytree with variables replaced by their values.
 
     Example:
         >>> from weft import nnx
@@ -300,16 +282,14 @@ def flatten(
     ref_outer_index: Mapping[Any, int] | None = None,
     graph: bool | None = None,
 ) -> tuple[GraphDef, Any]:
-    """An object as a description and a flat state.
+    """Returns an object as a description and a flat state.
 
     Args:
-        node: an object, or a pytree of objects.
-        with_paths: otherwise there is, in place of the flat state, a list of what the variables
-            hold.
-        ref_index: the objects that other descriptions have, to which this one refers, by index;
-            those of this one are added.
-        ref_outer_index: indices of objects in another description, which this one keeps of those
-            that it has.
+        node: object, or pytree of objects.
+        with_paths: whether to return a flat state; otherwise a list of variables' values.
+        ref_index: indices of objects in other descriptions that this one refers to; updated with
+            new objects.
+        ref_outer_index: indices in another description to record for objects of this one.
         graph: ignored, see `split`.
 
     Example:
@@ -343,21 +323,19 @@ def unflatten(
     copy_variables: bool = False,
     recreate_variables: bool = True,
 ) -> Any:
-    """The object of a description and values; the inverse of `flatten`.
+    """Returns the object of a description and values; the inverse of `flatten`.
 
     Args:
-        graphdef: the description.
-        state: a state, or a list of values in the order of the description.
-        index_ref: the objects of other descriptions to which this one refers, by index; those of
-            this one are added.
-        outer_index_outer_ref: objects that are not made anew but changed, by the index that the
-            description keeps of them (see `GraphDef.outer`).
-        copy_variables: whether the object has copies of the variables in the state.
+        state: state, or list of values in the order of the description.
+        index_ref: objects of other descriptions that this one refers to, by index; updated with new
+            objects.
+        outer_index_outer_ref: objects to update instead of creating new ones, by recorded index
+            (see `GraphDef.outer`).
+        copy_variables: whether to copy the state's variables.
         recreate_variables: ignored, see `merge`.
 
     Raises:
-        GraphStructureError: if a value is missing or has no place, or the description refers to
-            an object that is not there.
+        GraphStructureError: if a value is missing or unexpected, or a referenced object is unknown.
     """
     if isinstance(state, list) and not isinstance(state, FlatState):
         leaves = state
@@ -386,11 +364,7 @@ def unflatten(
 
 
 def as_abstract(tree: Any, graph: bool | None = None) -> Any:
-    """A copy of objects with shapes and dtypes in place of arrays.
-
-    Args:
-        tree: an object, or a pytree of objects.
-        graph: ignored, see `split`.
+    """Returns a copy of objects with shapes and dtypes in place of arrays; `graph` is ignored.
 
     Example:
         >>> import jax.numpy as jnp
@@ -412,13 +386,7 @@ def as_abstract(tree: Any, graph: bool | None = None) -> Any:
 
 
 def set_metadata(node: Any, /, *, only: Filter = Variable, **metadata: Any) -> None:
-    """Sets metadata of the variables of an object.
-
-    Args:
-        node: the object.
-        only: a filter of the variables that are meant.
-        **metadata: the entries.
-    """
+    """Sets metadata of an object's variables that `only` matches."""
     matches = to_predicate(only)
     flat = take_apart(node)
     for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True):

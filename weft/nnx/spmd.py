@@ -1,9 +1,9 @@
-"""Layouts of variables over a mesh, and their names when an axis comes or goes.
+"""Layouts of variables over a mesh, also when an axis is added or removed.
 
-A variable's metadata `out_sharding` has an entry for each axis of its value. From a tree of
-variables come the layouts that `jax.jit`, `jax.device_put` and checkpoints take. A transformation
-that takes an axis away, or adds one, tells the metadata by `remove_axis` and `add_axis`, so that
-both inside and outside it has as many entries as the value has axes.
+A variable's metadata `out_sharding` has one entry per axis of its value. Trees of variables are
+converted to the layouts that `jax.jit`, `jax.device_put` and checkpoints accept. Transformations
+that add or remove an axis call `add_axis` and `remove_axis`, so that metadata and value always have
+equally many.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LEFT = {
     "out_sharding": "axes_that_left",
     "optimizer_sharding": "optimizer_axes_that_left",
 }
-"""By layout, the metadata entry in which `remove_axis` leaves what `add_axis` puts back."""
+"""Metadata entries by layout, in which `remove_axis` stores what `add_axis` restores."""
 
 
 def with_partitioning(
@@ -69,14 +69,12 @@ def with_partitioning(
     mesh: Mesh | None = None,
     **metadata: Any,
 ) -> Callable[..., Any]:
-    """An initializer whose values become variables with a layout.
+    """Returns an initializer whose values become variables with a layout.
 
     Args:
-        initializer: makes the value.
-        sharding: for each axis of the value a mesh axis or a logical name, a tuple of them, or
-            None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
-        **metadata: further metadata, and hooks (see `Variable`).
+        sharding: for each axis of the value a mesh axis or logical name, a tuple of them, or None.
+        mesh: the mesh, if not that of `jax.set_mesh`.
+        **metadata: other metadata, and hooks (see `Variable`).
 
     Example:
         >>> from weft import nnx
@@ -93,7 +91,7 @@ def _is_variable(x: Any) -> bool:
 
 
 def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
-    """A tree with `make(spec, path)` in the place of each value."""
+    """Returns a tree with `make(spec, path)` in place of each value."""
 
     def at(path: Any, x: Any) -> Any:
         def plain(value: Any) -> Any:
@@ -109,7 +107,7 @@ def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
 
 
 def _pspec_at(path: Any, variable: Variable[Any]) -> PartitionSpec | None:
-    """What the metadata says of the layout, with its names as mesh axes."""
+    """Returns the layout in the metadata, in mesh axes."""
     try:
         return layout_of(variable._metadata)
     except LogicalAxisError as error:
@@ -124,27 +122,23 @@ def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: Any) -> NamedSharding:
     unknown = {name for entry in spec for name in axes_of(entry)}.difference(mesh.axis_names)
     if unknown:
         raise MeshError(
-            f"{_shown(path)!r} is to be laid out as {spec}, and the mesh has the axes "
+            f"{_shown(path)!r} has the layout {spec}, and the mesh has the axes "
             f"{', '.join(map(repr, mesh.axis_names))}; use one of those, or None, or enter "
-            "logical_axis_rules that say which mesh axis a logical name stands for."
+            "logical_axis_rules that map logical names to mesh axes."
         )
     return NamedSharding(mesh, spec)
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The layouts of a tree of variables.
-
-    Args:
-        tree: an object, a state, or any pytree of variables.
+    """Returns the layouts of a tree of variables.
 
     Returns:
-        The tree with a `PartitionSpec` in the place of each value: what `out_sharding` says, by
-        `sharding_rules` and those of `logical_axis_rules`; an empty one for an array without; None
-        for what is no array.
+        The tree with a `PartitionSpec` for each value: `out_sharding` after `sharding_rules` and
+            `logical_axis_rules`; an empty one for an array without layout; None for values that are
+            not arrays.
 
     Raises:
-        LogicalAxisError: if rules are not in form, or those of a variable and of the context
-            differ.
+        LogicalAxisError: if rules are malformed, or a variable's contradict those of the context.
 
     Example:
         >>> import jax.numpy as jnp
@@ -158,19 +152,11 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
-    """The layouts of a tree of variables over a mesh.
-
-    Args:
-        tree: an object, a state, or any pytree of variables.
-        mesh: the mesh.
-
-    Returns:
-        As `get_partition_spec`, with a `NamedSharding` for each `PartitionSpec`.
+    """Returns the layouts of a tree of variables as `NamedSharding`s; see `get_partition_spec`.
 
     Raises:
-        VariableArgumentError: if `mesh` is no mesh.
-        MeshError: if it has no axis of a name.
-        LogicalAxisError: see `get_partition_spec`.
+        VariableArgumentError: if `mesh` is not a mesh.
+        MeshError: if it lacks an axis.
 
     Example:
         >>> import jax.numpy as jnp
@@ -187,20 +173,19 @@ def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
 
 
 def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
-    """A copy of a tree whose abstract values know how they are laid out.
+    """Returns a copy of a tree with layouts added to abstract values.
 
     Args:
-        tree: an object, a state, or any pytree of variables, as `nnx.eval_shape` gives it.
-            Variables with `out_sharding` are changed whose value is a `jax.ShapeDtypeStruct`
-            without a layout.
+        tree: pytree of variables, as from `nnx.eval_shape`. Affected are variables with
+            `out_sharding` whose value is a `jax.ShapeDtypeStruct` without a layout.
         graph: ignored, see `nnx.split`.
 
     Raises:
-        NoMeshError: if there is no mesh, in the metadata of a variable or of `jax.set_mesh`.
-        MeshError: if a layout does not fit to the mesh or to a shape.
+        NoMeshError: if neither a variable's metadata nor `jax.set_mesh` provides a mesh.
+        MeshError: if a layout does not fit the mesh or a shape.
 
     Warns:
-        ShardingWarning: if a mesh axis does not divide the axis that is split over it.
+        ShardingWarning: if a mesh axis does not divide the sharded axis.
 
     Example:
         >>> from weft import nnx
@@ -219,7 +204,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
         mesh = mesh_of(x._metadata)
         if mesh is None:
             raise NoMeshError(
-                f"{_shown(path)!r} is to be laid out as {spec}, and there is no mesh; enter "
+                f"{_shown(path)!r} has the layout {spec}, and there is no mesh; enter "
                 "jax.set_mesh(mesh), or give the variable mesh=mesh."
             )
         return _laid(x, mesh, spec, path, keep=True)
@@ -228,7 +213,7 @@ def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
 
 
 def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = False) -> Any:
-    """What is abstract, in a variable or not, with a layout; `keep` keeps one that it has."""
+    """Adds a layout to an abstract value or variable; with `keep`, only if it has none."""
 
     def laid(value: Any) -> Any:
         if not isinstance(value, jax.ShapeDtypeStruct) or (keep and value.sharding is not None):
@@ -242,13 +227,9 @@ def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = Fa
 
 
 def lay_out_shapes(tree: Any) -> None:
-    """Gives shapes in variables the layouts of their values under the mesh of `jax.set_mesh`.
-
-    Args:
-        tree: new objects, or any pytree of them; they are changed.
-    """
+    """Adds layouts under the mesh of `jax.set_mesh` to shapes in variables, in place."""
     if get_global_mesh() is None:
-        return  # a walk through all objects is worth it under a mesh only
+        return  # skips the traversal without a mesh
     for _, x in iter_graph(tree):
         if isinstance(x, Variable) and is_laid_out(x._metadata):
             value = with_abstract_layouts(x._value, x._metadata)
@@ -258,16 +239,15 @@ def lay_out_shapes(tree: Any) -> None:
 def get_abstract_model(
     init_fn: Callable[[], Any], mesh: Mesh, *, graph: bool | None = None
 ) -> tuple[GraphDef, State]:
-    """A model that is not made: its description, and its state by shape and layout.
+    """Returns an abstract model: its description, and a state of shapes with shardings.
 
     Args:
-        init_fn: makes the model; it is traced, and nothing is computed.
-        mesh: over which its variables are laid out.
+        init_fn: makes the model; it is only traced.
+        mesh: mesh of its variables.
         graph: ignored, see `nnx.split`.
 
     Returns:
-        The description, and a state whose values are `jax.ShapeDtypeStruct`s with shardings, as a
-        checkpoint is restored to.
+        The description, and a state of `jax.ShapeDtypeStruct`s, a target for restoring checkpoints.
 
     Raises:
         MeshError: see `abstract_with_sharding`.
@@ -300,24 +280,24 @@ def get_abstract_model(
 
 
 def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
-    """Tells variables that their values have gained an axis.
+    """Updates the metadata of variables whose values have gained an axis, in place.
 
-    Their metadata is changed: `out_sharding` gets an entry at the place of the axis, and so does
-    each other entry of the metadata that is a tuple and that `transform_metadata` has a value for.
-    Then the hook `on_add_axis` is called.
+    `out_sharding`, and each other tuple in the metadata for which `transform_metadata` has a value,
+    gains an entry for the axis. Then the hook `on_add_axis` is called.
 
     Args:
-        tree: a variable, or a pytree of them; of which some may have no layout.
-        index: where the new axis is in the value that has it; -1 is its last axis.
-        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name it gets back the
-            entry that the last `remove_axis` without a name took away, or else is not split.
+        tree: pytree of variables; some may have no layout.
+        index: position of the axis in the new value; -1 is its last axis.
+        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name, the entry that
+            the last `remove_axis` without a name stored is restored, or else the axis is not
+            sharded.
 
     Returns:
         The tree.
 
     Raises:
         AxisMetadataError: if the metadata cannot have an axis there.
-        TraceContextError: if a variable is of another trace.
+        TraceContextError: if a variable belongs to another trace.
 
     Example:
         >>> import jax.numpy as jnp
@@ -330,34 +310,34 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
 
 
 def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
-    """Tells variables that their values have lost an axis; the inverse of `add_axis`.
+    """Updates metadata of variables whose values have lost an axis; the inverse of `add_axis`.
 
     Args:
-        tree: a variable, or a pytree of them; of which some may have no layout.
-        index: where the axis is in the value that still has it; -1 is its last axis.
-        transform_metadata: `{PARTITION_NAME: name}` says what the axis is called. Without a name,
-            its entry is kept aside, for `add_axis`.
+        tree: pytree of variables; some may have no layout.
+        index: position of the axis in the old value; -1 is its last axis.
+        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name, its entry is
+            stored for `add_axis`.
 
     Returns:
         The tree.
 
     Raises:
-        PartitionNameError: if the axis is called something else.
+        PartitionNameError: if the axis has another name.
         AxisMetadataError: if the metadata has no such axis.
-        TraceContextError: if a variable is of another trace.
+        TraceContextError: if a variable belongs to another trace.
     """
     return _told(_remove, tree, index, transform_metadata)
 
 
 def name_next_axis(variable: Variable[Any], name: str | None) -> None:
-    """Says what the axis is called that `add_axis` without a name adds next."""
+    """Sets the name of the axis that `add_axis` without a name adds next."""
     metadata = variable._metadata
     layouts = [layout for layout in _LEFT if metadata.get(layout) is not None]
     _change(variable, {_LEFT[x]: (*metadata.get(_LEFT[x], ()), name) for x in layouts})
 
 
 def knows_axes(variable: Variable[Any]) -> bool:
-    """Whether a variable has metadata, or a method, that a new axis may call."""
+    """Returns whether a variable has metadata or a method that a new axis may affect."""
     cls = type(variable)
     is_plain = cls.add_axis is Variable.add_axis and cls.remove_axis is Variable.remove_axis
     return bool(variable._metadata) or not is_plain
@@ -404,7 +384,7 @@ def _remove(variable: Variable[Any], index: int, params: Mapping[Any, Any]) -> V
 
 
 def _entries(variable: Variable[Any], params: Mapping[Any, Any]) -> list[tuple[str, Any]]:
-    """The metadata that has an entry for each axis, and that of the axis in question."""
+    """Returns the metadata with an entry per axis, and each one's entry of the axis in question."""
     metadata = variable._metadata
     found = [(k, v) for k, v in params.items() if isinstance(metadata.get(k), tuple)]
     for layout in _LEFT:
@@ -419,7 +399,7 @@ def _spec(layout: Any) -> Any:
 
 
 def _renamed(variable: Variable[Any], entry: str, change: str, index: int, axis: Any) -> Any:
-    layout = without_format(variable._metadata[entry])  # the order in memory is of other axes
+    layout = without_format(variable._metadata[entry])  # the memory order refers to other axes
     box = Partitioned(variable._value, tuple(_spec(layout)))
     names = getattr(box, change)(index, {PARTITION_NAME: axis}).names
     if isinstance(layout, NamedSharding):

@@ -1,8 +1,8 @@
-"""States: what a graph of objects holds, by path.
+"""States: the contents of a graph of objects, by path.
 
-A `State` is a nested mapping from attribute names to variables and arrays, and a pytree. A
-`FlatState` is the same as a sorted list of paths and values. Both can be split by filters, merged,
-and turned into dicts of plain values.
+A `State` is a nested mapping from attribute names to variables and arrays, and a pytree; a
+`FlatState` is a sorted list of paths and values. Both can be split by filters, merged, and
+converted to dicts of plain values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _sort_key(path: Path) -> tuple[Any, ...]:
 
 
 class State(MutableMapping[Hashable, Any]):
-    """A nested mapping of a graph's variables and arrays.
+    """Nested mapping of a graph's variables and arrays.
 
     Args:
         mapping: nested mappings, or an iterable of keys and values.
@@ -42,13 +42,13 @@ class State(MutableMapping[Hashable, Any]):
 
     @property
     def raw_mapping(self) -> dict[Hashable, Any]:
-        """The nested dicts themselves."""
+        """The underlying nested dicts."""
         return self._mapping
 
     def __getitem__(self, key: Hashable) -> Any:
         if key not in self._mapping:
             near = ", ".join(map(repr, self._mapping)) or "nothing"
-            raise StatePathError(f"the state has no {key!r}; there are: {near}.")
+            raise StatePathError(f"the state has no {key!r}; its keys: {near}.")
         value = self._mapping[key]
         return State(value, _copy=False) if isinstance(value, dict) else value
 
@@ -97,49 +97,43 @@ class State(MutableMapping[Hashable, Any]):
         return State, (self._mapping,)
 
     def map(self, f: Callable[[Path, Any], Any]) -> "State":
-        """The state with `f(path, value)` in place of each value."""
         return map_state(f, self)
 
     def flat_state(self) -> "FlatState":
-        """The state as paths and values."""
+        """Returns the state as paths and values."""
         return to_flat_state(self)
 
     @classmethod
     def from_flat_path(cls, flat_state: Any) -> "State":
-        """The inverse of `flat_state`."""
+        """Builds a state from paths and values."""
         return from_flat_state(flat_state)
 
     def split(self, first: Filter, /, *filters: Filter) -> Any:
-        """See `split_state`."""
         return split_state(self, first, *filters)
 
     def filter(self, first: Filter, /, *filters: Filter) -> Any:
-        """See `filter_state`."""
         return filter_state(self, first, *filters)
 
     @classmethod
     def merge(cls, state: Any, /, *states: Any) -> "State":
-        """See `merge_state`."""
         return merge_state(state, *states)
 
     def to_pure_dict(self, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
-        """See `to_pure_dict`."""
         return to_pure_dict(self, extract_fn)
 
     def replace_by_pure_dict(
         self, pure_dict: Mapping[Hashable, Any], replace_fn: Callable[[Any, Any], Any] | None = None
     ) -> None:
-        """See `replace_by_pure_dict`."""
         replace_by_pure_dict(self, pure_dict, replace_fn)
 
 
 def shown_path(path: Path) -> str:
-    """A path as text."""
+    """Returns a path as text."""
     return "/".join(map(str, path))
 
 
 def _plain(nested: Any) -> Any:
-    """Nested states and dicts as new dicts."""
+    """Returns nested states and dicts as new dicts."""
     if isinstance(nested, State):
         nested = nested._mapping
     return {k: _plain(v) if isinstance(v, State | dict) else v for k, v in nested.items()}
@@ -156,10 +150,10 @@ def _flatten_state(state: State) -> tuple[tuple[Any, ...], tuple[Hashable, ...]]
 
 
 def _sortable(nested: dict[Hashable, Any]) -> Any:
-    """Nested dicts for JAX: those with keys that it may not be able to sort are states.
+    """Converts dicts whose keys JAX may be unable to sort to states.
 
-    All others stay dicts, since JAX takes these apart much faster. Which it is depends on a dict's
-    own keys alone, so a prefix of a state has the same nodes as the state.
+    All others stay dicts, which JAX flattens much faster. This depends only on a dict's own keys,
+    so a prefix of a state has the same nodes as the state.
     """
     kinds = set(map(type, nested))
     if len(kinds) > 1 or not kinds <= _SORTED_BY_JAX:
@@ -176,7 +170,6 @@ _SORTED_BY_JAX = {str, int}
 
 
 def _unsorted(nested: Any) -> Any:
-    """The inverse of `_sortable`."""
     if isinstance(nested, State):
         return nested._mapping
     changed = nested
@@ -207,11 +200,10 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class FlatState(list[tuple[Path, Any]]):
-    """Paths and values, sorted by path.
+    """List of paths and values, sorted by path.
 
     Args:
-        items: the paths and values.
-        sort: whether they are yet to be sorted.
+        sort: whether `items` must still be sorted.
     """
 
     def __init__(self, items: Iterable[tuple[Path, Any]] = (), /, *, sort: bool = True):
@@ -220,36 +212,33 @@ class FlatState(list[tuple[Path, Any]]):
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The paths."""
+        """Paths of the values."""
         return tuple(path for path, _ in self)
 
     @property
     def leaves(self) -> list[Any]:
-        """The values."""
+        """Values in the order of their paths."""
         return [value for _, value in self]
 
     @classmethod
     def from_sorted_keys_values(cls, keys: Iterable[Path], values: Iterable[Any]) -> "FlatState":
-        """From paths that are sorted, and values."""
+        """Builds a flat state from sorted paths and values."""
         return cls(zip(keys, values, strict=True), sort=False)
 
     def to_nested_state(self) -> State:
-        """The state as a nested mapping."""
         return from_flat_state(self)
 
     def split(self, first: Filter, /, *filters: Filter) -> Any:
-        """Groups by filter; see `split_state`."""
         groups = _split(self, (first, *filters))
         return groups[0] if not filters else tuple(groups)
 
     def filter(self, first: Filter, /, *filters: Filter) -> Any:
-        """Groups by filter; what none matches is left out."""
         groups = [FlatState(g, sort=False) for g in grouped(self, (first, *filters))[0]]
         return groups[0] if not filters else tuple(groups)
 
     @staticmethod
     def merge(flat_state: Any, /, *flat_states: Any) -> "FlatState":
-        """Several as one; later ones replace earlier ones."""
+        """Merges flat states; later ones replace earlier ones."""
         merged: dict[Path, Any] = {}
         for state in (flat_state, *flat_states):
             merged.update(state)
@@ -268,10 +257,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 def to_flat_state(state: Any) -> FlatState:
-    """A state as paths and values.
-
-    Args:
-        state: a `State`, or nested mappings; a variable or value alone is at the empty path.
+    """Returns a state as paths and values; a bare variable or value has the empty path.
 
     Example:
         >>> to_flat_state(State({"b": {"c": 1}, "a": 2})).paths
@@ -293,11 +279,11 @@ def to_flat_state(state: Any) -> FlatState:
 
 
 def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
-    """A state from paths and values.
+    """Returns a state from paths and values.
 
     Args:
-        flat_state: pairs of them, or a mapping.
-        cls: the class that is made.
+        flat_state: pairs of paths and values, or a mapping.
+        cls: class of the result.
 
     Raises:
         StatePathError: if a path leads through a value.
@@ -313,7 +299,7 @@ def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
             at = at.setdefault(part, {})
             if not isinstance(at, dict):
                 raise StatePathError(
-                    f"{shown_path(path)!r} leads through {part!r}, where a value is; "
+                    f"{shown_path(path)!r} leads through {part!r}, which is a value; "
                     "a path has a value or further paths."
                 )
         at[last] = value
@@ -333,12 +319,7 @@ def _split(flat: FlatState, filters: tuple[Filter, ...]) -> list[FlatState]:
 
 
 def split_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
-    """A state in parts, one for each filter.
-
-    Args:
-        state: the state.
-        first: the first filter.
-        *filters: further ones; a value belongs to the first that matches.
+    """Splits a state into one state per filter; a value goes to the first filter that matches.
 
     Raises:
         StateFilterError: if no filter matches a value.
@@ -355,25 +336,19 @@ def split_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
 
 
 def filter_state(state: Any, first: Filter, /, *filters: Filter) -> Any:
-    """`split_state` that leaves out what no filter matches."""
+    """Splits like `split_state`, and omits unmatched values."""
     groups, _ = grouped(to_flat_state(state), (first, *filters))
     states = [from_flat_state(group) for group in groups]
     return states[0] if not filters else tuple(states)
 
 
 def merge_state(state: Any, /, *states: Any, cls: type[State] = State) -> State:
-    """Several states as one; later ones replace what earlier ones have.
-
-    Args:
-        state: the first.
-        *states: the others.
-        cls: the class that is made.
-    """
+    """Merges states into one of class `cls`; later ones replace earlier ones."""
     return from_flat_state(FlatState.merge(*map(to_flat_state, (state, *states))), cls=cls)
 
 
 def map_state(f: Callable[[Path, Any], Any], state: Any) -> State:
-    """A state with `f(path, value)` in place of each value."""
+    """Returns a state with `f(path, value)` in place of each value."""
     return from_flat_state((path, f(path, value)) for path, value in to_flat_state(state))
 
 
@@ -382,11 +357,10 @@ def _value(x: Any) -> Any:
 
 
 def to_pure_dict(state: Any, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
-    """Nested dicts of plain values.
+    """Converts a state to nested dicts of plain values.
 
     Args:
-        state: the state.
-        extract_fn: from a variable or array to what stands in its place; its value by default.
+        extract_fn: maps a variable or array to its replacement; by default its value.
     """
     extract = extract_fn or _value
     return _plain(map_state(lambda _, x: extract(x), state))
@@ -397,15 +371,13 @@ def replace_by_pure_dict(
     pure_dict: Mapping[Hashable, Any],
     replace_fn: Callable[[Any, Any], Any] | None = None,
 ) -> None:
-    """Puts plain values into a state, the inverse of `to_pure_dict`.
+    """Sets values of a state in place from nested dicts, the inverse of `to_pure_dict`.
 
     Args:
-        state: the state, which is changed.
-        pure_dict: nested dicts of values.
-        replace_fn: from what is there and a value to what is put in its place.
+        replace_fn: maps the present entry and a value to the new entry.
 
     Raises:
-        StatePathError: if the dicts have a path that the state has not.
+        StatePathError: if the state lacks a path of the dicts.
     """
 
     def replaced(x: Any, value: Any) -> Any:
@@ -417,7 +389,7 @@ def replace_by_pure_dict(
         if path not in there:
             raise StatePathError(
                 f"the state has nothing at {shown_path(path)!r}, which the dict has; "
-                "take it out of the dict."
+                "remove it from the dict."
             )
         at = state._mapping if isinstance(state, State) else state
         for part in path[:-1]:
@@ -426,11 +398,10 @@ def replace_by_pure_dict(
 
 
 def restore_int_paths(pure_dict: Mapping[Hashable, Any], paths: Any = ()) -> dict[Hashable, Any]:
-    """Nested dicts with integers in place of the strings that a file makes of them.
+    """Converts string keys such as "0" back to integers, after reading from a file.
 
     Args:
-        pure_dict: nested dicts, of which keys such as "0" stand for 0.
-        paths: paths whose strings stay strings.
+        paths: paths whose strings are kept.
     """
 
     def restored(path: Path) -> Path:

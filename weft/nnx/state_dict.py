@@ -1,8 +1,7 @@
-"""A state that is kept in an object, and notices when it is changed.
+"""State in an object that tracks changes.
 
-A `State` is a mapping that anybody may change without anyone noticing, so a call that remembers how
-an object looks would have to look again each time. What optimizers and averages keep for each
-parameter is a `StateDict`: the same paths and values in dicts that notice.
+A `State` can change unnoticed, so a call that remembers an object's structure would have to check
+it each time. Optimizers and averages keep their state per parameter in a `StateDict` instead.
 """
 
 from __future__ import annotations
@@ -22,11 +21,7 @@ from weft.nnx.variables import Variable
 
 
 class StateDict(Dict):
-    """A dict in the place of a `State`, nested as that is.
-
-    Args:
-        *args: as for `dict`.
-        **kwargs: as for `dict`.
+    """Dict with the structure of a `State`; arguments as for `dict`.
 
     Example:
         >>> from weft import nnx
@@ -37,12 +32,12 @@ class StateDict(Dict):
 
 
 def kept(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """A pytree with variables for its leaves, and containers that notice changes.
+    """Returns a pytree with variables as leaves, in containers that track changes.
 
     Args:
-        tree: the pytree; states in it become a `StateDict`, lists and dicts a `List` and a `Dict`.
-        make: from a path and a variable or another leaf to the variable in its place.
-        path: where in a larger one that is; in a state, where in the state.
+        tree: pytree; states become a `StateDict`, lists and dicts a `List` and a `Dict`.
+        make: maps a path and a leaf to its variable.
+        path: path of the tree in a larger one.
 
     Example:
         >>> from weft import nnx
@@ -67,7 +62,7 @@ def kept(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
 
 
 def raw(x: Any) -> Any:
-    """The array or other value of a variable, without hooks; another leaf as it is."""
+    """Returns the value of a variable without hooks; other leaves are unchanged."""
     if not isinstance(x, Variable):
         return x
     value = x.get_raw_value()
@@ -75,11 +70,7 @@ def raw(x: Any) -> Any:
 
 
 def values_of(tree: Any) -> Any:
-    """The pytree that `kept` was given, with the present values of the variables.
-
-    Args:
-        tree: what `kept` has made.
-    """
+    """Returns the pytree given to `kept`, with the variables' current values."""
     if isinstance(tree, Variable):
         return raw(tree)
     if isinstance(tree, Dict):
@@ -94,15 +85,10 @@ def values_of(tree: Any) -> Any:
 
 
 def matched(tree: Any, values: Any, path: Path = ()) -> Iterator[tuple[Variable[Any], Any]]:
-    """The variables of what `kept` has made, each with its value in another pytree.
-
-    Args:
-        tree: what `kept` has made.
-        values: a pytree like what `kept` was given.
-        path: where in a larger one that is.
+    """Yields the variables of a result of `kept`, each with its value in another pytree.
 
     Raises:
-        OptimizerStateError: if the values are nested in another way.
+        OptimizerStateError: if the structures differ.
     """
     if isinstance(tree, Variable):
         yield tree, values
@@ -111,21 +97,19 @@ def matched(tree: Any, values: Any, path: Path = ()) -> Iterator[tuple[Variable[
     if len(there) != len(given) or any(name not in given for name, _ in there):
         names = ", ".join(str(name) for name, _ in there) or "nothing"
         raise OptimizerStateError(
-            f"the state of the optimizer has {names} at {shown_path(path) or 'its root'!r}, and "
-            f"its transformation has given {', '.join(map(str, given)) or repr(values)} for it; an "
-            "update must give a state of the structure that init has given."
+            f"the state of the optimizer has {names} at {shown_path(path) or 'its root'!r}, but "
+            f"its transformation returned {', '.join(map(str, given)) or repr(values)} for it; an "
+            "update must return a state with the structure that init returned."
         )
     for name, value in there:
         yield from matched(value, given[name], (*path, name))
 
 
 def leaves_of(tree: Any, once: bool | None = None) -> dict[Path, Any]:
-    """The variables and other leaves of a model, a state or nested dicts, by path.
+    """Returns the variables and other leaves of a model, a state or nested dicts, by path.
 
     Args:
-        tree: any of these.
-        once: whether a variable that is at two places is there at the first alone; by default so
-            in objects.
+        once: whether to include only the first path of a repeated variable; by default for objects.
 
     Example:
         >>> list(leaves_of({"a": {"b": 1.0}, "c": None}))

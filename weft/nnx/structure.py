@@ -1,9 +1,8 @@
-"""When the structure of objects has changed, and in which trace they may change.
+"""Tracking of structure changes, and of the traces in which objects may change.
 
-A call that has seen an object before must know whether the object still looks the same, without
-looking. So objects that some call remembers are *watched*, and whatever changes a watched object
-other than the value of a variable makes a new *epoch*. A call compares the epoch with the one that
-it remembers; where they differ, it looks again, once.
+A call that remembers an object must detect structure changes without traversing it. Remembered
+objects are *watched*: any change of a watched object other than of a variable's value starts a new
+*epoch*. A call traverses the object again only if the epoch differs from the remembered one.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from weft.nnx.naming import changed_elsewhere, origin
 
 
 class _Epoch:
-    """The present epoch, an object that is like no other.
+    """Current epoch, identified by a unique object.
 
     Attributes:
         now: the epoch.
-        remembering: what remembers how objects look in it, and forgets when it ends, by id.
+        remembering: caches of object structures, cleared at its end, by id.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class _Epoch:
         self.remembering: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def end(self) -> None:
-        """Begins another epoch."""
+        """Starts another epoch."""
         self.now = object()
         for ref in self.remembering.valuerefs():
             if (x := ref()) is not None:
@@ -50,44 +49,37 @@ EPOCH = _Epoch()
 
 
 class Watch:
-    """What is known of one object beside its attributes.
+    """Record of an object's origin and marks.
 
     Attributes:
-        trace: in which JAX trace the object was made.
-        origin: where the program made it.
-        watched: whether a call remembers how the object looks.
-        marks: by attribute, whether it was said to be data (True) or static (False).
+        trace: JAX trace in which the object was made.
+        origin: program position that made it.
+        watched: whether a call remembers the object's structure.
+        marks: by attribute, whether it is marked data (True) or static (False).
     """
 
     __slots__ = ("marks", "origin", "trace", "watched")
 
     def __init__(self, like: "Watch | None" = None) -> None:
-        """A watch of an object made here and now, or with another one."""
+        """Records an object made here and now, or with another one."""
         self.trace = current_trace() if like is None else like.trace
         self.origin = origin() if like is None else like.origin
         self.watched = False
         self.marks: dict[str, bool] = {}
 
     def check(self, what: Any) -> None:
-        """Refuses a change of structure in another trace than the object's own.
-
-        Args:
-            what: the object, for the error.
-
-        Raises:
-            TraceContextError: inside of a transformation that the object did not go through.
-        """
+        """Raises `TraceContextError` if the object belongs to another trace."""
         trace, here = self.trace, current_trace()
         if trace is not here and trace != here:
             raise changed_elsewhere(what)
 
     def changed(self) -> None:
-        """Notes a change of structure; after it, or another thread would remember what was."""
+        """Records a change of structure; call it after the change, for thread safety."""
         if self.watched:
             EPOCH.end()
 
 
-# Some classes of JAX do not show that they have a hash by value.
+# JAX classes that are hashed by value without defining `__hash__` themselves.
 _OF_JAX = (
     jax.sharding.PartitionSpec,
     jax.sharding.Mesh,
@@ -99,7 +91,7 @@ IMMUTABLE = (str, bytes, int, float, complex, type, np.dtype, np.generic, *_OF_J
 
 
 def cannot_change(x: Any) -> bool:
-    """Whether a static value keeps its value: what has a hash by value does, and functions.
+    """Returns whether a static value is immutable: hashable by value, or a function.
 
     A callable object without a hash, such as a dataclass with `__call__`, can change.
     """
@@ -113,7 +105,7 @@ def cannot_change(x: Any) -> bool:
         return False
     try:
         hash(x)
-    except TypeError:  # something in it has none
+    except TypeError:  # an item is unhashable
         return False
     return True
 
@@ -128,7 +120,7 @@ def changing_parts(x: Any) -> Iterator[Same]:
 
 
 def is_hashable(x: Any) -> bool:
-    """Whether a value has a hash."""
+    """Returns whether a value has a hash."""
     try:
         hash(x)
     except TypeError:
@@ -137,14 +129,14 @@ def is_hashable(x: Any) -> bool:
 
 
 class Copies:
-    """Static values as they are now; each caller of a compiled function gets its own copies.
+    """Snapshot of static values; each caller of a compiled function gets its own copies.
 
-    What has a hash is not copied: it counts as immutable, and may be compared by identity. What
-    Python can neither hash nor pickle counts as immutable as well. All copies are equal.
+    Hashable values count as immutable and are not copied, since they may be compared by identity;
+    so do values that Python can neither hash nor pickle. All copies are equal.
 
     Args:
-        values: what to copy, together, so that what they share is shared by the copies.
-        kept: objects that are not copied wherever they are.
+        values: values to copy together, so that sharing between them is preserved.
+        kept: objects that are never copied.
     """
 
     def __init__(self, values: Sequence[Any], kept: Iterable[Any] = ()):
@@ -152,7 +144,7 @@ class Copies:
         for value in values:
             try:
                 self._written(value)
-            except Exception:  # whatever a class raises that cannot be pickled
+            except Exception:  # an unpicklable class may raise anything
                 self._uncopied[id(value)] = value
         self._of_all = self._written(list(values))
 
@@ -189,11 +181,7 @@ class Copies:
 
 
 class Fixed:
-    """What of an object is static, compared by value.
-
-    Attributes:
-        value: anything.
-    """
+    """Static part of an object, compared by value."""
 
     __slots__ = ("_hash", "_key", "value")
 
@@ -203,7 +191,7 @@ class Fixed:
         self._hash = hash(self._key)
 
     def having(self, value: Any) -> Fixed:
-        """This one with an equal value."""
+        """Returns this one with an equal value."""
         made = object.__new__(Fixed)
         made.value, made._key, made._hash = value, self._key, self._hash
         return made
@@ -220,7 +208,7 @@ class Fixed:
         return repr(self.value)
 
 
-# Most of what is static is of these types, and is never data.
+# Most static values have these types, which are never data.
 PLAIN = frozenset((bool, int, str, bytes, type(None)))
 # These are static as well, and none of them can change.
 UNCHANGING = frozenset((float, complex, type, type(jnp.float32), types.FunctionType))
@@ -229,7 +217,7 @@ _of_library: dict[int, Fixed] = {}  # by the id of what is kept in it
 
 
 def fixed(value: Any) -> Fixed:
-    """A static value for comparison; made once for values that many objects have."""
+    """Returns a static value for comparison; cached for common values."""
     if (found := _of_library.get(id(value))) is not None:
         return found
     kind = type(value)
@@ -242,7 +230,7 @@ def fixed(value: Any) -> Fixed:
 
 
 def _is_top_of_library(value: Any) -> bool:
-    """Whether a value is a function or class of a library that is there all the time."""
+    """Returns whether a value is a top-level function or class of an imported library."""
     if type(value) is types.FunctionType:
         is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
         return is_top and is_of_library(value)

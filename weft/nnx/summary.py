@@ -1,7 +1,7 @@
-"""Tables of objects: what goes into each call of a method, what comes out, and the variables.
+"""Tables of objects: inputs and outputs of method calls, and variables.
 
-The model is run abstractly, on a copy whose methods are observed, so that nothing is computed and
-nothing of the model changes.
+The model runs abstractly, on a copy with observed methods; it does not change, and nothing is
+computed.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from weft.nnx.splitting import merge, split
 from weft.nnx.variables import Variable
 
 _PLACE = "_place"
-"""The attribute that says where an object is; static, so that it goes through transformations."""
+"""Attribute with an object's path; static, so that it passes through transformations."""
 
 
 @dataclasses.dataclass
 class CallInfo:
-    """One call of a method.
+    """Call of a method.
 
     Attributes:
-        object_id: by identity, the object.
-        call_order: how many calls came before.
-        type: the class of the object.
-        path: of the object, and the method's name if it is another than `__call__`.
-        inputs_repr: the arguments as text.
-        outputs: the result; arrays are `jax.ShapeDtypeStruct`.
-        flops: what XLA counts in the call, if it was asked for.
-        vjp_flops: what it counts in the call and its gradient, if it was asked for.
+        object_id: id of the object.
+        call_order: number of earlier calls.
+        type: class of the object.
+        path: path of the object, and the method's name unless it is `__call__`.
+        inputs_repr: arguments as text.
+        outputs: result, with `jax.ShapeDtypeStruct` for arrays.
+        flops: XLA's FLOP count of the call, if requested.
+        vjp_flops: XLA's FLOP count of the call and its gradient, if requested.
     """
 
     object_id: int
@@ -55,13 +55,13 @@ class CallInfo:
 
 @dataclasses.dataclass
 class _Run:
-    """What is noted while a model runs.
+    """Records of a model run.
 
     Attributes:
-        counts: the names of the columns of FLOPs.
-        ids: the identity of the object at a path.
-        calls: the calls, with the path of the object of each.
-        open: the paths of the objects whose methods are running.
+        counts: names of the FLOP columns.
+        ids: object ids by path.
+        calls: calls, with the objects' paths.
+        open: paths of the objects whose methods are running.
     """
 
     counts: list[str]
@@ -81,7 +81,7 @@ _RUNS = _Runs()
 
 
 def without_streams(call: CallInfo) -> bool:
-    """Whether a call is not of a PRNG stream."""
+    """Returns whether a call is not of a PRNG stream."""
     return not issubclass(call.type, Rngs | RngStream)
 
 
@@ -98,25 +98,21 @@ def tabulate(
     compute_vjp_flops: bool = False,
     **input_kwargs: Any,
 ) -> str:
-    """A table of the modules that a call uses.
-
-    Each method of each object has one line, for its first call.
+    """Returns a table of a model's modules with one row per method, for its first call.
 
     Args:
-        obj: the model; it is not changed.
-        *input_args: of its method; `jax.ShapeDtypeStruct` will do for arrays.
-        depth: how far down objects have a line.
-        method: the method's name.
-        row_filter: which calls have a line; by default those of PRNG streams have none.
-        table_kwargs: for `rich.table.Table`.
-        column_kwargs: for each of its columns.
-        console_kwargs: for `rich.console.Console`, such as `width`.
+        *input_args: arguments of the method; `jax.ShapeDtypeStruct` may replace arrays.
+        depth: maximum depth of the objects shown.
+        method: name of the method.
+        row_filter: selects calls to show; by default omits those of PRNG streams.
+        table_kwargs: passed to `rich.table.Table`.
+        column_kwargs: passed to each of its columns.
+        console_kwargs: passed to `rich.console.Console`, such as `width`.
         compute_flops: whether to count the FLOPs of each call.
-        compute_vjp_flops: whether to count those of a gradient of each call.
-        **input_kwargs: further arguments of the method.
+        compute_vjp_flops: whether to count the FLOPs of each call's gradient.
 
     Raises:
-        GraphStructureError: if `obj` is no object.
+        GraphStructureError: if `obj` is not an object.
         ModuleAttributeNotFoundError: if it has no such method.
 
     Example:
@@ -169,7 +165,7 @@ def _call_abstractly(
         state, args, kwargs = fill(arrays)
         copy = merge(graphdef, state, copy=True)
         for path, x in list(modules_of(copy)):
-            # What was compiled in another run noted its calls there, so no two runs are alike.
+            # Unique per run: calls compiled in an earlier run would not be recorded again.
             vars(x)[_PLACE] = (run.token, path)
             observe(x, _note)
         getattr(copy, method)(*args, **kwargs)
@@ -184,7 +180,7 @@ def _call_abstractly(
 def _note(
     x: Any, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The observer: notes the first call of each method, but not those by the object itself."""
+    """Records the first call of each method, except calls by the object itself."""
     run = _RUNS.open[-1] if _RUNS.open else None
     _, path = vars(x).get(_PLACE, (None, None))
     if run is None or path is None or run.open[-1:] == [path]:
@@ -204,7 +200,7 @@ def _note(
         run.open.pop()
     if call is not None:
         call.outputs = tables.abstract(result)
-        # Afterwards, or what is compiled inside would be known, and its calls would not be seen.
+        # Afterwards: functions compiled here earlier would hide their calls.
         for count in run.counts:
             setattr(call, count, _flops(before, name, args, kwargs, count == "vjp_flops"))
     return result
@@ -248,7 +244,7 @@ def _with_layout(variable: Variable[Any]) -> Any:
 
 
 def _by_kind(x: Any) -> dict[str, list[Any]]:
-    """What the variables in an object hold, by their kind."""
+    """Returns the values of the variables in an object, by kind."""
     found: dict[str, list[Any]] = {}
     for _, variable in iter_graph(x):
         if isinstance(variable, Variable):
@@ -257,6 +253,6 @@ def _by_kind(x: Any) -> dict[str, list[Any]]:
 
 
 def _kind(variable: Variable[Any]) -> str:
-    """The most general class of a variable that says what it is for."""
+    """Returns the most general class that states a variable's purpose."""
     classes = [c for c in type(variable).__mro__ if issubclass(c, Variable) and c is not Variable]
     return classes[-1].__name__ if classes else Variable.__name__

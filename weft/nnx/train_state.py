@@ -1,7 +1,6 @@
-"""A model's description, its parameters, their optimizer and the step, as one pytree.
+"""Train state: a model's description, parameters, optimizer state and step, as one pytree.
 
-For training loops that are functions of pytrees: the model is split, and what a step changes is in
-a new train state. `Optimizer` is for loops that change objects.
+It suits functional training loops; `Optimizer` suits loops that change objects in place.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ if TYPE_CHECKING:
 
 
 class TrainState(struct.PyTreeNode):
-    """The state of a simple training loop; derive from it to add fields.
+    """State of a simple training loop; derive from it to add fields.
 
     Attributes:
-        graphdef: the description of the model.
+        graphdef: description of the model.
         params: its parameters.
-        opt_state: the state of the optimizer.
-        step: how many times gradients were applied.
-        tx: the optimizer; part of the structure.
+        step: number of applied updates.
+        tx: the optimizer; static.
 
     Example:
         >>> import optax
@@ -57,15 +55,7 @@ class TrainState(struct.PyTreeNode):
         step: int = 0,
         **kwargs: Any,
     ) -> Self:
-        """A state with a fresh optimizer state.
-
-        Args:
-            graphdef: the description of the model.
-            params: its parameters.
-            tx: the optimizer.
-            step: how many steps were taken.
-            **kwargs: the fields of a derived class.
-        """
+        """Creates a state with initial optimizer state; `kwargs` are fields of a derived class."""
         return cls(
             graphdef=graphdef,
             params=params,
@@ -79,8 +69,7 @@ class TrainState(struct.PyTreeNode):
         """Calls a method of the model purely; see `nnx.call`.
 
         Args:
-            state: a state of the model, or the name of a field that is one.
-            *states: further ones.
+            state: state of the model, or the name of a field with one; `states` are merged with it.
 
         Example:
             >>> import optax
@@ -100,14 +89,14 @@ class TrainState(struct.PyTreeNode):
         return self.graphdef.apply(*found)
 
     def apply_gradients(self, grads: State, **kwargs: Any) -> Self:
-        """The state after one step of the optimizer.
+        """Returns the state after one optimizer step.
 
         Args:
-            grads: the gradients, at the paths of the parameters; variables or arrays.
-            **kwargs: other fields to change.
+            grads: gradients, at the paths of the parameters; variables or arrays.
+            **kwargs: other fields to replace.
 
         Raises:
-            GradientStructureError: if a parameter has no gradient, or one of another shape.
+            GradientStructureError: if paths or shapes of gradients and parameters differ.
         """
         parameters = dict(to_flat_state(self.params))
         values = to_flat_state(gradients_like(parameters, grads, ...))
@@ -116,7 +105,7 @@ class TrainState(struct.PyTreeNode):
             for path, value in values
         )
         updates, opt_state = self.tx.update(like, self.opt_state, self.params)
-        import optax  # only here: half of the time of importing this package would be its
+        import optax  # local: optax would double the import time of this package
 
         params = optax.apply_updates(self.params, updates)
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)

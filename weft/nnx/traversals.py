@@ -1,4 +1,4 @@
-"""Nested mappings by the paths of their leaves; the functions are those of `weft.traverse_util`."""
+"""Flat versions of nested mappings, from `weft.traverse_util`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ def flatten_mapping(
     is_leaf: IsLeaf | None = None,
     sep: str | None = None,
 ) -> dict[Any, Any]:
-    """The leaves of a nested mapping by their paths.
+    """Flattens a nested mapping to leaves by path.
 
     Args:
-        xs: the nested mapping.
-        keep_empty_nodes: keeps mappings without entries, as `empty_node`; else they are left out.
-        is_leaf: takes the path and value of a mapping, says whether it is a leaf all the same.
-        sep: joins each path to one string, such as "a/b"; by default a path is a tuple.
+        keep_empty_nodes: whether to keep empty mappings, as `empty_node`.
+        is_leaf: predicate of path and mapping, whether to treat it as a leaf.
+        sep: joins each path to a string, such as "a/b"; by default a path is a tuple.
 
     Raises:
-        NestedDictError: if `xs` is no mapping.
-        FlatDictError: if paths cannot be joined, or are equal when they are.
+        NestedDictError: if `xs` is not a mapping.
+        FlatDictError: if paths cannot be joined, or collide.
 
     Example:
         >>> flatten_mapping({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
@@ -44,14 +43,10 @@ def flatten_mapping(
 def flatten_to_sequence(
     xs: Mapping[Any, Any], /, *, is_leaf: IsLeaf | None = None
 ) -> list[tuple[Path, Any]]:
-    """The paths and leaves of a nested mapping, as pairs.
-
-    Args:
-        xs: the nested mapping.
-        is_leaf: see `flatten_mapping`.
+    """Flattens a nested mapping to pairs of path and leaf.
 
     Raises:
-        NestedDictError: if `xs` is no mapping.
+        NestedDictError: if `xs` is not a mapping.
 
     Example:
         >>> flatten_to_sequence({"a": {"b": 1}, "c": 2})
@@ -63,16 +58,15 @@ def flatten_to_sequence(
 def unflatten_mapping(
     xs: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, sep: str | None = None
 ) -> Any:
-    """The nested dict whose leaves a flat mapping holds; undoes the other two.
+    """Returns the nested dict of a flat mapping or of pairs.
 
     Args:
-        xs: leaves by their paths, which are tuples of keys, or strings with `sep`; or pairs of
-            paths and leaves.
-        sep: what the names of a path are joined by.
+        xs: leaves by path, a tuple of keys, or a string with `sep`; or pairs of path and leaf.
+        sep: separator of joined paths.
 
     Raises:
         NestedDictError: if `xs` is neither a mapping nor pairs.
-        FlatDictError: if a path cannot be split, or leads through the leaf of another.
+        FlatDictError: if a path cannot be split, or leads through another leaf.
 
     Example:
         >>> unflatten_mapping([(("a", "b"), 1), (("c",), 2)])

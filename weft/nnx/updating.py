@@ -1,4 +1,4 @@
-"""Changes of objects where they are: values and attributes from a state, variables taken out."""
+"""In-place changes of objects: update from a state, and removal of variables."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from weft.nnx.variables import Variable
 
 
 def update(node: Any, state: Any, /, *states: Any) -> None:
-    """Gives the variables of an object the values of a state.
+    """Updates the variables of an object in place from states.
 
     Args:
-        node: the object, which is changed.
-        state: a state, of part of the object or all of it; its leaves are variables or values.
-            What an object has not becomes an attribute of it.
-        *states: further ones.
+        state: complete or partial state, of variables or values; new paths become attributes.
 
     Raises:
-        StatePathError: if the state leads through something that is not there, or is a value. The
-            object is then as it was.
+        StatePathError: if the state's structure conflicts with the object, which is then unchanged.
 
     Example:
         >>> from weft import nnx
@@ -43,7 +39,7 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
 
 
 def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]) -> Any:
-    """Notes what has to be changed, and gives what stands in the place of `x` afterwards."""
+    """Plans changes, and returns the replacement of `x`."""
     if isinstance(x, Variable):
         if isinstance(new, Variable):
             changes.append(lambda: x.update_from_state(new))
@@ -56,7 +52,7 @@ def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]
     if not there and not isinstance(x, Pytree):
         raise StatePathError(
             f"the object has {x!r} at {shown_path(path)!r}, and the state leads through it to "
-            f"{shown_path((*path, next(iter(new), '...')))!r}; take that out of the state."
+            f"{shown_path((*path, next(iter(new), '...')))!r}; remove that from the state."
         )
     replaced = {}
     for name, value in new.items():
@@ -67,7 +63,7 @@ def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]
         elif isinstance(value, dict) or not isinstance(x, Pytree) or isinstance(x, list):
             raise StatePathError(
                 f"{type(x).__name__} has nothing at {shown_path((*path, name))!r}, which the "
-                f"state has; there are: {', '.join(map(str, there)) or 'nothing'}."
+                f"state has; it has: {', '.join(map(str, there)) or 'nothing'}."
             )
         else:
             replaced[name] = value
@@ -78,8 +74,8 @@ def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]
         return x
     if not path:
         raise StatePathError(
-            f"a {type(x).__name__} cannot be given the values at "
-            f"{', '.join(map(str, replaced))}, as it cannot be changed; give a list."
+            f"a {type(x).__name__} cannot take the values at "
+            f"{', '.join(map(str, replaced))}, as it is immutable; use a list."
         )
     return with_children(x, [replaced.get(name, value) for name, value in there.items()])
 
@@ -99,11 +95,7 @@ def _delete(owner: Any, name: Any) -> None:
 
 
 def pop(node: Any, *filters: Filter) -> Any:
-    """Takes variables out of an object.
-
-    Args:
-        node: the object, which loses them.
-        *filters: which; for each a state of what was taken out.
+    """Removes variables from an object, and returns one state per filter.
 
     Raises:
         StateFilterError: without a filter.

@@ -1,8 +1,8 @@
 """Variables: values by reference, with metadata.
 
-A variable is a box that modules share and transformations know. Its value can be an array or any
-pytree; its class says what it is for (`Param`, `BatchStat`, `Cache` ...), and metadata says more,
-such as how its axes are laid out. It computes like the value in it.
+A variable is a box that modules share and transformations track. Its value is an array or any
+pytree; its class states its purpose (`Param`, `BatchStat`, `Cache` ...), and metadata more, such as
+its sharding. Operators apply to its value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ARRAYS = (jax.Array, np.ndarray)
 
 
 def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
-    """Runs hooks one after the other, each on what the one before has given."""
+    """Applies hooks in sequence, each to the previous result."""
     *first, value = args
     for hook in hooks if isinstance(hooks, tuple | list) else (hooks,):
         value = hook(variable, *first, value)
@@ -48,22 +48,21 @@ def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
 
 
 class Variable(Generic[A]):
-    """A value by reference.
+    """Value held by reference.
 
     Args:
-        value: an array, or any pytree.
-        **metadata: what else is known of it. `on_get_value`, `on_set_value` and `on_create_value`
-            are functions of the variable and a value, which give the value to use instead, or
-            tuples of such; a subclass can have them as methods. `tag` is what string filters look
-            for; with `mutable=False` the value stays. `out_sharding` lays the value over a mesh
-            (`weft.nnx.eager_sharding`); with `ref=True` it is held in a `jax.Ref`
-            (`weft.nnx.references`).
+        value: array, or any pytree.
+        **metadata: `on_get_value`, `on_set_value` and `on_create_value` are functions, or tuples of
+            functions, of the variable and a value that return a replacement; subclasses can define
+            them as methods. String filters compare `tag`; `mutable=False` makes the value
+            immutable; `out_sharding` shards it (`weft.nnx.eager_sharding`); `ref=True` holds it in
+            a `jax.Ref` (`weft.nnx.references`).
 
     Raises:
-        NoMeshError: if the value is to be laid out, and there is no mesh.
-        MeshError: if the mesh has no axis of a name, or there are more names than axes.
-        AxisMetadataError: if `out_sharding` is no layout.
-        VariableArgumentError: with `ref=True`, if the value is no array.
+        NoMeshError: if the value has a layout, and there is no mesh.
+        MeshError: if the mesh lacks an axis, or there are more names than axes.
+        AxisMetadataError: if `out_sharding` is not a layout.
+        VariableArgumentError: with `ref=True`, if the value is not an array.
 
     Example:
         >>> step = Variable(jnp.array(3))
@@ -75,7 +74,7 @@ class Variable(Generic[A]):
     __slots__ = ("__weakref__", "_metadata", "_origin", "_trace", "_value", "_watched")
     __hash__ = None  # pyright: ignore[reportAssignmentType] - as of the arrays that they stand for
     _hooks: Mapping[str, Any] = {}
-    # Whether the class has a `get_value` or `set_value` of its own, for those who save the call.
+    # Whether the class overrides `get_value` or `set_value`; callers skip the call otherwise.
     _gets = _sets = False
 
     def __init__(self, value: A, **metadata: Any):
@@ -111,40 +110,40 @@ class Variable(Generic[A]):
 
     @property
     def type(self) -> "builtins.type[Variable[Any]]":
-        """The class of the variable, which filters look for."""
+        """Class of the variable."""
         return type(self)
 
     var_type = type
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
+        """Shape of the value."""
         return self.get_value().shape  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def sharding_names(self) -> Any:
-        """How the value's axes are laid out, None where nothing is said of them."""
+        """Layout of the value's axes, or None."""
         return self._metadata.get("out_sharding")
 
     @property
     def ref(self) -> bool:
-        """Whether the value was asked to be held in a `jax.Ref` (`weft.nnx.references`)."""
+        """True if the value should be held in a `jax.Ref` (`weft.nnx.references`)."""
         return bool(self._metadata.get("ref"))
 
     @property
     def hijax(self) -> bool:
-        """Whether that was asked for under this name."""
+        """True if `hijax` was requested, the alias of `ref`."""
         return bool(self._metadata.get("hijax"))
 
     def create_value(self, value: A) -> A:
-        """What a new variable holds; subclasses may make something else of it."""
+        """Returns the initial value; a hook for subclasses."""
         return value
 
     def get_value(self, *, index: Any = _MISSING) -> A:
-        """The value; a subclass may give something else, which is then read everywhere.
+        """Returns the value; subclasses may override it, for all reads.
 
         Args:
-            index: gives a part of it; `...` is all of it.
+            index: part to return; `...` is all of it.
         """
         value, metadata = self._value, self._metadata
         if metadata:
@@ -158,13 +157,13 @@ class Variable(Generic[A]):
         """Sets the value.
 
         Args:
-            value: the new one; it may have another shape.
-            index: sets a part of it; `...` keeps an array's shape and dtype.
+            value: new value; it may have another shape.
+            index: part to set; `...` keeps an array's shape and dtype.
 
         Raises:
             ImmutableVariableError: if the variable has the metadata `mutable=False`.
-            TraceContextError: inside of a transformation that it did not go through.
-            VariableShapeError: if the value is held in a `jax.Ref`, and the shape is another.
+            TraceContextError: inside a transformation that the variable was not passed to.
+            VariableShapeError: if the value is in a `jax.Ref` of another shape.
         """
         self._check_writable()
         if isinstance(value, Variable):
@@ -187,20 +186,20 @@ class Variable(Generic[A]):
         self._put(value)
 
     def _is_held(self) -> bool:
-        """Whether the value is in a `jax.Ref`; metadata is asked first, as it answers sooner."""
+        """Returns whether the value is in a `jax.Ref`; checks metadata first, which is faster."""
         metadata = self._metadata
         is_asked = "ref" in metadata or "hijax" in metadata
         return is_asked and isinstance(self._value, jax.Ref)
 
     def _put(self, value: Any) -> None:
-        """Puts a value in the place of the one that is there, or into its reference."""
+        """Replaces the value, or writes it to the reference."""
         if self._is_held() and not isinstance(value, jax.Ref):
             write(self._value, value, ..., _shown(self))
         else:
             _set_value(self, value)
 
     def get_raw_value(self) -> A:
-        """The value without hooks."""
+        """Returns the value without hooks."""
         return self._value
 
     def set_raw_value(self, value: A, *, _unsafe_bypass_check: bool = False) -> None:
@@ -211,7 +210,7 @@ class Variable(Generic[A]):
 
     def _check_writable(self) -> None:
         trace, here, metadata = self._trace, current_trace(), self._metadata
-        # A reference may be written to in any trace: JAX carries the change out of it.
+        # A reference is writable in any trace: JAX propagates the change.
         if trace is not here and trace != here and not self._is_held():
             raise changed_elsewhere(self)
         if metadata and not metadata.get("mutable", True):
@@ -219,7 +218,7 @@ class Variable(Generic[A]):
 
     @property
     def value(self) -> A:
-        """The value, as `get_value()` gives it and `set_value` sets it."""
+        """Value, read by `get_value()` and written by `set_value`."""
         return self.get_value() if self._metadata or self._gets else self._value  # pyright: ignore[reportReturnType]
 
     @value.setter
@@ -228,7 +227,7 @@ class Variable(Generic[A]):
 
     @property
     def raw_value(self) -> A:
-        """The value without hooks."""
+        """Value without hooks."""
         return self._value
 
     # Metadata.
@@ -236,12 +235,11 @@ class Variable(Generic[A]):
     def get_metadata(
         self, name: str | None = None, default: Any = _MISSING, *, exclude_required: bool = False
     ) -> Any:
-        """All metadata, or one entry.
+        """Returns all metadata as a new dict, or the entry `name`.
 
         Args:
-            name: of the entry; None for all, as a new dict.
-            default: where there is no such entry.
-            exclude_required: ignored; no entry is there that was not given.
+            default: returned if there is no such entry.
+            exclude_required: ignored; there are no implicit entries.
 
         Raises:
             VariableMetadataError: if there is no such entry, and no default.
@@ -250,7 +248,7 @@ class Variable(Generic[A]):
             return dict(self._metadata)
         if name not in self._metadata and default is _MISSING:
             raise VariableMetadataError(
-                f"{_shown(self)} has no metadata {name!r}; there are: "
+                f"{_shown(self)} has no metadata {name!r}; it has: "
                 f"{', '.join(self._metadata) or 'none'}."
             )
         return self._metadata.get(name, default)
@@ -259,12 +257,11 @@ class Variable(Generic[A]):
         """Sets metadata.
 
         Args:
-            *args: a name and a value; or a mapping that is to be all of the metadata.
-            **metadata: names and values.
+            *args: a name and a value; or a mapping that replaces all metadata.
 
         Raises:
-            VariableArgumentError: if it is called in another way.
-            TraceContextError: inside of a transformation that the variable did not go through.
+            VariableArgumentError: for other arguments.
+            TraceContextError: inside a transformation that the variable was not passed to.
         """
         if self._trace != current_trace():
             raise changed_elsewhere(self)
@@ -276,14 +273,14 @@ class Variable(Generic[A]):
             changed = {**self._metadata, args[0]: args[1]}
         else:
             raise VariableArgumentError(
-                f"{_shown(self)}: set_metadata was given {args!r} and {metadata!r}; give it names "
-                "and values (name=value), or a mapping that is to be all of the metadata."
+                f"{_shown(self)}: set_metadata was given {args!r} and {metadata!r}; give names "
+                "and values (name=value), or a mapping that replaces all metadata."
             )
         object.__setattr__(self, "_metadata", changed)
         self._changed()
 
     def has_metadata(self, name: str) -> bool:
-        """Whether there is an entry."""
+        """Returns whether there is an entry."""
         return name in self._metadata
 
     def del_metadata(self, name: str) -> None:
@@ -301,7 +298,7 @@ class Variable(Generic[A]):
 
     @classmethod
     def from_metadata(cls: builtins.type[V], value: Any, attributes: Mapping[str, Any]) -> V:
-        """A variable of a value and metadata, without hooks being called."""
+        """Returns a variable from a value and metadata, without calling hooks."""
         variable = object.__new__(cls)
         set_ = object.__setattr__
         set_(variable, "_metadata", dict(attributes))
@@ -313,11 +310,11 @@ class Variable(Generic[A]):
     # Copies.
 
     def copy(self: V, value: Any = _MISSING, *, _copy_ref: bool = True, **updates: Any) -> V:
-        """A variable of its own.
+        """Returns a copy.
 
         Args:
-            value: what it holds, by default the same; what is in a `jax.Ref` is copied.
-            **updates: metadata that it has instead.
+            value: value of the copy; by default the same; a `jax.Ref` is copied.
+            **updates: metadata to change.
         """
         new = self._value if value is _MISSING else value
         metadata = {**self._metadata, **updates}
@@ -332,14 +329,14 @@ class Variable(Generic[A]):
     to_state = copy
 
     def copy_from(self, other: "Variable[A]") -> None:
-        """Takes over the value and the metadata of another variable of the same class.
+        """Copies value and metadata from another variable of the same class.
 
         Raises:
-            VariableTypeError: if its class is another.
+            VariableTypeError: if its class differs.
         """
         if type(other) is not type(self):
             raise VariableTypeError(
-                f"{_shown(self)} cannot take over a {type(other).__name__}; give one of its "
+                f"{_shown(self)} cannot copy from a {type(other).__name__}; give a variable of its "
                 "own class."
             )
         self._check_writable()
@@ -347,7 +344,7 @@ class Variable(Generic[A]):
         self.set_metadata(_of_other(self, other))
 
     def update_from_state(self, variable_state: "Variable[A]") -> None:
-        """Takes over the value, and metadata that differs."""
+        """Copies the value, and metadata that differs."""
         self._check_writable()
         other = variable_state
         self._put(_read(other._value) if other._is_held() else other._value)
@@ -357,12 +354,12 @@ class Variable(Generic[A]):
     # Axes.
 
     def add_axis(self, axis_index: int, axis_name: str | None) -> None:
-        """Tells the metadata that the value has gained an axis."""
+        """Updates metadata after the value has gained an axis."""
         if "on_add_axis" in self._metadata:
             _called(self._metadata["on_add_axis"], self, axis_index, axis_name)
 
     def remove_axis(self, axis_index: int, axis_name: str | None) -> None:
-        """Tells the metadata that the value has lost an axis."""
+        """Updates metadata after the value has lost an axis."""
         if "on_remove_axis" in self._metadata:
             _called(self._metadata["on_remove_axis"], self, axis_index, axis_name)
 
@@ -386,8 +383,8 @@ class Variable(Generic[A]):
             object.__setattr__(self, name, value)
             return
         raise VariableAttributeError(
-            f"{_shown(self)}: {name} cannot be set; metadata is set by "
-            f"variable.set_metadata({name}=...), the value by variable[...] = ..."
+            f"{_shown(self)}: {name} cannot be set; set metadata with "
+            f"variable.set_metadata({name}=...), the value with variable[...] = ..."
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -401,11 +398,11 @@ class Variable(Generic[A]):
         before = self._value
         kind = type(value)
         if not (kind is type(before) and _is_array(kind) and value.aval == before.aval):
-            value = self._in_shape(value)  # most writes are not to cost more than this look
+            value = self._in_shape(value)  # fast path of most writes
         self.set_value(value)
 
     def _in_shape(self, value: Any) -> Any:
-        """A value as large as the array that is there."""
+        """Broadcasts a value to the shape and dtype of the present array."""
         before = self._value
         return _like(before, value) if isinstance(before, _ARRAYS) or self._is_held() else value
 
@@ -468,13 +465,13 @@ NO_METADATA = Fixed(())
 
 
 def metadata_key(variable: Variable[Any]) -> Fixed:
-    """The metadata, compared by value."""
+    """Returns the metadata, compared by value."""
     metadata = variable._metadata
     return Fixed(tuple(sorted(metadata.items()))) if metadata else NO_METADATA
 
 
 def _register(cls: type[Variable[Any]]) -> None:
-    """Makes variables pytrees of their values."""
+    """Registers variables as pytrees of their values."""
 
     def flatten(x: Variable[Any]) -> tuple[list[Any], Any]:
         return [x._value], metadata_key(x)
@@ -492,12 +489,12 @@ _register(Variable)
 
 
 def _read(value: Any) -> Any:
-    """What is held, without the reference that holds it."""
+    """Returns the held value, read from its reference if there is one."""
     return value[...] if isinstance(value, jax.Ref) else value
 
 
 def _as_asked(value: Any, metadata: dict[str, Any], given: dict[str, Any], what: str) -> Any:
-    """The value of a new variable as its metadata asks for it."""
+    """Returns the value of a new variable, processed as its metadata requests."""
     if isinstance(value, jax.Ref):
         raise VariableArgumentError(
             f"a {what} was given a jax.Ref; give it the array, and ref=True."
@@ -510,7 +507,7 @@ def _as_asked(value: Any, metadata: dict[str, Any], given: dict[str, Any], what:
 
 
 def _of_other(variable: Variable[Any], other: Variable[Any]) -> dict[str, Any]:
-    """The metadata of another variable, for one that is held in a reference or not, as before."""
+    """Returns another variable's metadata, with `variable`'s own `ref` and `hijax`."""
     kept = {k: v for k, v in variable._metadata.items() if k in ("ref", "hijax")}
     return {**{k: v for k, v in other._metadata.items() if k not in ("ref", "hijax")}, **kept}
 
@@ -531,14 +528,14 @@ def _is_array(kind: type) -> bool:
 
 
 def _like(before: Any, value: Any) -> Any:
-    """A value as large as the one that was there, as for the items of an array."""
+    """Broadcasts a value to the previous one's shape and dtype, as array item assignment does."""
     if isinstance(value, Variable):
         value = value.get_value()
     if isinstance(value, jax.Array):
         if (
             value.dtype == before.dtype
             and value.shape == before.shape
-            # A counter that is weakly typed at first would be traced twice if it were not later.
+            # Keeps weak types, as a change of a counter's type would cause another trace.
             and (not getattr(value, "weak_type", False) or getattr(before, "weak_type", False))
         ):
             return value
@@ -574,7 +571,7 @@ def _unary(name: str, fn: Callable[[Any], Any]) -> Any:
 def _in_place(name: str, sign: str) -> Any:
     def method(self: Variable[Any], other: Any) -> Any:
         raise VariableOperationError(
-            f"variable {sign} x would put the result in the variable's place; write variable[...] "
+            f"variable {sign} x would replace the variable by the result; write variable[...] "
             f"{sign} x to change its value."
         )
 

@@ -53,7 +53,9 @@ def test_a_first_state():
 
 def test_a_first_state_that_cannot_be_drawn():
     cell = nnx.GRUCell(3, 4, carry_init=normal, rngs=nnx.Rngs(0))
-    with pytest.raises(InvalidRngError, match=r"GRUCell draws its first state, .* keep_rngs=True"):
+    with pytest.raises(
+        InvalidRngError, match=r"GRUCell draws its first state but .* keep_rngs=True"
+    ):
         cell.initialize_carry((2, 3))
     with pytest.raises(RngArgumentError, match="GRUCell was given rngs=3; expected PRNG streams"):
         cell.initialize_carry((2, 3), 3)
@@ -65,7 +67,7 @@ def test_inputs_and_states_that_do_not_fit():
         cell(jnp.ones((2, 4)), jnp.ones((2, 5)))
     with pytest.raises(ArgumentShapeError, match=r"in_features=4 .* an input of shape \(2, 3\)"):
         cell(jnp.ones((2, 3)), jnp.ones((2, 3)))
-    with pytest.raises(InvalidRngError, match=r"rngs=0 to make its parameters"):
+    with pytest.raises(InvalidRngError, match=r"rngs=0 to draw its parameters"):
         nnx.SimpleCell(3, 4, rngs=0)  # pyright: ignore[reportArgumentType]
 
 
@@ -78,5 +80,7 @@ def test_a_cell_of_ones_own_that_misses_a_method():
         (lambda cell: cell(1, 2), "__call__"),
         (lambda cell: cell.num_feature_axes, "num_feature_axes"),
     ):
-        with pytest.raises(CellDefinitionError, match=f"Mine does not define {name}; a cell has"):
+        with pytest.raises(
+            CellDefinitionError, match=f"Mine does not define {name}; a cell defines"
+        ):
             call(Mine())

@@ -69,7 +69,7 @@ def test_an_input_that_does_not_fit_is_shown(shape):
 
 
 def test_a_mask_of_another_shape_is_shown_with_the_layer():
-    message = r"kernel_size=\(3,\) has a mask of shape \(3,\); expected that of the kernel, \(3, 4,"
+    message = r"kernel_size=\(3,\) has a mask of shape \(3,\); expected the kernel's shape, \(3, 4,"
     with pytest.raises(ArgumentShapeError, match=message):
         Conv(4, 5, 3, mask=jnp.ones(3), rngs=nnx.Rngs(0))
     layer = Conv(4, 5, 3, rngs=nnx.Rngs(0))

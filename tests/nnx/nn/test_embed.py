@@ -40,7 +40,7 @@ def test_results_are_laid_out_as_asked():
 
 def test_what_does_not_fit_is_shown_with_the_layer():
     layer = Embed(10, 4, rngs=nnx.Rngs(0))
-    message = "Embed with num_embeddings=10 was asked for ids of dtype float32; expected integers"
+    message = "Embed with num_embeddings=10 was given ids of dtype float32; expected integers"
     with pytest.raises(ArgumentValueError, match=message):
         layer(jnp.ones(2))
     message = r"Embed with features=4 was given queries of shape \(2, 3\); expected \(\.\.\., 4\)"

@@ -48,7 +48,7 @@ def test_the_class_of_the_parameters_can_be_chosen():
 
 
 def test_what_does_not_fit_is_shown_with_the_layer():
-    with pytest.raises(ArgumentValueError, match="LoRA was given base_module=3, which cannot be c"):
+    with pytest.raises(ArgumentValueError, match="LoRA was given base_module=3, which is not c"):
         LoRA(4, 2, 5, base_module=3, rngs=nnx.Rngs(0))  # pyright: ignore[reportArgumentType]
     message = r"LoRA with in_features=4 and out_features=5 was .* \(2, 3\); expected \(\.\.\., 4\)"
     with pytest.raises(ArgumentShapeError, match=message):

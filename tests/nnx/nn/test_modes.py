@@ -36,7 +36,7 @@ def test_keys():
     assert drawn_key(rngs.dropout, "", "") == jax.random.fold_in(jax.random.key(1), 1)
     assert drawn_key(key, "", "") is key
     with pytest.raises(
-        InvalidRngError, match=r"It drops at random, .* rngs=nnx.Rngs\(noise=0\) when"
+        InvalidRngError, match=r"It applies dropout .* rngs=nnx.Rngs\(noise=0\) when"
     ):
         drawn_key(None, "noise", "It")
     with pytest.raises(

@@ -1,8 +1,8 @@
-"""JAX transformations of functions of scopes.
+"""The transformations of JAX for functions of scopes.
 
-A lifted function takes a scope, or a pytree of scopes, before its other arguments. Filters select
-collections and PRNG streams; unselected ones cannot be used inside. `weft.lifting` contains the
-implementation.
+A lifted function takes a scope, or a pytree of scopes, before its other arguments. Collections and
+PRNG streams are named by filters: what no filter names cannot be used inside. The trip of the state
+is `weft.lifting`'s; here stand the signatures.
 """
 
 from weft.core.lift.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
@@ -15,7 +15,7 @@ from weft.core.lift.state import fold_rngs, map_variables, swap_collection, tree
 from weft.core.pack import pack
 
 __all__ = [
-    # mapped functions
+    # one function for each index of an axis
     "vmap",
     "pmap",
     "shard_map",
@@ -34,7 +34,7 @@ __all__ = [
     "jvp",
     "custom_vjp",
     "custom_jvp",
-    # execution
+    # how it is computed
     "jit",
     "remat",
     "checkpoint",

@@ -1,4 +1,4 @@
-"""Linear maps as functions of a scope."""
+"""Linear maps of a scope."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ def dense(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "*batch features"]:
-    """Applies a linear map of the last axis.
+    """A linear map of the last axis.
 
     Args:
         scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
-        features: output size.
-        dtype: dtype of the computation.
-        precision: see `jax.lax.dot_general`.
+        inputs: the input.
+        features: the size of the last axis of the result.
+        bias: whether to add a bias.
+        dtype: of the computation.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
+        kernel_init: makes the kernel.
+        bias_init: makes the bias.
 
     Example:
         >>> from weft.core import init
@@ -66,17 +70,21 @@ def dense_general(
     bias_init: Initializer = jax.nn.initializers.zeros,
     precision: lax.PrecisionLike = None,
 ) -> Num[Array, "*output"]:
-    """Applies a linear map of any axes to any number of axes; see `dense` for the other arguments.
+    """A linear map of any axes to any number of axes.
 
     Args:
         scope: has `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
             `(*batch_dims, *features)`.
-        features: sizes of the new axes, which come last.
-        axis: axes to contract.
-        batch_dims: leading axes whose positions have separate parameters; they come first in the
-            result, in this order.
-        kernel_init: initializer of the kernel as one matrix, of the products of its sizes.
-        bias_init: initializer of the bias as one vector.
+        inputs: the input.
+        features: the sizes of the new axes, which come last.
+        axis: the axes that are contracted.
+        batch_dims: the first axes, if each position along them has parameters of its own. They
+            come first in the result, in this order.
+        bias: whether to add a bias.
+        dtype: of the computation.
+        kernel_init: makes the kernel as one matrix, of the products of its sizes.
+        bias_init: makes the bias, likewise.
+        precision: of the multiplication, as in `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if `batch_dims` are not the first axes.
@@ -99,7 +107,7 @@ def dense_general(
     contracted = tuple(inputs.shape[a] for a in axis)
 
     def shaped(init: Initializer, flat: tuple[int, ...], shape: tuple[int, ...]) -> Initializer:
-        # A matrix with the fans of the map, repeated for every position of the batch axes.
+        # A matrix with the fans of the map, which every position of the batch axes begins with.
         def make(key: Any) -> Array:
             return jnp.broadcast_to(jnp.reshape(init(key, flat), shape), (*batch, *shape))
 

@@ -1,1 +1,1 @@
-"""Layers of NNX, a file for each family: they hold variables, and call `weft.functional`."""
+"""Layers of NNX, one file per family: modules that hold variables and call `weft.functional`."""

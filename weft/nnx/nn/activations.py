@@ -1,4 +1,4 @@
-"""Activation functions and functions of arrays: those of `jax.nn`, and PReLU, which is learned."""
+"""Activation functions of `jax.nn`, and PReLU, which has a learned slope."""
 
 from __future__ import annotations
 
@@ -69,16 +69,14 @@ __all__ = [
 
 
 class PReLU(Module):
-    """`x` where it is positive, and elsewhere a slope times `x`, which is learned.
+    """Parametric ReLU: `x` where positive, a learned slope times `x` elsewhere (He et al., 2015).
 
-    The function is of He et al., 2015. The parameter is `negative_slope`, a scalar.
+    The parameter is `negative_slope`, a scalar.
 
     Args:
-        negative_slope_init: the slope's first value.
-        dtype: of the computation; by default that of the input.
-        param_dtype: of the slope.
-        promote_dtype: gives input and slope the dtype of the computation, if `dtype` is given.
-        negative_slope_metadata: of the slope's variable.
+        negative_slope_init: initial value of the slope.
+        dtype: computation dtype; by default that of the input.
+        promote_dtype: casts input and slope to `dtype` if it is given.
 
     Example:
         >>> PReLU()(jnp.array([-1.0, 2.0])).tolist()
@@ -101,11 +99,7 @@ class PReLU(Module):
         self.promote_dtype = promote_dtype
 
     def __call__(self, inputs: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Applies the function to each element.
-
-        Args:
-            inputs: the input.
-        """
+        """Applies the activation elementwise."""
         x, slope = jnp.asarray(inputs), self.negative_slope[...]
         if self.dtype is not None:
             x, slope = self.promote_dtype((x, slope), dtype=self.dtype)

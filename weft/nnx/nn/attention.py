@@ -1,9 +1,8 @@
-"""Attention with several heads, to the input itself or to another one.
+"""Multi-head self-attention and cross-attention, with a cache for decoding.
 
-Queries, keys and values are linear maps `query`, `key`, `value` of the inputs, with an axis for the
-heads; `out` maps what the heads found back. To decode, `init_cache` makes room for all positions,
-and each call with `decode=True` has a single one, which is added to the cache and attends to all
-that are there.
+`query`, `key` and `value` project the inputs to heads; `out` projects the heads' results. For
+decoding, `init_cache` allocates a cache for all positions; each call with `decode=True` takes one
+position, adds it to the cache and attends to all cached positions.
 """
 
 from __future__ import annotations
@@ -42,52 +41,39 @@ __all__ = [
 
 
 class MultiHeadAttention(Module):
-    """Attention with several heads (Vaswani et al., 2017).
+    """Multi-head attention (Vaswani et al., 2017).
 
     Args:
-        num_heads: how many heads share the features.
-        in_features: of the queries' input.
-        qkv_features: of all heads together; by default `in_features`.
-        out_features: of the result; by default `in_features`.
-        num_kv_heads: how many heads there are of keys and values, each of which several heads of
-            the queries share (Ainslie et al., 2023); by default `num_heads`.
-        in_kv_features: of the input of keys and values; by default `in_features`.
-        dtype: of the computation; by default the one to which inputs and parameters promote.
-        param_dtype: of the parameters.
-        broadcast_dropout: whether all examples and heads drop the same.
-        dropout_rate: of the weights of attention.
-        deterministic: the mode in which nothing is dropped, set by `model.train()` and
-            `model.eval()`; None if every call says it, where there is dropout.
-        precision: of the multiplications, as in `jax.lax.dot_general`.
-        kernel_init: makes the kernels.
-        out_kernel_init: makes that of `out`; by default `kernel_init`.
-        bias_init: makes the biases.
-        out_bias_init: makes that of `out`; by default `bias_init`.
-        use_bias: whether the maps have biases.
-        attention_fn: computes the attention; is given those options of `dot_product_attention`
-            whose names are among its parameters.
-        decode: the mode in which keys and values are kept in the cache, see above; None if every
-            call says it.
-        normalize_qk: whether queries and keys pass a layer norm (Dehghani et al., 2023).
-        qkv_promote_dtype: gives inputs and parameters of `query`, `key` and `value` one dtype.
-        out_promote_dtype: likewise of `out`.
-        ln_promote_dtype: likewise of the layer norms.
-        qkv_dot_general: multiplies in `query`, `key` and `value`.
-        out_dot_general: multiplies in `out`.
-        qkv_dot_general_cls: makes such a function, and goes before it.
-        out_dot_general_cls: likewise.
-        rngs: its stream `params` gives the keys of the parameters; where there is dropout, the
-            layer gets a stream of its own from the stream `dropout`.
-        keep_rngs: whether it gets that; otherwise calls have to give one.
-        kernel_metadata: of the kernels' variables, but not that of `out`.
-        out_kernel_metadata: of that of `out`.
-        bias_metadata: of the biases' variables, but not that of `out`.
-        out_bias_metadata: of that of `out`.
-        query_ln_scale_metadata: of the scale of the layer norm of queries.
-        key_ln_scale_metadata: of that of keys.
+        in_features: features of the queries' input.
+        qkv_features: features of all heads together; by default `in_features`.
+        out_features: features of the output; by default `in_features`.
+        num_kv_heads: number of key and value heads, each shared by several query heads (Ainslie et
+            al., 2023); by default `num_heads`.
+        in_kv_features: features of the keys' and values' input; by default `in_features`.
+        dtype: computation dtype; by default promoted from inputs and parameters.
+        broadcast_dropout: whether all examples and heads share one dropout mask.
+        dropout_rate: dropout rate of the attention weights.
+        deterministic: whether dropout is off, set by `model.train()` and `model.eval()`; if None,
+            calls must pass it where there is dropout.
+        out_kernel_init: initializer of the kernel of `out`; by default `kernel_init`.
+        out_bias_init: initializer of the bias of `out`; by default `bias_init`.
+        attention_fn: computes the attention; receives those options of `dot_product_attention` that
+            its signature names.
+        decode: whether to use the cache; if None, calls must pass it.
+        normalize_qk: whether to apply layer norms to queries and keys (Dehghani et al., 2023).
+        qkv_promote_dtype: promotes inputs and parameters of `query`, `key` and `value`;
+            `out_promote_dtype` and `ln_promote_dtype` do so for `out` and the layer norms.
+        qkv_dot_general: replaces `jax.lax.dot_general` in `query`, `key` and `value`.
+        qkv_dot_general_cls: returns such a function; takes precedence over `qkv_dot_general`.
+            `out_dot_general` and `out_dot_general_cls` are the same for `out`.
+        rngs: streams `params`, and `dropout` if there is dropout.
+        keep_rngs: whether the layer keeps its own dropout stream; otherwise calls must pass one.
+        kernel_metadata: metadata of the kernels except that of `out` (`out_kernel_metadata`).
+        bias_metadata: metadata of the biases except that of `out` (`out_bias_metadata`).
 
     Raises:
-        ArgumentValueError: if features or heads cannot be shared out evenly.
+        ArgumentValueError: if the heads do not divide the features, or `num_kv_heads` does not
+            divide `num_heads`.
 
     Example:
         >>> from weft import nnx
@@ -246,14 +232,14 @@ class MultiHeadAttention(Module):
         if self.qkv_features % self.num_heads:
             raise ArgumentValueError(
                 f"MultiHeadAttention has {self.qkv_features} features for queries, keys and "
-                f"values, which cannot be shared out among num_heads={self.num_heads}; give "
-                "qkv_features, a multiple of it."
+                f"values, which num_heads={self.num_heads} does not divide; give qkv_features, a "
+                "multiple of num_heads."
             )
         if self.num_heads % self.num_kv_heads:
             raise ArgumentValueError(
                 f"MultiHeadAttention was given num_heads={self.num_heads} and "
-                f"num_kv_heads={self.num_kv_heads}; expected that equally many heads of queries "
-                "share each head of keys."
+                f"num_kv_heads={self.num_kv_heads}; expected num_heads to be a multiple of "
+                "num_kv_heads."
             )
         return self.qkv_features // self.num_heads
 
@@ -275,32 +261,32 @@ class MultiHeadAttention(Module):
         """Applies attention.
 
         Args:
-            inputs_q: what asks.
-            inputs_k: what is compared with it; by default `inputs_q`.
-            inputs_v: what is averaged; by default `inputs_k`.
-            mask: True, or not 0, where a query may attend to a key.
-            deterministic: goes before the attribute.
+            inputs_q: input of the queries.
+            inputs_k: input of the keys; by default `inputs_q`.
+            inputs_v: input of the values; by default `inputs_k`.
+            mask: True, or nonzero, where a query may attend to a key.
+            deterministic: overrides the attribute.
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
-            sow_weights: whether to keep the weights of attention, before anything is dropped, as
-                `attention_weights`, an `Intermediate`.
-            decode: goes before the attribute.
-            is_causal: whether each query attends only to keys that are no later than itself, as
-                it always does with `decode`.
-            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
-            qkv_sharding: how queries, keys and values are laid out.
+            sow_weights: whether to sow the attention weights, before dropout, as the `Intermediate`
+                `attention_weights`.
+            decode: overrides the attribute.
+            is_causal: whether queries attend only to keys at or before their position; implied by
+                `decode`.
+            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
+            qkv_sharding: sharding of queries, keys and values.
 
         Raises:
-            ArgumentValueError: if there are values without keys.
-            ArgumentShapeError: if the shapes do not fit each other, the layer or the cache.
-            MissingModeError: if a mode is neither given nor set.
-            MissingCacheError: if there is no cache to decode with.
-            InvalidRngError: if there is no stream to draw from.
+            ArgumentValueError: if values are given without keys.
+            ArgumentShapeError: if the shapes do not match each other, the layer or the cache.
+            MissingModeError: if a mode is neither passed nor set.
+            MissingCacheError: if `decode` is set and the layer has no cache.
+            InvalidRngError: if dropout has no stream to draw from.
         """
         if inputs_k is None:
             if inputs_v is not None:
                 raise ArgumentValueError(
                     f"{self._shown()} was given inputs_v without inputs_k; give inputs_k, which "
-                    "is used for both where inputs_v is left out."
+                    "serves as both if inputs_v is omitted."
                 )
             inputs_k = inputs_q
         if inputs_v is None:
@@ -331,18 +317,17 @@ class MultiHeadAttention(Module):
         return self.out(self.attention_fn(query, key, value, **options), out_sharding)
 
     def init_cache(self, input_shape: Sequence[int], dtype: DType = jnp.float32) -> None:
-        """Makes an empty cache: the variables `cached_key`, `cached_value` and `cache_index`.
+        """Creates an empty cache: the variables `cached_key`, `cached_value` and `cache_index`.
 
         Args:
-            input_shape: of the input with all positions, `(*batch, length, features)`.
-            dtype: of the cache.
+            input_shape: shape of the input with all positions, `(*batch, length, features)`.
 
         Raises:
             ArgumentShapeError: if the shape has no length and features.
         """
         if len(input_shape) < 2:
             raise ArgumentShapeError(
-                f"{self._shown()} was to make a cache for an input of shape {tuple(input_shape)}; "
+                f"{self._shown()} cannot make a cache for an input of shape {tuple(input_shape)}; "
                 f"expected (*batch, length, {self.in_features})."
             )
         shape = (*input_shape[:-1], self.num_kv_heads, self.head_dim)
@@ -357,21 +342,19 @@ class MultiHeadAttention(Module):
         batch_size: int | Sequence[int] | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Sets the modes, and makes a cache, see `nnx.view`.
+        """Sets the modes and creates a cache, see `nnx.view`; None leaves a mode unchanged.
 
         Args:
-            deterministic: None leaves it as it is.
-            decode: None leaves it as it is.
-            batch_size: of a new cache, one size or several; None for no new cache.
-            max_length: how many positions it has room for.
+            batch_size: batch shape of a new cache; None for no new cache.
+            max_length: number of positions of the new cache.
 
         Raises:
             ArgumentValueError: if only one of `batch_size` and `max_length` is given.
         """
         if (batch_size is None) != (max_length is None):
             raise ArgumentValueError(
-                f"{self._shown()} was to make a cache for batch_size={batch_size} and "
-                f"max_length={max_length}; give both, or none for no new cache."
+                f"{self._shown()} was given batch_size={batch_size} and max_length={max_length} "
+                "for a cache; give both, or neither for no new cache."
             )
         if deterministic is not None:
             self.deterministic = deterministic
@@ -400,7 +383,7 @@ class MultiHeadAttention(Module):
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | None
     ) -> tuple[Array, Array, Array | None]:
-        """Keys and values of all positions so far, and the mask that hides the others."""
+        """Returns keys and values of all positions so far, and the mask that hides the others."""
         of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
         if of_key is None or of_value is None or at is None:
             raise MissingCacheError(self._shown(), self.in_features)
@@ -416,7 +399,7 @@ class MultiHeadAttention(Module):
         return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
 
     def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
-        """Whether nothing is dropped, and the key that draws what is."""
+        """Returns whether dropout is off, and its key."""
         if self.dropout_rate == 0.0 or mode_of(self, "deterministic", deterministic):
             return True, None
         given = self.rngs if rngs is None else rngs
@@ -424,7 +407,7 @@ class MultiHeadAttention(Module):
 
 
 def _accepted(fn: Callable[..., Array], options: dict[str, Any]) -> dict[str, Any]:
-    """The options that a function knows."""
+    """Returns the options that a function accepts."""
     known = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return options

@@ -1,7 +1,6 @@
-"""Attention as a function of queries, keys and values, with the options of the layer.
+"""Dot-product attention as a function.
 
-A function with the parameters of `dot_product_attention`, or some of them, can take its place as
-the `attention_fn` of a layer.
+Any function that accepts some of its options can be the `attention_fn` of a layer.
 """
 
 from __future__ import annotations
@@ -42,31 +41,27 @@ def dot_product_attention(
     promote_dtype: PromoteDtype = promote_dtype,
     is_causal: bool = False,
 ) -> Float[Array, "*batch target heads value_dim"]:
-    """The values, averaged with the weights of attention (Vaswani et al., 2017).
-
-    The weights are `softmax(query · key / sqrt(dim) + bias)`.
+    """Returns `softmax(query · key / sqrt(dim) + bias) · value` (Vaswani et al., 2017).
 
     Args:
-        query: what asks.
-        key: what is compared with the queries. Where it has fewer heads, consecutive heads of the
-            queries share one (Ainslie et al., 2023).
-        value: what is averaged.
+        query: queries.
+        key: keys; if they have fewer heads, consecutive query heads share one (Ainslie et al.,
+            2023).
+        value: values.
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
-        mask: True, or not 0, where a query may attend, likewise.
-        broadcast_dropout: whether all examples and heads drop the same.
-        dropout_rng: the key that draws what is dropped.
-        dropout_rate: of the weights.
-        deterministic: whether nothing is dropped.
-        dtype: of the computation; by default the one to which query, key and value promote.
-        precision: of the multiplications, as in `jax.lax.dot_general`.
-        module: keeps the weights, before anything is dropped, as its `attention_weights`, an
-            `Intermediate`.
-        promote_dtype: gives query, key and value the dtype of the computation.
-        is_causal: whether each query attends only to keys that are no later than itself.
+        mask: True, or nonzero, where a query may attend; broadcastable to the same shape.
+        broadcast_dropout: whether all examples and heads share one dropout mask.
+        deterministic: whether dropout is off.
+        dtype: computation dtype; by default promoted from query, key and value.
+        precision: precision of the products, as in `jax.lax.dot_general`.
+        module: module that sows the weights, before dropout, as the `Intermediate`
+            `attention_weights`.
+        promote_dtype: casts query, key and value to `dtype`.
+        is_causal: whether queries attend only to keys at or before their position.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
-        ArgumentValueError: if there is no key to drop with.
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if dropout has no key.
 
     Example:
         >>> x = jnp.ones((1, 3, 2, 4))

@@ -1,4 +1,4 @@
-"""The norm that keeps a running average of the statistics of batches."""
+"""Batch normalization with running averages of the statistics."""
 
 from __future__ import annotations
 
@@ -25,34 +25,27 @@ __all__ = ["BatchNorm"]
 
 
 class BatchNorm(Module):
-    """Normalises with the statistics of the batch, or with averages (Ioffe and Szegedy, 2015).
+    """Batch normalization (Ioffe and Szegedy, 2015).
 
-    The parameters are `scale` and `bias`, shape `(num_features,)` or None; the averages are `mean`
-    and `var`, of the kind `BatchStat` and in float32.
+    The parameters are `scale` and `bias`, shape `(num_features,)` or None; the running averages are
+    `mean` and `var`, `BatchStat`s in float32.
 
     Args:
-        num_features: how many features there are, along all axes of `axis`.
-        use_running_average: the mode in which the averages are used, as in evaluation, and stay as
-            they are, set by `model.train()` and `model.eval()`; None if every call says it.
-        axis: the axes along which each position has statistics of its own.
-        momentum: what is kept of the averages in each step.
+        num_features: number of features, along all axes in `axis`.
+        use_running_average: whether to normalize with the averages and leave them unchanged, set by
+            `model.train()` and `model.eval()`; if None, calls must pass it.
+        axis: feature axes, along which each position has its own statistics.
+        momentum: decay of the averages per step.
         epsilon: added to the variance.
-        dtype: of the result; by default promoted from the input, the averages and the parameters.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        axis_name: a mapped axis, or an axis of devices, over which the batch is spread: all parts
-            are normalised with the statistics of the whole. A part weighs as many values as its
-            mask lets count.
-        axis_index_groups: the groups of indices of that axis that share statistics, as in
+        dtype: dtype of the output; by default promoted from input, averages and parameters.
+        axis_name: mapped or mesh axis over which the batch is sharded. All shards are normalized
+            with the statistics of the whole batch, in which each value that the masks include
+            counts once.
+        axis_index_groups: groups of indices of that axis that share statistics, as in
             `jax.lax.psum`.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        promote_dtype: says to which dtype input, averages and parameters promote.
-        rngs: its stream `params` gives a key for each parameter.
-        bias_metadata: of the bias's variable.
-        scale_metadata: of the scale's variable.
+        use_fast_variance: whether to compute mean and variance in one reduction.
+        promote_dtype: determines the dtype to which input, averages and parameters promote.
+        rngs: its stream `params` draws the parameters.
 
     Example:
         >>> from weft import nnx
@@ -113,16 +106,15 @@ class BatchNorm(Module):
         *,
         mask: Bool[Array, "*#shape"] | None = None,
     ) -> Float[Array, "*shape"]:
-        """Normalises a batch.
+        """Normalizes a batch.
 
         Args:
-            x: the input.
-            use_running_average: goes before the attribute.
-            mask: which values count in the statistics; all by default.
+            use_running_average: overrides the attribute.
+            mask: values included in the statistics; all by default.
 
         Raises:
-            ArgumentShapeError: if the input has another number of features.
-            MissingModeError: if `use_running_average` is neither given nor set.
+            ArgumentShapeError: if the input has a different number of features.
+            MissingModeError: if `use_running_average` is neither passed nor set.
         """
         use_average = mode_of(self, "use_running_average", use_running_average)
         features = sorted(canonical_axes(self.axis, x.ndim))
@@ -158,10 +150,6 @@ class BatchNorm(Module):
         return cast(y, dtype)
 
     def set_view(self, use_running_average: bool | None = None) -> None:
-        """Sets the mode, see `nnx.view`.
-
-        Args:
-            use_running_average: None leaves it as it is.
-        """
+        """Sets the mode, see `nnx.view`; None leaves it unchanged."""
         if use_running_average is not None:
             self.use_running_average = use_running_average

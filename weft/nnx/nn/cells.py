@@ -1,8 +1,7 @@
-"""Recurrent cells: layers that go from a state and an input to the next state and an output.
+"""Recurrent cells: layers that map a state and an input to the next state and an output.
 
-A cell is one step of a loop. `RNN` (`weft.nnx.nn.recurrent`) runs it over sequences; others make
-the first state with `initialize_carry` and hand each state on. The steps themselves are
-`weft.functional.recurrent`.
+`RNN` (`weft.nnx.nn.recurrent`) runs a cell over sequences; in a custom loop, `initialize_carry`
+makes the first state. The step functions are in `weft.functional.recurrent`.
 """
 
 from __future__ import annotations
@@ -34,13 +33,7 @@ Streams = Rngs | RngStream | None
 
 
 def recurrent_kernel_init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-    """An orthogonal matrix; one of lower precision than float32 is drawn in that.
-
-    Args:
-        key: draws it.
-        shape: of the matrix.
-        dtype: of the matrix.
-    """
+    """Draws an orthogonal matrix, in at least float32, and casts it to `dtype`."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return orthogonal()(key, shape, wide).astype(dtype)
 
@@ -67,59 +60,47 @@ class RNNCellBase(Module):
         rngs: Streams = None,
         carry_init: Initializer | None = None,
     ) -> Any:
-        """The state before the first input.
+        """Returns the state before the first input.
 
         Args:
-            input_shape: the shape of one input, batch axes included.
-            rngs: its stream `carry` gives keys to draw it with, or a stream that gives them.
-            carry_init: makes it.
+            input_shape: shape of one input, batch axes included.
+            rngs: streams with `carry`, or one stream.
+            carry_init: initializer of the state.
         """
         raise _undefined(self, "initialize_carry")
 
     def __call__(self, carry: Any, inputs: Array) -> tuple[Any, Array]:
-        """One step; returns the next state and the output.
-
-        Args:
-            carry: the state.
-            inputs: the input.
-        """
+        """Applies one step; returns the next state and the output."""
         raise _undefined(self, "__call__")
 
     @property
     def num_feature_axes(self) -> int:
-        """How many axes of an input are not batch axes."""
+        """Number of axes of an input that are not batch axes."""
         raise _undefined(self, "num_feature_axes")
 
 
 def _undefined(cell: RNNCellBase, name: str) -> CellDefinitionError:
     return CellDefinitionError(
-        f"{type(cell).__name__} does not define {name}; a cell has initialize_carry, __call__ and "
-        "num_feature_axes."
+        f"{type(cell).__name__} does not define {name}; a cell defines initialize_carry, __call__ "
+        "and num_feature_axes."
     )
 
 
 class SimpleCell(RNNCellBase):
-    """One linear map of input and state and an activation (Elman, 1990).
-
-    `h' = act(dense_i(x) + dense_h(h))`, with the layers `dense_i` and `dense_h`.
+    """Simple recurrent cell (Elman, 1990): `h' = act(dense_i(x) + dense_h(h))`.
 
     Args:
-        in_features: the size of the input.
-        hidden_features: the size of the state.
-        dtype: of the computation.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first state; zeros by default.
-        residual: whether the state is added before the activation.
-        activation_fn: the activation.
-        kernel_init: makes the kernel of the map of the input.
-        recurrent_kernel_init: makes the kernel of the map of the state.
-        bias_init: makes the bias.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        keep_rngs: whether the cell has a PRNG stream of its own to draw its first state with.
-        rngs: its stream `params` gives a key for each parameter, `carry` one for that stream.
-        kernel_metadata: of the variable of the input's kernel.
-        recurrent_kernel_metadata: of that of the state's.
-        bias_metadata: of that of the bias.
+        in_features: size of the input.
+        hidden_features: size of the state.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first state; zeros by default.
+        residual: whether to add the state before the activation.
+        kernel_init: initializer of the kernel of `dense_i`, with `kernel_metadata`.
+        recurrent_kernel_init: initializer of the kernel of `dense_h`, with
+            `recurrent_kernel_metadata`.
+        promote_dtype: casts input and parameters to `dtype`.
+        keep_rngs: whether the cell keeps its own PRNG stream to draw first states.
+        rngs: stream `params`, and `carry` with `keep_rngs`.
 
     Example:
         >>> from weft import nnx
@@ -177,12 +158,7 @@ class SimpleCell(RNNCellBase):
     def __call__(
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
-        """One step; returns the next state twice, as state and output.
-
-        Args:
-            carry: the state.
-            inputs: the input.
-        """
+        """Applies one step; returns the next state twice, as state and output."""
         new = self.dense_i(inputs) + self.dense_h(carry)
         carry = self.activation_fn(new + carry if self.residual else new)
         return carry, carry
@@ -193,38 +169,25 @@ class SimpleCell(RNNCellBase):
         rngs: Streams = None,
         carry_init: Initializer | None = None,
     ) -> Float[Array, "*batch state"]:
-        """The state before the first input; see `RNNCellBase`."""
         return first_states(self, input_shape, rngs, carry_init, 1)[0]
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class GRUCell(RNNCellBase):
-    """The gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
+    """Gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
 
-    Its linear maps are the layers `dense_i` of the input and `dense_h` of the state. Their results
-    are for the gate that resets, the one that keeps, and the new value, one after the other.
+    The layers `dense_i`, of the input, and `dense_h`, of the state, each return reset gate, update
+    gate and candidate, concatenated.
 
     Args:
-        in_features: the size of the input.
-        hidden_features: the size of the state.
-        gate_fn: the activation of the gates.
-        activation_fn: that of the new value.
-        kernel_init: see `SimpleCell`, as for all that follow.
-        recurrent_kernel_init: makes the kernel of the map of the state.
-        bias_init: makes the bias.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first state; zeros by default.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        keep_rngs: whether the cell has a PRNG stream of its own.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the variable of the input's kernel.
-        recurrent_kernel_metadata: of that of the state's.
-        bias_metadata: of that of the bias.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate.
+        dtype: computation dtype; by default promoted from input and parameters.
+
+    The other arguments are those of `SimpleCell`.
 
     Example:
         >>> from weft import nnx
@@ -281,7 +244,6 @@ class GRUCell(RNNCellBase):
     def __call__(
         self, carry: Float[Array, "*batch state"], inputs: Float[Array, "*batch input"]
     ) -> tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]:
-        """One step; see `SimpleCell`."""
         carry = gru_step(
             carry,
             jnp.split(self.dense_i(inputs), 3, -1),
@@ -297,19 +259,17 @@ class GRUCell(RNNCellBase):
         rngs: Streams = None,
         carry_init: Initializer | None = None,
     ) -> Float[Array, "*batch state"]:
-        """The state before the first input; see `RNNCellBase`."""
         return first_states(self, input_shape, rngs, carry_init, 1)[0]
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 def linear_maps(
     cell: Any, rngs: Rngs, size: int
 ) -> tuple[Callable[..., Linear], Callable[..., Linear]]:
-    """What makes the linear maps of a cell's input and of its state, with results of a size."""
+    """Returns factories of the linear maps of a cell's input and state, with `size` outputs."""
     of = functools.partial(
         Linear,
         out_features=size,
@@ -322,7 +282,6 @@ def linear_maps(
 
 
 def own_stream(cell: Any, rngs: Rngs, keeps: bool) -> RngStream | None:
-    """The stream of a cell that keeps one."""
     return kept_stream(rngs, "carry", type(cell).__name__) if keeps else None
 
 
@@ -333,18 +292,16 @@ def first_states(
     carry_init: Initializer | None,
     n: int,
 ) -> list[Array]:
-    """The arrays of a state before the first input, each drawn with a key of its own.
+    """Returns the `n` arrays of a state before the first input, each drawn with its own key.
 
     Args:
-        cell: has `hidden_features`, `param_dtype`, `carry_init` and `rngs`.
-        input_shape: of one input.
+        cell: layer with `hidden_features`, `param_dtype`, `carry_init` and `rngs`.
         rngs: streams, or a stream; by default the cell's own.
-        carry_init: makes them; by default the cell's `carry_init`, or else they are zeros.
-        n: how many there are.
+        carry_init: initializer; by default the cell's, or else zeros.
 
     Raises:
-        InvalidRngError: if there is nothing to draw them with.
-        RngArgumentError: if `rngs` is something else.
+        InvalidRngError: if an initializer is given and there is no stream.
+        RngArgumentError: if `rngs` has another type.
     """
     name = type(cell).__name__
     stream = rngs.carry if isinstance(rngs, Rngs) else cell.rngs if rngs is None else rngs
@@ -352,7 +309,7 @@ def first_states(
     make: Initializer = given or zeros
     if stream is None and given is not None:
         raise InvalidRngError(
-            f"{name} draws its first state, and has no PRNG stream; give "
+            f"{name} draws its first state but has no PRNG stream; give "
             "initialize_carry(..., rngs=nnx.Rngs(carry=0)), or make the cell with keep_rngs=True."
         )
     if not (stream is None or isinstance(stream, RngStream)):

@@ -1,4 +1,4 @@
-"""Convolutions, with the same weights at each position."""
+"""Convolution layers."""
 
 from __future__ import annotations
 
@@ -31,38 +31,30 @@ Sizes = int | Sequence[int] | None
 
 
 class Conv(Module):
-    """A convolution.
+    """Convolution with any number of spatial axes.
 
     The parameters are `kernel`, shape `(*kernel_size, in_features / groups, out_features)`, and
     `bias`, shape `(out_features,)` or None.
 
     Args:
-        in_features: the channels of the input.
-        out_features: the channels of the result.
-        kernel_size: along each spatial axis; one number is for one axis.
-        strides: the step between two outputs along each axis, or along all.
+        kernel_size: window size along each spatial axis; a number means one axis.
+        strides: window stride, per axis or for all.
         padding: VALID, SAME, SAME_LOWER, CIRCULAR, REFLECT or CAUSAL, a number, or for each axis a
             number or `(left, right)`; see `functional.pad_conv`.
-        input_dilation: the step between two positions of the input, with zeros between them.
-        kernel_dilation: the step between two positions of one window.
-        feature_group_count: the channels are cut into so many groups, each convolved by itself.
-        use_bias: whether to add a bias.
-        mask: of the kernel's shape, which it is multiplied by.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.conv_general_dilated`.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the kernel's variable.
-        bias_metadata: of the bias's variable.
+        input_dilation: dilation of the input, with zeros between positions.
+        kernel_dilation: dilation of the window.
+        feature_group_count: number of channel groups, each convolved separately.
+        mask: multiplied with the kernel; has its shape.
+        dtype: computation dtype; by default promoted from input and parameters.
+        precision: precision of the product, as in `jax.lax.conv_general_dilated`.
+        conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
+        promote_dtype: casts input and parameters to `dtype`.
+        preferred_element_type: accumulation dtype, as in `jax.lax.conv_general_dilated`.
+        rngs: its stream `params` draws the parameters.
 
     Raises:
-        ArgumentShapeError: if the channels cannot be cut into the groups, or the mask has another
-            shape than the kernel.
+        ArgumentShapeError: if the groups do not divide the channels, or the mask's shape is not the
+            kernel's.
 
     Example:
         >>> from weft import nnx
@@ -105,8 +97,8 @@ class Conv(Module):
         groups = feature_group_count
         if in_features % groups or out_features % groups:
             raise ArgumentShapeError(
-                f"Conv was given feature_group_count={groups}; expected a number by which "
-                f"in_features={in_features} and out_features={out_features} can both be divided."
+                f"Conv was given feature_group_count={groups}; expected a divisor of both "
+                f"in_features={in_features} and out_features={out_features}."
             )
         self.kernel_size = functional.per_axis(kernel_size, 1)
         self.kernel_shape = (*self.kernel_size, in_features // groups, out_features)
@@ -137,14 +129,14 @@ class Conv(Module):
         """Applies the convolution.
 
         Args:
-            inputs: the input, with any number of batch axes.
-            out_sharding: how the result is laid out, with one batch axis, as in
+            inputs: array with any number of batch axes.
+            out_sharding: sharding of the output, which then has one batch axis, as in
                 `jax.lax.conv_general_dilated`.
 
         Raises:
-            ArgumentShapeError: if the input has too few axes or other channels, or the mask another
-                shape than the kernel.
-            ArgumentValueError: if the padding is unknown, or has no meaning here.
+            ArgumentShapeError: if the input has too few axes or other channels, or the mask's shape
+                is not the kernel's.
+            ArgumentValueError: if the padding is unknown or not applicable.
         """
         kernel = masked_kernel(self)
         window, groups = self.kernel_size, self.feature_group_count
@@ -183,27 +175,22 @@ class Conv(Module):
 
 
 def as_sizes(sizes: Sizes) -> int | tuple[int, ...] | None:
-    """Sizes as an attribute keeps them: sequences as tuples."""
+    """Returns sizes with sequences as tuples."""
     return sizes if sizes is None or isinstance(sizes, int) else tuple(sizes)
 
 
 def as_padding(padding: functional.Padding) -> functional.Padding:
-    """A padding as an attribute keeps it: sequences as tuples."""
+    """Returns a padding with sequences as tuples."""
     if isinstance(padding, str | int):
         return padding
     return tuple(sides if isinstance(sides, int) else tuple(sides) for sides in padding)
 
 
 def check_input(layer: Any, inputs: Array, channels: int) -> None:
-    """Checks the rank and the channels of what a convolution is applied to.
-
-    Args:
-        layer: the convolution.
-        inputs: what it is applied to.
-        channels: those that its kernel takes.
+    """Checks that a convolution's input has the rank and channels of its kernel.
 
     Raises:
-        ArgumentShapeError: if they do not fit.
+        ArgumentShapeError: if not.
     """
     n = len(layer.kernel_size)
     if inputs.ndim < n + 1 or inputs.shape[-1] != channels:
@@ -215,31 +202,20 @@ def check_input(layer: Any, inputs: Array, channels: int) -> None:
 
 
 def check_mask(layer: Any, shape: tuple[int, ...]) -> None:
-    """Checks that the mask of a convolution, if it has one, has the shape of its kernel.
-
-    Args:
-        layer: the convolution.
-        shape: that of its kernel.
-
-    Raises:
-        ArgumentShapeError: if they differ.
-    """
+    """Raises `ArgumentShapeError` if a convolution's mask differs in shape from its kernel."""
     if layer.mask is not None and layer.mask.shape != shape:
         raise ArgumentShapeError(
             f"{type(layer).__name__} with in_features={layer.in_features}, "
             f"out_features={layer.out_features} and kernel_size={layer.kernel_size} has a mask of "
-            f"shape {layer.mask.shape}; expected that of the kernel, {shape}."
+            f"shape {layer.mask.shape}; expected the kernel's shape, {shape}."
         )
 
 
 def masked_kernel(layer: Any) -> Array:
-    """The kernel of a convolution, times its mask.
-
-    Args:
-        layer: the convolution.
+    """Returns the kernel of a convolution times its mask.
 
     Raises:
-        ArgumentShapeError: if they have different shapes.
+        ArgumentShapeError: if their shapes differ.
     """
     kernel = layer.kernel[...]
     if layer.mask is None:

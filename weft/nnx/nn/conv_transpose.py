@@ -1,4 +1,4 @@
-"""Transposed convolutions, which make more positions of fewer."""
+"""Transposed convolution layer."""
 
 from __future__ import annotations
 
@@ -28,36 +28,28 @@ __all__ = ["ConvTranspose"]
 
 
 class ConvTranspose(Module):
-    """A convolution of the input with zeros put between its positions: a learned upsampling.
+    """Transposed convolution, a learned upsampling.
 
     The parameters are `kernel`, shape `(*kernel_size, in_features, out_features)`, and `bias`,
     shape `(out_features,)` or None.
 
     Args:
-        in_features: the channels of the input.
-        out_features: the channels of the result.
-        kernel_size: along each spatial axis; one number is for one axis.
-        strides: how many outputs there are for each position, along each axis or along all.
-        padding: VALID, SAME or CIRCULAR, a number, or for each axis a number or `(left, right)` to
-            be put around the input with its zeros; see `functional.pad_conv_transpose`.
-        kernel_dilation: the step between two positions of one window.
-        use_bias: whether to add a bias.
-        mask: of the kernel's shape, which it is multiplied by.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        transpose_kernel: whether this is the gradient of the convolution with its kernel, whose
+        kernel_size: window size along each spatial axis; a number means one axis.
+        strides: number of output positions per input position, per axis or for all.
+        padding: VALID, SAME or CIRCULAR, a number, or for each axis a number or `(left, right)`,
+            applied to the dilated input; see `functional.pad_conv_transpose`.
+        kernel_dilation: dilation of the window.
+        mask: multiplied with the kernel; has its shape.
+        dtype: computation dtype; by default promoted from input and parameters.
+        precision: precision of the product, as in `jax.lax.conv_general_dilated`.
+        transpose_kernel: whether to compute the gradient of the convolution with this kernel, whose
             last axes then are `(out_features, in_features)`.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.conv_general_dilated`.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the kernel's variable.
-        bias_metadata: of the bias's variable.
+        promote_dtype: casts input and parameters to `dtype`.
+        preferred_element_type: accumulation dtype, as in `jax.lax.conv_general_dilated`.
+        rngs: its stream `params` draws the parameters.
 
     Raises:
-        ArgumentShapeError: if the mask has another shape than the kernel.
+        ArgumentShapeError: if the mask's shape is not the kernel's.
 
     Example:
         >>> from weft import nnx
@@ -125,11 +117,11 @@ class ConvTranspose(Module):
         """Applies the convolution.
 
         Args:
-            inputs: the input, with any number of batch axes.
+            inputs: array with any number of batch axes.
 
         Raises:
-            ArgumentShapeError: if the input has too few axes or other channels, or the mask another
-                shape than the kernel.
+            ArgumentShapeError: if the input has too few axes or other channels, or the mask's shape
+                is not the kernel's.
             ArgumentValueError: if the padding is unknown.
         """
         kernel = masked_kernel(self)

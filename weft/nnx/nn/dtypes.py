@@ -1,8 +1,4 @@
-"""The dtype in which a layer computes.
-
-A layer gives its arrays to `promote_dtype` as one tuple, and users can give layers another such
-function in its place.
-"""
+"""Computation dtype of a layer: `promote_dtype` and the protocol of replacements for it."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ __all__ = ["PromoteDtype", "canonicalize_dtype", "promote_dtype"]
 
 
 class PromoteDtype(Protocol):
-    """Gives arrays one dtype, as `promote_dtype` does."""
+    """Callable that casts arrays to one dtype, as `promote_dtype` does."""
 
     def __call__(self, args: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any: ...
 
@@ -26,16 +22,17 @@ class PromoteDtype(Protocol):
 def promote_dtype(
     args: Sequence[Any], /, *, dtype: DTypeLike | None = None, inexact: bool = True
 ) -> tuple[Any, ...]:
-    """The arguments as arrays of one dtype.
+    """Returns the arguments as arrays of one dtype.
 
     Args:
         args: arrays or numbers; None stays None.
-        dtype: of all of them; by default what they promote to.
-        inexact: whether the dtype must be a floating-point or complex one. Integers alone promote
-            to float32 then.
+        dtype: the dtype; by default the one to which the arguments promote.
+        inexact: whether the dtype must be floating-point or complex; integers then promote to
+            float32.
 
     Raises:
-        ArgumentValueError: if `dtype` is not inexact but must be, or there is nothing to go by.
+        ArgumentValueError: if `dtype` must be inexact and is not, or there are no arrays to
+            promote.
 
     Example:
         >>> import jax.numpy as jnp

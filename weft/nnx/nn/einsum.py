@@ -1,4 +1,4 @@
-"""Whatever an einsum of an input and a kernel can say."""
+"""Einsum layer."""
 
 from __future__ import annotations
 
@@ -30,30 +30,25 @@ __all__ = ["Einsum"]
 
 
 class Einsum(Module):
-    """An einsum of the input and a kernel.
+    """Einsum of the input and a kernel.
 
-    The parameters are `kernel` and `bias`; the bias has those axes of the kernel that the result
-    has, in the result's order.
+    The parameters are `kernel` and `bias`; the bias has the kernel's axes that the result has, in
+    the result's order.
 
     Args:
-        einsum_str: the subscripts of input, kernel and result, as `"bti,io->bto"`.
-        kernel_shape: the shape of the kernel; a number is the size of its only axis.
-        bias_shape: the shape of the bias, also as a number; by default there is none.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.numpy.einsum`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        einsum_op: multiplies in place of `jax.numpy.einsum`.
-        preferred_element_type: the dtype of the sum, as in `jax.numpy.einsum`.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the kernel's variable.
-        bias_metadata: of the bias's variable.
+        einsum_str: subscripts of input, kernel and result, such as `"bti,io->bto"`.
+        kernel_shape: shape of the kernel, or the size of its only axis.
+        bias_shape: shape of the bias, or a size; None for no bias.
+        dtype: computation dtype; by default promoted from input and parameters.
+        precision: precision of the product, as in `jax.numpy.einsum`.
+        promote_dtype: casts input and parameters to `dtype`.
+        einsum_op: replaces `jax.numpy.einsum`.
+        preferred_element_type: accumulation dtype, as in `jax.numpy.einsum`.
+        rngs: its stream `params` draws the parameters.
 
     Raises:
-        ArgumentValueError: if the subscripts are not those of two operands and a result.
-        ArgumentShapeError: if the kernel or the bias has another number of axes or elements.
+        ArgumentValueError: if the subscripts do not name two operands and a result.
+        ArgumentShapeError: if the kernel or the bias does not match the subscripts.
 
     Example:
         >>> from weft import nnx
@@ -106,13 +101,12 @@ class Einsum(Module):
         """Applies the map.
 
         Args:
-            inputs: the input.
-            einsum_str: other subscripts, for this call.
-            out_sharding: how the result is laid out, as in `jax.numpy.einsum`.
+            einsum_str: overrides the subscripts for this call.
+            out_sharding: sharding of the output, as in `jax.numpy.einsum`.
 
         Raises:
-            ArgumentValueError: if the subscripts are not those of two operands and a result.
-            ArgumentShapeError: if they name other axes than there are.
+            ArgumentValueError: if the subscripts do not name two operands and a result.
+            ArgumentShapeError: if they do not match the operands' axes.
         """
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         x, kernel, bias = self.promote_dtype(
@@ -138,7 +132,7 @@ class Einsum(Module):
             if self.einsum_op is not jnp.einsum:
                 raise
             raise ArgumentShapeError(
-                f"Einsum {subscripts!r}, whose kernel has the shape {kernel.shape}, was given an "
+                f"Einsum {subscripts!r} with a kernel of shape {kernel.shape} was given an "
                 f"input of shape {x.shape}: {error}"
             ) from error
 
@@ -150,7 +144,7 @@ def _shape(sizes: int | Sequence[int]) -> tuple[int, ...]:
 def _check_parameters(
     subscripts: str, kernel_shape: tuple[int, ...], bias_shape: tuple[int, ...] | None
 ) -> None:
-    """Checks what can be known without an input: it may have more axes, before those named."""
+    """Checks the shapes as far as possible without an input, which may have more leading axes."""
     named = subscripts.replace(" ", "").partition(",")[0].replace("...", "")
     axes, _, _ = functional.project_weight_axes(subscripts, len(named), len(kernel_shape))
     expected = tuple(kernel_shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""Embeddings: a vector for each id."""
+"""Embedding layer."""
 
 from __future__ import annotations
 
@@ -20,19 +20,15 @@ __all__ = ["Embed"]
 
 
 class Embed(Module):
-    """A table of vectors that are learned, one for each id.
+    """Learned table with one vector per id.
 
     The parameter is `embedding`, shape `(num_embeddings, features)`.
 
     Args:
-        num_embeddings: the number of ids.
-        features: the size of a vector.
-        dtype: of the results; by default that of the table.
-        param_dtype: of the table.
-        embedding_init: makes the table.
-        promote_dtype: gives table and query the dtype of the results.
-        rngs: its stream `params` gives the table's key.
-        embedding_metadata: of the table's variable.
+        features: size of a vector.
+        dtype: dtype of the output; by default that of the table.
+        promote_dtype: casts table and query to `dtype`.
+        rngs: its stream `params` draws the table.
 
     Example:
         >>> from weft import nnx
@@ -68,21 +64,19 @@ class Embed(Module):
     def __call__(
         self, inputs: Int[Array, "*shape"], out_sharding: Any = None
     ) -> Float[Array, "*shape features"]:
-        """The vectors of ids.
-
-        An id that is not in the table gives NaN: it shows, where a vector of another id would not.
+        """Returns the vectors of ids; out-of-range ids return NaN, so that errors are visible.
 
         Args:
-            inputs: the ids; negative ones count from the end.
-            out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
+            inputs: ids; negative ones count from the end.
+            out_sharding: sharding of the output, as in `jax.Array.at[].get`.
 
         Raises:
-            ArgumentValueError: if the ids are not integers, or too large for those of JAX.
+            ArgumentValueError: if the ids are not integers, or too large for JAX's integers.
         """
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ArgumentValueError(
-                f"Embed with num_embeddings={self.num_embeddings} was asked for ids of dtype "
+                f"Embed with num_embeddings={self.num_embeddings} was given ids of dtype "
                 f"{inputs.dtype}; expected integers: convert them with ids.astype(int)."
             )
         (table,) = self.promote_dtype((self.embedding[...],), dtype=self.dtype, inexact=False)
@@ -91,14 +85,13 @@ class Embed(Module):
     def attend(
         self, query: Float[Array, "*batch features"], out_sharding: Any = None
     ) -> Float[Array, "*batch ids"]:
-        """The inner product of each query with every vector: logits, if outputs are tied to inputs.
+        """Returns the inner products of queries with all vectors: logits with tied embeddings.
 
         Args:
-            query: what is compared with the vectors.
-            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
 
         Raises:
-            ArgumentShapeError: if a query has another size than a vector.
+            ArgumentShapeError: if the last axis of the query is not of size `features`.
         """
         query, table = self.promote_dtype((query, self.embedding[...]), dtype=self.dtype)
         if query.shape[-1:] != table.shape[-1:]:

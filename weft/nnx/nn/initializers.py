@@ -1,4 +1,4 @@
-"""First values of parameters: functions `init(key, shape, dtype)`, and functions that make them.
+"""Parameter initializers: functions `init(key, shape, dtype)`, and functions that return them.
 
 They are those of `weft.functional.initializers`.
 """

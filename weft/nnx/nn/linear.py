@@ -1,4 +1,4 @@
-"""Linear maps: a matrix over the last axis, or over any axes."""
+"""Linear layers, over the last axis or over any axes."""
 
 from __future__ import annotations
 
@@ -34,26 +34,20 @@ DotGeneral = Callable[..., Array]
 
 
 class Linear(Module):
-    """A linear map of the last axis.
+    """Linear map of the last axis.
 
     The parameters are `kernel`, shape `(in_features, out_features)`, and `bias`, shape
     `(out_features,)` or None.
 
     Args:
-        in_features: the size of the last axis of the input.
-        out_features: the size of the last axis of the result.
-        use_bias: whether to add a bias.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
-        dot_general: multiplies in place of `jax.lax.dot_general`.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the kernel's variable.
-        bias_metadata: of the bias's variable.
+        dtype: computation dtype; by default promoted from input and parameters.
+        precision: precision of the product, as in `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`.
+        promote_dtype: casts input and parameters to `dtype`.
+        preferred_element_type: accumulation dtype, as in `jax.lax.dot_general`.
+        rngs: its stream `params` draws the parameters.
+        kernel_metadata: metadata of the kernel's variable, such as `out_sharding`; `bias_metadata`
+            that of the bias.
 
     Example:
         >>> from weft import nnx
@@ -104,11 +98,10 @@ class Linear(Module):
         """Applies the map.
 
         Args:
-            inputs: the input.
-            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
 
         Raises:
-            ArgumentShapeError: if the last axis of the input has another size.
+            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         x, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], value_of(self.bias)), dtype=self.dtype
@@ -131,34 +124,26 @@ class Linear(Module):
 
 
 class LinearGeneral(Module):
-    """A linear map of any axes to any number of axes.
+    """Linear map from any axes to any number of axes.
 
     The parameters are `kernel`, shape `(*batch, *in_features, *out_features)`, and `bias`, shape
     `(*batch, *out_features)` or None.
 
     Args:
-        in_features: the sizes of the axes that are contracted, in increasing order of the axes.
-        out_features: the sizes of the new axes, which come last.
-        axis: the axes that are contracted, as many as `in_features`.
-        batch_axis: the sizes of the first axes of the input by their numbers, if each position
-            along them has parameters of its own. They come first in the result.
-        use_bias: see `Linear`, as for all others, but for the following.
-        dtype: of the computation.
-        param_dtype: of the parameters.
-        kernel_init: makes the kernel as one matrix, of shape `(batch * input, output)`.
-        bias_init: makes the bias as one vector.
-        precision: of the multiplication.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        dot_general: multiplies.
-        dot_general_cls: makes a function that multiplies when the layer is called, and goes before
-            `dot_general`.
-        preferred_element_type: the dtype of the sum.
-        rngs: its stream `params` gives a key for each parameter.
-        kernel_metadata: of the kernel's variable.
-        bias_metadata: of the bias's variable.
+        in_features: sizes of the contracted axes, in increasing order of the axes.
+        out_features: sizes of the new axes, which come last.
+        axis: contracted axes, as many as `in_features`.
+        batch_axis: sizes of leading axes by axis number, along which each position has its own
+            parameters; they come first in the output.
+        kernel_init: initializer, called for a matrix of shape `(batch * input, output)`.
+        bias_init: initializer, called for a vector.
+        dot_general_cls: returns a replacement of `jax.lax.dot_general` at each call; takes
+            precedence over `dot_general`.
+
+    The other arguments are those of `Linear`.
 
     Raises:
-        ArgumentShapeError: if there is not an axis for each of `in_features`.
+        ArgumentShapeError: if `axis` and `in_features` differ in length.
         ArgumentValueError: if `batch_axis` are not the first axes.
 
     Example:
@@ -227,7 +212,7 @@ class LinearGeneral(Module):
         if set(self.batch_axis) != set(first):
             raise ArgumentValueError(
                 f"LinearGeneral was given batch_axis={dict(self.batch_axis)}; expected sizes of "
-                f"the first axes, {tuple(first)}: move the others there with jnp.moveaxis."
+                f"the first axes, {tuple(first)}: move other axes there with jnp.moveaxis."
             )
 
     def __call__(
@@ -236,8 +221,7 @@ class LinearGeneral(Module):
         """Applies the map.
 
         Args:
-            inputs: the input.
-            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
 
         Raises:
             ArgumentShapeError: if the input lacks an axis, or one has another size.
@@ -275,17 +259,17 @@ class LinearGeneral(Module):
 
 
 def value_of(bias: Any) -> Any:
-    """The value of a variable, or None where there is no variable."""
+    """Returns the value of a variable; None stays None."""
     return None if bias is None else bias[...]
 
 
 def _replaced(dot_general: DotGeneral | None) -> DotGeneral | None:
-    """What multiplies in place of JAX's own function, if anything does."""
+    """Returns the replacement of JAX's own function, or None."""
     return None if dot_general is lax.dot_general else dot_general
 
 
 def _shaped(init: Initializer, flat: tuple[int, ...]) -> Initializer:
-    """Draws in one shape, whose fans are the map's, and returns another."""
+    """Returns an initializer that draws in shape `flat`, which has the map's fans, and reshapes."""
 
     def make(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         value = init(key, flat, dtype)

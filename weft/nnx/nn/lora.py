@@ -1,4 +1,4 @@
-"""Low-rank adaptation: what is learned beside a map that stays as it is (Hu et al., 2021)."""
+"""Low-rank adaptation: a learned low-rank map added to a frozen one (Hu et al., 2021)."""
 
 from __future__ import annotations
 
@@ -26,34 +26,27 @@ default_a_initializer = he_uniform()
 
 
 class LoRAParam(Param[Any]):
-    """A parameter of a low-rank map, which can be learned while others stay."""
+    """Parameter of a low-rank map, which can be trained while others are frozen."""
 
     __slots__ = ()
 
 
 class LoRA(Module):
-    """A linear map of low rank, and what another module makes of the same input.
+    """Low-rank linear map, added to the output of another module.
 
-    The result is `(x @ lora_a) @ lora_b + base_module(x)`. The parameters are `lora_a`, shape
+    The output is `(x @ lora_a) @ lora_b + base_module(x)`. The parameters are `lora_a`, shape
     `(in_features, lora_rank)`, and `lora_b`, shape `(lora_rank, out_features)`.
 
     Args:
-        in_features: the size of the last axis of the input.
-        lora_rank: the rank.
-        out_features: the size of the last axis of the result.
-        base_module: what is called on the same input; by default nothing is added.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters.
-        a_initializer: makes `lora_a`.
-        b_initializer: makes `lora_b`; zeros, so that the map starts as that of `base_module`.
-        lora_param_type: the class of the variables.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        rngs: its stream `params` gives a key for each parameter.
-        a_metadata: of the variable `lora_a`.
-        b_metadata: of the variable `lora_b`.
+        base_module: module called on the same input; by default nothing is added.
+        dtype: computation dtype; by default promoted from input and parameters.
+        b_initializer: initializer of `lora_b`; zeros, so that training starts from `base_module`.
+        lora_param_type: class of the variables.
+        promote_dtype: casts input and parameters to `dtype`.
+        rngs: its stream `params` draws the parameters.
 
     Raises:
-        ArgumentValueError: if `base_module` cannot be called.
+        ArgumentValueError: if `base_module` is not callable.
 
     Example:
         >>> from weft import nnx
@@ -88,7 +81,7 @@ class LoRA(Module):
         )
         if base_module is not None and not callable(base_module):
             raise ArgumentValueError(
-                f"LoRA was given base_module={base_module!r}, which cannot be called; expected a "
+                f"LoRA was given base_module={base_module!r}, which is not callable; expected a "
                 "module with a __call__, or None."
             )
         self.in_features = in_features
@@ -111,11 +104,10 @@ class LoRA(Module):
         """Applies the map.
 
         Args:
-            x: the input.
-            **kwargs: for `base_module`.
+            **kwargs: passed to `base_module`.
 
         Raises:
-            ArgumentShapeError: if the last axis of the input has another size.
+            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
         if given.shape[-1:] != a.shape[:1]:
@@ -128,24 +120,15 @@ class LoRA(Module):
 
 
 class LoRALinear(Linear):
-    """A `Linear` with a linear map of low rank beside it.
+    """`Linear` with a low-rank linear map added.
 
-    The parameters are those of `Linear`, and those of the attribute `lora`, a `LoRA`.
+    The parameters are those of `Linear`, and those of `lora`, a `LoRA`.
 
     Args:
-        in_features: the size of the last axis of the input.
-        out_features: the size of the last axis of the result.
-        lora_rank: the rank.
-        lora_dtype: of the computation of low rank.
-        lora_param_dtype: of its parameters.
-        a_initializer: see `LoRA`, as for the following.
-        b_initializer: makes `lora_b`.
-        lora_param_type: the class of the variables.
-        lora_promote_dtype: gives input and parameters the dtype of the computation.
-        rngs: its stream `params` gives a key for each parameter.
-        a_metadata: of the variable `lora_a`.
-        b_metadata: of the variable `lora_b`.
-        **kwargs: for `Linear`.
+        lora_dtype: computation dtype of the low-rank map; `lora_param_dtype` and
+            `lora_promote_dtype` belong to the same map.
+        b_initializer: see `LoRA`, as for `a_initializer` and `lora_param_type`.
+        **kwargs: passed to `Linear`.
 
     Example:
         >>> from weft import nnx
@@ -199,10 +182,9 @@ class LoRALinear(Linear):
         """Applies both maps.
 
         Args:
-            x: the input.
-            out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+            out_sharding: sharding of the output, as in `jax.lax.dot_general`.
 
         Raises:
-            ArgumentShapeError: if the last axis of the input has another size.
+            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         return super().__call__(x, out_sharding=out_sharding) + self.lora(x)

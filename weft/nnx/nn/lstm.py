@@ -1,4 +1,4 @@
-"""The long short-term memory, with a linear map for each gate or with one for all."""
+"""Long short-term memory cells, with one linear map per gate or a fused one."""
 
 from __future__ import annotations
 
@@ -31,29 +31,26 @@ Carry = tuple[Float[Array, "*batch state"], Float[Array, "*batch state"]]
 
 
 class LSTMCell(RNNCellBase):
-    """The long short-term memory, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
+    """Long short-term memory, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
 
-    Its linear maps are the layers `ii`, `if_`, `ig`, `io` of the input and `hi`, `hf`, `hg`, `ho`
-    of the state, for the gate of the input, the one that forgets, what is remembered, and the gate
-    of the output.
+    The linear maps are the layers `ii`, `if_`, `ig`, `io` of the input and `hi`, `hf`, `hg`, `ho`
+    of the state: input gate, forget gate, candidate and output gate.
 
     Args:
-        in_features: the size of the input.
-        hidden_features: the size of the memory and of the output.
-        gate_fn: the activation of the gates.
-        activation_fn: that of what is remembered and put out.
-        kernel_init: makes the kernels of the maps of the input.
-        recurrent_kernel_init: makes the kernels of the maps of the state.
-        bias_init: makes the biases, which the maps of the state have.
-        dtype: of the computation; by default the one to which input and parameters promote.
-        param_dtype: of the parameters and of the first state.
-        carry_init: makes the first memory and output, each with a key of its own; zeros by default.
-        promote_dtype: gives input and parameters the dtype of the computation.
-        keep_rngs: whether the cell has a PRNG stream of its own to draw its first state with.
-        rngs: its stream `params` gives a key for each parameter, `carry` one for that stream.
-        kernel_metadata: of the variables of the input's kernels.
-        recurrent_kernel_metadata: of those of the state's.
-        bias_metadata: of those of the biases.
+        in_features: size of the input.
+        hidden_features: size of the memory and of the output.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate and of the output.
+        kernel_init: initializer of the input's kernels, with `kernel_metadata`.
+        recurrent_kernel_init: initializer of the state's kernels, with `recurrent_kernel_metadata`.
+        bias_init: initializer of the biases, which the maps of the state have.
+        dtype: computation dtype; by default promoted from input and parameters.
+        param_dtype: dtype of the parameters and of the first state.
+        carry_init: initializer of the first memory and output, each with its own key; zeros by
+            default.
+        promote_dtype: casts input and parameters to `dtype`.
+        keep_rngs: whether the cell keeps its own PRNG stream to draw first states.
+        rngs: stream `params`, and `carry` with `keep_rngs`.
 
     Example:
         >>> from weft import nnx
@@ -119,11 +116,10 @@ class LSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
-        """One step.
+        """Applies one step.
 
         Args:
             carry: memory and output.
-            inputs: the input.
 
         Returns:
             The next memory and output, and the output.
@@ -146,39 +142,20 @@ class LSTMCell(RNNCellBase):
         rngs: Streams = None,
         carry_init: Initializer | None = None,
     ) -> Carry:
-        """The memory and output before the first input; see `RNNCellBase`."""
         c, h = first_states(self, input_shape, rngs, carry_init, 2)
         return c, h
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1
 
 
 class OptimizedLSTMCell(RNNCellBase):
     """`LSTMCell` with one linear map of the input, `dense_i`, and one of the state, `dense_h`.
 
-    Two large multiplications are faster than eight small ones. The results of a map are those for
-    the gate of the input, the one that forgets, what is remembered and the gate of the output.
-
-    Args:
-        in_features: see `LSTMCell`.
-        hidden_features: see `LSTMCell`.
-        gate_fn: see `LSTMCell`.
-        activation_fn: see `LSTMCell`.
-        kernel_init: makes the kernel of the map of the input as a whole.
-        recurrent_kernel_init: makes that of the map of the state as a whole.
-        bias_init: see `LSTMCell`.
-        dtype: see `LSTMCell`.
-        param_dtype: see `LSTMCell`.
-        carry_init: see `LSTMCell`.
-        promote_dtype: see `LSTMCell`.
-        keep_rngs: see `LSTMCell`.
-        rngs: see `LSTMCell`.
-        kernel_metadata: see `LSTMCell`.
-        recurrent_kernel_metadata: see `LSTMCell`.
-        bias_metadata: see `LSTMCell`.
+    Two large products are faster than eight small ones. Each map returns input gate, forget gate,
+    candidate and output gate, concatenated; `kernel_init` and `recurrent_kernel_init` draw the
+    concatenated kernels. Arguments as for `LSTMCell`.
 
     Example:
         >>> from weft import nnx
@@ -233,7 +210,6 @@ class OptimizedLSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
-        """One step; see `LSTMCell`."""
         c, h = carry
         gates = jnp.split(self.dense_i(inputs) + self.dense_h(h), 4, -1)
         c, h = lstm_step(c, *gates, gate_fn=self.gate_fn, activation_fn=self.activation_fn)
@@ -245,11 +221,9 @@ class OptimizedLSTMCell(RNNCellBase):
         rngs: Streams = None,
         carry_init: Initializer | None = None,
     ) -> Carry:
-        """The memory and output before the first input; see `RNNCellBase`."""
         c, h = first_states(self, input_shape, rngs, carry_init, 2)
         return c, h
 
     @property
     def num_feature_axes(self) -> int:
-        """1."""
         return 1

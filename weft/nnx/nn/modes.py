@@ -1,7 +1,7 @@
-"""Modes: what a layer does differently in training, evaluation or decoding.
+"""Modes of layers: behavior that differs between training, evaluation and decoding.
 
-A mode is an attribute of the layer, so that `model.train()` and `model.eval()` reach it, and an
-argument of the call, which goes before the attribute. None says nothing.
+A mode is an attribute, set by `model.train()` and `model.eval()`, and an argument of the call,
+which overrides the attribute unless it is None.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from weft.nnx.rngs import Rngs, RngStream
 
 
 def mode_of(layer: Any, name: str, given: bool | None) -> bool:
-    """The mode in which a layer is called.
+    """Returns the mode in which a layer is called.
 
     Args:
-        layer: has the mode as an attribute.
-        name: of the attribute.
-        given: what was given in the call.
+        name: attribute that holds the mode.
+        given: the call's argument.
 
     Raises:
-        MissingModeError: if it is neither given nor set.
+        MissingModeError: if it is neither passed nor set.
 
     Example:
         >>> from weft import nnx
@@ -39,16 +38,15 @@ def mode_of(layer: Any, name: str, given: bool | None) -> bool:
 
 
 def drawn_key(rngs: Any, name: str, layer: str) -> jax.Array:
-    """A key to draw with.
+    """Returns a key from PRNG streams, from one stream, or the given key.
 
     Args:
-        rngs: PRNG streams, one stream, or a key.
-        name: of the stream.
-        layer: who draws, for errors.
+        name: name of the stream.
+        layer: name of the layer, for errors.
 
     Raises:
-        InvalidRngError: if there is nothing to draw with.
-        RngArgumentError: if `rngs` is something else.
+        InvalidRngError: if `rngs` is None.
+        RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
     Example:
@@ -64,22 +62,22 @@ def drawn_key(rngs: Any, name: str, layer: str) -> jax.Array:
         return rngs
     if rngs is None:
         raise InvalidRngError(
-            f"{layer} drops at random, and has no PRNG stream; give it rngs=nnx.Rngs({name}=0) "
+            f"{layer} applies dropout but has no PRNG stream; give it rngs=nnx.Rngs({name}=0) "
             "when it is made or called, or call it with deterministic=True."
         )
     raise not_streams(rngs, layer)
 
 
 def kept_stream(rngs: Any, name: str, layer: str) -> RngStream | None:
-    """A stream of a layer's own, from one key of the stream that it is given; None for none.
+    """Returns a stream for a layer, forked from the given stream; None stays None.
 
     Args:
         rngs: PRNG streams, or one stream.
-        name: of the stream.
-        layer: whose it will be, for errors.
+        name: name of the stream.
+        layer: name of the layer, for errors.
 
     Raises:
-        RngArgumentError: if `rngs` is something else.
+        RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
     Example:
@@ -96,8 +94,8 @@ def kept_stream(rngs: Any, name: str, layer: str) -> RngStream | None:
 
 
 def not_streams(rngs: Any, layer: str) -> RngArgumentError:
-    """The error about something else in the place of PRNG streams."""
+    """Returns the error about `rngs` of a wrong type."""
     return RngArgumentError(
-        f"{layer} was given rngs={rngs!r}; expected PRNG streams such as nnx.Rngs(0), one of them, "
-        "or in a call also a key."
+        f"{layer} was given rngs={rngs!r}; expected PRNG streams such as nnx.Rngs(0), one stream, "
+        "or, in a call, a key."
     )

@@ -1,4 +1,4 @@
-"""What norms have in common: scale and bias, and the dtype of the result."""
+"""Shared parts of norms: scale and bias, and the dtype of the output."""
 
 from __future__ import annotations
 
@@ -18,15 +18,7 @@ from weft.typing import DType
 def optional_param(
     use: bool, init: Initializer, rngs: Rngs, size: int, dtype: DType, metadata: Metadata
 ) -> Any:
-    """A parameter with a value for each feature, or None.
-
-    Args:
-        use: whether there is one.
-        init: makes the value.
-        rngs: its stream `params` gives the key.
-        size: how many features there are.
-        dtype: of the value.
-        metadata: of the variable.
+    """Returns a parameter of shape `(size,)` if `use`, else None.
 
     Example:
         >>> import jax
@@ -37,12 +29,7 @@ def optional_param(
 
 
 def promoted(layer: Any, x: Array, *others: Array | None) -> tuple[Any, tuple[Array | None, ...]]:
-    """The dtype of a layer's result, and its parameters as `layer.promote_dtype` gives them.
-
-    Args:
-        layer: has `dtype` and `promote_dtype`.
-        x: the input.
-        *others: the parameters.
+    """Returns a layer's output dtype, and its parameters as `layer.promote_dtype` casts them.
 
     Example:
         >>> import jax.numpy as jnp
@@ -61,17 +48,14 @@ def promoted(layer: Any, x: Array, *others: Array | None) -> tuple[Any, tuple[Ar
 def along(
     layer: Any, values: Array | None, axes: Sequence[int], x: Array, num_features: int
 ) -> Any:
-    """A value for each feature, broadcastable to the input.
+    """Reshapes values of shape `(num_features,)`, or None, to broadcast to the input.
 
     Args:
-        layer: whose values they are, for errors.
-        values: shape `(num_features,)`, or None.
-        axes: those of the features, in increasing order.
-        x: the input.
-        num_features: how many features the layer has.
+        layer: layer to name in errors.
+        axes: axes of the features, in increasing order.
 
     Raises:
-        ArgumentShapeError: if the input has another number of features.
+        ArgumentShapeError: if the input has a different number of features.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,8 +69,8 @@ def along(
         raise ArgumentShapeError(
             f"{type(layer).__name__} with num_features={num_features} was given an input of shape "
             f"{x.shape}, whose features (axis {', '.join(map(str, axes))}) are "
-            f"{math.prod(sizes)}; make the layer with num_features={math.prod(sizes)}, or say "
-            "which axis is that of the features."
+            f"{math.prod(sizes)}; make the layer with num_features={math.prod(sizes)}, or set its "
+            "feature axis."
         )
     if tuple(axes) == (x.ndim - 1,):
         return values

@@ -1,9 +1,8 @@
-"""Norms that normalise an input with statistics of its own.
+"""Norms that use statistics of their input: layer, RMS, group and instance norm.
 
-Which axes share statistics (`reduction_axes`) and which have a scale and bias for each position
-(`feature_axes`) are two questions, and the layers differ in the answers. Statistics are computed
-in float32; the result has the dtype `dtype`, by default that to which the input, scale and bias
-are promoted.
+`reduction_axes` share statistics; along `feature_axes` each position has its own scale and bias.
+Statistics are computed in float32; the output has dtype `dtype`, by default promoted from input,
+scale and bias.
 """
 
 from __future__ import annotations
@@ -30,30 +29,22 @@ __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 
 class LayerNorm(Module):
-    """Normalises each position of a batch by itself, `functional.layer_norm` (Ba et al., 2016).
+    """Layer normalization, `functional.layer_norm` (Ba et al., 2016).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
 
     Args:
-        num_features: how many features there are, along all `feature_axes`.
+        num_features: number of features, along all `feature_axes`.
         epsilon: added to the variance.
-        dtype: of the result; by default promoted from the input and the parameters.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        reduction_axes: the axes that share statistics.
-        feature_axes: the axes of scale and bias.
-        axis_name: a mapped axis, or an axis of devices, over which the statistics are taken as
-            well.
-        axis_index_groups: the groups of indices of that axis that share statistics, as in
+        dtype: dtype of the output; by default promoted from input and parameters.
+        reduction_axes: axes that share statistics.
+        feature_axes: axes of scale and bias.
+        axis_name: mapped or mesh axis over which statistics are also averaged.
+        axis_index_groups: groups of indices of that axis that share statistics, as in
             `jax.lax.psum`.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        promote_dtype: says to which dtype input and parameters promote.
-        rngs: its stream `params` gives a key for each parameter.
-        bias_metadata: of the bias's variable.
-        scale_metadata: of the scale's variable.
+        use_fast_variance: whether to compute mean and variance in one reduction.
+        promote_dtype: determines the dtype to which input and parameters promote.
+        rngs: its stream `params` draws the parameters.
 
     Example:
         >>> from weft import nnx
@@ -102,14 +93,13 @@ class LayerNorm(Module):
     def __call__(
         self, x: Float[Array, "*shape"], *, mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalises an input.
+        """Normalizes an input.
 
         Args:
-            x: the input.
-            mask: which values count in the statistics; all by default.
+            mask: values included in the statistics; all by default.
 
         Raises:
-            ArgumentShapeError: if the input has another number of features.
+            ArgumentShapeError: if the input has a different number of features.
         """
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))
@@ -129,25 +119,10 @@ class LayerNorm(Module):
 
 
 class RMSNorm(Module):
-    """Divides by the root mean square, `functional.rms_norm` (Zhang and Sennrich, 2019).
+    """Root mean square normalization, `functional.rms_norm` (Zhang and Sennrich, 2019).
 
-    The parameter is `scale`, shape `(num_features,)` or None.
-
-    Args:
-        num_features: see `LayerNorm`, as for all others but for the following.
-        epsilon: added to the mean square.
-        dtype: of the result.
-        param_dtype: of the parameter.
-        use_scale: whether to multiply with a scale.
-        scale_init: makes the scale.
-        reduction_axes: the axes that share a mean square.
-        feature_axes: the axes of the scale.
-        axis_name: a mapped axis over which the mean square is taken as well.
-        axis_index_groups: of that axis.
-        use_fast_variance: without effect: there is one statistic.
-        promote_dtype: says to which dtype input and parameter promote.
-        rngs: its stream `params` gives a key.
-        scale_metadata: of the scale's variable.
+    The parameter is `scale`, shape `(num_features,)` or None. Arguments as for `LayerNorm`;
+    `use_fast_variance` has no effect.
 
     Example:
         >>> from weft import nnx
@@ -191,7 +166,7 @@ class RMSNorm(Module):
     def __call__(
         self, x: Float[Array, "*shape"], mask: Bool[Array, "*#shape"] | None = None
     ) -> Float[Array, "*shape"]:
-        """Normalises an input; arguments and errors as of `LayerNorm`."""
+        """Normalizes an input; see `LayerNorm`."""
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         dtype, (scale,) = promoted(self, x, value_of(self.scale))
         y = functional.rms_norm(
@@ -208,33 +183,21 @@ class RMSNorm(Module):
 
 
 class GroupNorm(Module):
-    """Normalises groups of channels, each example by itself (Wu and He, 2018).
+    """Group normalization of channels, per example (Wu and He, 2018).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
 
     Args:
-        num_features: how many channels there are, along the last axis.
-        num_groups: how many groups there are; None if `group_size` is given.
-        group_size: how many channels a group has; then `num_groups` must be None.
-        epsilon: see `LayerNorm`, as for all others but for the following.
-        dtype: of the result.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        reduction_axes: the axes that share statistics, the last one among them; all but the first
-            by default.
-        axis_name: a mapped axis over which the statistics are taken as well.
-        axis_index_groups: of that axis.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        promote_dtype: says to which dtype input and parameters promote.
-        rngs: its stream `params` gives a key for each parameter.
-        bias_metadata: of the bias's variable.
-        scale_metadata: of the scale's variable.
+        num_features: number of channels, along the last axis.
+        num_groups: number of groups; None if `group_size` is given.
+        group_size: number of channels per group; requires `num_groups=None`.
+        reduction_axes: axes that share statistics, including the last; by default all but the
+            first.
+
+    The other arguments are those of `LayerNorm`.
 
     Raises:
-        ArgumentShapeError: if the channels cannot be cut into equal groups.
+        ArgumentShapeError: if the groups do not divide the channels.
         ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given.
 
     Example:
@@ -295,11 +258,11 @@ class GroupNorm(Module):
         *,
         mask: Bool[Array, "*#batch"] | None = None,
     ) -> Float[Array, "batch *spatial channels"]:
-        """Normalises an input; arguments as of `LayerNorm`.
+        """Normalizes an input; see `LayerNorm`.
 
         Raises:
-            ArgumentShapeError: if the input has another number of channels.
-            ArgumentValueError: if the last axis is not among the `reduction_axes`.
+            ArgumentShapeError: if the input has a different number of channels.
+            ArgumentValueError: if the last axis is not in `reduction_axes`.
         """
         axes = group_norm_axes(self.reduction_axes, x.shape)
         if x.shape[-1] != self.num_groups * self.group_size:
@@ -325,27 +288,15 @@ class GroupNorm(Module):
 
 
 class InstanceNorm(Module):
-    """Normalises each channel of each example by itself (Ulyanov et al., 2016).
+    """Instance normalization: each channel of each example separately (Ulyanov et al., 2016).
 
     The parameters are `scale` and `bias`, shape `(num_features,)` or None.
 
     Args:
-        num_features: how many channels there are, along all `feature_axes`.
-        epsilon: see `LayerNorm`, as for all others but for the following.
-        dtype: of the result.
-        param_dtype: of the parameters.
-        use_bias: whether to add a bias.
-        use_scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        feature_axes: the axes of the channels. All others but the first share statistics.
-        axis_name: a mapped axis over which the statistics are taken as well.
-        axis_index_groups: of that axis.
-        use_fast_variance: whether mean and variance come out of one reduction.
-        promote_dtype: says to which dtype input and parameters promote.
-        rngs: its stream `params` gives a key for each parameter.
-        bias_metadata: of the bias's variable.
-        scale_metadata: of the scale's variable.
+        num_features: number of channels, along all `feature_axes`.
+        feature_axes: axes of the channels; all others except the first share statistics.
+
+    The other arguments are those of `LayerNorm`.
 
     Example:
         >>> from weft import nnx
@@ -393,11 +344,11 @@ class InstanceNorm(Module):
     def __call__(
         self, x: Float[Array, " batch *shape"], *, mask: Bool[Array, "*#batch"] | None = None
     ) -> Float[Array, " batch *shape"]:
-        """Normalises an input; arguments as of `LayerNorm`.
+        """Normalizes an input; see `LayerNorm`.
 
         Raises:
-            ArgumentShapeError: if the input has another number of channels.
-            ArgumentValueError: if the first axis is among the `feature_axes`.
+            ArgumentShapeError: if the input has a different number of channels.
+            ArgumentValueError: if the first axis is in `feature_axes`.
         """
         features, axes = instance_norm_axes(self.feature_axes, x.shape)
         dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))

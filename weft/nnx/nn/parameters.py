@@ -1,4 +1,4 @@
-"""How a layer makes its parameters: an initializer, a key of the stream `params`, metadata."""
+"""Creation of parameters from an initializer, a key of the stream `params` and metadata."""
 
 from __future__ import annotations
 
@@ -28,19 +28,16 @@ def new_param(
     metadata: Metadata = NO_METADATA,
     kind: Any = Param,
 ) -> Any:
-    """A variable that an initializer makes.
+    """Returns a new variable.
 
     Args:
-        init: called with a key, the shape and the dtype; it can give a value with metadata, as
-            those of `nnx.with_metadata`.
-        rngs: its stream `params` gives the key.
-        shape: of the value.
-        dtype: of the value.
-        metadata: of the variable; that of the initializer goes before it.
-        kind: the variable's class.
+        init: initializer; may return a value with metadata, like those of `nnx.with_metadata`.
+        rngs: its stream `params` draws the value.
+        metadata: metadata of the variable; the initializer's takes precedence.
+        kind: class of the variable.
 
     Raises:
-        InvalidRngError: if `rngs` is something else.
+        InvalidRngError: if `rngs` is not `Rngs`.
 
     Example:
         >>> new_param(default_kernel_init, Rngs(0), (2, 3), "float32", {"tag": "head"}).shape
@@ -50,17 +47,14 @@ def new_param(
 
 
 def key_of(rngs: Rngs) -> jax.Array:
-    """The next key of the stream `params`.
-
-    Args:
-        rngs: the streams.
+    """Returns the next key of the stream `params`.
 
     Raises:
-        InvalidRngError: if `rngs` is something else.
+        InvalidRngError: if `rngs` is not `Rngs`.
     """
     if not isinstance(rngs, Rngs):
         raise InvalidRngError(
-            f"a layer was given rngs={rngs!r} to make its parameters with; expected streams, such "
-            "as rngs=nnx.Rngs(0)."
+            f"a layer was given rngs={rngs!r} to draw its parameters; expected streams, such as "
+            "rngs=nnx.Rngs(0)."
         )
     return rngs.params()

@@ -1,4 +1,4 @@
-"""Pooling, which needs no module; the functions are those of `weft.functional.window_pooling`."""
+"""Pooling functions, from `weft.functional.window_pooling`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Recurrence over sequences: a cell in a loop, and two of them in opposite directions.
+"""Recurrence over sequences: a cell in a scan, and two in opposite directions.
 
-The loop is a scan. What of a cell's state is shared by all steps, carried, or stacked along an axis
-`state_axes` says; by default all of it is carried, so that a cell can count and draw. With
-`seq_lengths`, the state that is returned is that after a sequence's last position that counts;
-outputs behind it mean nothing.
+`state_axes` selects the cell's state that all steps share, that is carried, or that is stacked
+along an axis; by default all is carried, so that a cell can count and draw. With `seq_lengths`, the
+returned state is that after a sequence's last valid position, and outputs after it are undefined.
 """
 
 from __future__ import annotations
@@ -36,16 +35,15 @@ def flip_sequences(
     num_batch_dims: int,
     time_major: bool,
 ) -> Num[Array, "*shape"]:
-    """Sequences in reverse order; what is behind the end of one stays behind it.
+    """Reverses sequences; padding after the end of a sequence stays there.
 
     Args:
-        inputs: the sequences.
-        seq_lengths: how many positions of each one count; None for all.
-        num_batch_dims: how many axes of the input are batch axes.
-        time_major: whether time is the first axis; otherwise it comes after the batch axes.
+        seq_lengths: number of valid positions per sequence; None for all.
+        num_batch_dims: number of batch axes.
+        time_major: whether time is the first axis; otherwise it follows the batch axes.
 
     Raises:
-        ArgumentShapeError: if the lengths are not those of the sequences.
+        ArgumentShapeError: if the lengths do not match the sequences.
 
     Example:
         >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), 1, False).tolist()
@@ -56,24 +54,23 @@ def flip_sequences(
 
 
 class RNN(Module):
-    """Runs a cell over sequences.
+    """Layer that runs a cell over sequences.
 
     Args:
-        cell: the cell.
-        time_major: whether time is the first axis; otherwise it comes after the batch axes, in
-            front of the cell's `num_feature_axes`.
+        time_major: whether time is the first axis; otherwise it follows the batch axes and precedes
+            the cell's `num_feature_axes`.
         return_carry: whether to return the last state as well.
         reverse: whether to run from the last position to the first.
-        keep_order: of a reverse run, whether outputs are in the order of the inputs.
-        unroll: how many steps are compiled into one iteration of the loop.
-        state_axes: for each part of the cell's state, by filter, `nnx.Carry`, None if all steps
-            share it, or the axis along which each step has its own; by default all is carried.
-        broadcast_rngs: a filter of the cell's PRNG streams that give the same keys at each step.
-        rngs: streams, whose stream `carry` gives one for the cells' first states; True for one of
-            seed 0, False for none.
+        keep_order: whether the outputs of a reverse run are in the order of the inputs.
+        unroll: number of steps compiled into one loop iteration.
+        state_axes: for parts of the cell's state, by filter: `nnx.Carry`, None to share it between
+            steps, or the axis of per-step state; by default all is carried.
+        broadcast_rngs: filter of the cell's PRNG streams that yield the same keys at each step.
+        rngs: streams whose `carry` draws the first states; True for a stream of seed 0, False for
+            none.
 
     Raises:
-        RngArgumentError: if `rngs` is something else.
+        RngArgumentError: if `rngs` has another type.
 
     Example:
         >>> from weft import nnx
@@ -123,26 +120,21 @@ class RNN(Module):
         keep_order: bool | None = None,
         rngs: Streams = None,
     ) -> Any:
-        """Runs the cell.
+        """Runs the cell; arguments other than the first override the attributes of the same name.
 
         Args:
-            inputs: the sequences; of shape `(time, *batch, *features)` if `time_major`.
-            initial_carry: the first state; by default the one that the cell makes.
-            seq_lengths: how many positions of each sequence count; all by default.
-            return_carry: instead of the attribute.
-            time_major: instead of the attribute.
-            reverse: instead of the attribute.
-            keep_order: instead of the attribute.
-            rngs: streams, or a stream, for the cell to make its first state with, instead of the
-                layer's own.
+            inputs: sequences; of shape `(time, *batch, *features)` if `time_major`.
+            initial_carry: first state; by default from the cell's `initialize_carry`.
+            seq_lengths: number of valid positions per sequence; all by default.
+            rngs: streams, or a stream, that draw the first state instead of the layer's own.
 
         Returns:
             The outputs, or the last state and the outputs.
 
         Raises:
-            ArgumentShapeError: if `seq_lengths` are not those of the sequences, or these have too
-                few axes.
-            RngArgumentError: if `rngs` is something else.
+            ArgumentShapeError: if `seq_lengths` do not match the sequences, or these have too few
+                axes.
+            RngArgumentError: if `rngs` has another type.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -197,7 +189,7 @@ def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
 def _step_of_same_keys(
     paths: tuple[Path, ...], cell: RNNCellBase, carry: Any, x: Array
 ) -> tuple[Any, Any]:
-    """A step before which the streams at some paths begin anew."""
+    """Applies a step after resetting the streams at some paths."""
     for path, stream in iter_graph(cell):
         if path in paths:
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
@@ -212,7 +204,7 @@ def _step_of_lengths(
     step: Array,
     seq_lengths: Array,
 ) -> tuple[tuple[Any, Any], Any]:
-    """A step of all sequences, beside which the state is kept that each had where it ended."""
+    """Applies a step to all sequences, and keeps the state that each had where it ended."""
     running, kept = carry
     running, y = step_of(cell, running, x)
     return (running, recurrent.within_lengths(running, kept, step, seq_lengths)), y
@@ -223,20 +215,20 @@ def _axis_of_time(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -
     if axis < 0:
         raise ArgumentShapeError(
             f"an RNN was given an input of shape {shape}; {type(cell).__name__} takes "
-            f"{cell.num_feature_axes} axes of features, and there is one of time besides them."
+            f"{cell.num_feature_axes} feature axes, in addition to the time axis."
         )
     return 0 if time_major else axis
 
 
 def _stream_of(layer: Module, rngs: Any) -> RngStream | None:
-    """The stream that a layer has for first states."""
+    """Returns the stream that a layer draws first states from."""
     if isinstance(rngs, bool):
         return RngStream(0, tag="carry") if rngs else None
     return kept_stream(rngs, "carry", type(layer).__name__)
 
 
 def _checked(layer: Any, rngs: Any) -> Any:
-    """What is given in a call in the place of the stream of a layer, or else that."""
+    """Returns the stream of the call, or else that of the layer."""
     if rngs is None:
         return layer.rngs
     if not isinstance(rngs, Rngs | RngStream):
@@ -249,19 +241,18 @@ def _concatenate(a: Array, b: Array) -> Array:
 
 
 class Bidirectional(Module):
-    """Runs one `RNN` over sequences and one over their reverse, and merges the outputs.
+    """Layer that runs one `RNN` over sequences and one over their reverse, and merges the outputs.
 
     Args:
-        forward_rnn: the one.
-        backward_rnn: the other. Where it is the same, the two share parameters.
-        merge_fn: from two outputs, in the order of the inputs, to one; by default it puts them
-            one after the other along the last axis.
+        backward_rnn: runs on the reverse; may be `forward_rnn`, to share parameters.
+        merge_fn: merges the two outputs, in the order of the inputs; by default concatenates them
+            along the last axis.
         time_major: see `RNN`.
         return_carry: whether to return both last states, as a pair, as well.
-        rngs: see `RNN`; with False, each of the two uses its own.
+        rngs: see `RNN`; with False, each `RNN` uses its own.
 
     Raises:
-        RngArgumentError: if `rngs` is something else.
+        RngArgumentError: if `rngs` has another type.
 
     Example:
         >>> from weft import nnx
@@ -302,20 +293,15 @@ class Bidirectional(Module):
         reverse: bool | None = None,
         keep_order: bool | None = None,
     ) -> Any:
-        """Runs both; arguments and result as of `RNN`.
+        """Runs both; other arguments and result as for `RNN`.
 
         Args:
-            inputs: the sequences.
-            initial_carry: the first states of both, as a pair.
-            rngs: streams, or a stream, for both cells to make them with.
-            seq_lengths: how many positions of each sequence count.
-            return_carry: instead of the attribute.
-            time_major: instead of the attribute.
-            reverse: without effect, as both directions are run; for the place of an `RNN`.
-            keep_order: likewise.
+            initial_carry: pair of first states.
+            rngs: streams, or a stream, that draw both first states.
+            reverse: no effect, like `keep_order`; accepted for compatibility with `RNN`.
 
         Raises:
-            RngArgumentError: if `rngs` is something else.
+            RngArgumentError: if `rngs` has another type.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         streams = _checked(self, rngs)

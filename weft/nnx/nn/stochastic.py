@@ -1,4 +1,4 @@
-"""What is dropped at random."""
+"""Dropout layer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ __all__ = ["Dropout"]
 
 
 class Dropout(Module):
-    """Zeros elements with probability `rate`, and scales the others up (Srivastava et al., 2014).
+    """Dropout: zeros elements at probability `rate`, scales up others (Srivastava et al., 2014).
 
     Args:
-        rate: the probability of zero, in `[0, 1]`.
-        broadcast_dims: axes along which all elements are dropped together, or none is.
-        deterministic: the mode in which the input is returned as it is, set by `model.train()` and
-            `model.eval()`; None if every call says it.
-        rng_collection: the name of the PRNG stream.
-        rngs: PRNG streams, from one of which the layer gets a stream of its own; without, calls
-            have to give one.
+        rate: probability of zero, in `[0, 1]`.
+        broadcast_dims: axes that share one dropout mask.
+        deterministic: whether to return the input unchanged, set by `model.train()` and
+            `model.eval()`; if None, calls must pass it.
+        rng_collection: name of the PRNG stream.
+        rngs: PRNG streams from which the layer forks its own; without, calls must pass one.
 
     Raises:
-        RngArgumentError: if `rngs` is something else.
+        RngArgumentError: if `rngs` has another type.
         RngStreamNotFoundError: if there is no such stream.
 
     Example:
@@ -68,13 +67,13 @@ class Dropout(Module):
         """Drops elements.
 
         Args:
-            inputs: the input.
-            deterministic: goes before the attribute.
+            deterministic: overrides the attribute.
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
 
         Raises:
-            MissingModeError: if `deterministic` is neither given nor set.
-            ArgumentValueError: if the rate is not in `[0, 1]`, or there are no such axes.
+            MissingModeError: if `deterministic` is neither passed nor set.
+            ArgumentValueError: if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
+                range.
             InvalidRngError: if there is no stream to draw from.
         """
         if mode_of(self, "deterministic", deterministic) or self.rate == 0:
@@ -87,11 +86,7 @@ class Dropout(Module):
         return functional.dropout(inputs, rate=self.rate, mask=mask)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """Sets the mode, see `nnx.view`.
-
-        Args:
-            deterministic: None leaves it as it is.
-        """
+        """Sets the mode, see `nnx.view`; None leaves it unchanged."""
         if deterministic is not None:
             self.deterministic = deterministic
 

@@ -1,7 +1,6 @@
-"""Norms of a layer's weights instead of its inputs.
+"""Wrappers that normalize a layer's weights before each call.
 
-They wrap a layer, and before it is called put the normalised weights in the place of its
-parameters. What they keep for a parameter is found under the parameter's path in the layer.
+State kept for a parameter is stored under the parameter's path in the layer.
 """
 
 from __future__ import annotations
@@ -32,25 +31,22 @@ KERNELS = PathContains("kernel")
 
 
 class SpectralNorm(Module):
-    """Divides a layer's weights by their largest singular values (Miyato et al., 2018).
+    """Layer wrapper that divides weights by their largest singular values (Miyato et al., 2018).
 
-    It is for the discriminators of generative adversarial networks, whose steepness it bounds.
-    Each parameter with two axes or more is normalised by `functional.weight_norm.spectral_norm`,
-    for which the singular value and a vector are kept: `batch_stats` has them under
-    `(*path, "sigma")` and `(*path, "u")`.
+    It bounds the Lipschitz constant of discriminators in generative adversarial networks.
+    `functional.weight_norm.spectral_norm` normalizes each parameter with two or more axes;
+    `batch_stats` holds its singular value and vector under `(*path, "sigma")` and `(*path, "u")`.
 
     Args:
-        layer_instance: the layer.
-        n_steps: how often the power iteration is done in each call; 0 leaves the weights alone.
-        epsilon: added to the squares of norms.
-        dtype: to which the normalised weights are rounded; they keep the parameter's own.
-        param_dtype: of the vectors and singular values.
-        error_on_non_matrix: whether to refuse parameters with more than two axes; otherwise all
+        n_steps: number of power iterations per call; 0 leaves the weights unchanged.
+        epsilon: added to squared norms.
+        dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
+        param_dtype: dtype of the vectors and singular values.
+        error_on_non_matrix: whether to reject parameters with more than two axes; otherwise all
             axes but the last are the rows of the matrix.
-        update_stats: whether calls keep the new vectors and singular values. The attribute that
-            says so is `use_running_average`, its contrary, so that `model.train()` and
-            `model.eval()` set it.
-        rngs: its stream `params` gives a key for each vector.
+        update_stats: whether calls store the new vectors and singular values. It is stored negated,
+            as `use_running_average`, which `model.train()` and `model.eval()` set.
+        rngs: its stream `params` draws the vectors.
 
     Example:
         >>> from weft import nnx
@@ -89,14 +85,14 @@ class SpectralNorm(Module):
         self.batch_stats = stats
 
     def __call__(self, x: Any, update_stats: bool | None = None) -> Any:
-        """Normalises the weights of the layer, and calls it.
+        """Normalizes the weights of the layer, and calls it.
 
         Args:
-            x: the input of the layer.
-            update_stats: goes before `use_running_average`.
+            x: input of the layer.
+            update_stats: overrides `use_running_average`.
 
         Raises:
-            ArgumentShapeError: if a parameter is no matrix, where that is refused.
+            ArgumentShapeError: if `error_on_non_matrix` and a parameter has more than two axes.
         """
         if update_stats is None:
             update_stats = not self.use_running_average
@@ -115,7 +111,7 @@ class SpectralNorm(Module):
         if weight.ndim > 2 and self.error_on_non_matrix:
             raise ArgumentShapeError(
                 f"the parameter {'/'.join(map(str, path))} of the {_name(self.layer_instance)} in "
-                f"a SpectralNorm has shape {weight.shape} and is no matrix; give "
+                f"a SpectralNorm has shape {weight.shape} and is not a matrix; give "
                 "error_on_non_matrix=False to take all axes but the last as its rows."
             )
         u, sigma = self.batch_stats[*path, "u"], self.batch_stats[*path, "sigma"]
@@ -127,27 +123,23 @@ class SpectralNorm(Module):
 
 
 class WeightNorm(Module):
-    """Gives a layer's weights norms that are parameters (Salimans and Kingma, 2016).
+    """Layer wrapper that splits weights into direction and norm (Salimans and Kingma, 2016).
 
-    Direction and norm are learned apart. A parameter is normalised by
-    `functional.weight_norm.weight_norm`, with a new parameter: `scales` has them under the path
-    of the parameter that they belong to, and is None without scales.
+    `functional.weight_norm.weight_norm` normalizes each parameter; `scales` holds the learned norms
+    under the parameters' paths, or is None without scales.
 
     Args:
-        layer_instance: the layer.
-        feature_axes: the axes of a parameter along which each position has a norm of its own;
-            None for one norm of each parameter.
-        use_scale: whether there are scales; otherwise all norms are 1.
-        scale_init: makes the scales.
-        epsilon: added to the squares of norms.
-        dtype: to which the normalised weights are rounded; they keep the parameter's own.
-        param_dtype: of the scales.
-        variable_filter: which parameters of the layer are normalised.
-        promote_dtype: gives a normalised weight the dtype to which it is rounded.
-        rngs: its stream `params` gives a key for each scale, unless all of them are 1.
+        feature_axes: axes of a parameter along which each position has its own norm; None for one
+            norm per parameter.
+        use_scale: whether norms are learned; otherwise all norms are 1.
+        epsilon: added to squared norms.
+        dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
+        variable_filter: filter of the parameters to normalize.
+        promote_dtype: casts a normalized weight to the dtype to which it is rounded.
+        rngs: its stream `params` draws the scales, unless all are 1.
 
     Raises:
-        ArgumentValueError: if a parameter has not the `feature_axes`.
+        ArgumentValueError: if a parameter lacks the `feature_axes`.
 
     Example:
         >>> from weft import nnx
@@ -190,20 +182,15 @@ class WeightNorm(Module):
 
     def _scale(self, shape: tuple[int, ...], rngs: Rngs) -> Param[Array]:
         shape = tuple(shape[a] for a in weight_features(shape, self.feature_axes))
-        # A key is drawn only where something is: what is made after it keeps its key.
+        # A key is drawn only if it is used, so that layers made later keep their keys.
         key = None if self.scale_init is ones else key_of(rngs)
         return Param(self.scale_init(key, shape, self.param_dtype))
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        """Normalises the weights of the layer, and calls it.
-
-        Args:
-            x: the input of the layer.
-            *args: for the layer.
-            **kwargs: for the layer.
+        """Normalizes the weights of the layer, and calls it with the arguments.
 
         Raises:
-            ArgumentValueError: if a parameter has not the `feature_axes`.
+            ArgumentValueError: if a parameter lacks the `feature_axes`.
         """
         for path, param in params(self.layer_instance, self.variable_filter):
             scale = None if self.scales is None else self.scales[path].get_value()
@@ -214,11 +201,7 @@ class WeightNorm(Module):
 
 
 def params(layer: Module, which: Filter) -> Iterator[tuple[Path, Param[Any]]]:
-    """The parameters in a layer that a filter matches, each once, with their paths.
-
-    Args:
-        layer: the layer.
-        which: the filter.
+    """Yields the parameters in a layer that a filter matches, each once, with their paths.
 
     Example:
         >>> from weft import nnx
