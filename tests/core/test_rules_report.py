@@ -107,7 +107,7 @@ def test_a_box_with_rules_of_its_own_is_checked_by_them():
 
 
 def test_rules_and_names_have_to_be_in_form():
-    with pytest.raises(LogicalAxisError, match="is no rule"):
+    with pytest.raises(LogicalAxisError, match="is not a rule"):
         check_rules([("embed",)], {})
     with pytest.raises(LogicalAxisError, match="more than once"):
         check_rules([], box((2, 2), "embed", "embed"))

@@ -89,7 +89,7 @@ def test_returned_carriers_have_the_axis_of_out_axes():
         (
             lambda: vmap(BOXES, lambda x: x, in_axes=None)(jnp.ones(2)),
             AxisSizeError,
-            "nothing tells the size",
+            "the size is unknown",
         ),
         (
             lambda: vmap(BOXES, lambda b: 0, in_axes=(Roles((("w", FORK),)),), axis_size=2)(

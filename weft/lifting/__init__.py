@@ -1,8 +1,8 @@
-"""Every JAX transformation, once, for anything that carries state.
+"""JAX transformations of functions that use stateful objects, for any kind of state.
 
-`crossing` is the trip that state makes, `roles` says what happens to each part of it, and each
-transformation is a function of a `Kind`: of how one sort of carrier (a context, a scope, an object)
-makes that trip.
+`crossing` transfers state through a transformation, and `roles` defines the handling of each part
+of it. Each transformation is a function of a `Kind`, which implements the transfer for one sort of
+carrier (a context, a scope, an object).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""eval_shape and checkify: what a call would return, and whether something went wrong in it."""
+"""Abstract and checked calls: eval_shape and checkify."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from weft.lifting.names import named_after
 
 
 def eval_shape(kind: Kind, fn: Callable[..., Any], *, in_axes: Any = None) -> Callable[..., Any]:
-    """`jax.eval_shape` of a function that takes carriers: shapes instead of arrays.
+    """Applies `jax.eval_shape` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross. What `fn` changes is changed to `jax.ShapeDtypeStruct`.
-        fn: the function.
-        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+        kind: kind of the carriers; changed state becomes `jax.ShapeDtypeStruct`.
+        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
     """
 
     def call(*args: Any) -> Any:
@@ -34,18 +33,16 @@ def checkify(
     errors: Any = None,
     in_axes: Any = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.experimental.checkify.checkify` of a function that takes carriers.
+    """Applies `jax.experimental.checkify.checkify` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        errors: which checks are made; None for `checkify.user_checks`.
-        in_axes: as for `eval_shape`.
+        kind, fn, in_axes: see `eval_shape`.
+        errors: enabled checks; None for `checkify.user_checks`.
 
     Returns:
-        A function that returns the error, which may be none, and the result of `fn`.
+        A function that returns a checkify error and the result of `fn`.
     """
-    from jax.experimental import checkify as jax_checkify  # it is not imported without use
+    from jax.experimental import checkify as jax_checkify  # imported only if used
 
     errors = jax_checkify.user_checks if errors is None else errors
     checked = jax_checkify.checkify(_pure(kind, fn), errors=errors)

@@ -1,4 +1,4 @@
-"""Positions of arguments, as `static_argnums` and its like give them."""
+"""Positions of arguments, as in `static_argnums`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.errors import TransformArgumentError
 
 
 def as_tuple(argnums: int | Iterable[int]) -> tuple[int, ...]:
-    """One position, or several, as a tuple."""
+    """Returns one or several positions as a tuple."""
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
@@ -21,8 +21,8 @@ def check_argnums(
 
     Args:
         title: the transformation, for the error.
-        what: the name of the parameter that has the positions.
-        fn: the function; one whose signature is not known may have any.
+        what: name of the parameter with the positions.
+        fn: the function; if its signature is unknown, any position is allowed.
         argnums: the positions.
     """
     numbers = as_tuple(argnums)
@@ -38,14 +38,7 @@ def check_argnums(
 def given_at(
     title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int], args: Sequence[Any]
 ) -> list[int]:
-    """Positions among the arguments of a call, counted from 0.
-
-    Args:
-        title: see `check_argnums`.
-        what: see `check_argnums`.
-        fn: see `check_argnums`.
-        argnums: the positions; those below 0 count from the end.
-        args: what the function is called with by position.
+    """Returns positions among the arguments of a call, counted from 0; see `check_argnums`.
 
     Raises:
         TransformArgumentError: if the call has no argument at a position.

@@ -1,4 +1,4 @@
-"""Derivatives with respect to arguments and to groups of state."""
+"""Derivatives with respect to arguments and groups of state."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.lifting.roles import DIFF
 
 
 class _Differentiable:
-    """A call as a function of what is differentiated; `wrt` says what that is."""
+    """Call as a function of the values to differentiate, selected by `wrt`."""
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], args: Any, wrt: Any, has_aux: bool):
         self.outer, cargo = depart(kind, args, wrt, "wrt")
         units = Units.of_cargo(cargo)
 
         def pure(diff: list[Any]) -> tuple[Any, Results]:
-            """The result, and all else that comes back."""
+            """Returns the result, and all other outputs."""
             inside = Cargo(cargo.static, units.merged(DIFF, diff).packed())
             results = run(kind, lambda args: fn(*args), inside)
             value, aux = results.packed if has_aux else (results.packed, None)
@@ -37,7 +37,7 @@ class _Differentiable:
 
 
 def as_args(units: Units, values: list[Any]) -> Any:
-    """Values of what is DIFF in the tree of the arguments, None where there is nothing."""
+    """Returns the values with role DIFF in the tree of the arguments, None elsewhere."""
     by_unit = units.emptied().merged(DIFF, values).packed()
     return jax.tree.map(lambda x: x.groups if is_parcel(x) else x, by_unit, is_leaf=is_parcel)
 
@@ -51,21 +51,20 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.value_and_grad` of a function that takes carriers.
+    """Applies `jax.value_and_grad` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        wrt: a prefix of the arguments: DIFF where to differentiate, None elsewhere, `Roles` where a
-            carrier is.
+        kind: kind of the carriers.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
+        wrt: a prefix of the arguments: DIFF to differentiate, None elsewhere, `Roles` for a
+            carrier.
         has_aux: whether `fn` returns a pair.
-        holomorphic: as for `jax.grad`.
-        allow_int: as for `jax.grad`.
+        holomorphic, allow_int: see `jax.grad`.
 
     Returns:
-        A function whose result is that of `fn`, and the gradients: a tree shaped like the
-            arguments, with None where nothing was differentiated and, where a carrier was, a tuple
-            with one entry per group.
+        A function that returns the result of `fn` and the gradients: a tree like the arguments,
+            with None for arguments without gradients and, for a carrier, a tuple with one entry per
+            group.
     """
 
     def call(*args: Any) -> tuple[Any, Any]:
@@ -81,7 +80,7 @@ def value_and_grad(
 
 
 def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    """The gradients of `value_and_grad`; with `has_aux` a pair of them and the rest."""
+    """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     both = value_and_grad(kind, fn, **kwargs)
 
     def call(*args: Any) -> Any:
@@ -94,17 +93,11 @@ def grad(kind: Kind, fn: Callable[..., Any], **kwargs: Any) -> Callable[..., Any
 def vjp(
     kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
-    """`jax.vjp` of a function that takes carriers.
-
-    Args:
-        kind: whose carriers cross.
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
-        wrt: as for `value_and_grad`.
-        has_aux: whether `fn` returns a pair.
+    """Applies `jax.vjp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
     Returns:
-        A function whose result is that of `fn`, the function from a cotangent of it to gradients
-            as `value_and_grad` gives them, and with `has_aux` the rest.
+        A function that returns the result of `fn`, a function from its cotangent to gradients as in
+        `value_and_grad`, and with `has_aux` the auxiliary output.
     """
 
     def call(*args: Any) -> tuple[Any, ...]:
@@ -117,7 +110,7 @@ def vjp(
             (grads,) = pullback(cotangent)
             return as_args(empty, grads)
 
-        # A pytree of what was kept, so that it can leave a transformation.
+        # A pytree of the residuals, so that it can leave a transformation.
         of_value = jax.tree_util.Partial(backward, pullback)
         return (value, of_value, aux) if has_aux else (value, of_value)
 
@@ -127,18 +120,12 @@ def vjp(
 def jvp(
     kind: Kind, fn: Callable[..., Any], *, wrt: Any, has_aux: bool = False
 ) -> Callable[..., tuple[Any, ...]]:
-    """`jax.jvp` of a function that takes carriers.
-
-    Args:
-        kind: whose carriers cross.
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
-        wrt: as for `value_and_grad`.
-        has_aux: whether `fn` returns a pair.
+    """Applies `jax.jvp` to a function that takes carriers; see `value_and_grad` for the arguments.
 
     Returns:
-        `call(args, tangents)`, where `tangents` has one tangent for each argument, and for each
-            group of state, that is DIFF, in order. It returns the result of `fn`, its tangent, and
-            with `has_aux` the rest.
+        `call(args, tangents)`, where `tangents` has one tangent for each argument and group of
+        state with role DIFF, in order. It returns the result of `fn`, its tangent, and with
+        `has_aux` the auxiliary output.
     """
 
     def call(args: tuple[Any, ...], tangents: list[Any]) -> tuple[Any, ...]:

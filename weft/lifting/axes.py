@@ -1,4 +1,4 @@
-"""What vmap and scan share: an axis that state gains and loses."""
+"""Shared parts of vmap and scan: an axis that state gains and loses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Metadata = dict[Any, Any]
 
 
 def refuse_roles(units: Units, transformation: str, allowed: tuple[Special, ...]) -> None:
-    """Raises RoleError where a unit has a role that the transformation does not know."""
+    """Raises RoleError for a role that the transformation does not support."""
     for role in units.roles:
         if isinstance(role, Special) and role not in allowed:
             raise RoleError(
@@ -35,22 +35,18 @@ def enter_axis(
     metadata: Metadata,
     at_least_keys: int = 0,
 ) -> tuple[int, Units]:
-    """The size of the mapped axes, and the units as they go in.
+    """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 
-    Their metadata hooks remove the axis, which may change the shapes of values. The size is that
-    of the axes afterwards; so many keys are made of each that is forked.
+    The size is that after metadata hooks, which may change the shapes of values.
 
     Args:
-        kind: whose carriers cross.
-        cargo: what crosses.
-        units: its units.
-        size: the size that the user gave, if any.
-        transformation: its name, for errors.
-        metadata: handed to axis metadata.
-        at_least_keys: how many keys to make of each at least.
+        size: the size given by the user, if any.
+        transformation: name of the transformation, for errors.
+        metadata: passed to axis metadata.
+        at_least_keys: minimum number of keys to fork from each.
 
     Raises:
-        AxisSizeError: if sizes disagree, an axis does not exist, or nothing tells the size.
+        AxisSizeError: if sizes disagree, an axis does not exist, or the size is unknown.
     """
     entered = units.having(_with_axes(kind, cargo, units, -1, metadata))
     n = _axis_size(kind, cargo, entered, size, transformation)
@@ -63,7 +59,7 @@ def enter_axis(
 
 
 def _with_axes(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Metadata) -> list[Any]:
-    """The values, with the axis added to their metadata (`sign` 1) or removed from it (-1)."""
+    """Adds the axis to the metadata of the values (`sign` 1) or removes it (-1)."""
     static, _ = cargo.static.value
     return [
         kind.axis(static, carrier, sign, value, role, metadata)
@@ -76,12 +72,12 @@ def _with_axes(kind: Kind, cargo: Cargo, units: Units, sign: int, metadata: Meta
 def _axis_size(
     kind: Kind, cargo: Cargo, units: Units, size: int | None, transformation: str
 ) -> int:
-    """The common size of the mapped axes."""
+    """Returns the common size of the mapped axes."""
 
     def name(i: int, number: int) -> str:
         return units.place(kind, cargo.static.value[0], i, number)
 
-    # Names take long where there are many values, so only errors have them made.
+    # Names are slow to create for many values, so only errors do so.
     found = []
     for i, (value, role) in enumerate(units.pairs()):
         if not isinstance(role, int):
@@ -97,7 +93,7 @@ def _axis_size(
     sizes = {n for *_, n in found} | ({size} if size is not None else set())
     if not sizes:
         raise AxisSizeError(
-            f"{transformation}: no input is mapped, so nothing tells the size; give the size."
+            f"{transformation}: no input is mapped, so the size is unknown; give the size."
         )
     if len(sizes) > 1:
         named = {} if size is None else {"the size given": size}
@@ -110,7 +106,7 @@ def _axis_size(
 def leave_axis(
     kind: Kind, cargo: Cargo, results: Results, out_axes: Any, metadata: Metadata
 ) -> Results:
-    """The results, with the axis added to their metadata."""
+    """Returns the results, with the axis added to their metadata."""
     units = in_results(cargo, results, out_axes)
     units.values = _with_axes(kind, cargo, units, 1, metadata)
     return Results(results.static, *units.packed())
@@ -120,7 +116,7 @@ def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -
     """Returns JAX's entry for each part of the results, as a prefix of the `Results`.
 
     Args:
-        cargo: what crosses; carriers that went in come back as they went.
+        cargo: the crossing values; input carriers keep their roles in the results.
         out_axes: the roles of the function's own results.
         of_role: from a role to JAX's entry.
     """

@@ -1,8 +1,8 @@
-"""cond and switch: one of several functions runs, and the state comes out alike.
+"""Branches: cond and switch.
 
-State that only some of the branches make gets its initial value before, from the first branch that
-makes it, and passes unchanged through those that do not. Every branch begins with the same state
-and the same counters.
+State that only some branches create gets its initial value before, from the first branch that
+creates it, and passes unchanged through the others. Every branch begins with the same state and the
+same counters.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def switch(
     in_axes: Any = None,
     names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """`jax.lax.switch` of functions that take carriers.
+    """Applies `jax.lax.switch` to functions that take carriers.
 
     Args:
-        kind: whose carriers cross.
+        kind: kind of the carriers.
         branches: functions of the same arguments, with results of the same structure.
-        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
-        names: of the branches in errors; by default "branch 0" and so on.
+        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
+        names: names of the branches in errors; by default "branch 0" and so on.
 
     Returns:
         `call(index, *args)`.
 
     Raises:
-        BranchStructureError: if the branches return, or leave in the state, values of different
-            structure, shape or dtype.
+        BranchStructureError: if the results or final states of branches differ in structure, shape
+            or dtype.
     """
     pure = functools.partial(_chosen, kind, branches, names)
     chosen = traced_by_structure(tuple(branches), kind, pure)
@@ -65,18 +65,18 @@ def switch(
 
 
 class _Branch:
-    """A branch that was traced once; leaves of groups are known by their paths.
+    """Branch that was traced once; leaves of groups are identified by their paths.
 
     Attributes:
-        static: the static half that it has collected.
-        made: each group's new entries as they were made, or None; like the next two, with the
-            number of a result of the trace in place of each array.
-        left: all entries of each group, as it leaves them.
-        returned: its own results.
+        static: the collected static half.
+        made: each group's new entries with initial values, or None; as in the next two, arrays are
+            replaced by numbers of results of the trace.
+        left: all entries of each group after the branch.
+        returned: the branch's own results.
         first: the numbers in `made` by path.
         whole: the numbers in `left` by path.
-        changed: the paths of what differs from what it found.
-        kept: the paths of what it has made and not changed since.
+        changed: paths of changed entries.
+        kept: paths of created entries that are unchanged since.
     """
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], static: Any, units: Units):
@@ -106,7 +106,7 @@ class _Branch:
         self.first, self.whole = _by_path(self.made), _by_path(self.left)
 
     def leaves(self, values: list[Any]) -> list[Any]:
-        """The results of the trace."""
+        """Returns the results of the trace."""
         return jax.tree.leaves(self.traced(values))
 
 
@@ -118,7 +118,7 @@ def _chosen(
     units: Units,
     index: Any,
 ) -> Results:
-    """The switch on pure values."""
+    """Returns the results of the switch, as a function of pure values."""
     traced = [_Branch(kind, branch, static, units) for branch in branches]
     names = names or [f"branch {i}" for i in range(len(branches))]
     _check_results(traced, names)
@@ -128,8 +128,8 @@ def _chosen(
     if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
         _check_alike(kind, static, units, traced, names, first)
     initial = dict(zip(first, _initial(traced, units.values, first), strict=True))
-    # What one branch alone makes has the same initial value whichever branch is taken, so it is not
-    # a result of the switch, which would make it differ where the index does.
+    # An initial value from a single branch does not depend on the taken branch, so it is not a
+    # result of the switch, which would vary with the index.
     makers = {path: [branch for branch in traced if path in branch.first] for path in first}
     fixed = {path: of[0] for path, of in makers.items() if len(of) == 1 < len(traced)}
     chosen_first = [path for path in first if path not in fixed]
@@ -138,7 +138,7 @@ def _chosen(
     def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
         def of_values(values: list[Any], initial: list[Any]) -> Any:
             leaves = branch.leaves(values)
-            # What this branch does not make is as another one makes it.
+            # Entries that this branch does not create have another branch's initial value.
             made_elsewhere = dict(zip(first, initial, strict=True))
 
             def pick(path: Any, own: dict[Any, int]) -> Any:
@@ -164,7 +164,7 @@ def _chosen(
     after = {**begun, **dict(zip(chosen, after, strict=True))}
     before = [v for v, is_group in zip(units.values, units.is_group, strict=True) if is_group]
     made = functools.reduce(functools.partial(_united, kind), [branch.made for branch in traced])
-    # All groups as any branch leaves them, with what it does not make itself.
+    # All groups as any branch leaves them, with entries that the branch does not create.
     there = _united(kind, _united(kind, before, made), traced[0].left)
     found = _by_path(before)
     made, whole = (
@@ -179,7 +179,7 @@ def _chosen(
 
 
 def _united(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
-    """Groups with the entries of others, where there are any."""
+    """Returns groups with the entries of other groups, if any."""
     return [
         a if b is None else b if a is None else kind.union(a, b)
         for a, b in zip(made, more, strict=True)
@@ -187,9 +187,9 @@ def _united(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
 
 
 def _initial(traced: Sequence[_Branch], values: list[Any], first: dict[Any, None]) -> list[Any]:
-    """The initial values of what only some of the branches make, from the first that does.
+    """Returns initial values of entries that only some branches create, from the first that does.
 
-    None for what each of them makes by itself.
+    Entries that all branches create are None.
     """
     found: dict[Any, Any] = {}
     rest = [path for path in first if not all(path in branch.first for branch in traced)]
@@ -208,11 +208,7 @@ def cond(
     *,
     in_axes: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.lax.cond` of functions that take carriers; see `switch`.
-
-    Returns:
-        `call(pred, *args)`.
-    """
+    """Applies `jax.lax.cond` as `call(pred, *args)` to functions of carriers; see `switch`."""
     chosen = switch(kind, (false_fun, true_fun), in_axes=in_axes, names=("false_fun", "true_fun"))
 
     def call(pred: Any, *args: Any) -> Any:
@@ -226,7 +222,7 @@ def _by_path(of_groups: list[Any]) -> dict[Any, Any]:
 
 
 def _check_results(traced: Sequence[_Branch], names: Sequence[str]) -> None:
-    """Raises BranchStructureError where the trees of branches' results differ."""
+    """Raises BranchStructureError if the trees of branches' results differ."""
     trees = [jax.tree.structure(branch.shapes[2], is_leaf=is_parcel) for branch in traced]
     for name, tree in zip(names[1:], trees[1:], strict=False):
         if tree != trees[0]:
@@ -244,7 +240,7 @@ def _check_alike(
     names: Sequence[str],
     made: dict[Any, None],
 ) -> None:
-    """Raises BranchStructureError where a branch's results differ from the first one's."""
+    """Raises BranchStructureError if a branch's results differ from the first one's."""
     by_place = [_by_place(kind, static, units, branch) for branch in traced]
     passing = {units.place_in_groups(kind, static, path) for path in made}
     theirs = by_place[0]
@@ -267,7 +263,7 @@ def _check_alike(
 
 
 def _by_place(kind: Kind, static: Any, units: Units, branch: _Branch) -> dict[str, Any]:
-    """The types of all results, by where they are."""
+    """Returns the types of all results by location."""
     _, whole, packed = branch.shapes
     found = {
         units.place_in_groups(kind, static, path): x

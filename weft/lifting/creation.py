@@ -1,21 +1,21 @@
-"""State that a loop's body, or only some of several branches, make.
+"""State created by a loop's body or only by some branches.
 
-A loop carries what it begins with, and branches return the same structure, so new state is made
-before. Each function is first traced as its first run finds the state:
+A loop's carry has a fixed structure, and branches return the same structure, so new state is
+created before. Each function is first traced on the state of its first run:
 
-- A loop's body that makes nothing which the loop carries or shares is traced once: that trace is
-  the loop. If it makes such state, the initial values are computed from that trace, with the inputs
-  and keys of the first iteration, and the body is traced a second time, on the state that is there.
-- Branches are traced once each. What only some of them make gets its initial value before.
+- A loop's body that creates no state which the loop carries or shares is traced once; that trace is
+  the loop. Otherwise, the initial values are computed from that trace, with the inputs and keys of
+  the first iteration, and the body is traced again on the existing state.
+- Branches are traced once each. State that only some of them create gets its initial value before.
 
-So the innermost of d nested loops, where each one carries or shares what it makes, is traced d + 1
-times: the first trace of a loop contains both traces of the loop inside of it, and in
-its second trace the state is there. It makes no difference whether a model is initialized.
-State that each iteration has for itself, along an axis, needs no second trace; a loop inside that
-carries it finds it missing in each trace, and traces its body twice in each.
+The innermost of d nested loops that all carry or share the state they create is thus traced d + 1
+times: the first trace of a loop contains both traces of the inner loop, and its second trace finds
+the state. The number does not depend on whether a model is initialized. State stacked along an axis
+needs no second trace; an inner loop that carries it finds it missing in each trace, and traces its
+body twice in each.
 
-Where no such state can be made, since no collection of the call can be changed, JAX traces the body
-by itself.
+If no such state can be created, since all collections of the call are immutable, JAX traces the
+body directly.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from weft.lifting.roles import CARRY
 
 
 class Traced:
-    """A function of arrays that is traced once and evaluated as often as needed.
+    """Function of arrays that is traced once and evaluated repeatedly.
 
     Args:
-        named: the user's function, whose name JAX is given.
-        fn: the function, of pytrees of arrays; it returns a pytree of arrays.
-        *args: with which it is traced.
+        named: the user's function, whose name is given to JAX.
+        fn: the function, from pytrees of arrays to a pytree of arrays.
+        *args: arguments for the trace.
     """
 
     def __init__(self, named: Callable[..., Any], fn: Callable[..., Any], *args: Any):
@@ -58,11 +58,11 @@ class Traced:
 
     @property
     def shapes(self) -> Any:
-        """The result, with types in place of arrays."""
+        """Returns the result, with types in place of arrays."""
         return self._tree.unflatten(self._closed.out_avals)
 
     def __call__(self, *args: Any) -> Any:
-        """The result. Without jit the function runs again, so that its user can step through it."""
+        """Returns the result. Without jit, runs the function again, so that it can be debugged."""
         if is_untraced():
             return self._fn(*args)
         consts = self._closed.consts
@@ -70,7 +70,7 @@ class Traced:
         return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
 
     def only(self, outputs: Sequence[int], *args: Any) -> list[Any]:
-        """Some leaves of the result, computed without the others."""
+        """Returns some leaves of the result, computed without the others."""
         wanted = set(outputs)
         used = [i in wanted for i in range(len(self._closed.out_avals))]
         jaxpr, inputs = dce_jaxpr(self._closed.jaxpr, used)
@@ -81,16 +81,16 @@ class Traced:
 
 
 def is_untraced() -> bool:
-    """Whether loops run as Python does, in `jax.disable_jit()`."""
+    """Returns whether loops run in Python, in `jax.disable_jit()`."""
     return jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Made(NamedTuple):
-    """What a run of a body has made that must be there before the loop.
+    """State created by a run of a body that must exist before the loop.
 
     Attributes:
         tree: the structure of a list with the new entries of each group, or None.
-        static: the static half that the run has collected.
+        static: the static half collected by the run.
     """
 
     tree: Any
@@ -105,20 +105,20 @@ def body_with_state(
     units: Units,
     first: Callable[[Any], tuple[Any, ...]],
 ) -> tuple[Any, Callable[..., Any], list[Any]]:
-    """A loop's body, after the state was made that it makes.
+    """Returns a loop's body, after creating its state.
 
     Args:
-        transformation: the loop's name, for errors.
-        kind: whose carriers cross.
-        make: makes the body from a static half and units: a function of arrays. After a run its
-            `collected` is the static half of what comes back, or its `made` says what was made,
-            which it then returns.
+        transformation: name of the loop, for errors.
+        kind: kind of the carriers.
+        make: returns the body, a function of arrays, for a static half and units. After a run, its
+            `collected` is the output's static half, or its `made` describes the created state,
+            which the run then returns.
         static: the kind's static half.
-        units: what crosses.
-        first: from such a body to the arguments of its first run.
+        units: the crossing values.
+        first: returns the arguments of the first run of such a body.
 
     Returns:
-        The body, the function to hand to the loop, and what was made of each group, or None.
+        The body, the function for the loop, and the created state of each group, or None.
     """
     inside = kind.in_loop(static)
     body = make(inside, units)
@@ -131,7 +131,7 @@ def body_with_state(
     if body.made is None:
         if not is_counted_before:
             return body, traced, nothing
-        # The body runs as Python does: what its trace tells has to be known before.
+        # The body runs in Python, so the results of its trace must be known before.
         body = make(kind.in_loop(static, body.collected.value), units)
         return body, body, nothing
     tree = body.made.tree
@@ -160,7 +160,7 @@ def body_with_state(
 
 
 def may_create(kind: Kind, static: Any, units: Units) -> bool:
-    """Whether a call may make state that must have been made before."""
+    """Returns whether a call may create state that must exist before it."""
     return any(
         is_group and (role is None or role is CARRY) and kind.may_create(static, where)
         for is_group, role, where in zip(units.is_group, units.roles, units.filters, strict=True)
@@ -168,7 +168,7 @@ def may_create(kind: Kind, static: Any, units: Units) -> bool:
 
 
 def created(kind: Kind, units: Units, results: Results) -> list[Any] | None:
-    """What a run has made, of each group, that a loop carries or shares; None if nothing."""
+    """Returns the created state of each group that a loop carries or shares, or None."""
     made = [
         kind.created(before, after) if role is None or role is CARRY else None
         for before, after, role in groups(units, results)
@@ -181,13 +181,13 @@ def _made_later(transformation: str, kind: Kind, static: Any, units: Units, tree
     at = units.place_in_groups(kind, static, path)
     return CarryStructureError(
         f"{transformation}: {at} is made only where the body finds "
-        "what its first run has made; a loop begins with all that it carries, so make it in the "
-        "first run, too, or before the loop."
+        "the state that its first run has made; a loop begins with all carried state, so make it "
+        "in the first run, too, or before the loop."
     )
 
 
 def with_begun(kind: Kind, results: Results, made: list[Any]) -> Results:
-    """The results of a loop, with the initial values of what was made before it."""
+    """Returns the results of a loop, with the initial values of state created before it."""
     before = iter(made)
     parcels = [
         Parcel(tuple(kind.begun(next(before), group) for group in parcel.groups))
@@ -197,7 +197,7 @@ def with_begun(kind: Kind, results: Results, made: list[Any]) -> Results:
 
 
 def groups(units: Units, results: Results) -> list[tuple[Any, Any, Any]]:
-    """Each group of the carriers that went in: before, after, and its role."""
+    """Returns each group of the input carriers: before, after, and its role."""
     before = [
         (value, role)
         for value, role, is_group in zip(units.values, units.roles, units.is_group, strict=True)

@@ -1,20 +1,19 @@
-"""The one trip that a model's state makes through any JAX transformation.
+"""Transfer of a model's state through a JAX transformation.
 
-A JAX transformation takes pure functions of pytrees; a model's state hangs on a scope, on objects
-or on a context, which are the *carriers*. The trip has five stages, and a `Kind` knows how its own
-carriers make each of them:
+JAX transforms pure functions of pytrees; a model's state is part of a scope, of objects or of a
+context, the *carriers*. The transfer has five stages; a `Kind` implements each for its carriers:
 
-    outside   split     carriers -> groups of arrays, and a hashable value for all else
-    inside    merge     groups -> fresh carriers at the new trace level
-    inside              the user's function runs
-    inside    collect   what it changed, and the carriers it returns -> groups
-    outside   commit    groups -> the caller's own carriers
+outside   split     carriers -> groups of arrays, and a hashable value for all else
+inside    merge     groups -> fresh carriers at the new trace level
+inside              the user's function runs
+inside    collect   what it changed, and the carriers it returns -> groups
+outside   commit    groups -> the caller's own carriers
 
-Between `depart` and `run`, a `Parcel` with a carrier's groups sits where the carrier sat in the
-arguments; between `run` and `commit`, in the results. So the user's trees keep their shape, and
-whatever JAX matches by prefix (axes, shardings, donation) matches. What is not an array travels as
-the structure of a pytree without leaves, which makes it a part of JAX's own cache keys. Only
-`commit` touches what the caller holds: a trip that fails leaves no trace.
+Between `depart` and `run`, a `Parcel` with a carrier's groups replaces the carrier in the
+arguments; between `run` and `commit`, in the results. The user's trees keep their shape, so JAX's
+prefixes (axes, shardings, donation) match. Static values are part of the structure of a pytree
+without leaves, and thus of JAX's cache keys. Only `commit` changes the caller's values: a failed
+transfer has no effect.
 """
 
 from __future__ import annotations
@@ -32,33 +31,32 @@ from weft.lifting.roles import FORK, Roles, broadcast_roles, is_role, roles_of_c
 
 
 class Kind(Protocol):
-    """How one sort of carrier crosses.
+    """Protocol of the transfer of one sort of carrier.
 
     `groups` has one pytree per filter of a carrier, in the filters' order.
 
     Attributes:
-        carriers_are_leaves: whether JAX takes carriers for leaves by itself, as it does where they
-            are no pytrees. Then arguments without carriers are seen to be so at once, however many
-            leaves they have.
+        carriers_are_leaves: whether carriers are leaves for JAX, not pytrees. Arguments without
+            carriers are then recognized immediately, regardless of their number of leaves.
     """
 
     carriers_are_leaves: ClassVar[bool] = False
 
     def is_carrier(self, x: Any) -> bool:
-        """Whether this leaf of the arguments or results is a carrier of this kind."""
+        """Returns whether a leaf of the arguments or results is a carrier of this kind."""
         ...
 
     def split(
         self, carriers: Sequence[Any], filters: Sequence[tuple[Any, ...]]
     ) -> tuple[Any, Hashable, list[tuple[Any, ...]]]:
-        """Sees all carriers of a call at once.
+        """Splits all carriers of a call.
 
         Returns a handle for `commit`, the static half, and the groups of each carrier.
         """
         ...
 
     def merge(self, static: Any, groups: Sequence[tuple[Any, ...]]) -> tuple[Any, list[Any]]:
-        """Makes carriers from its arguments alone; returns a handle for `collect`, and them."""
+        """Creates carriers from the arguments; returns a handle for `collect` and the carriers."""
         ...
 
     def collect(
@@ -70,7 +68,7 @@ class Kind(Protocol):
         new: Sequence[Any],
         new_filters: Sequence[tuple[Any, ...]],
     ) -> tuple[Hashable, list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-        """What the call may have changed in `carriers`, and the carriers `new` that it returns."""
+        """Returns the groups of changed `carriers`, and of the returned carriers `new`."""
         ...
 
     def commit(
@@ -82,14 +80,14 @@ class Kind(Protocol):
     ) -> list[Any]:
         """Writes to the caller's carriers, all or nothing; returns those the call returned.
 
-        A group that is None has nothing to write.
+        A group that is None has no changes.
         """
         ...
 
-    # A kind that has keys, axis metadata, counters, or whose functions make new state, says how.
+    # Kinds with keys, axis metadata, counters, or functions that create state override these.
 
     def wanted(self, roles: Roles) -> tuple[Any, ...]:
-        """What `split` and `collect` are told of the groups of a carrier: their filters."""
+        """Returns the filters of a carrier's groups for `split` and `collect`."""
         return roles.filters
 
     def fork(self, group: Any, n: int) -> Any:
@@ -97,7 +95,7 @@ class Kind(Protocol):
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; give the group an axis.")
 
     def fold(self, group: Any, i: Any) -> Any:
-        """The PRNG keys of a group for iteration `i` of a loop of unknown length."""
+        """Returns the PRNG keys of a group for iteration `i` of a loop of unknown length."""
         raise ForkError(f"{type(self).__name__} has no PRNG keys to fork; share the group.")
 
     def axis(
@@ -109,95 +107,80 @@ class Kind(Protocol):
         axis: int,
         metadata: dict[Any, Any],
     ) -> Any:
-        """Tells axis metadata in a group that an axis came (`sign` 1) or went (-1).
+        """Adds an axis to the axis metadata in a group (`sign` 1), or removes it (-1).
 
         Args:
             static: the static half, for errors.
-            carrier: the index of the group's carrier, for errors.
+            carrier: index of the group's carrier, for errors.
             sign: 1 or -1.
             group: the group.
-            axis: where the axis is.
-            metadata: handed to axis metadata.
+            axis: position of the axis.
+            metadata: passed to axis metadata.
         """
         return group
 
     def may_create(self, static: Any, where: Any) -> bool:
-        """Whether a call may make new state in a group.
-
-        Args:
-            static: the static half.
-            where: the filter of the group.
-        """
+        """Returns whether a call may create state in the group with the filter `where`."""
         return False
 
     def created(self, before: Any, after: Any) -> Any:
-        """The entries of a group that a call has made, as they were when they were made.
-
-        None if there are none.
-        """
+        """Returns the entries of a group that a call has created, with initial values, or None."""
         return None
 
     def union(self, group: Any, other: Any) -> Any:
-        """A group with the entries of another one, which replace its own."""
+        """Returns a group with the entries of another one, which replace its own."""
         return other
 
     def begun(self, made: Any, result: Any) -> Any:
-        """What a loop or a branch leaves of a group, as `commit` is to find it.
+        """Returns the final group of a loop or a branch for `commit`.
 
         Args:
-            made: what `created` gave: the entries made before, with their initial values.
-            result: the group afterwards; it may have initial values of its own, from each
-                iteration of a loop.
+            made: result of `created`: the entries created before, with initial values.
+            result: the final group, which may have initial values from each iteration of a loop.
         """
         return result
 
     def in_loop(self, static: Any, after: Any = None) -> Any:
-        """The static half for the body of a loop.
+        """Returns the static half for the body of a loop.
 
         Args:
-            static: that of the call.
-            after: what the same loop collects, where that is known before.
+            static: static half of the call.
+            after: static half that the same loop collects, if known.
         """
         return static
 
     def follow(self, static: Any, before: Any, after: Any = None) -> Any:
-        """The static half for a run that finds the state which another one has made.
+        """Returns the static half for a run on state that another run has created.
 
         Args:
-            static: that of the call.
-            before: the static half that the other run has collected.
-            after: what this run collects, where that is known before.
+            static: static half of the call.
+            before: static half collected by the other run.
+            after: static half that this run collects, if known.
         """
         return static
 
     def join(self, static: Any, statics: Sequence[Any]) -> Any:
-        """One collected static half for several branches; one of them is taken.
-
-        Args:
-            static: that of the call.
-            statics: what each branch has collected.
-        """
+        """Joins the static halves that branches have collected; one branch runs."""
         return statics[0]
 
     def place(self, static: Any, carrier: int, path: Any) -> str:
-        """Where in the state an entry of a group is, as its user knows it, for errors.
+        """Returns the user's name for the location of an entry of a group, for errors.
 
         Args:
             static: the static half.
-            carrier: the index of the group's carrier: first come those that went in, then those
-                that the function returned.
-            path: of JAX, from the group on.
+            carrier: index of the group's carrier: input carriers come first, then returned ones.
+            path: JAX path within the group.
         """
         return f"the state{jax.tree_util.keystr(path)}"
 
     def argument(self, path: Any) -> str:
-        """Which argument is meant, or what in it, by its path among the arguments; for errors."""
+        """Returns an argument's name, or a part's, by its path among the arguments, for errors."""
         return f"input {path[0].idx}{jax.tree_util.keystr(path[1:])}" if path else "the input"
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Parcel:
-    """A carrier's groups, where the carrier sat."""
+    """Carrier's groups, in the carrier's place."""
 
     def __init__(self, groups: tuple[Any, ...]):
         self.groups = groups
@@ -216,7 +199,7 @@ class Parcel:
 
 @jax.tree_util.register_static
 class Static:
-    """A hashable value that travels as the structure of a pytree without leaves."""
+    """Hashable value as the structure of a pytree without leaves."""
 
     def __init__(self, value: Hashable):
         self.value: Any = value
@@ -225,7 +208,7 @@ class Static:
         return hash(self.value)
 
     def __eq__(self, other: object) -> bool:
-        # True, 1 and 1.0 are equal, and yet a function may tell them apart.
+        # True, 1 and 1.0 are equal, but a function may distinguish them.
         return (
             isinstance(other, Static)
             and type(self.value) is type(other.value)
@@ -238,23 +221,23 @@ class Static:
 
 @jax.tree_util.register_static
 class NothingNew(Static):
-    """The static half of a function that returned no carriers."""
+    """Static half of a function that returned no carriers."""
 
 
 def is_parcel(x: Any) -> bool:
-    """Whether `x` stands for a carrier."""
+    """Returns whether `x` represents a carrier."""
     return isinstance(x, Parcel)
 
 
 class Cargo(NamedTuple):
-    """What crosses: `static` holds the kind's static half and one role per leaf of `packed`."""
+    """Input values: `static` contains the kind's static half and one role per leaf of `packed`."""
 
     static: Static
     packed: Any
 
 
 class Results(NamedTuple):
-    """What comes back: a static half, a parcel per carrier that went in, the function's results."""
+    """Output values: a static half, a parcel per input carrier, and the function's results."""
 
     static: Static
     parcels: list[Parcel]
@@ -264,17 +247,17 @@ class Results(NamedTuple):
 def depart(
     kind: Kind, args: Any, roles: Any, what: str = "in_axes", of_carriers: Roles | None = None
 ) -> tuple[Any, Cargo]:
-    """Splits the carriers among `args` into groups, by the roles they are given.
+    """Splits the carriers among `args` into groups, by their roles.
 
     Args:
-        kind: whose carriers to look for.
+        kind: kind of the carriers.
         args: a pytree of the arguments.
         roles: a pytree prefix of `args`, see `weft.lifting.roles`.
-        what: the name under which the user gave `roles`, for errors.
+        what: the user's name of `roles`, for errors.
         of_carriers: the roles of carriers to which `roles` gives None.
 
     Returns:
-        A handle for `commit`, which stays outside, and what crosses.
+        A handle for `commit`, which stays outside, and the crossing values.
     """
     opaque = kind.carriers_are_leaves
     leaves, tree = jax.tree.flatten(args, is_leaf=None if opaque else kind.is_carrier)
@@ -311,8 +294,8 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     """Merges the carriers at the present trace level, calls `fn(args)` and collects.
 
     Args:
-        kind: whose carriers cross.
-        fn: takes the pytree that was given to `depart`, with fresh carriers.
+        kind: kind of the carriers.
+        fn: takes the pytree given to `depart`, with new carriers.
         cargo: from `depart`.
         out_roles: the roles of carriers that `fn` returns, a pytree prefix of its result.
     """
@@ -343,7 +326,7 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     for i, group in zip(out_at, new_groups, strict=True):
         out_leaves[i] = Parcel(group)
     parcels = [
-        # The keys were made for the new axis alone; the caller's own stay as they are.
+        # These keys are only for the new axis; the caller's keys are unchanged.
         Parcel(tuple(None if r is FORK else g for r, g in zip(flat[i].roles, group, strict=True)))
         for i, group in zip(at, groups, strict=True)
     ]
@@ -352,7 +335,7 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
 
 
 def commit(kind: Kind, outer: Any, results: Results) -> Any:
-    """Writes what came back to the caller's carriers and returns the function's own results."""
+    """Writes changes to the caller's carriers and returns the function's own results."""
     static, groups = results.static.value, [parcel.groups for parcel in results.parcels]
     if type(results.static) is NothingNew:
         kind.commit(outer, static, groups, [])
@@ -369,11 +352,11 @@ def commit(kind: Kind, outer: Any, results: Results) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where in a packed tree each unit is, and what is to happen to it.
+    """Positions of units in a packed tree, with their roles.
 
     Attributes:
         tree: the structure of the packed tree, with parcels as leaves.
-        sizes: for each of its leaves how many groups the parcel has; None for what is no parcel.
+        sizes: for each of its leaves the parcel's number of groups; None for other leaves.
         flat_roles: one role for each of its leaves.
     """
 
@@ -383,7 +366,7 @@ class Layout:
 
     @functools.cached_property
     def of_units(self) -> tuple[list[Any], list[Any], list[int | None]]:
-        """The role of each unit, its filter, and the carrier whose group it is, if it is one."""
+        """Returns the role of each unit, its filter, and the index of its carrier, or None."""
         roles, filters, carriers, count = [], [], [], itertools.count()
         for size, role in zip(self.sizes, self.flat_roles, strict=True):
             if size is None:
@@ -399,14 +382,14 @@ class Layout:
 
 
 class Units:
-    """A packed tree as a list of what has a role of its own: groups of parcels, and other leaves.
+    """Packed tree as a list of its parts with roles: groups of parcels, and other leaves.
 
     Attributes:
-        layout: where they are in the packed tree.
+        layout: positions in the packed tree.
         values: the groups and leaves, in order.
         roles: the role of each.
         filters: the filter of each group; None for another leaf.
-        carriers: the index of the carrier whose group each is; None for another leaf.
+        carriers: the index of each group's carrier; None for another leaf.
     """
 
     def __init__(self, layout: Layout, values: Sequence[Any]):
@@ -415,7 +398,7 @@ class Units:
 
     @property
     def is_group(self) -> list[bool]:
-        """Whether each is a group of a parcel."""
+        """Returns whether each is a group of a parcel."""
         return [carrier is not None for carrier in self.carriers]
 
     @classmethod
@@ -433,7 +416,6 @@ class Units:
         return cls.of_packed(cargo.packed, cargo.static.value[1])
 
     def packed(self) -> Any:
-        """The packed tree."""
         rest = iter(self.values)
         return self.layout.tree.unflatten(
             [
@@ -443,38 +425,38 @@ class Units:
         )
 
     def cargo(self, static: Any) -> Cargo:
-        """What crosses, with the kind's static half."""
+        """Returns the crossing values, with the kind's static half."""
         return Cargo(Static((static, self.layout.flat_roles)), self.packed())
 
     def having(self, values: Sequence[Any]) -> "Units":
-        """The same units with other values."""
+        """Returns the same units with other values."""
         return Units(self.layout, values)
 
     def emptied(self) -> "Units":
-        """The same units without their values, for a function that lives longer than the call."""
+        """Returns the same units without values, for a function that outlives the call."""
         return self.having([None] * len(self.values))
 
     def place(self, kind: Kind, static: Any, i: int, leaf: int | None = None) -> str:
-        """Where the i-th value is, or the leaf of it with that number, for errors."""
+        """Returns the location of the i-th value, or of its leaf with that number, for errors."""
         path = self._path(i, leaf)
         if (carrier := self.carriers[i]) is not None:
             return kind.place(static, carrier, path)
         return kind.argument(path)
 
     def place_in_results(self, kind: Kind, static: Any, i: int, leaf: int) -> str:
-        """The same where these are the units of results, see `in_results`."""
+        """Returns the location of a value in units of results, see `in_results`."""
         path = self._path(i, leaf)
         if (carrier := self.carriers[i]) is not None:
             return kind.place(static, carrier, path)
         return f"the result{jax.tree_util.keystr(path[1:])}"
 
     def place_in_groups(self, kind: Kind, static: Any, path: Any) -> str:
-        """Where something is, by its path of JAX in a list of all groups; for errors."""
+        """Returns a location by its JAX path in a list of all groups, for errors."""
         carriers = [carrier for carrier in self.carriers if carrier is not None]
         return kind.place(static, carriers[path[0].idx], path[1:])
 
     def _path(self, i: int, leaf: int | None) -> tuple[Any, ...]:
-        """The path of JAX: of a group's entry from the group on, of others in the packed tree."""
+        """Returns the JAX path of a group's entry in the group, of others in the packed tree."""
         path = () if leaf is None else jax.tree_util.tree_leaves_with_path(self.values[i])[leaf][0]
         if self.carriers[i] is not None:
             return path
@@ -484,20 +466,20 @@ class Units:
         return (*at[n][0], *path)
 
     def pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Each value with its role."""
+        """Yields each value with its role."""
         return zip(self.values, self.roles, strict=True)
 
     def with_roles(self, role: Any) -> list[Any]:
-        """The values whose role is `role`: first those of carriers, which come back first."""
+        """Returns the values with the role `role`, those of carriers first."""
         return [self.values[i] for i in self.places(role)]
 
     def places(self, role: Any) -> list[int]:
-        """Which of the values those are."""
+        """Returns the indices of these values."""
         places = [i for i, r in enumerate(self.roles) if r is role]
         return sorted(places, key=lambda i: not self.is_group[i])
 
     def merged(self, role: Any, replacements: Sequence[Any]) -> "Units":
-        """The units with the values of that role replaced, in the order of `with_roles`."""
+        """Returns the units with the values of that role replaced, in the order of `with_roles`."""
         values = list(self.values)
         for i, value in zip(self.places(role), replacements, strict=True):
             values[i] = value
@@ -505,7 +487,7 @@ class Units:
 
 
 def in_results(cargo: Cargo, results: Results, out_roles: Any) -> Units:
-    """The units of what comes back: carriers that went in keep their roles."""
+    """Returns the units of the results; input carriers keep their roles."""
     _, flat = cargo.static.value
     carried = [role for role in flat if isinstance(role, Roles)]
     out = broadcast_roles(out_roles, results.packed, is_parcel, "out_axes")

@@ -1,4 +1,4 @@
-"""custom_vjp and custom_jvp: functions that come with a derivative of their own."""
+"""Functions with custom derivatives: custom_vjp and custom_jvp."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ def custom_vjp(
     wrt: Any,
     of_state: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.custom_vjp` of a function that takes carriers.
+    """Applies `jax.custom_vjp` to a function that takes carriers.
+
+    The state that `fn` changes comes from `forward_fn` when derivatives are taken.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        forward_fn: takes the same arguments; returns the result of `fn`, and what `backward_fn`
-            needs.
-        backward_fn: takes that, and a cotangent of the result; returns one gradient for each
-            argument, and for each group of state, that is DIFF, in order.
-        wrt: a prefix of the arguments: DIFF where `backward_fn` gives a gradient, None elsewhere.
-        of_state: whether `backward_fn` also takes the cotangents of what was changed, which are the
-            groups of each carrier, and the static half that was collected.
-
-    Returns:
-        A function like `fn`. What `fn` changes comes from `forward_fn` where derivatives are taken.
+        kind: kind of the carriers.
+        forward_fn: takes the same arguments; returns the result of `fn`, and residuals.
+        backward_fn: takes the residuals and a cotangent of the result; returns one gradient for
+            each argument and group of state with role DIFF, in order.
+        wrt: a prefix of the arguments: DIFF for gradients of `backward_fn`, None elsewhere.
+        of_state: whether `backward_fn` also takes the cotangents of changed state, which are the
+            groups of each carrier, and the collected static half.
     """
 
     def call(*args: Any) -> Any:
@@ -65,17 +62,15 @@ def custom_vjp(
 def custom_jvp(
     kind: Kind, fn: Callable[..., Any], jvp_fn: Callable[..., Any], *, wrt: Any
 ) -> Callable[..., Any]:
-    """`jax.custom_jvp` of a function that takes carriers.
+    """Applies `jax.custom_jvp` to a function that takes carriers.
+
+    The state that `fn` changes comes from `jvp_fn` when derivatives are taken.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument, and for each group of
-            state, that is DIFF, in order. It returns the result of `fn` and its tangent.
-        wrt: a prefix of the arguments: DIFF where `jvp_fn` needs a tangent, None elsewhere.
-
-    Returns:
-        A function like `fn`. What `fn` changes comes from `jvp_fn` where derivatives are taken.
+        kind: kind of the carriers.
+        jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument and group of state
+            with role DIFF, in order. It returns the result of `fn` and its tangent.
+        wrt: a prefix of the arguments: DIFF for tangents of `jvp_fn`, None elsewhere.
     """
 
     def call(*args: Any) -> Any:
@@ -99,12 +94,12 @@ def custom_jvp(
 
 
 def _of_call(kind: Kind, args: Any, wrt: Any) -> tuple[Any, list[Any], list[Any], Any]:
-    """What has a derivative in a call, the rest, and how to run a function on both."""
+    """Returns a call's differentiable values, the rest, and a function to run on both."""
     outer, cargo = depart(kind, args, wrt, "wrt")
     units = Units.of_cargo(cargo)
     diff = units.with_roles(DIFF)
     rest = [None if role is DIFF else value for value, role in units.pairs()]
-    # What outlives the call holds no arrays of it.
+    # Values that outlive the call hold no arrays of it.
     empty, static = units.emptied(), cargo.static
 
     def run_with(fn: Callable[..., Any], diff: list[Any], rest: list[Any]) -> Results:

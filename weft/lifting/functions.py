@@ -1,10 +1,10 @@
-"""When two functions are the same: equal code, and equal values wherever the code can see.
+"""Equality of functions: equal code, and equal values of all names that the code uses.
 
-JAX knows a function by its identity, so one that is made anew at each call is compiled at each
-call. Here two functions are the same if they have the same code, and if what it sees in its
-closure, its defaults and its globals is the same by value. What cannot be compared by value safely
-(an array that can be written to, a tracer, an object that can change) makes a function equal to
-itself alone: better compiled once too often than run once with another function's values.
+JAX identifies a function by identity, so a function redefined at each call is recompiled at each
+call. Here, two functions are equal if they have the same code, and the values in their closures,
+defaults and globals are equal. A value that cannot be compared safely (a mutable array, a tracer, a
+mutable object) makes a function equal only to itself: recompiling is better than reusing another
+function's values.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ T = TypeVar("T")
 
 
 class _Incomparable(Exception):
-    """Something that a function sees cannot be compared by value."""
+    """Raised for a value that cannot be compared."""
 
 
 class Same:
-    """An object that is equal to itself alone; kept alive, so that its identity stays its own."""
+    """Object that is equal only to itself, kept alive so that its identity is not reused."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -47,11 +47,11 @@ _shared: OrderedDict[Hashable, Any] = OrderedDict()
 
 
 def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
-    """What was made from equal parts before, or `make()`.
+    """Returns the cached object of equal parts, or `make()`.
 
     Args:
-        parts: all that the object is made from: functions, and values of any kind.
-        make: makes the object, which is kept for the next equal parts.
+        parts: all inputs of the object: functions, and values of any kind.
+        make: creates the object.
     """
     try:
         key = _of_value(parts, ())
@@ -67,13 +67,12 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
 
 
 class AtFirstCall(Generic[T]):
-    """Something that is made, or found among what was made, when it is first asked for.
+    """Object that is created, or taken from the cache, at the first use.
 
-    A function may see other values by then than when it was defined.
+    A function may use other values then than at its definition.
 
     Args:
-        parts: see `shared_by_equal_functions`.
-        make: likewise.
+        parts, make: see `shared_by_equal_functions`.
     """
 
     def __init__(self, parts: Any, make: Callable[[], T]):
@@ -85,11 +84,10 @@ class AtFirstCall(Generic[T]):
 
 
 def by_value(value: Any) -> Hashable:
-    """Returns the key of a value in a comparison: equal for equal values, and hashable.
+    """Returns a hashable key of a value, equal for equal values.
 
-    Args:
-        value: anything. What can change and has its own way to compare is compared by its present
-            state; what cannot be compared by value is equal to itself alone.
+    Mutable values with their own comparison are compared by their present state; values that cannot
+    be compared are equal only to themselves.
     """
     return _by_value(value, ())
 
@@ -100,11 +98,11 @@ def _by_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     except _Incomparable:
         pass
     if any(value is x for x in above):
-        return Same(value)  # it holds itself
+        return Same(value)  # contains itself
     above = (*above, value)
     key = functools.partial(_by_value, above=above)
-    # What has its own way to compare is compared so, but what it is made of one by one: 1, 1.0 and
-    # True are equal to each other. So is what can change: its parts are as they are now.
+    # Values with their own comparison are compared by it, but part by part, since 1, 1.0 and True
+    # are equal. Mutable values are compared by their present parts.
     if isinstance(value, tuple | list | deque):
         return type(value), tuple(map(key, value))
     if isinstance(value, frozenset | set):
@@ -124,12 +122,12 @@ def _by_value(value: Any, above: tuple[Any, ...]) -> Hashable:
 
 
 def _by_state(value: Any, key: Callable[[Any], Hashable]) -> Hashable:
-    """Returns the key of a value without a hash, such as a `bytearray`: what pickle writes."""
+    """Returns the key of a value without a hash, such as a `bytearray`: its pickled form."""
     if type(value).__eq__ is object.__eq__:
         return Same(value)
     try:
         written = value.__reduce_ex__(4)
-    except Exception:  # whatever its class raises, it cannot be written
+    except Exception:  # the class may raise anything
         return Same(value)
     if isinstance(written, str):
         return Same(value)
@@ -155,7 +153,7 @@ def _is_frozen_dataclass(value: Any) -> bool:
 
 
 def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
-    """A hashable value that is equal for equal functions; `above` are those that lead here."""
+    """Returns a hashable key, equal for equal functions; `above` are enclosing values."""
     if isinstance(fn, functools.partial):
         above = (*above, fn)
         held = _of_value(fn.args, above), _of_named(fn.keywords, above)
@@ -171,14 +169,14 @@ def _of_function(fn: Any, above: tuple[Any, ...]) -> Hashable:
     # The globals of a library do not change.
     is_library = is_of_library(fn)
     if not is_library and _written_outside(fn.__code__):
-        raise _Incomparable  # it is another one after each run
+        raise _Incomparable  # differs after each run
     try:
         closure = [cell.cell_contents for cell in fn.__closure__ or ()]
     except ValueError:
         raise _Incomparable from None  # a name that has no value yet
     seen = fn.__globals__
     names = () if is_library else [name for name in _names(fn.__code__) if name in seen]
-    # What it wraps is in its closure, too; a signature says how to call it, not what it does.
+    # A wrapped function is also in the closure; a signature does not affect behavior.
     shown = ("__wrapped__", "__signature__")
     own = {k: v for k, v in fn.__dict__.items() if k not in shown} if fn.__dict__ else {}
     return (
@@ -198,7 +196,7 @@ def _of_named(values: Mapping[str, Any], above: tuple[Any, ...]) -> Hashable:
 
 @functools.lru_cache(maxsize=1024)
 def _written_outside(code: types.CodeType) -> frozenset[str]:
-    """The names of outer functions and of the module to which a function writes."""
+    """Returns the names of outer functions and of the module that a function assigns to."""
     inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     names = {name for c in inside for name in _written_outside(c)} - {*code.co_cellvars}
     for step in dis.get_instructions(code):
@@ -211,13 +209,13 @@ def _written_outside(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The global names in a function's code and in that of functions inside of it."""
+    """Returns the global names in a function's code, including nested functions."""
     inside = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple(sorted({*code.co_names, *(name for c in inside for name in _names(c))}))
 
 
-# Each of a module's fields goes through these whenever it crosses, and all that a function sees: a
-# union that is made anew at each look takes longer than the look.
+# Used for each field of a crossing module and each value of a function: creating the union at each
+# use would take longer than the check.
 _PLAIN = (bool, int, str, bytes, type(None))
 _PLAIN_TYPES = frozenset(_PLAIN)
 _FRACTIONS = (float, complex)
@@ -231,7 +229,7 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     if kind in _PLAIN_TYPES:
         return kind, value
     if kind is types.FunctionType:
-        # One that stands in another function is made anew by each call of that.
+        # A nested function is created again by each call of the outer one.
         fixed = value.__closure__ is None and "<locals>" not in value.__qualname__
         return Same(value) if fixed and is_of_library(value) else _of_function(value, above)
     if isinstance(value, _PLAIN):
@@ -241,12 +239,12 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
     if isinstance(value, _UNCHANGING):
         return Same(value)
     if isinstance(value, _FRACTIONS):
-        return type(value), repr(value)  # 0.0 and -0.0 are not the same here
+        return type(value), repr(value)  # distinguishes 0.0 and -0.0
     if isinstance(value, np.generic):
         return type(value), value.tobytes()
     if isinstance(value, frozenset):
         return type(value), frozenset(_of_value(v, above) for v in value)
-    # What a function holds may change before it runs again; what is given beside it does not.
+    # A function's values may change before its next run; other given values do not.
     if not above and isinstance(value, list | set):
         return type(value), tuple(_of_value(v, above) for v in value)
     if not above and isinstance(value, dict):
@@ -268,8 +266,8 @@ def _of_value(value: Any, above: tuple[Any, ...]) -> Hashable:
 
 
 def is_of_library(fn: types.FunctionType) -> bool:
-    """Whether a function is JAX's, Weft's or the like, whose globals do not change."""
-    # Functions that wrap others have the module of what they wrap, so the globals tell.
+    """Returns whether a function is from a library such as JAX, with fixed globals."""
+    # Wrappers have the `__module__` of the wrapped function, so this uses the globals.
     return _is_library(fn.__globals__.get("__name__", ""))
 
 

@@ -1,8 +1,8 @@
-"""jit: compiled once for equal structure.
+"""Compilation once for equal structure: jit.
 
-All that is not an array crosses as the structure of a pytree, which is part of JAX's cache key.
-Functions that were made anew but are the same code and hold equal values share one compiled
-function, see `weft.lifting.functions`.
+Static values cross as the structure of a pytree, which is part of JAX's cache key. Redefined
+functions with the same code and equal values share one compiled function, see
+`weft.lifting.functions`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weft.lifting.stages import Lowered
 
 
 class Jitted:
-    """A function of carriers under `jax.jit`; made by `jit`."""
+    """Function of carriers under `jax.jit`, as returned by `jit`."""
 
     def __init__(self, shared: "AtFirstCall[_Shared]"):
         self._shared = shared
@@ -31,16 +31,16 @@ class Jitted:
         return self._shared.value(*args, **kwargs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """As `jax.jit(...).lower`; nothing is committed before what is compiled is called."""
+        """Lowers as `jax.jit(...).lower`; changes of state are written only by compiled calls."""
         return self._shared.value.lower(*args, **kwargs)
 
     def explain_recompile(self) -> str:
-        """What differed when the function was traced the last time, in words."""
+        """Describes the differences that caused the last trace."""
         return self._shared.value.explain_recompile()
 
 
 class _Shared:
-    """What all equal functions have in common."""
+    """State shared by all equal functions."""
 
     def __init__(
         self,
@@ -110,19 +110,19 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     inline: bool = False,
 ) -> Jitted:
-    """`jax.jit` of a function that takes carriers.
+    """Applies `jax.jit` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
+        kind: kind of the carriers.
         fn: the function, traced once for each structure of its arguments and carriers.
-        of_carriers: what of each carrier crosses: only the filters are used. Everything by default.
+        of_carriers: filters of the crossing parts of each carrier; by default everything.
         in_shardings: a prefix of the arguments, one entry per argument.
         out_shardings: a prefix of the results.
-        static_argnums: the arguments that are hashable values and no arrays.
-        static_argnames: those among the arguments given by name.
-        donate_argnums: the arguments whose arrays, also those of carriers, may be used for the
+        static_argnums: arguments that are hashable values, not arrays.
+        static_argnames: static arguments given by name.
+        donate_argnums: arguments whose buffers, including those of carriers, may be reused for the
             results.
-        inline: whether an enclosing trace sees the function's operations instead of one call.
+        inline: whether an enclosing trace contains the function's operations instead of one call.
     """
     shardings: dict[str, Any] = {}
     if in_shardings is not None:

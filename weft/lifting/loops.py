@@ -1,10 +1,10 @@
-"""while_loop and fori_loop: loops of unknown length, whose state is carried, shared or folded.
+"""Loops of unknown length, with carried, shared or folded state: while_loop and fori_loop.
 
-    carry = init
-    while cond(carry):
-        carry = body(carry)
+carry = init
+while cond(carry):
+    carry = body(carry)
 
-`FORK` keys are folded with the number of the iteration.
+`FORK` keys are folded with the index of the iteration.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ def while_loop(
     *,
     in_axes: Any,
 ) -> Callable[..., Any]:
-    """`jax.lax.while_loop` of functions that take carriers.
+    """Applies `jax.lax.while_loop` to functions that take carriers.
 
     Args:
-        kind: whose carriers cross.
-        cond_fn: takes the arguments and returns whether to go on. What it changes is dropped.
-        body_fn: takes the arguments and returns the next values of those that are carried.
-        in_axes: a prefix of the arguments: CARRY or None, and `Roles` where a carrier is, in which
-            FORK is for keys.
+        kind: kind of the carriers.
+        cond_fn: takes the arguments and returns whether to continue. Its changes are dropped.
+        body_fn: takes the arguments and returns the next values of the carried ones.
+        in_axes: a prefix of the arguments: CARRY or None, or `Roles` for a carrier, with FORK for
+            keys.
 
     Returns:
-        A function that returns the last values of the arguments that are carried.
+        A function that returns the last values of the carried arguments.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        RoleError: for a role that such a loop does not have.
+        RoleError: for an unsupported role.
     """
 
     def pure(of_call: Any, units: Units) -> Results:
@@ -98,7 +98,7 @@ def while_loop(
 
 
 class _Body:
-    """The body as a function of an iteration's number and of the leaves of the carry."""
+    """Body as a function of an iteration's index and of the leaves of the carry."""
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], trees: Trees, static: Any, units: Units):
         self._kind, self.fn, self._static, self._units = kind, fn, static, units
@@ -108,7 +108,7 @@ class _Body:
         self.made: Made | None = None
 
     def at(self, i: Any, carry: list[Any]) -> Units:
-        """What the i-th iteration finds."""
+        """Returns the inputs of the i-th iteration."""
         folded = _folded(self._kind, i, self._units)
         return folded.merged(CARRY, self._tree.unflatten(carry))
 
@@ -127,13 +127,13 @@ class _Body:
         return new_carry
 
     def results(self, carry: list[Any]) -> Results:
-        """What the loop returns."""
+        """Returns the results of the loop."""
         merged = self._returned.merged(CARRY, self._tree.unflatten(carry))
         return Results(self.collected, *merged.packed())
 
 
 def _folded(kind: Kind, i: Any, units: Units) -> Units:
-    """What iteration `i` finds: keys that are its own."""
+    """Returns the units with iteration `i`'s own keys."""
     return units.having(
         [kind.fold(value, i) if role is FORK else value for value, role in units.pairs()]
     )
@@ -148,19 +148,18 @@ def fori_loop(
     in_axes: Any,
     unroll: int | bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.lax.fori_loop` of a function that takes carriers.
+    """Applies `jax.lax.fori_loop` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
+        kind: kind of the carriers.
         lower: the first index.
-        upper: the index after the last. With a Python number the loop can be differentiated in
-            reverse.
-        body_fn: `body_fn(i, *args)`; returns the next values of the arguments that are carried.
-        in_axes: as for `while_loop`.
-        unroll: how many iterations are written out, where both bounds are Python numbers.
+        upper: the index after the last. Reverse differentiation requires a Python number.
+        body_fn: `body_fn(i, *args)` returns the next values of the carried arguments.
+        in_axes: see `while_loop`.
+        unroll: number of iterations to unroll, if both bounds are Python numbers.
 
     Returns:
-        A function of the arguments; it returns the last values of those that are carried.
+        A function that returns the last values of the carried arguments.
     """
 
     def body(i: Any, *args: Any) -> tuple[Any, Any]:

@@ -1,8 +1,7 @@
-"""The user's names on the functions that JAX sees.
+"""Names of the user's functions on the functions that JAX traces.
 
-JAX traces a pure function in place of the user's one. Its name is the name of the compiled
-module in logs, profiles and dumps; its arguments and its source line are in error messages. So it
-takes all three from the user's function.
+JAX traces a pure function in place of the user's. Logs, profiles and dumps show its name, and error
+messages its arguments and source line, so it takes all three from the user's function.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ def named_after(
 
     Args:
         fn: the user's function; also a partial, a method or a callable object.
-        pure: what JAX is given in its place; changed and returned.
-        leading: the names of the arguments of `pure` that come before those of `fn`. With None the
-            two take different arguments, and only the name and the source line are taken over.
-        left_out: which arguments of `fn` are not among those of `pure`, by position or name.
+        pure: the function that JAX traces; changed and returned.
+        leading: names of arguments of `pure` before those of `fn`. If None, the arguments are
+            unrelated, and only the name and the source line are set.
 
     Example:
         >>> def train_step(state, batch): ...
@@ -53,11 +51,10 @@ def named_after(
 
 
 def takes_name(fn: Callable[..., Any], wrapper: F) -> F:
-    """Gives a function the name and the source line of the one that it calls.
+    """Gives a function the name and the source line of the function that it calls.
 
-    Args:
-        fn: as for `named_after`.
-        wrapper: changed and returned. It is still compared by value, see `weft.lifting.functions`.
+    The wrapper is changed and returned; it is still compared by value, see
+    `weft.lifting.functions`.
     """
     inner = fn
     while isinstance(inner, functools.partial):
@@ -77,7 +74,7 @@ def _signature(
 ) -> inspect.Signature:
     try:
         parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some functions that are written in C have none
+    except (TypeError, ValueError):  # some functions in C have no signature
         return _UNNAMED
     kept = [p for i, p in enumerate(parameters) if i not in left_out and p.name not in left_out]
     taken = {p.name for p in kept}

@@ -1,4 +1,4 @@
-"""Why a jitted function was traced once more."""
+"""Causes of recompilation of a jitted function."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import jax
 
 
 class Trace(NamedTuple):
-    """What JAX knew a call by.
+    """JAX's cache key of a call.
 
     Attributes:
-        static: what is not an array: the kind's static half, and static arguments.
-        arrays: shape and dtype of each array, by its place.
+        static: the kind's static half and static arguments.
+        arrays: shape and dtype of each array, by location.
     """
 
     static: Any
@@ -28,7 +28,7 @@ class Trace(NamedTuple):
 
 
 def differences(before: Trace, after: Trace) -> list[str]:
-    """What differs between two traces, a line each."""
+    """Returns the differences between two traces, one line each."""
     lines = []
     for place in dict.fromkeys((*before.arrays, *after.arrays)):
         old, new = before.arrays.get(place), after.arrays.get(place)
@@ -48,7 +48,7 @@ def _static_differences(where: str, old: Any, new: Any) -> Iterator[str]:
         for name in a:
             yield from _static_differences(f"{where}.{name}", a[name], b[name])
         return
-    yield f"what is no array, at {where.lstrip('.')}: {old!r} before, {new!r}"
+    yield f"the static value at {where.lstrip('.')}: {old!r} before, {new!r}"
 
 
 def _parts(x: Any) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""remat: what the body computes is computed again in the backward pass instead of being kept."""
+"""Rematerialization in the backward pass: remat."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def remat(
     policy: Callable[..., bool] | None = None,
     in_axes: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function that takes carriers.
+    """Applies `jax.checkpoint` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
-        policy: what to keep, one of `jax.checkpoint_policies`.
-        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
+        kind: kind of the carriers.
+        prevent_cse: see `jax.checkpoint`; False inside a scan.
+        policy: selects values to store, see `jax.checkpoint_policies`.
+        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
     """
 
     def pure(cargo: Cargo) -> Results:

@@ -1,13 +1,12 @@
-"""What happens to a group of state, or to an argument, when a transformation is crossed.
+"""Roles of groups of state and of arguments in a transformation.
 
-A role is an integer (mapped over that axis), `None` (shared by all), `CARRY` (handed from one
+A role is an integer (mapped over that axis), `None` (shared by all), `CARRY` (passed from one
 iteration to the next), `DIFF` (differentiated) or `FORK` (PRNG keys, split into one per index of
 the new axis).
 
-Roles are given as a pytree prefix of the arguments, as `in_axes` are in JAX. Where the prefix
-reaches something that carries state, `Roles` gives each group of that state its own role: its
-filters are asked in order, the first that matches takes the entry, and what no filter matches stays
-behind.
+Roles are a pytree prefix of the arguments, as JAX's `in_axes`. For a carrier of state, `Roles`
+gives each group of the state its own role: an entry belongs to the first filter that matches, and
+entries without a match do not cross.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weft.errors import RoleError
 
 
 class Special(enum.Enum):
-    """The roles that are not an axis."""
+    """Roles that are not an axis."""
 
     CARRY = "CARRY"
     DIFF = "DIFF"
@@ -58,26 +57,26 @@ class Roles(tuple):
 
 
 def is_role(x: Any) -> bool:
-    """Whether `x` is a leaf of a role prefix."""
+    """Returns whether `x` is a leaf of a role prefix."""
     return x is None or isinstance(x, int | Special | Roles)
 
 
 def roles_of_carrier(role: Role | Roles) -> Roles:
-    """The roles of a carrier's groups; a bare role goes to everything the carrier has."""
+    """Returns the roles of a carrier's groups; a bare role applies to all its state."""
     return role if isinstance(role, Roles) else Roles(((True, role),))
 
 
 def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> list[Any]:
-    """One role for each leaf of `tree`.
+    """Returns one role for each leaf of `tree`.
 
     Args:
         prefix: roles as a pytree prefix of `tree`.
         tree: the arguments or results.
-        is_leaf: what counts as a leaf of `tree`.
-        what: the name of the prefix, for the error.
+        is_leaf: whether to treat a node of `tree` as a leaf.
+        what: name of the prefix, for the error.
 
     Raises:
-        RoleError: if `prefix` is no prefix of `tree`.
+        RoleError: if `prefix` is not a prefix of `tree`.
     """
     flat: list[Any] = []
 
@@ -87,7 +86,7 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
     try:
         jax.tree.map(extend, prefix, tree, is_leaf=is_role)
     except ValueError:
-        # The roles of carriers are not part of what the user gave there.
+        # The user's prefix does not contain the roles of carriers.
         is_whole = not (isinstance(prefix, tuple) and any(type(x) is Roles for x in prefix))
         given = f"{what}={prefix!r}" if is_whole else what
         misfit = _misfit(prefix, tree, is_leaf, what if is_whole else "")
@@ -96,7 +95,7 @@ def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what
 
 
 def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> str:
-    """Where a prefix and a tree differ first, in words; without places, if `what` is empty."""
+    """Describes the first difference of a prefix and a tree; omits locations if `what` is ""."""
     of_results = what.startswith("out")
     whole = "the result" if of_results else "the arguments"
     fix = "Give one entry for all, or one for each."
@@ -128,7 +127,7 @@ def _misfit(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -
 
 
 def _entries(x: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any] | None:
-    """The entries of a container, by key in words; None for a leaf."""
+    """Returns the entries of a container by key as text; None for a leaf."""
     if x is not None and is_leaf(x):
         return None
     found, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)

@@ -1,13 +1,13 @@
-"""scan: a loop whose state is carried, sliced, shared or forked, group by group.
+"""Loops with carried, sliced, shared or forked state: scan.
 
-    carry, ys = init, []
-    for i in range(length):
-        carry, y = body(carry, xs[i])
-        ys.append(y)
+carry, ys = init, []
+for i in range(length):
+    carry, y = body(carry, xs[i])
+    ys.append(y)
 
-`CARRY` state and arguments are the carry, those with an axis are the `xs` (and come back as `ys`
-along that axis), `FORK` keys are split into one per iteration, and what has the role None is the
-same in every iteration.
+`CARRY` state and arguments are the carry, those with an axis are the `xs` (and returned as `ys`
+along that axis), `FORK` keys are split into one per iteration, and those with role None are shared
+by all iterations.
 """
 
 from __future__ import annotations
@@ -54,25 +54,24 @@ def scan(
     metadata: axes.Metadata | None = None,
     of_carriers: Roles | None = None,
 ) -> Callable[..., Any]:
-    """`jax.lax.scan` of a function that takes carriers.
+    """Applies `jax.lax.scan` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
+        kind: kind of the carriers.
         fn: the body.
-        in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` where a carrier is.
+        in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` for a carrier.
         out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
-            CARRY among the results is what the n-th among the arguments is in the next iteration.
-        length: the number of iterations, where no argument tells it.
+            CARRY result is the n-th CARRY argument of the next iteration.
+        length: number of iterations, if no argument determines it.
         reverse: whether to run from the last index to the first.
-        unroll: as for `jax.lax.scan`.
-        split_transpose: as for `jax.lax.scan`.
-        metadata: handed to axis metadata that gains or loses the axis.
+        unroll, split_transpose: see `jax.lax.scan`.
+        metadata: passed to axis metadata that gains or loses the axis.
         of_carriers: the roles of carriers to which `in_axes` gives None.
 
     Raises:
         AxisSizeError: if the scanned axes do not agree.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        RoleError: for a role that a loop does not have.
+        RoleError: for an unsupported role.
     """
     metadata = metadata or {}
     pure = _on_values(
@@ -85,7 +84,7 @@ def scan(
         outer, cargo = depart(kind, args, in_axes, of_carriers=of_carriers)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "scan", (CARRY, FORK))
-        # Without iterations there are keys for one nevertheless, see `first` below.
+        # Even without iterations there are keys for one, see `first` below.
         n, entered = axes.enter_axis(kind, cargo, units, length, "scan", metadata, at_least_keys=1)
         static, _ = cargo.static.value
         results = looped((static, n, trees_of_arguments(in_axes, cargo.packed)), entered)
@@ -97,14 +96,14 @@ def scan(
 def _on_values(
     kind: Kind, fn: Callable[..., Any], out_axes: Any, **of_loop: Any
 ) -> Callable[[Any, Units], Results]:
-    """The loop as a function of what crosses; `of_loop` is for `jax.lax.scan`."""
+    """Returns the loop as a function of crossing values; `of_loop` is for `jax.lax.scan`."""
 
     def pure(static: Any, units: Units) -> Results:
         of_kind, n, trees = static
         index = n - 1 if of_loop["reverse"] and n else 0
 
         def first(body: _Body) -> tuple[Any, Any]:
-            # Without iterations there are keys for one nevertheless, and zeros for all else.
+            # Even without iterations there are keys for one, and zeros for all other values.
             return body.carry, [x[index] if x.shape[0] else _zero(x) for x in body.xs]
 
         make = functools.partial(_Body, kind, fn, out_axes, trees)
@@ -126,9 +125,9 @@ def _on_values(
 
 
 class _Body:
-    """The body as a function of the leaves of the carry, and of those of slices.
+    """Body as a function of the leaves of the carry and of slices.
 
-    Of leaves and not of trees, since JAX takes what it is given apart again and again.
+    Leaves instead of trees, since JAX flattens its arguments repeatedly.
     """
 
     def __init__(
@@ -158,8 +157,7 @@ class _Body:
             leaves, tree = jax.tree.flatten(made)
             self.made = Made(tree, self.collected.value)
             return leaves
-        # The results are known only once the body was traced; their structure is all that is kept
-        # of them.
+        # The results are known only after the trace of the body; only their structure is stored.
         new_carry = jax.tree.leaves(returned.with_roles(CARRY))
         ys, self._ys_tree = jax.tree.flatten([v for v, r in returned.pairs() if _is_sliced(r)])
         returned.values = [v if role is None else None for v, role in returned.pairs()]
@@ -167,7 +165,7 @@ class _Body:
         return new_carry, ys
 
     def results(self, carry: list[Any], ys: list[Any]) -> Results:
-        """What the loop returns."""
+        """Returns the results of the loop."""
         stacked = _filled(self._returned, self._ys_tree.unflatten(ys), stacked=True)
         merged = stacked.merged(CARRY, self._carry_tree.unflatten(carry))
         return Results(self.collected, *merged.packed())
@@ -185,21 +183,21 @@ def iteration(
     """Runs a loop's body once.
 
     Args:
-        transformation: the loop's name, for errors.
-        kind: whose carriers cross.
+        transformation: name of the loop, for errors.
+        kind: kind of the carriers.
         fn: the body.
         out_axes: the roles of its results.
         trees: `trees_of_arguments`.
         static: the static half.
-        units: what crosses, as the body finds it.
+        units: the inputs of the body.
 
     Returns:
-        The results, their static half, and the state that the run has made and that must exist
-        before the loop, or None. If there is any, the results were not checked.
+        The results, their static half, and created state that must exist before the loop, or None.
+        With created state, the results are unchecked.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        RoleError: if it returns or changes something with the role None.
+        RoleError: if it returns or changes a value with the role None.
     """
     cargo = units.cargo(static)
     results = run(kind, lambda args: fn(*args), cargo, out_axes)
@@ -214,7 +212,7 @@ def iteration(
 
 
 def carried_trees(prefix: Any, packed: Any) -> Trees:
-    """The structure of each part of arguments or results that is carried, without its carriers."""
+    """Returns the structure of each carried part of arguments or results, without its carriers."""
     parts: list[Any] = []
 
     def note(role: Any, part: Any) -> None:
@@ -222,7 +220,7 @@ def carried_trees(prefix: Any, packed: Any) -> Trees:
             parts.append(part)
 
     jax.tree.map(note, prefix, packed, is_leaf=is_role)
-    # What a body returns for a carrier is the kind's affair, and need not be a carrier.
+    # The kind handles results for a carrier, which need not be carriers.
     is_left_out = lambda x: isinstance(x, Parcel | Static)  # noqa: E731
     return tuple(
         jax.tree.structure(
@@ -233,12 +231,12 @@ def carried_trees(prefix: Any, packed: Any) -> Trees:
 
 
 def trees_of_arguments(in_axes: Any, args: tuple[Any, ...]) -> Trees:
-    """`carried_trees` of each argument."""
+    """Returns the `carried_trees` of each argument."""
     return carried_trees((in_axes,) * len(args) if is_role(in_axes) else in_axes, args)
 
 
 def _check_trees(transformation: str, given: Trees, returned: Trees) -> None:
-    """Raises CarryStructureError where leaves of the carry come back in other containers."""
+    """Raises CarryStructureError if leaves of the carry are returned in other containers."""
     if len(given) != len(returned) == 1:
         returned = tuple(returned[0].children())
     for before, after in zip(given, returned, strict=False):
@@ -254,7 +252,7 @@ def _as_given(given: Any, returned: Any) -> str:
 
 
 def own_where_same(before: list[Any], after: list[Any], same: list[bool]) -> list[Any]:
-    """The leaves that a loop leaves of its carry; those that no iteration changes, as they were."""
+    """Returns the leaves of the final carry; unchanged leaves are the original values."""
     return [
         b if is_same and isinstance(b, jax.Array) else a
         for b, a, is_same in zip(before, after, same, strict=True)
@@ -262,7 +260,7 @@ def own_where_same(before: list[Any], after: list[Any], same: list[bool]) -> lis
 
 
 def _zero(x: Any) -> Any:
-    """Zeros of the type that an iteration has of `x`."""
+    """Returns zeros of the type that `x` has in an iteration."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jnp.zeros_like(jax.random.key_data(x), shape=jax.random.key_data(x).shape[1:])
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
@@ -274,15 +272,15 @@ def _is_sliced(role: Role) -> bool:
 
 
 def _front(value: Any, role: Any) -> Any:
-    """The scanned axis in front, where `jax.lax.scan` wants it."""
-    # `moveaxis` costs a trace of its own also where nothing moves.
+    """Moves the scanned axis to the front, as `jax.lax.scan` requires."""
+    # `moveaxis` costs a separate trace even if no axis moves.
     if role is FORK or role == 0:
         return value
     return jax.tree.map(lambda x: jnp.moveaxis(x, role, 0), value)
 
 
 def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units:
-    """The units with what is sliced, or with `stacked` what was stacked, in its place."""
+    """Returns the units with slices or, if `stacked`, stacked values inserted."""
     rest = iter(sliced)
 
     def pick(value: Any, role: Any) -> Any:
@@ -297,7 +295,7 @@ def _filled(units: Units, sliced: Sequence[Any], stacked: bool = False) -> Units
 
 
 def _take_over_carry(kind: Kind, units: Units, results: Results, returned: Units) -> None:
-    """Completes carried groups, with which `returned` begins, by what the body left unchanged."""
+    """Completes the carried groups that begin `returned` with values that did not change."""
     for i, (before, after, role) in enumerate(groups(units, results)):
         if role is CARRY:
             returned.values[i] = kind.union(before, after)
@@ -306,7 +304,7 @@ def _take_over_carry(kind: Kind, units: Units, results: Results, returned: Units
 def _check_shared(
     transformation: str, kind: Kind, static: Any, units: Units, returned: Units
 ) -> None:
-    """Raises RoleError if a body returns or changes something with the role None."""
+    """Raises RoleError if a body returns or changes a value with the role None."""
     shared = {
         id(leaf) for value, role in units.pairs() if role is None for leaf in jax.tree.leaves(value)
     }
@@ -318,12 +316,7 @@ def _check_shared(
 
 
 def changes_shared(transformation: str, at: str) -> str:
-    """The text of an error: a body changes what all iterations share.
-
-    Args:
-        transformation: the loop's name.
-        at: where it is.
-    """
+    """Returns the error message about a body that changes a value shared by all iterations."""
     return (
         f"{transformation}: the body returns or changes what is shared by all iterations (None), "
         f"at {at}; have it carried from one to the next, or give an axis along which to stack it."
@@ -331,7 +324,7 @@ def changes_shared(transformation: str, at: str) -> str:
 
 
 def _is_same(leaf: Any, shared: set[int]) -> bool:
-    """Whether a value is one of those from outside, or one that was there before the trace."""
+    """Returns whether a value is from outside or existed before the trace."""
     return id(leaf) in shared or not isinstance(leaf, jax.core.Tracer)
 
 
@@ -342,7 +335,7 @@ def _check_carry(
     units: Units,
     returned: Units,
 ) -> None:
-    """Raises CarryStructureError if the body's carry differs from the one it was given."""
+    """Raises CarryStructureError if the body returns a carry that differs from its input."""
     trees = [jax.tree.structure(of.with_roles(CARRY)) for of in (units, returned)]
     if trees[0] != trees[1]:
         raise CarryStructureError(
@@ -356,7 +349,7 @@ def _check_carry(
         pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
         for number, (old, new) in enumerate(pairs):
             old_type, new_type = jax.typeof(old), jax.typeof(new)
-            # Python numbers take the dtype of what they meet, which `jax.lax.scan` sorts out.
+            # Python numbers have weak types, which `jax.lax.scan` promotes.
             same_dtype = old_type.dtype == new_type.dtype or old_type.weak_type
             if old_type.shape != new_type.shape or not same_dtype:
                 raise CarryStructureError(
@@ -367,7 +360,7 @@ def _check_carry(
 
 
 def _first_difference(kind: Kind, static: Any, units: Units, returned: Units) -> str:
-    """What only one of two carries has, in words; empty if they differ in another way."""
+    """Describes entries that only one of two carries has; empty for other differences."""
     carried, after = units.places(CARRY), returned.with_roles(CARRY)
     if len(carried) != len(after):
         return ""

@@ -1,4 +1,4 @@
-"""shard_map and pmap: one program per device, on the parts of arrays that lie there."""
+"""One program per device, on its shards: shard_map and pmap."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ def shard_map(
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of a function that takes carriers.
+    """Applies `jax.shard_map` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function, of the parts of its arguments on one device.
-        mesh: the devices.
-        in_specs: a prefix of the arguments: a `PartitionSpec`, or `Roles` where a carrier is. There
-            the role of a group is a `PartitionSpec`, which it keeps, or FORK for keys: then each
-            device has its own.
+        kind: kind of the carriers.
+        fn: the function, of one device's shards.
+        in_specs: a prefix of the arguments: a `PartitionSpec`, or `Roles` for a carrier. There, the
+            role of a group is a `PartitionSpec`, which also applies to the results, or FORK for
+            separate keys of each device.
         out_specs: a prefix of the results.
-        axis_names: the axes of the mesh that `fn` sees; by default all.
-        check_vma: as for `jax.shard_map`.
+        axis_names: mesh axes that `fn` sees; by default all.
+        check_vma: see `jax.shard_map`.
     """
     names = tuple(axis_names or mesh.axis_names)
     n = int(np.prod([mesh.shape[name] for name in names]))
@@ -88,19 +87,17 @@ def pmap(
     devices: Sequence[Any] | None = None,
     metadata: axes.Metadata | None = None,
 ) -> Callable[..., Any]:
-    """A function on several devices, of which each has one index of the mapped axes.
+    """Runs a function on several devices, each with one index of the mapped axes.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        axis_name: the name of the mapped axis for collectives.
-        in_axes: as for `vmap`, with axes from 0.
-        out_axes: as for `vmap`, with axes from 0.
-        devices: on which to run; by default as many of `jax.devices()` as are needed.
-        metadata: handed to axis metadata that gains or loses the axis.
+        kind: kind of the carriers.
+        axis_name: name of the mapped axis for collectives.
+        in_axes, out_axes: see `vmap`, with axes from 0.
+        devices: by default as many of `jax.devices()` as needed.
+        metadata: passed to axis metadata that gains or loses the axis.
 
     Raises:
-        AxisSizeError: if the mapped axes do not agree, or there are fewer devices than they need.
+        AxisSizeError: if the mapped axes do not agree, or there are too few devices.
     """
     metadata = metadata or {}
 
@@ -140,7 +137,7 @@ def pmap(
 
 
 def _laid_out(keys: Any, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[str, ...]) -> Any:
-    """Keys, one for each device, laid out as JAX wants them for explicit axes of a mesh."""
+    """Lays out keys, one for each device, as JAX requires for explicit axes of a mesh."""
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = tuple(name for name in names if types[name] is AxisType.Explicit)
     if not explicit:
@@ -153,21 +150,21 @@ def _spec_or_shared(role: Any) -> PartitionSpec:
 
 
 def _spec(role: Any, axis_name: str) -> PartitionSpec:
-    """Where a value lies of which `role` is the mapped axis."""
+    """Returns the layout of a value whose mapped axis is `role`."""
     if role is FORK:
         return PartitionSpec(axis_name)
     return PartitionSpec() if role is None else PartitionSpec(*(None,) * role, axis_name)
 
 
 def _squeezed(value: Any, role: Any) -> Any:
-    """A device's part without the mapped axis."""
+    """Removes the mapped axis from a device's shard."""
     if role is None:
         return value
     return jax.tree.map(lambda x: jnp.squeeze(x, 0 if role is FORK else role), value)
 
 
 def _expanded(value: Any, role: Any) -> Any:
-    """A device's part with the mapped axis."""
+    """Adds the mapped axis to a device's shard."""
     return (
         jax.tree.map(lambda x: jnp.expand_dims(x, role), value) if isinstance(role, int) else value
     )

@@ -1,7 +1,6 @@
-"""Jitted functions ahead of time: the stages of JAX, called with what the function takes.
+"""Ahead-of-time compilation of jitted functions: JAX's stages, called with the user's arguments.
 
-JAX knows the pure function that stands for the user's one. A stage here has the attributes of the
-stage of JAX, and when it is called, carriers cross as in any call.
+A stage wraps JAX's stage of the pure function, with its attributes; carriers cross in calls.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ Run = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Stage:
-    """A stage of JAX.
+    """Wrapper of a stage of JAX.
 
     Args:
-        stage: of `jax.stages`; its attributes are those of this one.
-        run: calls what was compiled with arguments of the user's function.
+        stage: of `jax.stages`; provides the attributes.
+        run: calls the compiled function with arguments of the user's function.
     """
 
     def __init__(self, stage: Any, run: Run):
@@ -35,38 +34,21 @@ class Stage:
 
 
 class Traced(Stage):
-    """A function that was traced; has the attributes of `jax.stages.Traced`."""
+    """Traced function, with the attributes of `jax.stages.Traced`."""
 
     def lower(self, **options: Any) -> "Lowered":
-        """As for JAX.
-
-        Args:
-            **options: likewise.
-        """
         return Lowered(self._stage.lower(**options), self._run)
 
 
 class Lowered(Stage):
-    """A function that was lowered; has the attributes of `jax.stages.Lowered`."""
+    """Lowered function, with the attributes of `jax.stages.Lowered`."""
 
     def compile(self, *args: Any, **options: Any) -> "Compiled":
-        """As for JAX.
-
-        Args:
-            *args: likewise.
-            **options: likewise.
-        """
         return Compiled(self._stage.compile(*args, **options), self._run)
 
 
 class Compiled(Stage):
-    """A compiled function; has the attributes of `jax.stages.Compiled`."""
+    """Compiled function, with the attributes of `jax.stages.Compiled`."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls it.
-
-        Args:
-            *args: like those for which it was compiled.
-            **kwargs: likewise.
-        """
         return self._run(self._stage, args, kwargs)

@@ -1,11 +1,11 @@
-"""Functions that are traced once for equal structure, also outside of any `jax.jit`.
+"""Functions that are traced once for equal structure, also outside of `jax.jit`.
 
-A loop or a branch that runs outside of `jax.jit` is compiled by JAX for the function it is given.
-That is a new one at each call here, so the call itself is put under a `jax.jit` of its own, with
-all that is not an array as structure. Inside of another trace it has no effect.
+Outside of `jax.jit`, JAX compiles a loop or a branch for the identity of its function, which is new
+at each call here. The call therefore runs in a `jax.jit`, with static values as structure. Inside
+of another trace, this has no effect.
 
-An output that is an unchanged input is the caller's own value again, so that it counts as unchanged
-for the transformations around, which may share it.
+An output that is an unchanged input is replaced by the caller's value, so that surrounding
+transformations, which may share it, recognize it as unchanged.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from weft.lifting.stack import with_room
 
 
 def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of what crosses that is traced once for equal structure.
+    """Returns a function of crossing values that is traced once for equal structure.
 
     Args:
         fns: the user's functions that `pure` calls.
-        options: all else that `pure` depends on.
-        pure: `pure(static, units, *arrays)`, with what it is called with.
+        options: all other dependencies of `pure`.
+        pure: `pure(static, units, *arrays)`.
 
     Returns:
         `call(static, units, *arrays)`, where `static` is hashable.
     """
 
-    # Of leaves and not of trees, since JAX takes what it is given apart again and again.
+    # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.
     def of_leaves(structure: Static, leaves: list[Any], *arrays: Any) -> tuple[Any, Static]:
         static, layout, trees = structure.value
         rest = map(_shown, leaves)
@@ -73,7 +73,7 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
 
 @jax.tree_util.register_static
 class _Hidden(Static):
-    """What is no array and is the same for all."""
+    """Static value that is equal to all others."""
 
 
 def _hidden(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""transform: a function sees the state of its carriers through two maps."""
+"""Functions that see the state of their carriers through two maps: transform."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ def transform(
     map_out: Callable[[Groups, Groups], Groups] = lambda found, left: left,
     initialize: Callable[[Groups, Groups], Groups] | None = None,
 ) -> Callable[..., Any]:
-    """A function of carriers that works on other state than theirs.
+    """Maps the state of carriers that a function sees.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        in_axes: a prefix of the arguments, of which only the filters of `Roles` are used.
-        map_in: from the groups of a carrier to those that `fn` finds.
-        map_out: from the groups that `fn` found, and those that it left, to those that are written
-            to the carrier.
-        initialize: if given, `fn` runs once before, on the groups as they are. From those and what
-            that run leaves, the groups of the carrier.
+        kind: kind of the carriers.
+        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
+        map_in: from the groups of a carrier to those that `fn` sees.
+        map_out: from the groups before and after `fn` to those written to the carrier.
+        initialize: if given, `fn` first runs on the unmapped groups; maps the groups before and
+            after that run to those of the carrier.
     """
 
     def call(*args: Any) -> Any:
@@ -48,7 +46,7 @@ def transform(
         results = run(kind, lambda args: fn(*args), cargo._replace(packed=found))
         left = map(map_out, _groups(found), _groups(results.parcels))
         results = results._replace(parcels=list(map(Parcel, left)))
-        # What was made before the second run are initial values.
+        # State created before the second run consists of initial values.
         pairs = zip(_flat(before), _flat(_groups(cargo.packed)), strict=True)
         made = [new if new is not old else None for old, new in pairs]
         return commit(kind, outer, with_begun(kind, results, made))

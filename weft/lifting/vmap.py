@@ -1,4 +1,4 @@
-"""vmap: the state of a carrier is mapped, shared or forked, group by group."""
+"""Mapped functions, with mapped, shared or forked state: vmap."""
 
 from __future__ import annotations
 
@@ -35,22 +35,21 @@ def vmap(
     spmd_axis_name: Any = None,
     metadata: axes.Metadata | None = None,
 ) -> Callable[..., Any]:
-    """`jax.vmap` of a function that takes carriers.
+    """Applies `jax.vmap` to a function that takes carriers.
 
     Args:
-        kind: whose carriers cross.
-        fn: the function.
-        in_axes: a prefix of the arguments: an axis, None, or `Roles` where a carrier is.
-        out_axes: a prefix of the results, likewise. The carriers that go in come back as they went.
-        axis_size: the size of the new axis, where no argument tells it.
-        axis_name: the name of the new axis for collectives.
-        spmd_axis_name: the mesh axis over which the new axis is laid.
-        metadata: handed to axis metadata that gains or loses the axis.
+        kind: kind of the carriers.
+        in_axes: a prefix of the arguments: an axis, None, or `Roles` for a carrier.
+        out_axes: a prefix of the results, in the same form. Input carriers keep their roles.
+        axis_size: size of the new axis, if no argument determines it.
+        axis_name: name of the new axis for collectives.
+        spmd_axis_name: mesh axis over which the new axis is laid out.
+        metadata: passed to axis metadata that gains or loses the axis.
 
     Raises:
         AxisSizeError: if the mapped axes do not agree.
-        RoleError: for a role that is neither an axis, None nor FORK.
-        VariableAxisError: if something differs from one index to the next whose axis is None.
+        RoleError: for a role other than an axis, None or FORK.
+        VariableAxisError: if a value with the axis None differs between indices.
     """
     metadata = metadata or {}
 
@@ -78,7 +77,7 @@ def vmap(
         try:
             results = batched(entered.packed())
         except ValueError as error:
-            # JAX finds it, and says where it is, after the function ran.
+            # JAX detects and locates it after the function ran.
             if found := re.search(r"out_axes(\..+?), got axis spec None but output", str(error)):
                 at = _place(kind, cargo, out_axes, structure[0], found[1])
                 raise VariableAxisError(
@@ -93,7 +92,7 @@ def vmap(
 
 
 def _place(kind: Kind, cargo: Cargo, out_axes: Any, structure: Any, shown: str) -> str:
-    """Where something is that JAX shows as a part of the `Results`."""
+    """Returns the location of a value that JAX shows as a part of the `Results`."""
     results = structure.unflatten(range(structure.num_leaves))
     number = next(
         n

@@ -65,7 +65,7 @@ def test_sizes_must_agree():
     _, variables = init(f)(KEY, X)
     with pytest.raises(AxisSizeError, match="vmap: the mapped axes have different sizes"):
         apply(f)(variables, X[:3])
-    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so nothing tells the size"):
+    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so the size is unknown"):
         init(lift.vmap(dense, {"params": 0}, {"params": True}, in_axes=None))(KEY, X)
     with pytest.raises(AxisSizeError, match=r"shape \(4, 3\) has no axis 5"):
         init(lift.vmap(dense, {}, {}, in_axes=5))(KEY, X)

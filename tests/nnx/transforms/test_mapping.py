@@ -125,7 +125,7 @@ def test_axes_of_different_sizes_are_shown_with_their_places():
         nnx.vmap(lambda m, x: None)(m, {"k": jnp.ones(4)})
     with pytest.raises(AxisSizeError, match=r"vmap: m\.n of shape \(2,\) has no axis 1; give it"):
         nnx.vmap(lambda m: None, in_axes=1)(m)
-    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so nothing tells the size"):
+    with pytest.raises(AxisSizeError, match="vmap: no input is mapped, so the size is unknown"):
         nnx.vmap(lambda m: None, in_axes=None)(m)
     with pytest.raises(AxisSizeError, match=r"the size given: 2, m: 3"):
         nnx.vmap(lambda m: None, axis_size=2)(jnp.ones(3))

@@ -203,7 +203,7 @@ def test_what_is_captured_stays_outside():
 
 
 def test_lengths():
-    with pytest.raises(AxisSizeError, match="scan: no input is mapped, so nothing tells the size"):
+    with pytest.raises(AxisSizeError, match="scan: no input is mapped, so the size is unknown"):
         nnx.scan(lambda c: c, in_axes=Carry, out_axes=Carry)(0.0)
     with pytest.raises(AxisSizeError, match=r"the size given: 4, x: 3"):
         nnx.scan(lambda c, x: (c, x), length=4)(0.0, XS)
