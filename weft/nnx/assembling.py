@@ -14,6 +14,7 @@ import jax
 
 from weft.errors import GraphStructureError
 from weft.nnx.graph import GraphDef, Leaf, NodeDef, Ref, VariableDef
+from weft.nnx.pytree import is_data
 from weft.nnx.structure import Fixed, Watch
 from weft.nnx.variables import Variable
 
@@ -26,20 +27,21 @@ class Change(NamedTuple):
     object: Any
     part: NodeDef
     items: list[tuple[Any, Any]]
+    marks: dict[str, bool]
 
 
 def check_changes(changes: Sequence[Change]) -> None:
     """Raises `TraceContextError` if an object may not be changed in this trace."""
-    for made, _, _ in changes:
+    for made, *_ in changes:
         made._watch.check(made)
 
 
 def make_changes(changes: Sequence[Change]) -> None:
     """Applies planned changes."""
-    for made, part, items in changes:
+    for made, part, items, marks in changes:
         if type(made) is not part.type:
             made.__class__ = part.type
-        made._become(items, dict(part.marks), part.order)
+        made._become(items, marks, part.order)
 
 
 def plan_together(
@@ -59,6 +61,7 @@ def plan_together(
     rest = iter(leaves)
     objects: dict[int, Any] = dict(known)
     changes: list[Change] = []
+    numbers: list[Any] = []  # values in place of arrays: their attributes stay data
     watch = Watch()  # shared: all objects are made at the same place
 
     def build(part: Any) -> Any:
@@ -76,7 +79,10 @@ def plan_together(
         if kind is Fixed:
             return part.value
         if kind is Leaf:
-            return next(rest)
+            value = next(rest)
+            if not is_data(value):
+                numbers.append(value)
+            return value
         if kind is Ref:
             if part.index not in objects:
                 raise GraphStructureError(
@@ -94,12 +100,15 @@ def plan_together(
             (name, below.value if type(below) is Fixed else build(below))
             for name, below in part.attributes
         ]
-        change = Change(made, part, items)
+        marks = dict(part.marks)
+        if numbers:
+            marks |= {name: True for name, below in part.attributes if type(below) is Leaf}
+        change = Change(made, part, items, marks)
         if is_new:
             make_changes([change])
             return made
         is_same = type(made) is part.type
-        if not is_same or not made._is_already(items, dict(part.marks), part.order):
+        if not is_same or not made._is_already(items, marks, part.order):
             changes.append(change)
         return made
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -181,3 +182,19 @@ def test_a_change_of_a_callable_object_without_a_hash_is_seen():
     assert call(model) == 2.0
     model.f.k = 3.0
     assert call(model) == 3.0
+
+
+def test_a_bool_in_place_of_a_variable_is_data_in_each_call():
+    model, types = WithArrays(), []
+    model.w = False
+
+    @nnx.jit
+    def f(model):
+        types.append(type(model.w))
+
+    for _ in range(3):
+        f(model)
+    assert len(types) == 1 and types[0] is not bool
+    graphdef, state = nnx.split(model)
+    for again in (model, nnx.merge(graphdef, state), nnx.clone(model)):
+        assert len(jax.tree.leaves(nnx.state(again))) == len(jax.tree.leaves(state))
