@@ -108,10 +108,10 @@ def test_what_is_no_filter_is_refused():
 
 def test_a_collection_of_filters_is_refused():
     with pytest.raises(
-        InvalidFilterError, match=r"\[\['a'\]\] cannot .*: \['a'\] in it is no name"
+        InvalidFilterError, match=r"\[\['a'\]\] cannot .*: \['a'\] in it is not a name"
     ):
         canonical([["a"]])
-    with pytest.raises(InvalidFilterError, match=r"DenyList\(deny='b'\) in it is no name"):
+    with pytest.raises(InvalidFilterError, match=r"DenyList\(deny='b'\) in it is not a name"):
         union_filters(("a", DenyList("b")), "c")
 
 

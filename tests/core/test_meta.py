@@ -46,7 +46,7 @@ class Factored(struct.PyTreeNode, AxisMetadata):
 
 
 class Opaque(AxisMetadata):
-    """A box that is no pytree node."""
+    """A box that is not a pytree node."""
 
     def __init__(self, value, axes):
         self.value, self.axes = value, axes
@@ -389,7 +389,9 @@ def test_a_box_that_is_no_pytree_node():
     assert meta.unbox({"w": Opaque(3, 1)}) == {"w": 3}
     assert meta.add_axis(Opaque(3, 1), 0, {}).axes == 2
     assert meta.get_partition_spec(Opaque(Partitioned(jnp.ones(1), ("a",)), 1)) == P("a")
-    with pytest.raises(AxisMetadataError, match=r"Opaque is no pytree node .*replace_boxed\(val\)"):
+    with pytest.raises(
+        AxisMetadataError, match=r"Opaque is not a pytree node .*replace_boxed\(val\)"
+    ):
         meta.replace_boxed(Opaque(3, 1), 4)
 
 

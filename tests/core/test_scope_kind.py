@@ -328,7 +328,9 @@ def test_filters_that_overlap_go_by_the_first():
 
 
 def test_collections_cannot_be_forked():
-    with pytest.raises(ForkError, match=r"probe: the collections \['params'\] are no PRNG streams"):
+    with pytest.raises(
+        ForkError, match=r"probe: the collections \['params'\] are not PRNG streams"
+    ):
         ScopeKind("probe").fork(Group({"params": {"w": X}}, {}, {}), 2)
 
 

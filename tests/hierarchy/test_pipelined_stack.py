@@ -201,9 +201,9 @@ def test_a_language_model_of_stages(filled):
     "fields, said",
     [
         ({"num_stages": 3}, "stack: num_layers=4 is not a multiple of num_stages=3"),
-        ({"num_stages": 0}, "into num_stages=0 stages"),
-        ({"peak_stochastic_depth_rate": 0.1}, "stack: peak_stochastic_depth_rate=0.1 gives"),
-        ({"scan_kwargs": ("x",)}, "stack: scan_kwargs=('x',) gives layers something"),
+        ({"num_stages": 0}, "is not a multiple of num_stages=0"),
+        ({"peak_stochastic_depth_rate": 0.1}, "stack: peak_stochastic_depth_rate=0.1 makes"),
+        ({"scan_kwargs": ("x",)}, "stack: scan_kwargs=('x',) makes layers differ"),
         ({"carry": ("data", "self_attention_kv_state")}, "pass on only 'data'"),
     ],
     ids=["stages", "none", "depth", "scanned", "carry"],

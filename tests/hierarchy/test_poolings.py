@@ -101,7 +101,7 @@ def test_attention_looks_at_what_is_no_padding(filled):
         (FirstNTokenPooling, {"output_dim": OUT}, "a FirstNTokenPooling keeps"),
         (LastNTokenPooling, {"output_dim": OUT}, "a LastNTokenPooling keeps"),
         (MaxPooling, {"num_outputs": 2}, "pool: a MaxPooling returns one vector"),
-        (AveragePooling, {"num_outputs": 2}, "and num_outputs=2"),
+        (AveragePooling, {"num_outputs": 2}, "but num_outputs=2"),
     ],
     ids=["max", "mean", "first", "last", "maxima", "means"],
 )

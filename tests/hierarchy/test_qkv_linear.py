@@ -157,7 +157,12 @@ X = jnp.ones((1, 2, DIM))
 @pytest.mark.parametrize(
     "cls, fields, inputs, message",
     [
-        (QKVLinear, {}, {"kv_state": 1}, "qkv is a QKVLinear, which makes keys and values itself"),
+        (
+            QKVLinear,
+            {},
+            {"kv_state": 1},
+            "qkv is a QKVLinear, which projects keys and values itself",
+        ),
         (QLinear, {}, {"kv_state": None}, "qkv is a QLinear, which takes keys and values from"),
         (QLinear, {}, {"kv_state": 1, "key": X}, "and neither key nor value"),
         (FusedGroupedQKVLinear, {"num_kv_heads": 2}, {"key": X}, "use GroupedQKVLinear"),
@@ -172,8 +177,8 @@ def test_wrong_arguments(cls, fields, inputs, message, filled):
 @pytest.mark.parametrize(
     "cls, fields, message",
     [
-        (GroupedQKVLinear, {"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
-        (FusedGroupedQKVLinear, {"num_kv_heads": 3}, "num_heads=4 is no multiple"),
+        (GroupedQKVLinear, {"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3"),
+        (FusedGroupedQKVLinear, {"num_kv_heads": 3}, "num_heads=4 is not a multiple"),
         (FusedQKVLinear, {"key_dim": 5}, "key_dim=5 and value_dim=8 must be equal"),
         (FusedGroupedQKVLinear, {"num_kv_heads": 2, "key_dim": 5}, "use GroupedQKVLinear"),
     ],

@@ -191,7 +191,7 @@ def test_prebuilt(state):
     [
         (
             (2, DIM),
-            "prebuilt chain.layer['scale'] has the shape (2, 3); expected a leading axis of 3",
+            "prebuilt chain.layer['scale'] has shape (2, 3); expected a leading axis of 3",
         ),
         ((3, 4), "prebuilt chain.layer.scale has the shape (4,); expected (3,)"),
     ],

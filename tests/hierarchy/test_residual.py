@@ -113,11 +113,14 @@ def test_a_dropped_branch_leaves_the_input(filled, wave):
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"structure": "pre"}, "branch: structure='pre' is none of prenorm, postnorm, hybridnorm"),
+        (
+            {"structure": "pre"},
+            "branch: structure='pre' is unknown; expected one of prenorm, postnorm",
+        ),
         ({"structure": "v2"}, "structure='v2' needs a dict of norms by position"),
         (
             {"norm": {OUT: RMS}},
-            "has norms at NormPosition.IN_NORM, and norm gives NormPosition.OUT_NORM.",
+            "has norms at NormPosition.IN_NORM, but norm has NormPosition.OUT_NORM.",
         ),
     ],
 )

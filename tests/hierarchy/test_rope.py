@@ -53,7 +53,7 @@ def test_theta():
 
 @pytest.mark.parametrize("inputs", [{}, {"positions": jnp.zeros((1, 2)), "max_seq_len": 2}])
 def test_positions_or_a_length(inputs):
-    message = "needs positions" if not inputs else "give one of them"
+    message = "needs positions" if not inputs else "expected only one of them"
     with pytest.raises(ArgumentValueError, match=message):
         embed(RoFormerSinusoidalPositionalEmbedding, inputs)
 

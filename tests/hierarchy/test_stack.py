@@ -267,10 +267,10 @@ def test_carried_arguments(cls, filled, x):
         (
             StackedTransformerLayer,
             {"layer": [layer_config()]},
-            "layer has 1 configs and num_layers=2",
+            "layer has 1 configs, but num_layers=2",
         ),
         (RepeatedTransformerLayer, {"peak_stochastic_depth_rate": 0.1}, "share one config"),
-        (StackedTransformerLayer, {"carry": ["x"]}, "carry=('x',) leaves out 'data'"),
+        (StackedTransformerLayer, {"carry": ["x"]}, "carry=('x',) lacks 'data'"),
         (
             RepeatedTransformerLayer,
             {"layer": layer_config().set(input_dim=4)},

@@ -183,11 +183,11 @@ def test_probs_of_an_attention_layer(filled, x):
 @pytest.mark.parametrize(
     "name, inputs, message",
     [
-        ("cross", {}, "layer has a cross_attention and was given no cross_attention_data"),
+        ("cross", {}, "layer has a cross_attention, but was given no cross_attention_data"),
         (
             "plain",
             {"cross_attention_data": jnp.ones((BATCH, 3, SOURCE))},
-            "layer was given cross_attention_data and has no cross_attention",
+            "layer was given cross_attention_data, but has no cross_attention",
         ),
     ],
 )

@@ -2,10 +2,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tests.lifting.counting import BOXES, Box
-from weft.errors import AxisSizeError
+from weft.errors import AxisSizeError, TransformArgumentError
 from weft.lifting import FORK, Roles, pmap, shard_map
 
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 4, reason="needs four devices")
@@ -68,3 +68,46 @@ def test_pmap_equals_vmap_with_a_device_for_each_index():
 def test_pmap_needs_a_device_for_each_index():
     with pytest.raises(AxisSizeError, match=r"have size 100, and there are \d+ devices"):
         pmap(BOXES, lambda x: x)(jnp.ones(100))
+
+
+def scale(box, y):
+    box.write("x", box.arrays["x"] * y)
+    return box.arrays["x"].sum()
+
+
+@needs_devices
+@pytest.mark.parametrize("transformed", [lambda f: f, jax.jit, jax.grad], ids=["", "jit", "grad"])
+@pytest.mark.parametrize("spec", [SPLIT, PartitionSpec(None, "d"), PartitionSpec()], ids=str)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_pmap_takes_arrays_of_another_mesh(kind, spec, transformed):
+    other = jax.make_mesh((2,), ("d",), axis_types=(AxisType[kind],), devices=jax.devices()[:2])
+    if transformed is jax.jit:  # which wants all arrays on the same devices
+        other = jax.make_mesh((4,), ("d",), axis_types=(AxisType[kind],), devices=jax.devices()[:4])
+    x = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(4, 4), NamedSharding(other, spec))
+
+    @transformed
+    def run(x):
+        box = Box(x=x)
+        sums = pmap(BOXES, scale, in_axes=(Roles(((True, 1),)), 0))(box, jnp.arange(4.0))
+        return sums.sum() + 0 * box.arrays["x"].sum()
+
+    grid = np.arange(16.0).reshape(4, 4)
+    expected = np.broadcast_to(np.arange(4.0), (4, 4))
+    expected = expected if transformed is jax.grad else (grid * expected).sum()
+    np.testing.assert_array_equal(run(x), expected)
+
+
+@needs_devices
+def test_pmap_under_a_mesh_in_the_context():
+    def run():
+        return pmap(BOXES, scale)(Box(x=jnp.ones((4, 2))), jnp.arange(4.0))
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)):
+        assert run().tolist() == jax.jit(run)().tolist() == [0, 2, 4, 6]
+    with jax.set_mesh(jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)):
+        for call in (run, jax.jit(run)):
+            with pytest.raises(TransformArgumentError, match=r"has the explicit axes \('a', 'b'\)"):
+                call()
+    nested = pmap(BOXES, lambda x: pmap(BOXES, jnp.sin, axis_name="i")(x[None]))
+    with pytest.raises(TransformArgumentError, match=r"the manual axes \('devices',\); call pmap"):
+        nested(jnp.ones(2))

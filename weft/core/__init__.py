@@ -1,4 +1,4 @@
-"""Functions of a `Scope`: a tree of variables, and how it crosses the transformations of JAX."""
+"""Scopes: trees of variables that cross the transformations of JAX."""
 
 from typing import TYPE_CHECKING
 

@@ -1,12 +1,12 @@
-"""Rules that say which mesh axis a logical axis name stands for, and the rules of a context.
+"""Rules that map logical axis names to mesh axes, and the rules of a context.
 
-Rules are a sequence of pairs `(name, mesh_axes)`: a mesh axis, a tuple of them, or None for an axis
-that is not split. Their order is their priority. For one array a mesh axis is used once: a rule
-whose mesh axes an earlier rule has taken is passed over, and a later rule of the same name may
-stand in for it.
+Rules are a sequence of pairs `(name, mesh_axes)`, where `mesh_axes` is a mesh axis, a tuple of
+them, or None for an unsplit axis, in the order of priority. An array uses each mesh axis once: a
+rule is skipped if an earlier rule uses its mesh axes, and a later rule of the same name may apply
+instead.
 
-The rules of a context belong to its thread, and to the cache key of `jax.jit`: a function that was
-compiled under other rules is compiled again.
+The rules of a context belong to its thread and to the cache key of `jax.jit`: other rules cause a
+recompilation.
 """
 
 import contextlib
@@ -25,13 +25,10 @@ _context = jax.make_user_context(())
 
 
 def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
-    """Rules as a tuple of pairs, so that they can be hashed and compared.
-
-    Args:
-        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
+    """Returns rules as a hashable tuple of pairs of a name and its mesh axes; () for None.
 
     Raises:
-        LogicalAxisError: if there is anything else in it.
+        LogicalAxisError: if the rules do not have this form.
 
     Example:
         >>> checked_rules([["embed", ["data", "model"]], ["heads", None]])
@@ -56,7 +53,7 @@ def _checked_rule(rule: Any) -> Rule:
     is_pair = isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)
     if not is_pair:
         raise LogicalAxisError(
-            f"{rule!r} is no rule for a logical axis; expected a pair of its name and its mesh "
+            f"{rule!r} is not a rule for a logical axis; expected a pair of its name and its mesh "
             "axes, as ('embed', 'data')."
         )
     name, axes = rule
@@ -77,7 +74,7 @@ def _checked_rule(rule: Any) -> Rule:
 
 
 def get_logical_axis_rules() -> Rules:
-    """The rules of this thread's context.
+    """Returns the rules of this thread's context.
 
     Example:
         >>> get_logical_axis_rules()
@@ -87,13 +84,7 @@ def get_logical_axis_rules() -> Rules:
 
 
 def set_logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> None:
-    """Sets the rules of this thread, until the `logical_axis_rules` around it ends.
-
-    Args:
-        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
-
-    Raises:
-        LogicalAxisError: if there is anything else in it.
+    """Sets the rules of this thread, until the surrounding `logical_axis_rules` ends.
 
     Example:
         >>> set_logical_axis_rules([("embed", "data")])
@@ -106,13 +97,7 @@ def set_logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> None:
 
 @contextlib.contextmanager
 def logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> Iterator[None]:
-    """The rules for what is traced inside, in this thread.
-
-    Args:
-        rules: a sequence of pairs of a name and its mesh axes; None is no rules.
-
-    Raises:
-        LogicalAxisError: if there is anything else in it.
+    """Sets the rules for code traced in this context, in this thread; see `checked_rules`.
 
     Example:
         >>> with logical_axis_rules([("embed", "data")]):
@@ -126,14 +111,10 @@ def logical_axis_rules(rules: Iterable[Sequence[Any]] | None) -> Iterator[None]:
 def composite_rules(
     rule1: Iterable[Sequence[Any]] | None, rule2: Iterable[Sequence[Any]] | None
 ) -> Rules:
-    """Two sets of rules as one.
-
-    Args:
-        rule1: the rules of the higher priority.
-        rule2: rules that may add names, but change none.
+    """Joins two sets of rules, the first with the higher priority.
 
     Raises:
-        LogicalAxisError: if both have rules for a name, and they differ.
+        LogicalAxisError: if both have different rules for a name.
 
     Example:
         >>> composite_rules([("embed", "data")], [("heads", "model")])

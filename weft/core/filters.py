@@ -1,7 +1,7 @@
-"""The one language in which groups of state are named.
+"""Filters of groups of state.
 
 A filter is True (everything), False (nothing), a name, a collection of names, or `DenyList(filter)`
-(everything else). Filters form an algebra: each union, intersection and difference is a filter.
+(everything else). Unions, intersections and differences of filters are filters.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from weft.errors import InvalidFilterError
 
 @dataclasses.dataclass(frozen=True)
 class DenyList:
-    """Matches what its filter does not.
+    """Complement of a filter.
 
     Example:
         >>> in_filter(DenyList("params"), "cache")
@@ -27,14 +27,10 @@ Filter = Union[bool, str, Collection[str], DenyList]  # noqa: UP007 - DenyList r
 
 
 def in_filter(filter_like: Filter, col: str) -> bool:
-    """Whether a filter matches a name.
-
-    Args:
-        filter_like: the filter.
-        col: the name of a collection, a PRNG stream or a field of a context.
+    """Returns whether a filter matches the name of a collection, PRNG stream or context field.
 
     Raises:
-        InvalidFilterError: if `filter_like` is no filter.
+        InvalidFilterError: if `filter_like` is not a filter.
 
     Example:
         >>> in_filter(("params", "cache"), "cache")
@@ -52,14 +48,11 @@ def in_filter(filter_like: Filter, col: str) -> bool:
 
 
 def filter_to_set(x: Filter) -> set[str]:
-    """The names that a filter lists.
-
-    Args:
-        x: a name, a collection of names, or False; True and a DenyList have no end.
+    """Returns the names that a filter lists.
 
     Raises:
-        InvalidFilterError: if `x` is no filter, has something in it that is no name, or matches
-            more names than can be listed.
+        InvalidFilterError: if `x` is not a filter, contains a non-string, or is True or a DenyList,
+            whose names cannot be listed.
 
     Example:
         >>> sorted(filter_to_set(("params", "cache")))
@@ -75,12 +68,12 @@ def filter_to_set(x: Filter) -> set[str]:
         raise InvalidFilterError(x)
     for name in x:
         if not isinstance(name, str):
-            raise InvalidFilterError(x, f"{name!r} in it is no name")
+            raise InvalidFilterError(x, f"{name!r} in it is not a name")
     return set(x)
 
 
 def _parts(x: Filter) -> tuple[bool, frozenset[str]]:
-    """A filter as (whether it denies, the names that it lists or denies)."""
+    """Returns whether a filter denies, and the names that it lists or denies."""
     if isinstance(x, DenyList):
         denies, names = _parts(x.deny)
         return not denies, names
@@ -94,17 +87,17 @@ def _whole(denies: bool, names: frozenset[str]) -> Filter:
 
 
 def canonical(x: Filter) -> Any:
-    """A hashable value that is equal for filters that match the same names."""
+    """Returns a hashable value that is equal for filters that match the same names."""
     return _parts(x)
 
 
 def from_canonical(parts: tuple[bool, frozenset[str]]) -> Filter:
-    """The filter that `canonical` was given, or one that matches the same names."""
+    """Inverts `canonical`, up to filters that match the same names."""
     return _whole(*parts)
 
 
 def union_filters(a: Filter, b: Filter) -> Filter:
-    """Matches what one of the two matches.
+    """Returns a filter that matches names of either filter.
 
     Example:
         >>> union_filters("params", DenyList(("params", "cache")))
@@ -119,7 +112,7 @@ def union_filters(a: Filter, b: Filter) -> Filter:
 
 
 def subtract_filters(a: Filter, b: Filter) -> Filter:
-    """Matches what `a` matches and `b` does not.
+    """Returns a filter that matches names of `a` that are not in `b`.
 
     Example:
         >>> subtract_filters(True, "params")
@@ -129,7 +122,7 @@ def subtract_filters(a: Filter, b: Filter) -> Filter:
 
 
 def intersect_filters(a: Filter, b: Filter) -> Filter:
-    """Matches what both match.
+    """Returns a filter that matches names of both filters.
 
     Example:
         >>> intersect_filters(DenyList("params"), ("params", "cache"))
@@ -144,7 +137,7 @@ def intersect_filters(a: Filter, b: Filter) -> Filter:
 
 
 def is_filter_empty(filter_like: Filter) -> bool:
-    """Whether a filter surely matches nothing.
+    """Returns whether a filter is known to match nothing.
 
     Example:
         >>> is_filter_empty(()), is_filter_empty(DenyList(True)), is_filter_empty("params")
@@ -156,11 +149,7 @@ def is_filter_empty(filter_like: Filter) -> bool:
 def group_collections(
     xs: Mapping[str, Any], col_filters: Sequence[Filter]
 ) -> tuple[dict[str, Any], ...]:
-    """Sorts entries into groups, one per filter; an entry goes to the first filter that matches.
-
-    Args:
-        xs: entries by name. What no filter matches is in no group.
-        col_filters: the filters.
+    """Groups entries by the first filter that matches; drops entries without a match.
 
     Example:
         >>> group_collections({"params": 1, "cache": 2}, ("params", True))

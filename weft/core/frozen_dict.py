@@ -1,8 +1,8 @@
-"""A dict that nobody can change, for variables that are shared.
+"""Immutable dicts, for shared variables.
 
-A `FrozenDict` copies the dicts that it is made of, at every depth, and hands them out as
-`FrozenDict`s again. It equals a dict with the same entries, is hashable when its values are, and is
-a pytree with the same key paths as a dict. `copy` and `pop` of this file work on both.
+A `FrozenDict` copies nested dicts on construction and returns them as `FrozenDict`s. It equals a
+dict with the same entries, is hashable if its values are, and is a pytree with a dict's key paths.
+The functions `copy` and `pop` accept both.
 """
 
 import textwrap
@@ -24,14 +24,14 @@ _MUTATORS = ("update", "setdefault", "popitem", "clear")
 
 
 class FrozenKeysView(KeysView):
-    """The keys of a FrozenDict."""
+    """Keys of a FrozenDict."""
 
     def __repr__(self) -> str:
         return f"frozen_dict_keys({list(self)})"
 
 
 class FrozenValuesView(ValuesView):
-    """The values of a FrozenDict."""
+    """Values of a FrozenDict."""
 
     def __repr__(self) -> str:
         return f"frozen_dict_values({list(self)})"
@@ -39,11 +39,7 @@ class FrozenValuesView(ValuesView):
 
 @jax.tree_util.register_pytree_with_keys_class
 class FrozenDict(Mapping[K, V]):
-    """An immutable dict.
-
-    Args:
-        *args: what `dict` takes: a mapping, or pairs of keys and values.
-        **kwargs: further entries.
+    """Immutable dict, with the constructor of `dict`.
 
     Example:
         >>> variables = FrozenDict({"params": {"w": 1.0}})
@@ -55,7 +51,7 @@ class FrozenDict(Mapping[K, V]):
 
     def __init__(self, *args: Any, __unsafe_skip_copy__: bool = False, **kwargs: Any):
         entries: dict[Any, Any] = dict(*args, **kwargs)
-        # Nested entries are plain dicts that nobody else holds; `__getitem__` freezes them.
+        # Nested entries are unshared plain dicts; `__getitem__` freezes them.
         self._dict: dict[K, V] = entries if __unsafe_skip_copy__ else _thawed(entries)
         self._hash: int | None = None
 
@@ -91,7 +87,7 @@ class FrozenDict(Mapping[K, V]):
         return self.pretty_repr()
 
     def __reduce__(self):
-        # Not the hash: that of a string is another one in another process.
+        # Without the hash, since hashes of strings differ between processes.
         return FrozenDict, (self.unfreeze(),)
 
     def __setitem__(self, key: K, value: V):
@@ -106,7 +102,7 @@ class FrozenDict(Mapping[K, V]):
         raise AttributeError(f"'FrozenDict' object has no attribute {name!r}")
 
     def copy(self, add_or_replace: Mapping[K, V] = _NOTHING) -> "FrozenDict[K, V]":
-        """One with further or other entries.
+        """Returns a copy with added or replaced entries.
 
         >>> FrozenDict(a=1).copy({"b": 2}).unfreeze()
         {'a': 1, 'b': 2}
@@ -114,7 +110,7 @@ class FrozenDict(Mapping[K, V]):
         return type(self)({**self, **add_or_replace})
 
     def pop(self, key: K) -> tuple["FrozenDict[K, V]", V]:
-        """One without an entry, and that entry's value.
+        """Returns a copy without an entry, and that entry's value.
 
         >>> rest, value = FrozenDict(a=1, b=2).pop("a")
         >>> rest.unfreeze(), value
@@ -124,11 +120,11 @@ class FrozenDict(Mapping[K, V]):
         return type(self)({k: v for k, v in self._dict.items() if k != key}), value
 
     def unfreeze(self) -> dict[Any, Any]:
-        """A dict of dicts with the same entries."""
+        """Returns a nested dict with the same entries."""
         return _thawed(self._dict)
 
     def pretty_repr(self, num_spaces: int = 4) -> str:
-        """A line per entry, indented by its depth."""
+        """Formats one entry per line, indented by depth."""
         return f"FrozenDict({_lines(self._dict, num_spaces)})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -156,7 +152,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _thawed(value: Any) -> Any:
-    """New plain dicts in the place of dicts and FrozenDicts, which may lie in each other."""
+    """Replaces nested dicts and FrozenDicts with new plain dicts."""
     if isinstance(value, FrozenDict):
         value = value._dict
     if not isinstance(value, dict):
@@ -176,7 +172,7 @@ def _lines(value: Any, num_spaces: int) -> str:
 
 
 def freeze(xs: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
-    """A FrozenDict with the entries of a nested dict.
+    """Returns a FrozenDict with the entries of a nested dict.
 
     >>> freeze({"a": {"b": 1}})["a"]
     FrozenDict({
@@ -187,10 +183,7 @@ def freeze(xs: Mapping[Any, Any]) -> FrozenDict[Any, Any]:
 
 
 def unfreeze(x: Any) -> Any:
-    """A nested dict with the entries of a FrozenDict, or of a dict that has some inside.
-
-    Args:
-        x: what is no dict is returned as it is.
+    """Returns a nested dict with the entries of a FrozenDict or dict; other values unchanged.
 
     >>> unfreeze({"a": freeze({"b": 1})})
     {'a': {'b': 1}}
@@ -206,7 +199,7 @@ def _check_dict(x: Any, function: str) -> None:
 
 
 def copy(x: Any, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
-    """A dict or FrozenDict with further or other entries; containers in a dict are copied.
+    """Returns a dict or FrozenDict with added or replaced entries; containers in a dict are copied.
 
     Raises:
         NestedDictError: if `x` is neither.
@@ -221,7 +214,7 @@ def copy(x: Any, add_or_replace: Mapping[Any, Any] = _NOTHING) -> Any:
 
 
 def pop(x: Any, key: Any) -> tuple[Any, Any]:
-    """A dict or FrozenDict without an entry, and that entry's value.
+    """Returns a dict or FrozenDict without an entry, and that entry's value.
 
     Raises:
         NestedDictError: if `x` is neither.
@@ -237,11 +230,7 @@ def pop(x: Any, key: Any) -> tuple[Any, Any]:
 
 
 def pretty_repr(x: Any, num_spaces: int = 4) -> str:
-    """A line per entry of a nested dict or FrozenDict, indented by its depth.
-
-    Args:
-        x: what is no dict is written as `repr` does.
-        num_spaces: the indentation of each depth.
+    """Formats a nested dict or FrozenDict with one entry per line; other values by `repr`.
 
     >>> print(pretty_repr({"a": {"b": 1}}))
     {

@@ -1,4 +1,4 @@
-"""What of a function's results can be computed from those arguments that are known."""
+"""Partial evaluation of functions with arguments known only by shape."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,12 +13,11 @@ _TRACED: Any = object()
 
 
 def known_part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Computes `fn(*args, **kwargs)` where of some arguments only shape and dtype are known.
+    """Computes `fn(*args, **kwargs)` where some arguments are known only by shape and dtype.
 
     Args:
-        fn: the function. It is traced, and of the trace only what its results need is computed.
-        *args: pytrees whose leaves are arrays, `jax.ShapeDtypeStruct`, or anything that is static.
-        **kwargs: likewise.
+        fn: the function, which is traced; only operations that its results need are computed.
+        *args: pytrees whose leaves are arrays, `jax.ShapeDtypeStruct`, or static values.
 
     Raises:
         LazyInitError: if a result depends on the value of a `jax.ShapeDtypeStruct`.
@@ -32,7 +31,7 @@ def known_part(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def known_or_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As `known_part`, with a `jax.ShapeDtypeStruct` for each result that cannot be computed.
+    """Returns the result of `known_part`, with `jax.ShapeDtypeStruct` for unknown values.
 
     >>> x = jax.ShapeDtypeStruct((2,), "float32")
     >>> known_or_shape(lambda x, y: (x + y, y + 1), x, jax.numpy.float32(2))
@@ -43,16 +42,16 @@ def known_or_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Trace(NamedTuple):
-    """A traced function: its arrays, and its results, some of which are in the trace."""
+    """Traced function, with its arrays and results; some results are in the trace."""
 
     closed: Any
     arrays: list[Any]
     results: list[Any]
-    paths: list[Any]  # of those in the trace
+    paths: list[Any]  # of the results in the trace
     structure: Any
 
     def needs(self, used: list[bool]) -> tuple[Any, list[bool]]:
-        """What computes these results, and which arrays it needs."""
+        """Returns the computation of the used results, and which arrays it needs."""
         jaxpr, inputs = dce_jaxpr(self.closed.jaxpr, used)
         return jaxpr, inputs
 
@@ -80,7 +79,7 @@ def _trace(fn: Callable[..., Any], args: Any, kwargs: Any) -> _Trace:
 
 
 def _unknown(trace: _Trace) -> list[bool]:
-    """Of each result in the trace, whether it needs an array that is not known."""
+    """Returns for each result in the trace whether it needs an unknown array."""
     missing = [isinstance(x, jax.ShapeDtypeStruct) for x in trace.arrays]
 
     def needs_missing(used: list[bool]) -> bool:
@@ -96,7 +95,7 @@ def _unknown(trace: _Trace) -> list[bool]:
 def _computed(trace: _Trace, unknown: list[bool]) -> Any:
     jaxpr, inputs = trace.needs([not u for u in unknown])
     given = [x for x, needed in zip(trace.arrays, inputs, strict=True) if needed]
-    # Constants come out as arrays of NumPy, which could be changed in place.
+    # Constants are arrays of NumPy, which are mutable.
     known = map(jax.numpy.asarray, jax.core.eval_jaxpr(jaxpr, trace.closed.consts, *given))
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in trace.closed.out_avals]
     values = iter(s if u else next(known) for s, u in zip(shapes, unknown, strict=True))

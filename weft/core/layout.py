@@ -1,9 +1,8 @@
-"""Laying a value over a mesh: the constraint, and what is said when it cannot be kept.
+"""Sharding constraints over a mesh, with errors and warnings.
 
-A layout is a `PartitionSpec`: for each axis of an array the mesh axis, or axes, that it is split
-over. What it asks for depends on the type of each mesh axis: the compiler is told about automatic
-axes, explicit ones are resharded over, and those that a `shard_map` has taken away already are left
-alone.
+A layout is a `PartitionSpec`: for each axis of an array, the mesh axes that split it. Its effect
+depends on the type of each mesh axis: automatic axes get a constraint, explicit axes are resharded,
+and manual axes of a `shard_map` are ignored.
 """
 
 import math
@@ -18,13 +17,13 @@ from weft.errors import MeshError, ShardingWarning
 
 AnyMesh = Mesh | AbstractMesh
 
-# Outside of a compiled function the constraint of an abstract mesh would refuse arrays that are on
-# one device only, and that of a mesh forget how they lie over its explicit axes.
+# Outside of a compiled function, a constraint with an abstract mesh would reject arrays on a single
+# device, and one with a mesh would lose the layout over explicit axes.
 _constrained = jax.jit(jax.lax.with_sharding_constraint, static_argnums=1, inline=True)
 
 
 def get_global_mesh() -> AbstractMesh | None:
-    """The mesh of `jax.set_mesh`, or None outside of one.
+    """Returns the mesh of `jax.set_mesh`, or None.
 
     Example:
         >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
@@ -36,7 +35,7 @@ def get_global_mesh() -> AbstractMesh | None:
 
 
 def global_mesh_defined() -> bool:
-    """Whether `jax.set_mesh` has set a mesh.
+    """Returns whether `jax.set_mesh` has set a mesh.
 
     Example:
         >>> global_mesh_defined()
@@ -46,22 +45,22 @@ def global_mesh_defined() -> bool:
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a layout speaks of."""
+    """Returns the mesh axes in an entry of a layout."""
     if isinstance(entry, str):
         return (entry,)
     return tuple(entry) if isinstance(entry, tuple | list) else ()
 
 
 def constrain(value: Any, spec: PartitionSpec, mesh: AnyMesh | None = None) -> Any:
-    """Lays every array of a tree over a mesh.
+    """Lays out every array of a tree over a mesh.
 
     Args:
-        value: a pytree; what is no array, as a shape of `jax.eval_shape`, stays as it is.
-        spec: the mesh axes of each axis.
-        mesh: by default that of `jax.set_mesh`; without either, `value` comes back as it is.
+        value: a pytree; leaves that are not arrays, such as `jax.ShapeDtypeStruct`, are unchanged.
+        spec: mesh axes of each axis.
+        mesh: by default that of `jax.set_mesh`; without either, `value` is returned unchanged.
 
     Raises:
-        MeshError: if the mesh has no axis of a name, or the layout more axes than an array.
+        MeshError: if the mesh lacks an axis, or the layout has more axes than an array.
 
     Warns:
         ShardingWarning: if a mesh axis does not divide an array's axis, which then is not split.
@@ -73,20 +72,17 @@ def constrain(value: Any, spec: PartitionSpec, mesh: AnyMesh | None = None) -> A
     """
     here = get_global_mesh()
     if mesh is None or (here is not None and here.shape_tuple == mesh.shape_tuple):
-        # Inside of a shard_map only the mesh of the context knows which axes are taken.
+        # Inside of a shard_map, only the mesh of the context knows the manual axes.
         mesh = here
     if mesh is None or all(kind is AxisType.Manual for kind in mesh.axis_types):
-        return value  # inside of a shard_map over the whole mesh, there is nothing left to lay out
+        return value  # inside of a shard_map over the whole mesh, all axes are manual
     return jax.tree.map(lambda x: _place(x, spec, mesh), value)
 
 
 def constrain_like_jit(value: Any, sharding: Any) -> Any:
-    """An array in a compiled function, laid out as `in_shardings` of `jax.jit` says.
+    """Lays out an array in a compiled function as `in_shardings` of `jax.jit`.
 
-    Args:
-        value: the array.
-        sharding: what `jax.jit` takes; `jax.lax.with_sharding_constraint` refuses axes that are
-            explicit.
+    Unlike `jax.lax.with_sharding_constraint`, accepts explicit axes.
     """
     named = isinstance(sharding, NamedSharding)
     mesh = sharding.mesh if named else get_global_mesh()
@@ -135,7 +131,7 @@ def _sharding(mesh: AnyMesh, spec: PartitionSpec) -> Any:
 
 
 def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[Any]:
-    """The entries of a layout that a shape can keep; the others are said, and become None."""
+    """Returns the entries of a layout, with a warning and None where a shape cannot be split."""
     if len(spec) > len(shape):
         raise MeshError(
             f"a value of shape {shape} has {len(shape)} axes, and the layout {tuple(spec)} names "
@@ -161,7 +157,7 @@ def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: AnyMesh) -> list[
                 f"axis {axis} of a value of shape {shape} is to be split over "
                 f"{', '.join(map(repr, unknown))}, and the mesh has the axes "
                 f"{', '.join(map(repr, sizes))}; use one of those, or None, or give rules that "
-                "say which mesh axis a logical name stands for."
+                "map the logical name to a mesh axis."
             )
         parts = math.prod(sizes[name] for name in axes_of(entry))
         if shape[axis] % parts:

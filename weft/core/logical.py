@@ -1,8 +1,8 @@
-"""Logical axes: names that a model gives to its axes, and that rules turn into mesh axes.
+"""Logical axes: names of a model's axes that rules map to mesh axes.
 
-A model says `("embed", "heads")`; what that means on a mesh is decided elsewhere, by the rules of
-`weft.core.axis_rules`. `assign` is the one place where rules are applied: names go in, and for each
-axis the entry of the layout comes out, with the rules that gave it or were passed over.
+A model names its axes, as `("embed", "heads")`; the rules of `weft.core.axis_rules` define their
+layout on a mesh. All rules are applied by `assign`, which returns for each axis the entry of the
+layout and the rules that were used or skipped.
 """
 
 import enum
@@ -27,13 +27,13 @@ _FREE = PartitionSpec.UNCONSTRAINED
 
 
 class Assigned(NamedTuple):
-    """What the rules made of one axis.
+    """Result of the rules for one axis.
 
     Attributes:
-        name: its logical name, None, or mesh axes that were given as they are.
-        entry: its entry in the layout.
-        rule: the index of the rule that gave the entry, or None.
-        passed: the indices of the rules that were for it, but whose mesh axes were taken.
+        name: the logical name, None, or given mesh axes.
+        entry: entry in the layout.
+        rule: index of the rule that provided the entry, or None.
+        passed: indices of skipped rules for the name, whose mesh axes were taken.
     """
 
     name: Any
@@ -43,7 +43,7 @@ class Assigned(NamedTuple):
 
     @property
     def is_lost(self) -> bool:
-        """Whether rules were for this axis, and none of them could be kept."""
+        """True if the axis had rules, but all were skipped."""
         return self.rule is None and bool(self.passed)
 
 
@@ -52,11 +52,11 @@ def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
 
     Args:
         names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
-          axes, which are used as they are.
-        rules: the rules in the order of their priority.
+            axes, which are used unchanged.
+        rules: the rules in the order of priority.
 
     Raises:
-        LogicalAxisError: if names are not of that form, or one is there twice.
+        LogicalAxisError: if names do not have this form, or are repeated.
     """
     axes = [Assigned(name, None if isinstance(name, str) else name) for name in _checked(names)]
     where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
@@ -85,7 +85,7 @@ def _checked(names: Any) -> list[Any]:
         is_tuple = isinstance(name, tuple) and all(isinstance(part, str) for part in name)
         if not (name is None or name is _FREE or isinstance(name, str) or is_tuple):
             raise LogicalAxisError(
-                f"{name!r} in {tuple(names)} is no name of an axis; expected a logical name, a "
+                f"{name!r} in {tuple(names)} is not a name of an axis; expected a logical name, a "
                 "tuple of mesh axes, or None."
             )
     texts = [name for name in names if isinstance(name, str)]
@@ -100,7 +100,7 @@ def _checked(names: Any) -> list[Any]:
 
 
 def say_lost(axis: Assigned, axes: Sequence[Assigned], rules: Rules) -> str:
-    """Says why the rules for an axis could not be kept."""
+    """Returns a message about an axis whose rules were all skipped."""
     rule: Rule = rules[axis.passed[0]]
     holders = [
         f"{mesh_axis!r} has gone to {other.name!r}"
@@ -122,15 +122,15 @@ def _rules_or_context(rules: AnyRules | None) -> Rules:
 def logical_to_mesh_axes(
     array_dim_names: Iterable[Any] | None, rules: AnyRules | None = None
 ) -> PartitionSpec | None:
-    """The layout of an array whose axes have logical names.
+    """Returns the layout of an array whose axes have logical names.
 
     Args:
-        array_dim_names: for each axis a logical name, None, or a tuple of mesh axes that are used
-          as they are. Names without a rule are not split. None, for no layout at all, stays None.
+        array_dim_names: for each axis a logical name, None, or a tuple of mesh axes, which are used
+            unchanged. Names without a rule are not split. None, for no layout, returns None.
         rules: by default those of the context.
 
     Raises:
-        LogicalAxisError: if names or rules are not of that form, or a name is there twice.
+        LogicalAxisError: if names or rules are invalid, or a name is repeated.
 
     Example:
         >>> logical_to_mesh_axes(("embed", "heads"), [("heads", "model")])
@@ -142,15 +142,15 @@ def logical_to_mesh_axes(
 
 
 def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> PartitionSpec:
-    """The layout of an array whose axes have names, each of them a logical one or a mesh axis.
+    """Returns the layout of an array whose axes have names of logical or mesh axes.
 
     Args:
-        names: for each axis a name, a tuple of names, or None. A name without a rule is a mesh
-          axis; one with a rule stands for what the rule gives it, in a tuple as well.
+        names: for each axis a name, a tuple of names, or None. Names with a rule are replaced by
+            its mesh axes, also in a tuple; names without a rule are mesh axes.
         rules: by default those of the context.
 
     Raises:
-        LogicalAxisError: if names or rules are not of that form, or a name is there twice.
+        LogicalAxisError: if names or rules are invalid, or a name is repeated.
 
     Example:
         >>> names_to_mesh_axes(("embed", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
@@ -164,11 +164,7 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
 
 
 def told_apart(names: Iterable[Any], rules: Rules) -> list[Any]:
-    """Names for `assign`, where what has no rule is a mesh axis, and in a tuple.
-
-    Args:
-        names: as for `names_to_mesh_axes`.
-        rules: the rules.
+    """Converts names of `names_to_mesh_axes` for `assign`, with mesh axes in tuples.
 
     Example:
         >>> told_apart(("embed", "model", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
@@ -193,16 +189,16 @@ def _are_names(x: Any) -> bool:
 
 
 def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
-    """The layouts of a tree of arrays whose axes have logical names.
+    """Returns the layouts of a tree of arrays whose axes have logical names.
 
     Args:
-        tree: a pytree of `PartitionSpec`s or tuples with logical names, as `get_partition_spec`
-          gives it for boxed variables.
+        tree: a pytree of `PartitionSpec`s or tuples with logical names, as returned by
+            `get_partition_spec` for boxed variables.
         rules: by default those of the context.
 
     Raises:
-        LogicalAxisError: if something else is in the tree, a name is twice in one layout, or the
-          rules are not in form.
+        LogicalAxisError: if the tree has other leaves, a name is repeated, or the rules are
+            invalid.
 
     Example:
         >>> logical_to_mesh({"w": PartitionSpec("embed"), "step": None}, [("embed", "data")])
@@ -212,7 +208,7 @@ def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
     def convert(x: Any) -> Any:
         if not _are_names(x):
             raise LogicalAxisError(
-                f"a {type(x).__name__} stands where the logical names of an array's axes should: "
+                f"the logical names of an array's axes are a {type(x).__name__}: "
                 f"{x!r}; expected a PartitionSpec. For boxed variables, call get_partition_spec "
                 "first."
             )
@@ -222,12 +218,7 @@ def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
 
 
 def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: AnyRules | None = None) -> Any:
-    """As `logical_to_mesh`, with a `NamedSharding` for each layout.
-
-    Args:
-        tree: a pytree of `PartitionSpec`s or tuples with logical names.
-        mesh: the mesh to lay them over.
-        rules: by default those of the context.
+    """Returns the layouts of `logical_to_mesh` as `NamedSharding`s over a mesh.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",))
@@ -242,7 +233,7 @@ def logical_to_mesh_sharding(tree: Any, mesh: Mesh, rules: AnyRules | None = Non
 
 
 class RulesFallback(enum.Enum):
-    """What a constraint does with a logical name that gets nothing from the rules."""
+    """Handling of a logical name without a mesh axis in a constraint."""
 
     AXIS_IS_UNSHARDED = "axis_is_unsharded"
     RAISE_ERROR = "raise_error"
@@ -256,24 +247,24 @@ def with_logical_constraint(
     mesh: AnyMesh | None = None,
     fallback: RulesFallback = RulesFallback.AXIS_IS_UNSHARDED,
 ) -> Any:
-    """Lays a value over a mesh by the logical names of its axes.
+    """Lays out a value over a mesh by the logical names of its axes.
 
     Args:
         x: a pytree of arrays.
-        logical_axis_resources: the names of its axes, or a tree of them that `x` continues; None
-          leaves a value as it is.
-        rules: by default those of the context. Without any, `x` comes back as it is.
-        mesh: by default that of `jax.set_mesh`. Without either, `x` comes back as it is.
-        fallback: what to do with a name that gets nothing from the rules.
+        logical_axis_resources: the names of its axes, or a prefix tree of them; None leaves a value
+            unchanged.
+        rules: by default those of the context; without any, `x` is returned unchanged.
+        mesh: by default that of `jax.set_mesh`; without either, `x` is returned unchanged.
+        fallback: handling of a name without a mesh axis.
 
     Raises:
-        LogicalAxisError: for such a name with `RulesFallback.RAISE_ERROR`, and for names or rules
-          that are not in form.
-        MeshError: if the mesh has no axis of a name, or there are more names than axes.
+        LogicalAxisError: for such a name with `RulesFallback.RAISE_ERROR`, and for invalid names or
+            rules.
+        MeshError: if the mesh lacks an axis, or there are more names than axes.
 
     Warns:
-        ShardingWarning: if the rules for two of the names fight, or a mesh axis does not divide the
-          axis that is split over it.
+        ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an
+            axis.
 
     Example:
         >>> with_logical_constraint(1.0, ("embed",), [("embed", "data")])
@@ -316,18 +307,18 @@ def _constrain(
 
 
 class LogicallyPartitioned(Partitioned):
-    """A value, and a logical name for each of its axes.
+    """Value with a logical name for each of its axes.
 
-    `unbox` lays the value over `mesh`, or over the mesh of `jax.set_mesh`, as the rules say.
+    `unbox` lays the value out by the rules over `mesh`, or over the mesh of `jax.set_mesh`.
 
     Attributes:
         value: an array, or a tree of arrays with the same axes.
         names: for each axis a logical name, a tuple of mesh axes, or None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
-        rules: the rules, if they are not those of the context.
+        mesh: by default that of `jax.set_mesh`.
+        rules: by default those of the context.
 
     Raises:
-        LogicalAxisError: if the rules are not in form.
+        LogicalAxisError: if the rules are invalid.
 
     Example:
         >>> box = LogicallyPartitioned(1.0, ("embed",), rules=[("embed", "data")])
@@ -343,17 +334,17 @@ class LogicallyPartitioned(Partitioned):
             object.__setattr__(self, "rules", checked_rules(self.rules))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value, laid out as the rules say of its names.
+        """Returns the value, laid out by the rules.
 
         Args:
-            apply_constraint: False leaves the layout of the value as it is.
+            apply_constraint: False leaves the layout of the value unchanged.
 
         Raises:
-            MeshError: if the mesh has no axis of a name, or there are more names than axes.
+            MeshError: if the mesh lacks an axis, or there are more names than axes.
 
         Warns:
-            ShardingWarning: if the rules for two names fight, or a mesh axis does not divide the
-              axis that is split over it.
+            ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an
+                axis.
         """
         if not apply_constraint:
             return self.value
@@ -362,7 +353,7 @@ class LogicallyPartitioned(Partitioned):
         )
 
     def get_sharding(self, mesh: Mesh) -> NamedSharding:
-        """The layout of the value over a mesh, as the rules say of its names.
+        """Returns the layout of the value over a mesh, by the rules.
 
         Raises:
             LogicalAxisError: if there are no rules.
@@ -376,12 +367,10 @@ class LogicallyPartitioned(Partitioned):
         return NamedSharding(mesh, PartitionSpec(*(a.entry for a in assign(self.names, rules))))
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """As for `Partitioned`, with `sharding_rules`."""
         return super().to_nnx_metadata() | {"sharding_rules": self.rules}
 
     @classmethod
     def from_nnx_metadata(cls, metadata: Mapping[str, Any]) -> Self:
-        """The box that `to_nnx_metadata` was called on."""
         rules = metadata.get("sharding_rules")
         return super().from_nnx_metadata(metadata).replace(rules=rules)
 
@@ -392,13 +381,11 @@ def with_logical_partitioning(
     mesh: Mesh | None = None,
     rules: AnyRules | None = None,
 ) -> Callable[..., LogicallyPartitioned]:
-    """An initializer whose value comes in a `LogicallyPartitioned`.
+    """Wraps an initializer to return a `LogicallyPartitioned`.
 
     Args:
         fn: the initializer, or any function that returns a value.
-        names: for each axis of its value a logical name, a tuple of mesh axes, or None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
-        rules: the rules, if they are not those of the context.
+        names, mesh, rules: see `LogicallyPartitioned`.
 
     Example:
         >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))

@@ -1,13 +1,12 @@
-"""Axis metadata: a box around a variable's value that knows something about each of its axes.
+"""Axis metadata: boxes around values with information about each axis.
 
-A box is a pytree node with the value inside, so whatever maps over a tree (an optimizer, a loss
-scale, `jax.eval_shape`) keeps the metadata without knowing of it. A transformation that takes an
-axis away from a variable, or adds one, tells the box. Invariant: `add_axis` and `remove_axis` with
-the same arguments are each other's inverse, and metadata has one entry for each axis of the value.
+A box is a pytree node that contains the value, so mapping over a tree (an optimizer, a loss scale,
+`jax.eval_shape`) keeps the metadata. Transformations that remove or add an axis call the hooks of
+the box. Invariant: `add_axis` and `remove_axis` with the same arguments are inverses, and metadata
+has one entry for each axis of the value.
 
-Boxes nest: each level is a kind of metadata of its own, and the hook of each is called once. A hook
-may forward the call to the box inside, or leave that to the functions here, which call the hooks
-that were not called.
+Boxes can be nested; each level is a separate kind of metadata, whose hook is called once. A hook
+may forward the call to the inner box; otherwise, the functions here call the inner hooks.
 """
 
 import abc
@@ -46,56 +45,56 @@ __all__ = [
 ]
 
 PARTITION_NAME = "partition_name"
-"""The entry of a transformation's `metadata_params` that names the new axis of a `Partitioned`."""
+"""The key of `metadata_params` for the name of the new axis of a `Partitioned`."""
 
 
 class AxisMetadata(abc.ABC):
-    """A box: a value together with something that is known about each of its axes.
+    """Base class of boxes: a value with information about each of its axes.
 
-    A subclass should be a pytree node with the value as its only child, as a
-    `weft.struct.PyTreeNode` is whose other fields have `pytree_node=False`.
+    A subclass should be a pytree node with the value as its only child, such as a
+    `weft.struct.PyTreeNode` whose other fields have `pytree_node=False`.
     """
 
     @abc.abstractmethod
     def unbox(self) -> Any:
-        """The value in this box; if that is a box too, it stays one."""
+        """Returns the value in this box, which may be another box."""
 
     @abc.abstractmethod
     def add_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """This box for a value that has gained an axis.
+        """Returns this box for a value that has gained an axis.
 
         Args:
-            index: where the new axis is in the value that has it; -1 is its last axis.
-            params: `metadata_params` of the transformation that adds the axis.
+            index: position of the new axis in the new value; -1 is the last axis.
+            params: `metadata_params` of the transformation.
         """
 
     @abc.abstractmethod
     def remove_axis(self, index: int, params: Mapping[Any, Any]) -> Self:
-        """This box for a value that has lost an axis.
+        """Returns this box for a value that has lost an axis.
 
         Args:
-            index: where the axis is in the value that still has it; -1 is its last axis.
-            params: `metadata_params` of the transformation that takes the axis away.
+            index: position of the axis in the old value; -1 is the last axis.
+            params: `metadata_params` of the transformation.
         """
 
     def replace_boxed(self, val: Any) -> Self:
-        """The same metadata around another value.
+        """Returns the same metadata around another value.
 
         Raises:
-            AxisMetadataError: if the class is no pytree node with one child and does not define
-              this method itself.
+            AxisMetadataError: if the class is not a pytree node with one child; override this
+                method then.
         """
         children, structure = _open(self)
         if len(children) != 1 or children[0] is self:
             raise AxisMetadataError(
-                f"{type(self).__name__} is no pytree node with the value as its only child, so it "
-                "has to define replace_boxed(val) itself."
+                f"{type(self).__name__} is not a pytree node with the value as its only child; "
+                "define replace_boxed(val) in the class."
             )
         return jax.tree.unflatten(structure, [val])
 
 
 def is_axis_metadata(val: Any) -> bool:
-    """Whether a value is a box.
+    """Returns whether a value is a box.
 
     Example:
         >>> is_axis_metadata(Partitioned(1.0, ()))
@@ -105,22 +104,18 @@ def is_axis_metadata(val: Any) -> bool:
 
 
 def _open(box: AxisMetadata) -> tuple[list[Any], Any]:
-    """The children of a box, and how to put others in their place."""
+    """Returns the children of a box, and its structure."""
     return jax.tree.flatten(box, is_leaf=lambda x: x is not box)
 
 
 def _content(box: AxisMetadata) -> Any:
-    """What is in a box, without what unboxing may do to it, such as a sharding constraint."""
+    """Returns the content of a box, without effects of unboxing such as a sharding constraint."""
     children, _ = _open(box)
     return children[0] if len(children) == 1 and children[0] is not box else box.unbox()
 
 
 def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: Any) -> Any:
-    """Calls a function with each outermost box of a tree.
-
-    Args:
-        fn: what to put in the place of a box.
-        tree: any pytree; leaves without a box stay.
+    """Replaces each outermost box of a tree by a function's result; other leaves are unchanged.
 
     Example:
         >>> map_axis_meta(lambda box: box.names, {"w": Partitioned(1.0, ("data",)), "b": 0.0})
@@ -132,7 +127,7 @@ def map_axis_meta(fn: Callable[[AxisMetadata], Any], tree: Any) -> Any:
 
 
 def unbox(tree: Any) -> Any:
-    """The values of a tree without any of their boxes.
+    """Returns the values of a tree without any boxes.
 
     Example:
         >>> unbox({"w": Partitioned(1.0, ()), "b": 0.0})
@@ -144,12 +139,11 @@ def unbox(tree: Any) -> Any:
 
 
 def replace_boxed(tree: Any, updates: Any) -> Any:
-    """Other values in the boxes of a tree.
+    """Replaces the values in the boxes of a tree.
 
     Args:
         tree: a pytree with boxes.
-        updates: the same structure without its boxes. Where the tree has a leaf or a box, it may
-          hold anything.
+        updates: the same structure without boxes; at a leaf or box of the tree, any pytree.
 
     Example:
         >>> replace_boxed({"w": Partitioned(1.0, ())}, {"w": 2.0})
@@ -165,24 +159,24 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
         if children[0] is old:  # not a pytree node
             inner = old.unbox()
             return old.replace_boxed(replace(inner, new) if is_axis_metadata(inner) else new)
-        # The innermost box holds the value; those around it keep what they know, whether or not
-        # their own replace_boxed would hand the value on.
+        # The innermost box holds the value; outer boxes keep their metadata, whether or not their
+        # own replace_boxed would forward the value.
         return jax.tree.unflatten(structure, [replace(children[0], new)])
 
     return jax.tree.map(replace, tree, updates, is_leaf=is_axis_metadata)
 
 
 def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-    """Tells every box of a tree, nested ones included, that its value has gained an axis.
+    """Notifies every box of a tree, including nested ones, that its value has gained an axis.
 
     Args:
         tree: a pytree with boxes.
-        index: where the new axis is in the values that have it; -1 is their last axis.
-        params: what a kind of metadata wants to know, as `{PARTITION_NAME: "layers"}`. Without a
-          name the new axis of a `Partitioned` is not split.
+        index: position of the new axis in the new values; -1 is the last axis.
+        params: parameters of the metadata, as `{PARTITION_NAME: "layers"}`. Without a name, the new
+            axis of a `Partitioned` is not split.
 
     Raises:
-        AxisMetadataError: if metadata cannot have an axis there; `path` says whose it is.
+        AxisMetadataError: if metadata cannot have an axis there; `path` is that of the value.
 
     Example:
         >>> add_axis(Partitioned(1.0, ("data",)), 0, {PARTITION_NAME: "layers"}).names
@@ -192,15 +186,16 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
 
 def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
-    """Tells every box of a tree, nested ones included, that its value has lost an axis.
+    """Notifies every box of a tree, including nested ones, that its value has lost an axis.
 
     Args:
         tree: a pytree with boxes.
-        index: where the axis is in the values that still have it; -1 is their last axis.
-        params: as `add_axis` had them when the axis came.
+        index: position of the axis in the old values; -1 is the last axis.
+        params: as given to `add_axis`.
 
     Raises:
-        PartitionNameError: if the axis has another name than `params` says; `path` says whose.
+        PartitionNameError: if the axis has another name than in `params`; `path` is that of the
+            value.
         AxisMetadataError: if metadata has no such axis.
 
     Example:
@@ -212,7 +207,7 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
 
 
 def _inner(box: AxisMetadata) -> list[Any]:
-    """The outermost boxes in a box."""
+    """Returns the outermost boxes in a box."""
 
     def is_inner(x: Any) -> bool:
         return is_axis_metadata(x) and x is not box
@@ -221,7 +216,7 @@ def _inner(box: AxisMetadata) -> list[Any]:
 
 
 def _replace_inner(box: AxisMetadata, inner: list[Any]) -> Any:
-    """A box with other boxes in the place of its outermost ones."""
+    """Returns a box with its outermost inner boxes replaced."""
     rest = iter(inner)
 
     def is_inner(x: Any) -> bool:
@@ -274,7 +269,7 @@ def about(where: str) -> Iterator[None]:
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
-    """Names of axes as a tuple.
+    """Returns names of axes as a tuple.
 
     Raises:
         AxisMetadataError: if they have no order, or are a single name.
@@ -289,18 +284,17 @@ def checked_names(names: Any) -> tuple[Any, ...]:
 
 
 class Partitioned(struct.PyTreeNode, AxisMetadata):
-    """A value, and for each of its axes the mesh axis that it is split over.
+    """Value with the mesh axes that split each of its axes.
 
-    `unbox` lays the value over `mesh`, or over the mesh of `jax.set_mesh`, if there is one.
+    `unbox` lays the value out over `mesh`, or over the mesh of `jax.set_mesh`, if any.
 
     Attributes:
         value: an array, or a tree of arrays with the same axes.
-        names: for each axis a mesh axis, a tuple of them, or None. Axes after the last name are
-          not split.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        names: for each axis a mesh axis, a tuple of them, or None. Further axes are not split.
+        mesh: by default that of `jax.set_mesh`.
 
     Raises:
-        AxisMetadataError: if `names` is no sequence of names.
+        AxisMetadataError: if `names` is not a sequence of names.
 
     Example:
         >>> box = Partitioned(jax.numpy.ones((4, 8)), (None, "data"))
@@ -318,16 +312,16 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         object.__setattr__(self, "names", checked_names(self.names))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The value, laid out as the names say.
+        """Returns the value, laid out by the names.
 
         Args:
-            apply_constraint: False leaves the layout of the value as it is.
+            apply_constraint: False leaves the layout of the value unchanged.
 
         Raises:
-            MeshError: if the mesh has no axis of a name, or there are more names than axes.
+            MeshError: if the mesh lacks an axis, or there are more names than axes.
 
         Warns:
-            ShardingWarning: if a mesh axis does not divide the axis that is split over it.
+            ShardingWarning: if a mesh axis does not divide an axis of the value.
         """
         if not apply_constraint:
             return self.value
@@ -358,15 +352,16 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         return self.replace(names=self.names[:position] + self.names[position + 1 :])
 
     def _position(self, index: int, rank: int) -> int:
-        """The index of an axis counted from the front.
+        """Returns the index of an axis counted from the front.
 
         Args:
-            index: as the transformation gives it.
-            rank: the number of axes in which it counts, as far as the names know.
+            index: as given by the transformation.
+            rank: number of axes of the value that `index` refers to, as far as the names determine
+                it.
         """
         ndim = max((getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)), default=0)
-        # Names may leave out the last axes, and the value may have the axis already or not: only
-        # names that are as many as its axes tell the rank.
+        # Names may omit the last axes, and the value may or may not have the axis already, so the
+        # rank is known only if there are as many names as axes.
         limit = rank if len(self.names) >= ndim else ndim + 1
         if 0 <= index < limit:
             return index
@@ -382,33 +377,32 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         return self.names + (None,) * (length - len(self.names))
 
     def get_partition_spec(self) -> PartitionSpec:
-        """The names as JAX takes them."""
+        """Returns the names as a `PartitionSpec`."""
         return PartitionSpec(*self.names)
 
     def get_sharding(self, mesh: Mesh) -> NamedSharding:
-        """The layout of the value over a mesh."""
+        """Returns the layout of the value over a mesh."""
         return NamedSharding(mesh, self.get_partition_spec())
 
     def to_nnx_metadata(self) -> dict[str, Any]:
-        """The fields as the metadata of a variable, where `names` is called `out_sharding`."""
+        """Returns the fields as metadata of a variable, with `names` as `out_sharding`."""
         return {"value": self.value, "out_sharding": self.names, "mesh": self.mesh}
 
     @classmethod
     def from_nnx_metadata(cls: type[B], metadata: Mapping[str, Any]) -> B:
-        """The box that `to_nnx_metadata` was called on."""
+        """Inverts `to_nnx_metadata`."""
         return cls(metadata["value"], metadata["out_sharding"], metadata.get("mesh"))
 
 
 def with_partitioning(
     fn: Callable[..., Any], names: MeshAxes, mesh: Mesh | None = None
 ) -> Callable[..., Partitioned]:
-    """An initializer whose value comes in a `Partitioned`.
+    """Wraps an initializer to return a `Partitioned`.
 
     Args:
-        fn: the initializer, or any function that returns a value; a function that makes an
-            initializer will do if it needs no arguments, such as `jax.nn.initializers.he_normal`.
-        names: for each axis of its value a mesh axis, a tuple of them, or None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        fn: the initializer, any function that returns a value, or a factory of initializers without
+            required arguments, such as `jax.nn.initializers.he_normal`.
+        names, mesh: see `Partitioned`.
 
     Example:
         >>> init = with_partitioning(jax.nn.initializers.ones, (None, "data"))
@@ -438,11 +432,11 @@ def _map_layouts(fn: Callable[[Any], Any], plain: Any, tree: Any) -> Any:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """The layout of each value of a tree, in the place of its outermost box.
+    """Returns the layout of each value of a tree, in place of its outermost box.
 
     Returns:
-        The tree with a `PartitionSpec` for each value: that of its `Partitioned`, wherever among
-        its boxes it is; an empty one for an array without; None for what is no array.
+        The tree with a `PartitionSpec` for each array, from a `Partitioned` among its boxes or
+        empty; None for other leaves.
 
     Example:
         >>> get_partition_spec({"w": Partitioned(jax.numpy.ones(2), ("data",)), "b": 3})
@@ -452,10 +446,7 @@ def get_partition_spec(tree: Any) -> Any:
 
 
 def get_sharding(tree: Any, mesh: Mesh) -> Any:
-    """The layout of each value of a tree over a mesh, in the place of its outermost box.
-
-    Returns:
-        As `get_partition_spec`, with a `NamedSharding` for each `PartitionSpec`.
+    """Returns the layouts of `get_partition_spec` as `NamedSharding`s over a mesh.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("data",))

@@ -1,4 +1,4 @@
-"""pack: the trip of a scope's state with its stages opened."""
+"""Transformations of functions of scopes with explicit groups of variables."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -27,28 +27,27 @@ def pack(
     name: str | None = None,
     enable_kwargs: bool = False,
 ) -> Callable[..., Any]:
-    """A transformation of functions of scopes, from one of functions of groups of variables.
+    """Returns a transformation of functions of scopes, based on a function of groups of variables.
 
     Args:
-        fn: `fn(scope_fn, repack_fn, variable_groups, rng_groups, *args)` returns its result, and
-            what `repack_fn` gave. The scope inside is made by
-            `scope_fn(variable_groups, rng_groups, mutable_filter=True)`, and `repack_fn(scope)`
-            gives its variables in groups.
-        in_variable_filters: the collections of each group that goes in. A collection is in the
-            first that matches; one that none matches does not go in.
-        out_variable_filters: the collections of each group that comes back; no others can be
-            changed.
-        rng_filters: the PRNG streams of each group.
-        name: of the transformation, for errors.
-        enable_kwargs: whether `fn` takes arguments by name.
+        fn: `fn(scope_fn, repack_fn, variable_groups, rng_groups, *args)` returns a pair of its
+            result and that of `repack_fn`. `scope_fn(variable_groups, rng_groups,
+            mutable_filter=True)` creates the inner scope, and `repack_fn(scope)` returns its
+            variables in groups.
+        in_variable_filters: collections of each input group. A collection is in the first group
+            that matches; one without a match cannot be used.
+        out_variable_filters: collections of each output group; no others can be changed.
+        rng_filters: PRNG streams of each group.
+        name: name of the transformation, for errors.
+        enable_kwargs: whether `fn` takes keyword arguments.
 
     Returns:
         A function of a scope, or of a pytree of scopes, and of `args`. A group is a tuple with one
-        dict for each of the scopes that is not below another one.
+        dict for each scope that is not below another one.
 
     Raises:
-        TransformArgumentError: if arguments are given by name that `fn` does not take, or if `fn`
-            returns no pair.
+        TransformArgumentError: if `fn` does not accept keyword arguments, or does not return a
+            pair.
 
     Example:
         >>> from weft.core import init, nn
@@ -98,7 +97,7 @@ def pack(
 
 
 class _Trip:
-    """One call of what `pack` returned."""
+    """Call of the function that `pack` returned."""
 
     def __init__(
         self,

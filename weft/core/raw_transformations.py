@@ -1,7 +1,7 @@
-"""Which transformation of JAX runs that Weft has not called, for messages.
+"""Detection of the JAX transformation that runs, for messages.
 
-JAX hands no scope and no context through. An error about that names the transformation as its user
-wrote it, and the function of Weft that takes its place.
+Raw JAX transformations do not lift scopes. Errors name the transformation as the user called it,
+and Weft's replacement.
 """
 
 import sys
@@ -49,7 +49,7 @@ _OTHER_NAMES = {
 
 
 def running_transformation() -> str:
-    """Returns the innermost transformation of JAX that the user called, "" if it is not known."""
+    """Returns the innermost transformation of JAX that the user called, "" if unknown."""
     found, frame = "", sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -58,7 +58,7 @@ def running_transformation() -> str:
             if key in _NAMES and (not found or key in _CALL_OTHERS):
                 found = _NAMES[key]
         elif module.startswith("weft.lifting."):
-            found = ""  # it was called there, and not by the user
+            found = ""  # not called by the user
         elif found:
             break
         frame = frame.f_back
@@ -66,7 +66,7 @@ def running_transformation() -> str:
 
 
 def lifted_names(of_jax: str) -> tuple[str, ...]:
-    """Returns the names of the functions of Weft for what `running_transformation` returns.
+    """Returns the names of Weft's functions for a result of `running_transformation`.
 
     Example:
         >>> lifted_names("jax.lax.scan"), lifted_names("jax.linearize")

@@ -1,22 +1,21 @@
-"""PRNG streams: a key, and where in the tree of scopes it is.
+"""PRNG streams: a key and the path of a scope.
 
 The n-th key that a scope draws from a stream is the stream's root key with one number folded in:
-the first four bytes of the SHA-1 digest of the scope's path and n. So a key depends on the path and
-the stream, not on what else the program draws. The root key alone is an array; the path is a part
-of the structure, and so is the count of what each scope has drawn.
+the first four bytes of the SHA-1 digest of the scope's path and n. A key thus depends on the path
+and the stream, not on other draws of the program. Only the root key is an array; the path and the
+counts of draws are part of the structure.
 
-A scan's body draws as if it had been run once before, as those who know Flax's numbers expect:
-where one run draws n keys, the loop's keys begin after the next n. While the body is traced n is
-not known yet, and it is traced once. So the number that is folded in there is the result of an
-operation without operands, `digest`, which becomes a constant when the program is compiled or
-evaluated. By then the loop's trace has ended.
+For compatibility with Flax, a scan's body draws as if it had run once before: if one run draws n
+keys, the loop's keys begin after the next n. Since n is unknown while the body is traced, and it is
+traced once, the folded number is the result of an operation without operands, `digest`. It becomes
+a constant when the program is compiled or evaluated, after the loop's trace has ended.
 
-A body that makes state which a scan carries or shares is run once more before the loop, to make it.
-That run draws m keys of a stream in a scope, each run that finds the state draws n. State that is
-carried is made with the keys of the first iteration, which are m + 1 to 2m as for a body whose
-every iteration makes it; state that is shared with the keys 1 to m of the run before, as Flax does.
-All iterations draw the keys m + 1 to m + n. Where n is less than m, keys were drawn to make state,
-and the iterations draw those that follow the last of them, so that no later key equals it.
+A body that creates state which a scan carries or shares runs once more before the loop, to create
+it. That run draws m keys of a stream in a scope; each run with existing state draws n. Carried
+state uses the keys of the first iteration, m + 1 to 2m, as in a body whose every iteration creates
+it; shared state uses the keys 1 to m of the run before, as in Flax. All iterations draw the keys m
++ 1 to m + n. If n is less than m, iterations draw the keys after the last one used to create state,
+so that no later key equals it.
 """
 
 import dataclasses
@@ -39,11 +38,11 @@ Key = tuple[Path, str]
 
 
 class Loop:
-    """A loop whose body is being traced, or was.
+    """Loop whose body is or was traced.
 
     Attributes:
-        draws: how many keys one run of the body draws, by scope and stream; None as long as it is
-            being traced.
+        draws: number of keys that one run of the body draws, by scope and stream; None during the
+            trace.
     """
 
     def __init__(self, draws: dict[Key, int] | None = None):
@@ -52,18 +51,18 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Later:
-    """The number of a key that is drawn in a loop.
+    """Number of a key drawn in a loop.
 
     Attributes:
-        counted: without what the loops skip.
-        loops: the loops around, and what counts the same keys there.
+        counted: the number without keys that loops skip.
+        loops: the surrounding loops, with the keys of the same counts there.
     """
 
     counted: int
     loops: tuple[tuple[Loop, Key], ...]
 
     def number(self) -> int:
-        """The number, which is known after the outermost loop was traced."""
+        """Returns the number, which is known after the trace of the outermost loop."""
         skipped = 0
         for loop, key in self.loops:
             if loop.draws is None:
@@ -107,7 +106,7 @@ def _digest_p() -> Any:
 
 
 class Stream(struct.PyTreeNode):
-    """A PRNG stream as one scope sees it.
+    """PRNG stream as seen by one scope.
 
     Attributes:
         key: the root key, typed or of two numbers.
@@ -118,11 +117,11 @@ class Stream(struct.PyTreeNode):
     suffix: tuple[Token, ...] = struct.field(pytree_node=False, default=())
 
     def at(self, *suffix: Token) -> "Stream":
-        """The stream further down."""
+        """Returns the stream of a scope further down."""
         return Stream(self.key, (*self.suffix, *suffix))
 
     def as_key(self) -> Any:
-        """The key that the stream stands for."""
+        """Returns the stream's key."""
         if not self.suffix:
             return self.key
         if any(isinstance(token, Later) for token in self.suffix):
@@ -131,7 +130,7 @@ class Stream(struct.PyTreeNode):
 
 
 def is_key(x: Any) -> bool:
-    """Whether `x` is a PRNG key: a typed one, or an array of numbers as `PRNGKey` makes."""
+    """Returns whether `x` is a PRNG key: typed, or an array as returned by `PRNGKey`."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         return False
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -140,7 +139,7 @@ def is_key(x: Any) -> bool:
 
 
 def check_keys(rngs: Mapping[str, Any]) -> None:
-    """Raises InvalidRngError if a stream was given something else than a key."""
+    """Raises InvalidRngError if a stream's value is not a key."""
     for stream, key in rngs.items():
         if not is_key(key):
             given = f"{key.dtype}{key.shape}" if hasattr(key, "shape") else repr(key)
@@ -152,16 +151,14 @@ def check_keys(rngs: Mapping[str, Any]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FrozenCounts:
-    """The hashable form of `Counts`, for a trip through a transformation.
+    """Hashable form of `Counts`, which crosses transformations.
 
     Attributes:
         table: see `Counts`.
-        loops: those around, each with the path from its scope to this one.
+        loops: the surrounding loops, each with the path from its scope to this one.
         begins: whether a loop begins here.
-        making: how many keys, from those in the table on, the run has drawn that made the state
-            which a loop finds here.
-        draws: what that loop skips, where it is known already; of a loop that has ended, what it
-            has skipped.
+        making: number of keys, on top of the table, drawn by the run that created a loop's state.
+        draws: number of keys that the loop skips, if known, or skipped if it has ended.
     """
 
     table: frozenset[tuple[Key, int]] = frozenset()
@@ -172,7 +169,7 @@ class FrozenCounts:
 
 
 class Counts:
-    """The keys drawn by all scopes below one root, without what the loops around skip."""
+    """Numbers of keys drawn by all scopes below one root, without keys that loops skip."""
 
     def __init__(self, frozen: FrozenCounts | None = None):
         self._begun = frozen = frozen or FrozenCounts()
@@ -183,7 +180,7 @@ class Counts:
             self._loops = (*frozen.loops, (loop, ()))
 
     def draw(self, key: Key) -> int | Later:
-        """Counts one more key; which one it is, from 1."""
+        """Counts one more key and returns its number, from 1."""
         self._table[key] = n = self._table.get(key, 0) + 1
         if not self._loops:
             return n
@@ -194,7 +191,7 @@ class Counts:
         return FrozenCounts(frozenset(self._table.items()), self._loops)
 
     def below(self, path: Path) -> FrozenCounts:
-        """The counts of the scopes from `path` on, by their paths from there."""
+        """Returns the counts of the scopes from `path` on, by relative path."""
         n = len(path)
         table = frozenset(
             ((p[n:], stream), count) for (p, stream), count in self._table.items() if p[:n] == path
@@ -202,29 +199,29 @@ class Counts:
         return FrozenCounts(table, tuple((loop, (*base, *path)) for loop, base in self._loops))
 
     def update_below(self, path: Path, after: FrozenCounts) -> None:
-        """Takes over what was drawn in a transformation; the inverse of `below`."""
+        """Updates the counts with the draws of a transformation; inverts `below`."""
         self._table.update({((*path, *p), stream): count for (p, stream), count in after.table})
 
     def end(self, made: "Made | None" = None) -> FrozenCounts:
-        """What the counts are after the transformation: a loop that began here ends.
+        """Returns the counts after the transformation, which ends a loop that began here.
 
         Args:
-            made: where the body has made state that the loop carries or shares. Then this was a run
-                before the loop, and the loop continues the counts from its end.
+            made: where the body has created state that the loop carries or shares, in a run before
+                the loop. The loop then continues the counts of that run.
         """
         if not (self._begun.begins or self._begun.making):
             return self.freeze()
         before = dict(self._begun.table)
         drawn = {key: n for key, count in self._table.items() if (n := count - before.get(key, 0))}
         if self._begun.making:
-            # The run that made the state has drawn more: it has drawn keys to make it.
+            # The run that created the state has drawn additional keys.
             skipped = {key: m for key, m in self._begun.making if drawn.get(key, 0) < m}
             making = frozenset()
         else:
             skipped = drawn if made is None else made.skipped(drawn)
             making = frozenset() if made is None else frozenset(skipped.items())
         self._loops[-1][0].draws = skipped
-        # The run that makes the state is the one before the loop; it skips what it draws itself.
+        # The run that creates the state precedes the loop and skips the keys that it draws.
         more = skipped if made is None else {}
         table = frozenset(
             (key, before.get(key, 0) + drawn.get(key, 0) + more.get(key, 0))
@@ -235,23 +232,22 @@ class Counts:
 
 
 class Made(NamedTuple):
-    """The scopes in which a scan's body has made state, as paths.
+    """Scopes in which a scan's body has created state, as paths.
 
     Attributes:
-        carried: where it is carried from one iteration to the next: made with the keys of the first
-            iteration.
-        shared: where it is the same in all iterations: made with the keys of the run before.
+        carried: scopes of carried state, created with the keys of the first iteration.
+        shared: scopes of shared state, created with the keys of the run before.
     """
 
     carried: frozenset[Path]
     shared: frozenset[Path]
 
     def skipped(self, draws: Mapping[Key, int]) -> dict[Key, int]:
-        """Which of the keys that one run draws the loop skips, before the state is made."""
+        """Returns which of one run's keys the loop skips before the state is created."""
         drawing = sorted({path for path, _ in draws}, key=len, reverse=True)
 
         def scope_of(made: Path) -> Path | None:
-            """The scope whose keys it was made with: the nearest one that has drawn any."""
+            """Returns the nearest scope that has drawn keys, with which the state was created."""
             return next((path for path in drawing if made[: len(path)] == path), None)
 
         carried, shared = ({scope_of(path) for path in paths} for paths in self)
@@ -259,21 +255,21 @@ class Made(NamedTuple):
 
 
 def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
-    """The counts with which a loop's body begins.
+    """Returns the initial counts of a loop's body.
 
     Args:
-        before: those outside.
-        after: those outside after the same loop, where they are known already.
+        before: the outer counts.
+        after: the outer counts after the same loop, if known.
     """
     return dataclasses.replace(before, begins=True, draws=after and after.draws)
 
 
 def after_making(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
-    """The counts with which a loop begins that counts no run before, where one has made its state.
+    """Returns the initial counts of a loop that counts no run before, after state was created.
 
     Args:
-        before: those outside.
-        made: those after the run that has made the state.
+        before: the outer counts.
+        made: the counts after the run that created the state.
     """
     known = dict(before.table)
     making = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
@@ -281,7 +277,7 @@ def after_making(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
 
 
 def larger(a: FrozenCounts, b: FrozenCounts) -> FrozenCounts:
-    """For each scope the larger count of two branches."""
+    """Returns the larger count of two branches for each scope."""
     table = dict(a.table)
     for key, count in b.table:
         table[key] = max(count, table.get(key, 0))

@@ -1,12 +1,11 @@
-"""What is to be said about rules for logical axes, before anything is laid out by them.
+"""Checks of rules for logical axes before use.
 
-`check_rules` applies the rules to the shapes of a model's variables and lists what a user may not
-have meant: rules that nothing uses, names that get nothing, rules that fight over a mesh axis, axes
-that do not divide.
+`check_rules` applies rules to the shapes of a model's variables and lists probable mistakes: unused
+rules, names without a rule, conflicting rules, and indivisible axes.
 
-    avals = jax.eval_shape(init, key)
-    for finding in check_rules(rules, avals, mesh):
-        print(finding)
+avals = jax.eval_shape(init, key)
+for finding in check_rules(rules, avals, mesh):
+    print(finding)
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from weft.core.meta import Partitioned, is_axis_metadata
 
 
 class FindingKind(enum.Enum):
-    """What a finding is about."""
+    """Kind of a finding."""
 
     UNUSED_RULE = "a rule is never used"
     MISSING_RULE = "a logical name has no rule"
@@ -35,13 +34,13 @@ class FindingKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something about rules that a user may not have meant.
+    """Probable mistake in rules.
 
     Attributes:
-        kind: what it is about.
-        message: what it is, and what would mend it.
-        path: the variable, or "" where it is about a rule.
-        rule: the rule that is never used, else None.
+        kind: kind of the mistake.
+        message: description and remedy.
+        path: the variable, or "" if the finding concerns a rule.
+        rule: the unused rule, else None.
     """
 
     kind: FindingKind
@@ -56,16 +55,16 @@ class Finding:
 def check_rules(
     rules: Iterable[Sequence[Any]], tree: Any, mesh: AnyMesh | None = None
 ) -> list[Finding]:
-    """Lists what a user may not have meant by rules for logical axes.
+    """Lists probable mistakes in rules for logical axes.
 
     Args:
-        rules: the rules in the order of their priority.
-        tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. A box that has
-          rules of its own is checked by those.
-        mesh: by default that of `jax.set_mesh`; without either, what depends on it is not checked.
+        rules: the rules in the order of priority.
+        tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. Rules in a box
+            take precedence.
+        mesh: by default that of `jax.set_mesh`; without either, checks of the mesh are skipped.
 
     Raises:
-        LogicalAxisError: if the rules, or the names of a variable, are not in form.
+        LogicalAxisError: if the rules, or the names of a variable, are invalid.
 
     Example:
         >>> tree = {"w": LogicallyPartitioned(jax.numpy.ones(3), ("embed",))}
@@ -97,7 +96,7 @@ def check_rules(
 
 
 def _partitioned(tree: Any) -> Iterator[tuple[str, Partitioned]]:
-    """The boxes that say a layout, wherever in a nest they are, with the variable's path."""
+    """Yields the boxes with layouts, at any nesting, with the variable's path."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axis_metadata):
         where = jax.tree_util.keystr(path, simple=True, separator="/")
         if isinstance(leaf, Partitioned):
@@ -137,7 +136,7 @@ def _about_sizes(
                     f"axis {index} of shape {shape}, {axis.name!r}, cannot be split into {parts} "
                     f"equal parts over {axis.entry!r}; change its size or its layout.",
                 )
-            if axis.rule is None:  # what a rule names is said once, of the rule
+            if axis.rule is None:  # unknown mesh axes of a rule are reported once, for the rule
                 yield from _unknown(axes_of(axis.entry), mesh, f"axis {index} of shape {shape}")
 
 

@@ -1,9 +1,9 @@
-"""Scopes: where a model's variables and PRNG streams live while it runs.
+"""Scopes: access to a model's variables and PRNG streams while it runs.
 
-A `Scope` is a node of a named tree. Below it are collections of variables (`params`, `batch_stats`,
-a cache ...), a filter says which of them can be changed, and keys are drawn from named streams. The
-tree exists for one call: `apply` makes the root from a dict of collections, runs a function of the
-scope, and returns what the function changed; `init` is `apply` from nothing. Outside there are only
+A `Scope` is a node of a named tree. It contains collections of variables (`params`, `batch_stats`,
+a cache ...); a filter selects the mutable ones, and keys are drawn from named streams. The tree
+exists during one call: `apply` creates the root from a dict of collections, runs a function of the
+scope, and returns changed variables; `init` is `apply` without variables. Outside, there are only
 dicts of arrays and PRNG keys.
 """
 
@@ -61,22 +61,21 @@ __all__ = [
 T = TypeVar("T")
 
 Names = Mapping[str | None, frozenset[str]]
-"""Names in a scope by collection; those of child scopes are at None."""
+"""Names in a scope by collection; None is for child scopes."""
 
 
 class Scope:
-    """A node in the tree of scopes.
+    """Node in the tree of scopes.
 
     Args:
-        variables: the collections below this scope. Those that are not mutable are never written
-            to; of the others, a copy of the dicts is.
-        rngs: keys by the name of their stream; by default those of the parent.
-        name: the scope's name.
-        mutable: the collections that can be changed.
+        variables: the collections below this scope. The dicts of mutable collections are copied;
+            the others are never changed.
+        rngs: keys by stream name; by default those of the parent.
+        mutable: collections that can be changed.
         parent: the scope above, None for a root.
-        path: of a root that is not the outermost: where it is there.
-        debug_path: the same for messages, with the names of transformations.
-        flags: values that this scope and those below can ask for; by default those of the parent.
+        path: for a root inside of a transformation, its path in the outermost tree.
+        debug_path: `path` with the names of transformations, for messages.
+        flags: values available to this scope and those below; by default those of the parent.
 
     Example:
         >>> scope = Scope({"params": {"dense": {"bias": 1.0}}})
@@ -124,7 +123,7 @@ class Scope:
 
     @property
     def rngs(self) -> Mapping[str, Stream]:
-        """The PRNG streams, as this scope sees them."""
+        """The PRNG streams of this scope."""
         if self._rngs is None:
             above: Any = self.parent
             self._rngs = {name: s.at(self._below[-1]) for name, s in above.rngs.items()}
@@ -137,12 +136,12 @@ class Scope:
 
     @property
     def debug_path(self) -> Path:
-        """The path for messages, with the names of transformations."""
+        """The path with the names of transformations, for messages."""
         return (*self._debug_above, *self._below)
 
     @property
     def root(self) -> "Scope":
-        """The scope at the top."""
+        """The root of the tree."""
         return self if self.parent is None else self.parent.root
 
     @property
@@ -152,7 +151,7 @@ class Scope:
 
     @property
     def invalid(self) -> bool:
-        """Whether the scope or one above has come to its end."""
+        """True if the scope or one above has ended."""
         scope: Scope | None = self
         while scope is not None:
             if scope._ended:
@@ -161,40 +160,30 @@ class Scope:
         return False
 
     def invalidate(self) -> None:
-        """Ends the scope and those below: whatever uses them from now on is an error."""
+        """Ends the scope and those below; later uses raise an error."""
         self._ended = True
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator["Scope"]:
-        """A context that yields this scope and ends it."""
+        """Yields this scope in a context, then ends it."""
         try:
             yield self
         finally:
             self.invalidate()
 
     def name_reserved(self, name: str, col: str | None = None) -> bool:
-        """Whether a name cannot be given any more.
-
-        Args:
-            name: of a child scope, or of a variable.
-            col: the variable's collection; None asks for a child scope.
-        """
+        """Returns whether a name is taken, in a collection or, for None, among child scopes."""
         for of, names in self._reserved.items():
             if name in names and (col is None or of is None or of == col):
                 return True
         return False
 
     def reserve(self, name: str, col: str | None = None) -> None:
-        """Takes a name.
-
-        Args:
-            name: of a child scope, or of a variable.
-            col: the variable's collection, None for a child scope. Variables of different
-                collections may have one name.
+        """Takes a name in a collection or, for None, among child scopes.
 
         Raises:
-            NameInUseError: if it is taken.
-            ScopeNameError: if it is no string.
+            NameInUseError: if the name is taken.
+            ScopeNameError: if the name is not a string.
         """
         self._check_valid()
         if not isinstance(name, str):
@@ -204,35 +193,35 @@ class Scope:
         self._reserved.setdefault(col, set()).add(name)
 
     def release(self, name: str, col: str | None = None) -> None:
-        """Gives a name free again; see `reserve`."""
+        """Releases a name; see `reserve`."""
         self._reserved.get(col, set()).discard(name)
 
     def names(self) -> Names:
-        """All names that are taken."""
+        """Returns all taken names."""
         return {col: frozenset(names) for col, names in self._reserved.items() if names}
 
     def take_names(self, names: Names) -> None:
-        """Takes names, which may be taken already; for what crosses a transformation with them."""
+        """Takes names, even if taken already, for values that cross a transformation with them."""
         for col, of_col in names.items():
             self._reserved.setdefault(col, set()).update(of_col)
 
     def free_names(self, names: Names) -> None:
-        """The inverse of `take_names`."""
+        """Inverts `take_names`."""
         for col, of_col in names.items():
             self._reserved.get(col, set()).difference_update(of_col)
 
     def default_name(self, prefix: str) -> str:
-        """The first of `prefix0`, `prefix1` ... that is free."""
+        """Returns the first free name of `prefix0`, `prefix1` ..."""
         names = (f"{prefix}{i}" for i in itertools.count())
         return next(name for name in names if not self.name_reserved(name))
 
     def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
-        """A child scope.
+        """Returns a child scope.
 
         Args:
-            name: its name; by default one is made from `prefix`.
+            name: by default derived from `prefix`.
             prefix: see `default_name`.
-            reuse: whether the name may be taken already, so that the child shares what it holds.
+            reuse: whether the name may be taken, to share the variables.
 
         Raises:
             NameInUseError: if the name is taken and `reuse` is False.
@@ -251,17 +240,16 @@ class Scope:
         named_call: bool = True,
         **partial_kwargs: Any,
     ) -> Callable[..., Any]:
-        """A function of scopes, with a child of this scope as its scope.
+        """Binds a function of scopes to a child of this scope.
 
         Args:
             fn: `fn(scope, *args, **kwargs)`.
-            name: the child's name.
-            prefix: where there is no name, the prefix of one; the function's name by default.
-            named_call: whether the operations carry the name in profiles.
+            prefix: prefix of the default name; by default the function's name.
+            named_call: whether operations carry the name in profiles.
             **partial_kwargs: further arguments of `fn`.
 
         Returns:
-            `fn` without its first argument. Called twice, it uses the same variables.
+            `fn` without its first argument. Further calls use the same variables.
         """
         if name is None:
             name_of_fn = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
@@ -277,10 +265,10 @@ class Scope:
         return bound
 
     def rewound(self, rewind_rngs: bool = False) -> "Scope":
-        """This scope as if nothing had been named in it yet; what is then named shares its values.
+        """Returns this scope without taken names, so that new names share its values.
 
         Args:
-            rewind_rngs: whether streams begin anew too, and draw the same keys again.
+            rewind_rngs: whether to restart streams too, and draw the same keys again.
         """
         self._check_valid()
         scope = Scope.__new__(Scope)
@@ -293,25 +281,25 @@ class Scope:
     # Collections.
 
     def is_mutable_collection(self, col: str) -> bool:
-        """Whether the variables of a collection can be changed."""
+        """Returns whether the variables of a collection can be changed."""
         return in_filter(self.mutable, col)
 
     def has_collection(self, col: str) -> bool:
-        """Whether a collection was given or has something in any scope."""
+        """Returns whether a collection was given or has variables in any scope."""
         return col in self._trunk.collections or col in self._trunk.given
 
     def is_collection_empty(self, col: str) -> bool:
-        """Whether a collection has nothing in any scope."""
+        """Returns whether a collection has no variables in any scope."""
         return not self._trunk.collections.get(col)
 
     def variables(self) -> dict[str, Any]:
-        """The collections of this scope."""
+        """Returns the collections of this scope."""
         self._check_valid()
         found = {col: self._collection(col) for col in self._trunk.collections}
         return {col: dict(x) for col, x in found.items() if x or self.parent is None}
 
     def mutable_variables(self) -> dict[str, Any]:
-        """The collections that can be changed, as new dicts."""
+        """Returns the mutable collections, as new dicts."""
         found = self.variables().items()
         return {col: copied(entries) for col, entries in found if in_filter(self.mutable, col)}
 
@@ -322,31 +310,23 @@ class Scope:
     # Variables.
 
     def has_variable(self, col: str, name: str) -> bool:
-        """Whether a variable is there."""
+        """Returns whether a variable exists."""
         return name in self._collection(col)
 
     def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
-        """A variable's value.
+        """Returns a variable's value, or `default` if it does not exist.
 
         Args:
-            col: its collection.
-            name: its name.
-            default: what to return where there is no such variable.
-            unbox: whether to leave out its axis metadata.
+            unbox: whether to return the value without its axis metadata.
         """
         value = self._collection(col).get(name, default)
         return meta.unbox(value) if unbox else value
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
-        """Sets a variable, which may be new.
-
-        Args:
-            col: its collection.
-            name: its name.
-            value: a pytree.
+        """Sets a new or existing variable to a pytree.
 
         Raises:
-            JaxTransformError: inside of a transformation that the scope does not cross.
+            JaxTransformError: inside of a transformation that does not lift the scope.
             ModifyScopeVariableError: if the collection is not mutable.
         """
         self._check_valid()
@@ -365,20 +345,16 @@ class Scope:
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> Variable[T]:
-        """A variable by reference; it is made where there is none.
+        """Returns a reference to a variable, created if it does not exist.
 
         Args:
-            col: its collection.
-            name: its name.
-            init_fn: makes the first value, from `init_args` and `init_kwargs`.
-            *init_args: for `init_fn`.
+            init_fn: computes the first value from `init_args` and `init_kwargs`.
             unbox: whether the reference shows the value without its axis metadata.
-            **init_kwargs: for `init_fn`.
 
         Raises:
             NameInUseError: if the name is taken.
-            ScopeCollectionNotFound: if the collection is empty here and cannot be changed.
-            ScopeVariableNotFoundError: if there is no such variable and it cannot be made.
+            ScopeCollectionNotFound: if the collection is empty here and immutable.
+            ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
         """
         self.reserve(name, col)
         if not self.has_variable(col, name):
@@ -397,20 +373,18 @@ class Scope:
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> T:
-        """A parameter's value; it is made where there is none.
+        """Returns a parameter's value, created if it does not exist.
 
         Args:
-            name: its name.
-            init_fn: makes the first value, from a key of the stream `params` and `init_args`.
-            *init_args: for `init_fn`; a shape comes first, as in `jax.nn.initializers`.
+            init_fn: computes the first value from a key of the stream `params` and `init_args`.
+            *init_args: for `init_fn`; the first is a shape, as in `jax.nn.initializers`.
             unbox: whether to return the value without its axis metadata.
-            **init_kwargs: for `init_fn`.
 
         Raises:
             NameInUseError: if the name is taken.
-            ScopeCollectionNotFound: if there are no parameters here and none can be made.
-            ScopeParamNotFoundError: if there is no such parameter and none can be made.
-            ScopeParamShapeError: if the parameter has another shape than `init_fn` makes.
+            ScopeCollectionNotFound: if there are no parameters here and none can be created.
+            ScopeParamNotFoundError: if the parameter does not exist and cannot be created.
+            ScopeParamShapeError: if the parameter does not have the shape of `init_fn`.
         """
         self.reserve(name, "params")
         value = self._trunk.entries("params", self._below).get(name, MISSING)
@@ -428,13 +402,13 @@ class Scope:
         return meta.unbox(value) if unbox else value
 
     def _make(self, col: str, name: str, first_value: Callable[[], T]) -> T:
-        """Sets a variable to its first value, which is computed where the scope is.
+        """Sets a variable to its first value, computed in the scope's trace.
 
-        Inside of a JAX transformation that the scope does not cross, that is outside of it: so the
-        variable is there once, as if it had been made before.
+        Inside of a JAX transformation that does not lift the scope, the value is computed outside,
+        so that the variable exists once.
 
         Raises:
-            JaxTransformError: if the value depends on what is transformed there.
+            JaxTransformError: if the value depends on transformed values.
         """
         trace = self._trunk.trace()
         if self._trunk.trace == current_trace() or trace is None:
@@ -459,18 +433,18 @@ class Scope:
     # PRNG streams and flags.
 
     def has_rng(self, name: str) -> bool:
-        """Whether there is a stream of that name."""
+        """Returns whether a stream exists."""
         return name in self.rngs
 
     def make_rng(self, name: str = "params") -> Any:
-        """A key that was not given before.
+        """Returns a new key.
 
         Args:
-            name: the stream; where there is none of that name, `params` is taken.
+            name: the stream; `params` replaces a missing one.
 
         Raises:
             InvalidRngError: if there is no stream.
-            JaxTransformError: inside of a transformation that the scope does not cross.
+            JaxTransformError: inside of a transformation that does not lift the scope.
         """
         stream = name if self.has_rng(name) else "params"
         if not self.has_rng(stream):
@@ -488,14 +462,14 @@ class Scope:
         return self.rngs[stream].at(self._counts.draw((self._below, stream))).as_key()
 
     def has_flag(self, key: str) -> bool:
-        """Whether a flag was given."""
+        """Returns whether a flag was given."""
         return key in self.flags
 
     def get_flag(self, key: str, default: Any = MISSING) -> Any:
-        """A flag's value.
+        """Returns a flag's value.
 
         Raises:
-            ScopeFlagNotFoundError: if it was not given and there is no default.
+            ScopeFlagNotFoundError: if the flag was not given and there is no default.
         """
         if key not in self.flags and default is MISSING:
             raise ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
@@ -526,7 +500,7 @@ def _is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
-# The ways in and out.
+# Entry points.
 
 
 def bind(
@@ -535,17 +509,17 @@ def bind(
     mutable: Filter = False,
     flags: Mapping[str, Any] | None = None,
 ) -> Scope:
-    """A root scope that is used without `apply`; it never ends by itself.
+    """Returns a root scope for use without `apply`, which is never ended automatically.
 
     Args:
         variables: the collections.
-        rngs: a key for the stream `params`, or keys by the name of their stream.
-        mutable: the collections that can be changed.
+        rngs: a key for the stream `params`, or keys by stream name.
+        mutable: collections that can be changed.
         flags: see `Scope.get_flag`.
 
     Raises:
-        ApplyScopeInvalidVariablesTypeError: if a collection is no mapping.
-        InvalidRngError: if a key is no key.
+        ApplyScopeInvalidVariablesTypeError: if a collection is not a mapping.
+        InvalidRngError: if a given key is not a key.
     """
     for col, entries in variables.items():
         if not isinstance(entries, Mapping):
@@ -553,28 +527,28 @@ def bind(
     if rngs is not None and not isinstance(rngs, Mapping):
         rngs = {"params": rngs}
     check_keys(rngs or {})
-    canonical(mutable)  # refuses what is no filter
+    canonical(mutable)  # raises for an invalid filter
     return Scope(variables, rngs, mutable=mutable, flags=flags)
 
 
 def apply(
     fn: Callable[..., Any], mutable: Filter = False, flags: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """A pure function from a function of a scope.
+    """Returns a pure function for a function of a scope.
 
     Args:
         fn: `fn(scope, *args, **kwargs)`.
-        mutable: the collections that can be changed.
+        mutable: collections that can be changed.
         flags: see `Scope.get_flag`.
 
     Returns:
-        `applied(variables, *args, rngs=None, **kwargs)`. It returns what `fn` returns and, unless
-        `mutable` is False, the collections that can be changed as they are afterwards.
+        `applied(variables, *args, rngs=None, **kwargs)`, which returns the result of `fn` and,
+        unless `mutable` is False, the mutable collections.
 
     Raises:
         ApplyScopeInvalidVariablesStructureError: if the variables have `params` inside of `params`.
-        ApplyScopeInvalidVariablesTypeError: if the variables are no mapping.
-        InvalidRngError: if a key is no key.
+        ApplyScopeInvalidVariablesTypeError: if the variables are not a mapping.
+        InvalidRngError: if a given key is not a key.
 
     Example:
         >>> def count(scope):
@@ -603,16 +577,15 @@ def apply(
 def init(
     fn: Callable[..., Any], mutable: Filter = True, flags: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """`apply` from nothing: what the function returns, and the variables that it made.
+    """Returns a function that computes the result of `fn` and the variables that it creates.
 
     Args:
         fn: `fn(scope, *args, **kwargs)`.
-        mutable: the collections that are made.
         flags: see `Scope.get_flag`; `initializing` is True.
 
     Returns:
-        `initialize(rngs, *args, **kwargs)`, with a key for the stream `params`, or keys by the name
-        of their stream.
+        `initialize(rngs, *args, **kwargs)`, with a key for the stream `params`, or keys by stream
+        name.
 
     Example:
         >>> def scale(scope, x):
@@ -635,18 +608,12 @@ def init(
 def lazy_init(
     fn: Callable[..., Any], mutable: Filter = True, flags: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The variables that a function makes, without computing anything else.
+    """Returns a function that computes only the variables that `fn` creates; see `init`.
 
-    Args:
-        fn: `fn(scope, *args, **kwargs)`.
-        mutable: the collections that are made.
-        flags: see `Scope.get_flag`.
-
-    Returns:
-        `initialize(rngs, *args, **kwargs)`; arguments may be `jax.ShapeDtypeStruct`.
+    The function's arguments may be `jax.ShapeDtypeStruct`.
 
     Raises:
-        LazyInitError: if an initial value depends on an input of which only the shape is given.
+        LazyInitError: if an initial value depends on an input given only as a shape.
 
     Example:
         >>> def dense(scope, x):

@@ -1,11 +1,10 @@
-"""How a `Scope` crosses a JAX transformation.
+"""Transfer of a `Scope` through a JAX transformation.
 
-Of the scopes that a call is given, only roots cross: those that are not below another one. What is
-below is found again from its root. A group of a scope's state is a triple: variables, PRNG streams,
-and what was made. What comes back has only variables whose values have changed; those that the call
-has made come with their initial values in `made`, and are among the variables only if they were
-written to again. So initial values go through every transformation as other values do, along the
-same axes.
+Only roots cross, the given scopes that are not below another one; scopes below are found again from
+their roots. A group of a scope's state is a triple: variables, PRNG streams, and created variables.
+Output groups contain only changed variables; created variables are returned with their initial
+values in `made`, and among the variables only if written to again. Initial values thus cross
+transformations like other values, along the same axes.
 """
 
 import dataclasses
@@ -46,12 +45,12 @@ from weft.lifting import CARRY, Kind, Roles
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """The filter of a group: which collections and which PRNG streams are in it.
+    """Filter of a group by collections and PRNG streams.
 
     Attributes:
-        variables: of the collections.
-        rngs: of the streams.
-        out: which of the group's collections may be changed, if they can be changed at all.
+        variables: filter of collections.
+        rngs: filter of streams.
+        out: which of the group's collections may be changed, if mutable.
     """
 
     variables: Filter = False
@@ -60,12 +59,12 @@ class Select:
 
 
 class Group(NamedTuple):
-    """A part of a scope's state.
+    """Part of a scope's state.
 
     Attributes:
         variables: by collection, scope and name.
         streams: the PRNG streams.
-        made: the initial values of variables that the call has made, nested as `variables`.
+        made: initial values of variables that the call has created, nested as `variables`.
     """
 
     variables: dict[str, Any]
@@ -75,13 +74,13 @@ class Group(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Root:
-    """What of a scope is no array. Where it is in its tree makes no difference.
+    """Static part of a scope, independent of its position in the tree.
 
     Attributes:
-        carried: the collections that a loop carries.
-        shared: the collections that are the same for all.
-        given: the collections that are there and cannot change, and have nothing in this scope.
-        settled: whether this function, or one around it, has run once before to make its state.
+        carried: collections that a loop carries.
+        shared: collections that all iterations or indices share.
+        given: existing immutable collections without variables in this scope.
+        settled: whether this function, or one around it, has run before to create its state.
     """
 
     mutable: Any
@@ -97,7 +96,7 @@ class _Root:
 
 
 class _Below(NamedTuple):
-    """A scope below a root."""
+    """Scope below a root."""
 
     root: int
     path: Path
@@ -105,14 +104,14 @@ class _Below(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ScopeKind(Kind):
-    """The kind of `Scope`; see `weft.lifting.crossing.Kind`.
+    """Kind of `Scope`; see `weft.lifting.crossing.Kind`.
 
     Attributes:
-        transformation: its name, for errors.
-        folds: whether PRNG streams begin anew inside, from keys drawn outside. Then it makes no
-            difference where the scope is.
+        transformation: name of the transformation, for errors.
+        folds: whether PRNG streams restart inside from keys drawn outside, independently of the
+            scope's position.
         foresees: whether a loop counts keys as if its body had run once before.
-        data_transform: from the groups of variables and of streams to those that are merged.
+        data_transform: maps groups of variables and of streams to those that are merged.
     """
 
     transformation: str
@@ -125,14 +124,14 @@ class ScopeKind(Kind):
         return tuple((_as_select(where), role) for where, role in roles)
 
     def changing(self, static: Any, mutable: Any) -> Any:
-        """The static half of a scope with other collections that can be changed."""
+        """Returns the static half of a scope with other mutable collections."""
         return dataclasses.replace(static, mutable=mutable)
 
     def is_carrier(self, x: Any) -> bool:
         return isinstance(x, Scope)
 
     def is_to_make(self, scope: Scope, where: Filter) -> bool:
-        """Whether variables of some collections can be made, and no run before has made them."""
+        """Returns whether variables of some collections can be created and no previous run has."""
         made = group_collections(scope.variables(), [where])[0]
         is_made = scope._trunk.settled and any(made.values())
         return not is_made and not is_filter_empty(intersect_filters(where, scope.mutable))
@@ -148,7 +147,7 @@ class ScopeKind(Kind):
                     raise RoleError(
                         f"{self.transformation}: the scope {scope.path_text!r} is below "
                         f"{carriers[below.root].path_text!r}, which is lifted otherwise; lift both "
-                        "alike."
+                        "in the same way."
                     )
                 statics.append(below)
                 groups.append(tuple(Group({}, {}, {}) for _ in wanted))
@@ -160,7 +159,7 @@ class ScopeKind(Kind):
             of_vars = group_collections(variables, [where.variables for where, _ in wanted])
             of_rngs = group_collections(scope.rngs, [where.rngs for where, _ in wanted])
             if not any(of_rngs):
-                # No key can be drawn inside, so it makes no difference which loops are around.
+                # No key can be drawn inside, so the surrounding loops do not matter.
                 counts = FrozenCounts(counts.table)
             elif self.folds:
                 folding = Counts(counts)
@@ -177,7 +176,7 @@ class ScopeKind(Kind):
                     canonical(lifts),
                     _canonical_of(wanted, CARRY),
                     _canonical_of(wanted, None),
-                    # What can change is made inside where it is missing.
+                    # Missing variables of mutable collections are created inside.
                     frozenset(
                         col
                         for col in empty
@@ -269,8 +268,8 @@ class ScopeKind(Kind):
     def _rekeyed(self, group: Group, fn: Any) -> Group:
         if group.variables:
             raise ForkError(
-                f"{self.transformation}: the collections {sorted(group.variables)} are no PRNG "
-                "streams, so they cannot be split; give them an axis."
+                f"{self.transformation}: the collections {sorted(group.variables)} are not PRNG "
+                "streams and cannot be split; give them an axis."
             )
         return group._replace(
             streams={name: s.replace(key=fn(s.key)) for name, s in group.streams.items()}
@@ -352,7 +351,7 @@ class ScopeKind(Kind):
 
 
 def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
-    """Streams that begin anew, from one key of each."""
+    """Returns streams that restart from one key of each."""
     return {
         name: Stream(stream.at(counts.draw(((), name))).as_key())
         for name, stream in streams.items()
@@ -360,7 +359,7 @@ def _folded(streams: Mapping[str, Stream], counts: Counts) -> dict[str, Stream]:
 
 
 def _path_of(fields: _Root | _Below) -> Path:
-    """Where a scope is in its tree. The groups of one below another are empty."""
+    """Returns a scope's path in its tree. Groups of a scope below another are empty."""
     return fields.path if isinstance(fields, _Root) else ()
 
 
@@ -373,12 +372,12 @@ def _union_of(filters: Sequence[Filter]) -> Filter:
 
 
 def _canonical_of(wanted: Sequence[tuple[Select, Any]], role: Any) -> Any:
-    """Which collections have a role."""
+    """Returns which collections have a role."""
     return canonical(_union_of([where.variables for where, r in wanted if r is role]))
 
 
 def _made_for_loop(trunk: Trunk, fields: _Root) -> Made | None:
-    """Where a function has made state that a loop around it must begin with."""
+    """Returns the scopes of created state with which a surrounding loop must begin."""
     carried, shared = (
         frozenset(trunk.made_in(from_canonical(where))) for where in (fields.carried, fields.shared)
     )
@@ -386,7 +385,7 @@ def _made_for_loop(trunk: Trunk, fields: _Root) -> Made | None:
 
 
 def _mutable_inside(scope: Scope, wanted: Sequence[tuple[Select, Any]]) -> Filter:
-    """Which of the collections that cross can be changed."""
+    """Returns which of the crossing collections are mutable."""
     if scope.mutable is False:
         return False
     changeable = [intersect_filters(where.variables, where.out) for where, _ in wanted]
@@ -394,7 +393,7 @@ def _mutable_inside(scope: Scope, wanted: Sequence[tuple[Select, Any]]) -> Filte
 
 
 def _below_another(scopes: Sequence[Scope], i: int) -> _Below | None:
-    """Which other scope is above this one, or is the same and comes first."""
+    """Returns another scope that is above this one, or is the same and comes first."""
     scope = scopes[i]
     for j, other in enumerate(scopes):
         n = len(other._below)

@@ -1,9 +1,8 @@
-"""Shardings in any form, and rules for logical axes applied to them.
+"""Shardings in any form, with rules for logical axes.
 
-A variable may be given its layout as a `NamedSharding`, a `Format` that holds one, a
-`PartitionSpec`, or a tuple of names; the functions here take all of them. Unlike
-`weft.core.logical`, a name that has no rule is taken for a mesh axis, and every name is translated
-by itself: no rule is passed over because another has its mesh axis.
+A layout may be a `NamedSharding`, a `Format` with one, a `PartitionSpec`, or a tuple of names.
+Unlike in `weft.core.logical`, names without a rule are mesh axes, and each name is translated
+separately: no rule is skipped because of a used mesh axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +40,7 @@ __all__ = [
 
 
 def get_mesh(sharding: Any) -> AnyMesh | None:
-    """The mesh that a sharding knows, or None.
+    """Returns the mesh of a sharding, or None.
 
     Example:
         >>> get_mesh(PartitionSpec("data"))
@@ -51,7 +50,7 @@ def get_mesh(sharding: Any) -> AnyMesh | None:
 
 
 def without_format(sharding: Any) -> Any:
-    """The sharding that a `Format` holds; anything else as it is.
+    """Returns the sharding of a `Format`; other values unchanged.
 
     Example:
         >>> without_format(("data", None))
@@ -61,12 +60,12 @@ def without_format(sharding: Any) -> Any:
 
 
 def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
-    """Calls a function with the entry of each axis of a sharding.
+    """Maps the entry of each axis of a sharding.
 
     Args:
         f: from an entry to an entry.
-        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of entries; for anything else the
-          result is None.
+        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of entries; otherwise, the result
+            is None.
 
     Returns:
         A `NamedSharding` over the same mesh, or a `PartitionSpec`.
@@ -84,14 +83,14 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
 
 
 def from_sharding_rules(sharding: Iterable[Any], sharding_rules: AnyRules) -> tuple[Any, ...]:
-    """Names as mesh axes, by these rules alone.
+    """Translates names to mesh axes by these rules alone.
 
     Args:
         sharding: for each axis a name or another entry.
-        sharding_rules: the rules; the last one for a name holds. Names without one stay.
+        sharding_rules: the rules; the last one for a name applies. Names without one are unchanged.
 
     Raises:
-        LogicalAxisError: if the rules are not in form.
+        LogicalAxisError: if the rules are invalid.
 
     Example:
         >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
@@ -106,15 +105,15 @@ def _translator(rules: AnyRules) -> Callable[[Any], Any]:
 
 
 def apply_rules(sharding: Any, sharding_rules: AnyRules | None) -> Any:
-    """A sharding with its names as mesh axes, by these rules and those of the context.
+    """Translates a sharding's names to mesh axes, by these rules and those of the context.
 
     Args:
-        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names; for anything else the
-          result is None.
-        sharding_rules: the rules; names that have none, here or in the context, stay.
+        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names; otherwise, the result is
+            None.
+        sharding_rules: the rules; names without one, here or in the context, are unchanged.
 
     Raises:
-        LogicalAxisError: if the rules are not in form, or those of the context differ.
+        LogicalAxisError: if the rules are invalid, or those of the context differ.
 
     Example:
         >>> apply_rules(("embed", None), [("embed", "data")])
@@ -125,12 +124,7 @@ def apply_rules(sharding: Any, sharding_rules: AnyRules | None) -> Any:
 
 
 def get_pspec(sharding: Any, sharding_rules: AnyRules | None = None) -> PartitionSpec | None:
-    """The layout that a sharding asks for, with its names as mesh axes.
-
-    Args:
-        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names; for anything else the
-          result is None.
-        sharding_rules: as for `apply_rules`.
+    """Returns the layout of a sharding, with its names as mesh axes; see `apply_rules`.
 
     Example:
         >>> get_pspec(("embed", None), [("embed", "data")])
@@ -144,21 +138,21 @@ def get_pspec(sharding: Any, sharding_rules: AnyRules | None = None) -> Partitio
 def shard_value(
     value: Any, out_sharding: Any, sharding_rules: AnyRules | None, mesh: AnyMesh | None
 ) -> Any:
-    """Lays a value over a mesh.
+    """Lays out a value over a mesh.
 
     Args:
         value: a pytree of arrays.
-        out_sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names. Without any entry,
-          or for None, the value stays as it is.
-        sharding_rules: as for `apply_rules`.
-        mesh: the mesh; if None, that of `out_sharding` or of `jax.set_mesh`.
+        out_sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names. For None or no
+            entries, the value is returned unchanged.
+        sharding_rules: see `apply_rules`.
+        mesh: by default that of `out_sharding` or of `jax.set_mesh`.
 
     Raises:
         NoMeshError: if there is no mesh.
-        MeshError: if the mesh has no axis of a name, or there are more entries than axes.
+        MeshError: if the mesh lacks an axis, or there are more entries than axes.
 
     Warns:
-        ShardingWarning: if a mesh axis does not divide the axis that is split over it.
+        ShardingWarning: if a mesh axis does not divide an axis of the value.
 
     Example:
         >>> import jax

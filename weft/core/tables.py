@@ -1,7 +1,6 @@
-"""Tables of what a model does: values by shape and dtype, sizes, FLOPs, and the table itself.
+"""Tables of models: shapes, dtypes, sizes and FLOPs.
 
-Nothing is computed for them: a model is run abstractly, and FLOPs are those that XLA counts in a
-function that is lowered and not compiled.
+Models run abstractly, and FLOPs are counted by XLA in lowered functions, without compilation.
 """
 
 import io
@@ -17,7 +16,7 @@ from weft.core import meta
 
 
 def abstract(tree: Any) -> Any:
-    """A tree with `jax.ShapeDtypeStruct`s in the place of arrays and tracers.
+    """Replaces arrays and tracers in a tree by `jax.ShapeDtypeStruct`s.
 
     Example:
         >>> abstract({"x": jnp.ones(2), "n": 3})
@@ -31,12 +30,12 @@ def abstract(tree: Any) -> Any:
 
 
 def is_array(x: Any) -> bool:
-    """Whether a value has a shape and a dtype."""
+    """Returns whether a value has a shape and a dtype."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
 def filled(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """The arrays of a tree, and a function that gives it with others in their place.
+    """Returns the arrays of a tree, and a function that replaces them in the tree.
 
     Example:
         >>> arrays, fill = filled({"x": jnp.ones(2), "name": "a"})
@@ -56,7 +55,7 @@ def filled(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def text(value: Any) -> str:
-    """A tree of shapes in lines: `name: value` in dicts, `- value` in lists.
+    """Formats a tree of shapes in lines: `name: value` in dicts, `- value` in lists.
 
     Example:
         >>> print(text({"a": jnp.ones(2), "b": [1, None]}))
@@ -91,13 +90,13 @@ def _entry(mark: str, value: Any) -> str:
 
 
 def text_of_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The arguments of a call, without a list around a single one."""
+    """Formats the arguments of a call, without a list around a single one."""
     every = [*args, dict(kwargs)] if kwargs else list(args)
     return text(every[0] if len(every) == 1 else every)
 
 
 def size(tree: Any) -> str:
-    """How many numbers there are in a tree, and their bytes.
+    """Returns the number of elements in a tree and their bytes.
 
     Example:
         >>> size({"w": jnp.ones((4, 2))})
@@ -115,12 +114,12 @@ def size(tree: Any) -> str:
 
 
 def flops(fn: Callable[..., Any], *args: Any, with_vjp: bool = False) -> int:
-    """The FLOPs that XLA counts in a function.
+    """Returns the FLOPs that XLA counts in a function.
 
     Args:
-        fn: a function of trees of arrays; of what it returns only arrays matter.
+        fn: a function of trees of arrays; only arrays in its result count.
         *args: trees of arrays or `jax.ShapeDtypeStruct`s.
-        with_vjp: whether the gradient of all that goes in is counted as well.
+        with_vjp: whether to include the gradient of all inputs.
 
     Example:
         >>> flops(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), "float32")) > 0
@@ -145,7 +144,7 @@ def _cotangent(x: Any) -> Any:
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
-    """A tree with what has gradients, and one with the rest."""
+    """Splits a tree into differentiable values and the rest."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
     floats = jax.tree.map(lambda x: x if is_float(x) else None, tree)
     return floats, jax.tree.map(lambda x: None if is_float(x) else x, tree)
@@ -164,17 +163,17 @@ def drawn(
     column_kwargs: Mapping[str, Any],
     console_kwargs: Mapping[str, Any] | None,
 ) -> str:
-    """A table as text.
+    """Returns a table as text.
 
     Args:
-        names: of the columns.
-        rows: what stands in them.
-        footers: what stands below them; "Total" is put to the right.
+        names: names of the columns.
+        rows: cells by row.
+        footers: cells below the columns; "Total" is aligned to the right.
         table_kwargs: for `rich.table.Table`.
-        column_kwargs: for each of its columns.
+        column_kwargs: for each column.
         console_kwargs: for `rich.console.Console`, such as `width`.
     """
-    # Here, since rich takes longer to import than all modules of this package.
+    # Imported here, since rich takes longer to import than all modules of this package.
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -1,9 +1,8 @@
-"""Tracebacks without Weft's own frames, as JAX shows them without its own.
+"""Tracebacks without Weft's internal frames, as JAX hides its own.
 
-Between a user's call and the user's function that it runs there are Weft's frames; none of them is
-where the mistake is. The entry points take them out of the traceback of an error that passes.
-The user's frames stay, and the calls of Weft's layers, which show in which layer it was.
-The setting `jax_traceback_filtering` of JAX holds for both: `"off"` keeps all frames.
+Entry points remove Weft's frames between the user's call and the user's function from tracebacks of
+errors. The user's frames and calls of Weft's layers remain. JAX's setting
+`jax_traceback_filtering="off"` keeps all frames.
 """
 
 from __future__ import annotations
@@ -20,17 +19,15 @@ import jax
 P = ParamSpec("P")
 R = TypeVar("R")
 _WEFT = str(pathlib.Path(__file__).parent.parent) + "/"
-# What has methods like these and is not a layer.
+# Classes with methods like these that are not layers.
 _MACHINERY = ("core/", "lifting/", "nnx/transforms/", "linen/methods.py")
 _OF_LAYERS = ("__call__", "forward")
 
 
 def hide_frames(error: BaseException) -> None:
-    """Takes Weft's frames out of the traceback of an error, which is then raised on by `raise`.
+    """Removes Weft's frames from the traceback of an error; re-raise it with `raise`.
 
-    Args:
-        error: the error; so far its traceback begins in the function that calls this one.
-
+    The traceback must begin in the caller of this function.
     """
     if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue]
         return
@@ -42,7 +39,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
-    """A function that users call, and whose errors come without Weft's frames.
+    """Decorates an entry point to raise errors without Weft's frames.
 
     Example:
         >>> @entry_point
@@ -62,7 +59,7 @@ def entry_point(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _is_internal(frame: FrameType) -> bool:
-    """Whether a frame is of Weft, and not the call of a layer."""
+    """Returns whether a frame belongs to Weft and is not a call of a layer."""
     code = frame.f_code
     if not code.co_filename.startswith(_WEFT):
         return False

@@ -1,8 +1,7 @@
-"""Which JAX trace is running.
+"""Access to the running JAX trace.
 
-`jax.extend` says it, which takes long to import, for it brings Pallas in. So it is imported when a
-trace is asked for first, by the function that stands in the place of `find_top_trace` until then;
-later calls cost no more than with an import at the top.
+Importing `jax.extend` is slow because it imports Pallas. The first call that needs the trace
+imports it and replaces `find_top_trace`; later calls have no overhead.
 """
 
 import contextlib
@@ -19,13 +18,12 @@ from weft.lifting.stack import with_room
 T = TypeVar("T")
 
 TraceState = weakref.ReferenceType[jax.core.Trace]
-"""A trace, as something that can be compared and does not keep it alive."""
+"""Identity of a trace, comparable without keeping the trace alive."""
 
 
 def _find_first(operands: tuple[()]) -> Any:
     global _find_top_trace, _eager
-    # Perhaps a trace is running, which is not the one that is asked for, and of which nothing may
-    # stay in what is imported.
+    # Another trace may be running, which must not leak into imported modules.
     with jax.core.eval_context():
         from jax.extend.core import find_top_trace
 
@@ -39,36 +37,29 @@ _eager: Any = None
 
 
 def current_trace() -> TraceState:
-    """The running trace."""
+    """Returns the running trace."""
     return weakref.ref(_find_top_trace(()))
 
 
 def is_tracing() -> bool:
-    """Whether a trace is running in which operations are not carried out at once."""
+    """Returns whether a trace is running that does not execute operations immediately."""
     return _find_top_trace(()) is not _eager
 
 
 def at_trace(trace: jax.core.Trace) -> contextlib.AbstractContextManager[Any]:
-    """A context in which operations belong to a trace further out, which is still running."""
+    """Returns a context whose operations belong to an outer running trace."""
     from jax.extend.core import set_current_trace
 
     return set_current_trace(trace)
 
 
 def with_room_in_trace(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Calls a function, where a trace is running as `with_room` does."""
+    """Calls a function, by `with_room` if a trace is running."""
     return with_room(fn, *args, **kwargs) if is_tracing() else fn(*args, **kwargs)
 
 
 def check_trace_level(base_level: TraceState) -> None:
-    """Refuses to go on in another trace.
-
-    Args:
-        base_level: what `current_trace` was where the state was made that is about to change.
-
-    Raises:
-        JaxTransformError: if another trace is running.
-    """
+    """Raises JaxTransformError unless the trace `base_level`, in which state was created, runs."""
     if base_level != current_trace():
         of_jax = running_transformation()
         raise JaxTransformError(of_jax=of_jax, lifted=lifted_names(of_jax))

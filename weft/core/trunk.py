@@ -1,4 +1,4 @@
-"""The variables that the scopes of one tree share."""
+"""Variables shared by the scopes of one tree."""
 
 import operator
 from collections.abc import Mapping
@@ -16,21 +16,21 @@ _EMPTY: Mapping[str, Any] = {}
 
 
 class Trunk:
-    """The variables of a tree of scopes, and where it may be used.
+    """Variables of a tree of scopes.
 
     Args:
-        variables: the collections. Of those that are mutable the dicts are copied.
-        mutable: which collections can be changed.
-        path: the names from the root to the top of the tree, for errors.
+        variables: the collections. The dicts of mutable collections are copied.
+        mutable: collections that can be changed.
+        path: names from the outermost root to the top of the tree, for errors.
 
     Attributes:
         collections: the variables, nested by collection, scope and name.
-        lifted_by: the transformation whose inside the tree is, for errors.
-        lifts: which collections that transformation takes inside.
-        given: those that it takes inside and cannot change, and of which the scope has nothing.
-        settled: whether the function that runs on it has run once before, to make variables.
-        trace: the JAX trace in which the tree was made.
-        made: the variables that were made, with their initial values, nested as in `collections`.
+        lifted_by: the transformation that contains the tree, for errors.
+        lifts: collections that the transformation lifts.
+        given: lifted immutable collections without variables in the scope.
+        settled: whether the function has run before, to create variables.
+        trace: the JAX trace in which the tree was created.
+        made: initial values of created variables, nested as in `collections`.
     """
 
     def __init__(self, variables: VariableDict, mutable: Filter, path: Path = ()):
@@ -49,10 +49,10 @@ class Trunk:
         self._written: dict[tuple[str, Path, str], Any] = {}
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
-        """What a collection has in one scope.
+        """Returns a collection's entries in one scope.
 
         Raises:
-            ScopeTreeError: if it has a value there, and no dict.
+            ScopeTreeError: if the entry is a value, not a dict.
         """
         found = self.collections.get(col, _EMPTY)
         for depth, name in enumerate(path):
@@ -63,7 +63,6 @@ class Trunk:
         return found
 
     def put(self, col: str, path: Path, name: str, value: Any) -> None:
-        """Sets a variable."""
         self.entries(col, path)
         entries = _descend(self.collections, col, path)
         if name not in entries:
@@ -74,7 +73,7 @@ class Trunk:
         _put(entries, name, copied(value))
 
     def changes(self) -> dict[str, Any]:
-        """The variables that were changed, nested as in `collections`."""
+        """Returns the changed variables, nested as in `collections`."""
         found: dict[str, Any] = {}
         for (col, path, name), before in self._written.items():
             value = self.entries(col, path)[name]
@@ -83,12 +82,12 @@ class Trunk:
         return found
 
     def made_in(self, where: Filter) -> set[Path]:
-        """The scopes in which variables of some collections were made."""
+        """Returns the scopes in which variables of some collections were created."""
         return {path for col, path, _ in self._made if in_filter(where, col)}
 
 
 def _is_same(before: Any, now: Any) -> bool:
-    """Whether a value has the same structure as before, with the same leaves in it."""
+    """Returns whether a value has the same structure and identical leaves."""
     if before is now:
         return True
     (old, old_tree), (new, new_tree) = map(jax.tree.flatten, (before, now))
@@ -103,21 +102,21 @@ def _descend(collections: dict[str, Any], col: str, path: Path) -> dict[str, Any
 
 
 def as_dicts(entries: Any) -> Any:
-    """Nested mappings as new dicts, with the same leaves."""
+    """Returns nested mappings as new dicts, with the same leaves."""
     if isinstance(entries, Mapping):
         return {name: as_dicts(value) for name, value in entries.items()}
     return entries
 
 
 def copied(value: Any) -> Any:
-    """Nested dicts as new ones; mappings of other classes are left as they are."""
+    """Copies nested dicts, but not mappings of other classes."""
     if type(value) is dict:
         return {name: copied(below) for name, below in value.items()}
     return value
 
 
 def _put(entries: dict[str, Any], name: str, value: Any) -> None:
-    """Sets an entry; dicts that scopes below hold are updated and not replaced."""
+    """Sets an entry; updates dicts that scopes below reference instead of replacing them."""
     before = entries.get(name)
     if type(before) is dict and isinstance(value, Mapping):
         for below, new in value.items():

@@ -1,4 +1,4 @@
-"""A variable of a scope by reference, and the check of a parameter's shape."""
+"""References to variables of a scope, and a check of parameter shapes."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -16,12 +16,9 @@ MISSING: Any = object()
 
 
 class Variable(Generic[T]):
-    """A variable of a scope, by reference.
+    """Reference to a variable of a scope.
 
     Attributes:
-        scope: where it is.
-        collection: the collection that it belongs to.
-        name: its name in the scope.
         unbox: whether `value` is without axis metadata.
     """
 
@@ -33,7 +30,7 @@ class Variable(Generic[T]):
 
     @property
     def value(self) -> T:
-        """The value; what is assigned to it keeps the axis metadata that there was."""
+        """The value; assignments keep existing axis metadata."""
         value = self.scope.get_variable(self.collection, self.name)
         return meta.unbox(value) if self.unbox else value
 
@@ -41,14 +38,13 @@ class Variable(Generic[T]):
     def value(self, value: T) -> None:
         if self.unbox:
             before = self.scope.get_variable(self.collection, self.name)
-            # Without boxes nothing has to fit: the new value may have another structure.
+            # Without boxes, the new value may have another structure.
             is_box = meta.is_axis_metadata
             if any(map(is_box, jax.tree.leaves(before, is_leaf=is_box))):
                 value = meta.replace_boxed(before, value)
         self.scope.put_variable(self.collection, self.name, value)
 
     def is_mutable(self) -> bool:
-        """Whether the value can be assigned to."""
         return self.scope.is_mutable_collection(self.collection)
 
     def __repr__(self) -> str:
@@ -67,20 +63,8 @@ def check_shape(
     init_args: tuple[Any, ...],
     init_kwargs: dict[str, Any],
 ) -> None:
-    """Refuses a parameter of another shape than its initializer makes.
-
-    Args:
-        scope: where the parameter is.
-        name: its name.
-        value: its value.
-        init_fn: the initializer.
-        init_args: what it is given after a key.
-        init_kwargs: what it is given by name.
-
-    Raises:
-        ScopeParamShapeError: if the shapes differ.
-    """
-    # What initializers are told is what they make, and evaluating one costs half a millisecond.
+    """Raises ScopeParamShapeError if a parameter's shape differs from its initializer's."""
+    # Initializers return the shape that they are given; evaluating one costs half a millisecond.
     if init_args and getattr(meta.unbox(value), "shape", None) == _as_shape(init_args[0]):
         return
     expected = jax.eval_shape(

@@ -90,16 +90,11 @@ class BaseAttentionBias(struct.PyTreeNode):
     __radd__ = __add__
 
     def _parts(self) -> "list[BaseAttentionBias]":
-        """Returns the summands of this bias."""
         return [self] if self.has_value() else []
 
     @classmethod
     def from_sequence(cls, biases: "Sequence[BaseAttentionBias]") -> "BaseAttentionBias":
-        """Returns one bias of this class that is equal to the sum of `biases`.
-
-        Raises:
-          ArgumentValueError: if no single bias of this class equals the sum.
-        """
+        """Returns one bias of this class equal to the sum; raises ArgumentValueError if none is."""
         if len(biases) == 1:
             return biases[0]
         raise ArgumentValueError(
@@ -123,12 +118,7 @@ class BaseAttentionBias(struct.PyTreeNode):
 
 
 class BiasAndResidual(struct.PyTreeNode, Generic[B]):
-    """Bias in two parts that can be unpacked.
-
-    Attributes:
-      bias: the part of the requested class, or None.
-      residual: the rest.
-    """
+    """Pair of the part of a bias of the requested class, or None, and the rest; can be unpacked."""
 
     bias: B | None
     residual: BaseAttentionBias
@@ -146,7 +136,6 @@ class CompositeAttentionBias(BaseAttentionBias):
         return [part for bias in self.biases for part in bias._parts()]
 
     def _simplest(self) -> BaseAttentionBias:
-        """Returns the same bias, without a sum where possible."""
         if not self.biases:
             return ZeroAttentionBias()
         return self.biases[0] if len(self.biases) == 1 else self
@@ -167,11 +156,9 @@ class TensorAttentionBias(BaseAttentionBias):
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> "TensorAttentionBias":
-        """Returns a bias with the given value.
+        """Returns a bias of the given value, `Float[Array, "#batch #heads target source"]`.
 
-        Args:
-          tensor: `Float[Array, "#batch #heads target source"]`. Without the axis of
-            heads, or batch and heads, it is broadcast over these.
+        A value without the axis of heads, or batch and heads, is broadcast over these.
         """
         return cls(_with_heads(tensor), dtype=tensor.dtype)
 
@@ -320,11 +307,7 @@ class LeftRightWindowAttentionBias(MaskFnAttentionBias):
 
 
 class SegmentIdAttentionBias(BoolAttentionBias):
-    """Mask by which each position attends to its own segment.
-
-    Attributes:
-      segment_ids: `Int[Array, "batch time"]`, of both queries and keys.
-    """
+    """Mask by which each position attends to its segment; ids are `Int[Array, "batch time"]`."""
 
     segment_ids: Tensor
 
@@ -385,9 +368,7 @@ def make_sliding_window_causal_biases(seq_len: int, sliding_window_size: int) ->
 def make_segment_mask(*, source_segments: Tensor, target_segments: Tensor) -> Tensor:
     """Returns the bias of attention within segments, `Float[Array, "batch 1 target source"]`.
 
-    Args:
-      source_segments: `Int[Array, "batch source"]`.
-      target_segments: `Int[Array, "batch target"]`.
+    Segment ids are `Int[Array, "batch source"]` and `Int[Array, "batch target"]`.
     """
     return bool_to_bias(attention_mask.segment_mask(target_segments, source_segments))
 
@@ -398,7 +379,6 @@ def _bias_of_mask(mask: MaskFn, seq_len: int) -> Tensor:
 
 
 def _with_heads(tensor: Tensor) -> Tensor:
-    """Returns a bias with all four axes."""
     if tensor.ndim not in (2, 3, 4):
         raise ArgumentShapeError(
             f"an attention bias has the shape {tensor.shape}; expected (batch, heads, target, "

@@ -77,7 +77,6 @@ def set_feed_forward_partition_specs(
 
 
 def _innermost(cfg: Any) -> Any:
-    """Returns the config of the layer with the weight, inside of layers that add to it."""
     while True:
         for name in ("input_linear", "layer"):
             if hasattr(cfg, name):
@@ -124,13 +123,7 @@ def set_double_shard_weights_config(
 ) -> None:
     """Sets the partition specs of one or several transformer layers in place.
 
-    Args:
-      batch_axis_names: the mesh axes of the batch.
-      fsdp_axis_names: the mesh axes of the model dimension in weights.
-      tp_axis_names: the mesh axes of heads and hidden dimensions.
-      seq_axis_names: the mesh axes of positions.
-      set_attn_activation_specs: whether to set those of queries, keys, values and the output of
-        attention.
+    Arguments are as for `set_attention_partition_specs` and `set_feed_forward_partition_specs`.
     """
     axes = {
         "batch_axis_names": batch_axis_names,

@@ -163,7 +163,6 @@ class BaseLayer(Module):
         return None
 
     def _own_parameter_specs(self) -> dict[str, ParameterSpec]:
-        """Returns `_create_layer_parameter_specs` with every field filled in."""
         specs, path = {}, self.path()
         check_sizes(path, **{k: v for k, v in self.config.items() if k.endswith("_dim")})
         for name, spec in self._create_layer_parameter_specs().items():
@@ -280,13 +279,10 @@ class BaseLayer(Module):
 
     @nowrap
     def require_prng_key(self, what: str) -> Tensor:
-        """Returns the PRNG key of the current invocation.
+        """Returns the PRNG key of the current invocation, or raises MissingPrngKeyError.
 
         Args:
             what: what needs the key, for the error.
-
-        Raises:
-            MissingPrngKeyError: if the invocation has none.
         """
         if self.prng_key is None:
             raise MissingPrngKeyError(
@@ -306,7 +302,6 @@ class BaseLayer(Module):
         )(*args, **kwargs)
 
     def _add_tensor_stats(self, name: str, value: Tensor) -> None:
-        """Reports the configured statistics of an activation."""
         if "tensor_stats" in self._children:
             with child_context(f"tensor_stats_{name}", module=self.tensor_stats):
                 self.tensor_stats.add_stats(name, value)

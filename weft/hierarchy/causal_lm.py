@@ -57,7 +57,6 @@ TransformerStackConfig = StackedTransformerLayer.Config | RepeatedTransformerLay
 
 
 def _normal_initializer_cfg(scale: float, fan: str | None = None) -> DefaultInitializer.Config:
-    """Returns normal initialization of weights, by a `WeightInitializer` of this scale and fan."""
     weight = WeightInitializer.default_config().set(fan=fan, scale=scale, distribution="normal")
     return DefaultInitializer.default_config().set(init_by_param_name={PARAM_REGEXP_WEIGHT: weight})
 
@@ -111,13 +110,9 @@ class Model(BaseModel):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Computes the loss, and reports it and the metrics as summaries.
 
-        Args:
-          input_batch: see `Model`.
-          return_aux: whether to return intermediate values.
-
         Returns:
-          The loss, and a dict: empty, or of `logits` (unless `scan_chunk` is set), `hidden_states`,
-          `per_label_loss` and `live_targets`, `Float[Array, "batch time ..."]`.
+          The loss, and a dict, empty unless `return_aux`: `logits` (unless `scan_chunk` is set),
+          `hidden_states`, `per_label_loss`, `live_targets`, `Float[Array, "batch time ..."]`.
         """
         batch: dict[str, Any] = self._laid_out(input_batch)
         batch["live_targets"] = self._live_targets(batch["target_labels"])
@@ -134,7 +129,6 @@ class Model(BaseModel):
         return jnp.asarray(loss.mean), {**predictions, **arrays} if return_aux else {}
 
     def _laid_out(self, input_batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Shards the batch over the current mesh, if any."""
         cfg = self.config
         axes = (cfg.batch_axis_names, cfg.seq_axis_names)
         if axes == (None, None):
@@ -219,11 +213,10 @@ class Model(BaseModel):
         return self.compute_logits(predictions) if logits is None else logits
 
     def score(self, input_batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Computes the loss of each target.
+        """Returns a dict of the loss of each target and which targets count.
 
-        Returns:
-          A dict of `per_token_loss`, `Float[Array, "batch time"]`, 0 where a target does not count,
-          and `live_targets`, `Bool[Array, "batch time"]`: which targets count.
+        These are `per_token_loss`, `Float[Array, "batch time"]`, 0 where a target does not count,
+        and `live_targets`, `Bool[Array, "batch time"]`.
         """
         batch: dict[str, Any] = dict(input_batch)
         live = self._live_targets(batch["target_labels"])
@@ -289,7 +282,6 @@ class Model(BaseModel):
 
 
 def _split_metric(metric: Any) -> tuple[Any, Any]:
-    """Splits a metric, or a dict of metrics, into summaries and arrays; None if empty."""
     if not isinstance(metric, dict):
         return (metric, None) if isinstance(metric, WeightedScalar) else (None, metric)
     parts = {name: _split_metric(value) for name, value in metric.items()}

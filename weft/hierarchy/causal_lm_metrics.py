@@ -184,11 +184,7 @@ class CompositeLossWeights(Module):
     def forward(
         self, child_metrics: dict[str, tuple[WeightedScalar, Metrics]]
     ) -> dict[str, Tensor | float]:
-        """Returns the factor of each child's loss, by name.
-
-        Args:
-          child_metrics: the loss and the metrics of each child, by name.
-        """
+        """Returns the factor of each child's loss by name, from its loss and metrics."""
         return dict.fromkeys(child_metrics, 1.0)
 
 

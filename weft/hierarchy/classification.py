@@ -46,7 +46,6 @@ class BaseClassificationMetric(BaseLayer):
         return ((labels >= 0) & (labels < self.config.num_classes)).astype(jnp.float32)
 
     def _report(self, live: Tensor, **means: Tensor) -> None:
-        """Adds means over live labels as summaries."""
         for name, mean in means.items():
             self.add_summary(name, WeightedScalar(mean, live.sum()))
 
@@ -168,11 +167,5 @@ class BaseClassificationHead(BaseLayer):
     def loss(
         self, *, logits: Tensor, target_labels: Tensor, soft_labels: Tensor | None = None
     ) -> Tensor:
-        """Reports metrics and returns the loss, `Float[Array, ""]`.
-
-        Args:
-            logits: `Float[Array, "*batch num_classes"]`.
-            target_labels: `Int[Array, "*batch"]`.
-            soft_labels: `Float[Array, "*batch num_classes"]`, the probability of each class.
-        """
+        """Reports metrics and returns the loss; see `BaseClassificationMetric.forward`."""
         return self.metric(logits, labels=target_labels, soft_labels=soft_labels)

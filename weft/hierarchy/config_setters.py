@@ -85,7 +85,6 @@ def set_norm_recursively(cfg: ConfigBase, norm_cfg: InstantiableConfig) -> None:
 
 
 def _makes(value: Any, cls: type) -> bool:
-    """Returns whether a value is the config of a class or a subclass of it."""
     klass = getattr(value, "klass", None)
     return isinstance(value, ConfigBase) and isinstance(klass, type) and issubclass(klass, cls)
 

@@ -46,11 +46,7 @@ class OutputCollection(NamedTuple):
     module_outputs: dict[str, Any]
 
     def add_child(self, name: str) -> "OutputCollection":
-        """Returns the collection of a new child.
-
-        Raises:
-            OutputConflictError: if something of that name was added before.
-        """
+        """Returns the collection of a new child; raises OutputConflictError for a taken name."""
         for kind, outputs in self._asdict().items():
             if name in outputs:
                 raise OutputConflictError(
@@ -227,7 +223,6 @@ class InvocationContext:
         return self.output_collection.add_child(name)
 
     def _mend(self, name: str, module: "Module") -> str:
-        """Returns the line that calls a module a second time under a new name."""
         stem, _, number = name.rpartition("_")
         n = int(number) + 1 if stem and number.isdecimal() else 2
         stem = stem if n > 2 else name
@@ -267,10 +262,9 @@ class InvocationContext:
         )
 
     def functional(self, method_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a pure function of this context's invocation of `method_fn`.
+        """Returns a pure function that calls `method_fn` in a copy of this context without outputs.
 
-        It takes the arguments of `method_fn`, calls it in a copy of this context with empty
-        outputs, and returns its result and an `OutputCollection`.
+        It returns the result of `method_fn` and an `OutputCollection`.
         """
 
         def pure(*args: Any, **kwargs: Any) -> tuple[Any, OutputCollection]:
@@ -323,15 +317,12 @@ class InvocationContext:
         updates.update(value)
 
     def get_summaries(self) -> dict[str, Any]:
-        """Returns the summaries so far."""
         return self.output_collection.summaries
 
     def get_state_updates(self) -> dict[str, Any]:
-        """Returns the state updates so far."""
         return self.output_collection.state_updates
 
     def get_module_outputs(self) -> dict[str, Any]:
-        """Returns the module outputs so far."""
         return self.output_collection.module_outputs
 
 
@@ -353,11 +344,7 @@ def current_context() -> InvocationContext | None:
 
 
 def require_context(what: str) -> InvocationContext:
-    """Returns the current context.
-
-    Raises:
-        NoContextError: outside of an invocation.
-    """
+    """Returns the current context, or raises NoContextError outside of an invocation."""
     context = current_context()
     if context is None:
         raise NoContextError(
@@ -372,10 +359,7 @@ class Entered:
     """Context manager that makes a context current, in the named scope of its module.
 
     Compiled operations carry their named scopes, which name the module in profiles and dumps.
-
-    Args:
-        context: to be pushed.
-        caller: the context above it whose named scope is open; None for a root.
+    `caller` is the context above whose named scope is open; None for a root.
     """
 
     __slots__ = ("_context", "_scope")
@@ -403,12 +387,8 @@ def set_current_context(
 ) -> Iterator[InvocationContext]:
     """Makes `context` the current one until the block ends.
 
-    Args:
-        context: to be pushed.
-        require_parent: whether the current context, if any, must be the parent of `context`.
-
     Raises:
-        ContextStackError: if it must and is not.
+        ContextStackError: if `require_parent`, and the current context is not its parent.
     """
     current = current_context()
     if require_parent and current is not None and context.parent is not current:
@@ -428,7 +408,6 @@ def child_context(name: str, **kwargs: Any) -> Iterator[InvocationContext]:
     """Opens a child of the current context until the block ends.
 
     Args:
-        name: of the child context.
         **kwargs: as for `InvocationContext.add_child`; `module` for a module other than the child
             of that name.
 
@@ -447,11 +426,7 @@ def clone_context_stack() -> list[InvocationContext]:
 
 
 def install_context_stack(stack: Sequence[InvocationContext]) -> None:
-    """Makes `stack` this thread's stack.
-
-    Raises:
-        ContextStackError: if this thread has open contexts.
-    """
+    """Makes `stack` this thread's stack; raises ContextStackError if it has open contexts."""
     current = current_context()
     if current is not None:
         raise ContextStackError(

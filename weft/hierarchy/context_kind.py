@@ -179,7 +179,6 @@ def _place(module: "Module | None", path_of_context: str, path: Any) -> str:
 
 
 def _entries(groups: tuple[dict[str, Any] | None, ...]) -> dict[str, Any]:
-    """Returns the entries of all groups."""
     return {name: value for group in groups for name, value in (group or {}).items()}
 
 
@@ -198,7 +197,6 @@ def _entries_at(state: Any, updates: Any) -> dict[str, Any]:
 
 
 def _merged(a: Any, b: Any) -> Any:
-    """Merges nested dicts; entries of `b` win."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return b
     return {**a, **{name: _merged(a[name], x) if name in a else x for name, x in b.items()}}

@@ -21,11 +21,6 @@ def while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], init_va
 
     Every iteration has the same state and its own PRNG key.
 
-    Args:
-        cond_fn: takes the carry and returns whether to continue.
-        body_fn: takes the carry and returns the next one.
-        init_val: the first carry.
-
     Raises:
         LoopOutputError: if a function adds a summary, state update or module output, which the loop
             cannot collect per iteration.
@@ -49,15 +44,7 @@ def fori_loop(
 ) -> Any:
     """Runs `jax.lax.fori_loop` on a function that invokes modules; see `while_loop`.
 
-    Args:
-        lower: the first index.
-        upper: the index after the last. With Python numbers the loop is reverse-differentiable.
-        body_fn: takes the index and the carry and returns the next carry.
-        init_val: the first carry.
-        unroll: number of iterations to unroll, if both bounds are Python numbers.
-
-    Raises:
-        LoopOutputError: as for `while_loop`.
+    With Python numbers as bounds, the loop is reverse-differentiable and `unroll` applies.
     """
     of_body = _without_outputs(body_fn, "fori_loop")
 
@@ -76,8 +63,6 @@ def fori_loop(
 
 
 def _without_outputs(fn: Callable[..., Any], loop: str) -> Callable[..., Any]:
-    """Returns `fn` in a context to which it must not add outputs."""
-
     def call(context: InvocationContext, *args: Any) -> Any:
         result = in_context(fn)(context, *args)
         for kind, outputs in context.output_collection._asdict().items():

@@ -59,14 +59,12 @@ class BaseConv(BaseLayer):
                 )
 
     def _per_axis(self, name: str) -> tuple[int, ...]:
-        """Returns a field with one number per spatial axis."""
         value = getattr(self.config, name)
         if value is None:
             return (1,) * self._num_axes
         return (value,) if isinstance(value, int) else tuple(value)
 
     def _window_sizes(self) -> dict[str, Any]:
-        """Returns the window as keyword arguments for `weft.functional`."""
         return {
             "window": self._per_axis("window"),
             "strides": self._per_axis("strides"),
@@ -90,7 +88,6 @@ class BaseConv(BaseLayer):
         return specs
 
     def _channels(self) -> tuple[int, int]:
-        """Returns the sizes of the weight's last two axes."""
         cfg = self.config
         return cfg.input_dim // cfg.num_input_dim_groups, cfg.output_dim
 
@@ -116,13 +113,10 @@ class BaseConv(BaseLayer):
 
     @nowrap
     def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
-        """Returns the shape of the output.
+        """Returns the shape of the output; raises ArgumentShapeError for a wrong rank or channels.
 
         Args:
             input_shape: `(batch, *spatial, input_dim)`, None for unknown sizes.
-
-        Raises:
-            ArgumentShapeError: if the rank or the number of channels is wrong.
         """
         batch, *spatial, channels = input_shape
         if len(spatial) != self._num_axes or channels not in (None, self.config.input_dim):
@@ -201,11 +195,7 @@ class Conv2D(BaseConv):
     _num_axes = 2
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves `Float[Array, "batch height width input_dim"]`.
-
-        Returns:
-            `Float[Array, "batch out_height out_width output_dim"]`.
-        """
+        """Convolves `Float[Array, "batch height width input_dim"]`."""
         return self._convolve(x)
 
 
@@ -226,9 +216,5 @@ class Conv3D(BaseConv):
     _num_axes = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves `Float[Array, "batch depth height width input_dim"]`.
-
-        Returns:
-            `Float[Array, "batch out_depth out_height out_width output_dim"]`.
-        """
+        """Convolves `Float[Array, "batch depth height width input_dim"]`."""
         return self._convolve(x)

@@ -18,12 +18,7 @@ from weft.typing import Tensor
 
 
 def zero_padding(x: Tensor, paddings: Tensor) -> Tensor:
-    """Returns `x` with zeros at padded positions.
-
-    Args:
-        x: `Num[Array, "batch time *rest"]`.
-        paddings: `Num[Array, "batch time"]`.
-    """
+    """Returns `x`, `Num[Array, "batch time *rest"]`, with zeros at padded positions."""
     live = (paddings == 0).reshape(*paddings.shape, *[1] * (x.ndim - 2))
     return jnp.where(live, x, jnp.zeros((), x.dtype))
 
@@ -75,14 +70,11 @@ class Conv1DWithPadding(Conv1D):
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves a padded sequence.
+        """Returns `Float[Array, "batch out_time output_dim"]` and its paddings.
 
         Args:
             x: `Float[Array, "batch time input_dim"]`.
             paddings: `Num[Array, "batch time"]`, 1 for padding.
-
-        Returns:
-            `Float[Array, "batch out_time output_dim"]`, and its paddings.
         """
         return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
 
@@ -96,23 +88,16 @@ class Conv2DWith1DPadding(Conv2D):
 
     @config_class
     class Config(Conv2D.Config):
-        """Configures a Conv2DWith1DPadding.
-
-        Attributes:
-            anchor: as for `Conv1DWithPadding`.
-        """
+        """Configures a Conv2DWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves padded sequences.
+        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
 
         Args:
             x: `Float[Array, "batch time width input_dim"]`.
             paddings: `Num[Array, "batch time"]`, 1 for padding.
-
-        Returns:
-            `Float[Array, "batch out_time out_width output_dim"]`, and its paddings.
         """
         return convolve_with_paddings(super().forward, self.conv_paddings, x, paddings)
 
@@ -143,14 +128,11 @@ class StackOverTime(BaseLayer):
         return conv_explicit_padding(window=(cfg.stride,), strides=(cfg.stride,), padding=padding)
 
     def forward(self, inputs: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Concatenates vectors.
+        """Returns `Float[Array, "batch out_time stride*dim"]` and its paddings.
 
         Args:
             inputs: `Float[Array, "batch time dim"]`.
             paddings: `Num[Array, "batch time"]`, 1 for padding.
-
-        Returns:
-            `Float[Array, "batch out_time stride*dim"]`, and its paddings.
         """
         return convolve_with_paddings(self._stack, self.conv_paddings, inputs, paddings)
 
@@ -169,11 +151,7 @@ class StackOverTime(BaseLayer):
 
     @nowrap
     def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
-        """Returns the shape of the output.
-
-        Args:
-            input_shape: `(batch, time, dim)`, None for unknown sizes.
-        """
+        """Returns the shape of the output from `(batch, time, dim)`, None for unknown sizes."""
         batch, time, dim = input_shape
         stride = self.config.stride
         (out_time,) = conv_output_shape(

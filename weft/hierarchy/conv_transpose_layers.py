@@ -70,14 +70,11 @@ class Conv1DTranspose(BaseConvTranspose):
     _num_axes = 1
 
     def forward(self, x: Tensor, *, paddings: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Convolves, optionally with paddings.
+        """Returns `Float[Array, "batch out_time output_dim"]`, and its paddings or None.
 
         Args:
             x: `Float[Array, "batch time input_dim"]`.
             paddings: `Num[Array, "batch time"]`, 1 for padding; None if `x` has none.
-
-        Returns:
-            `Float[Array, "batch out_time output_dim"]`, and its paddings or None.
         """
         if paddings is None:
             return self._convolve(x), None
@@ -130,11 +127,7 @@ class Conv2DTranspose(BaseConvTranspose):
         return super()._compute_fan_axes(name, spec)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves `Float[Array, "batch height width input_dim"]`.
-
-        Returns:
-            `Float[Array, "batch out_height out_width output_dim"]`.
-        """
+        """Convolves `Float[Array, "batch height width input_dim"]`."""
         return self._convolve(x)
 
 
@@ -143,23 +136,16 @@ class Conv2DTransposeWith1DPadding(Conv2DTranspose):
 
     @config_class
     class Config(Conv2DTranspose.Config):
-        """Configures a Conv2DTransposeWith1DPadding.
-
-        Attributes:
-            anchor: as for `Conv1DWithPadding`.
-        """
+        """Configures a Conv2DTransposeWith1DPadding; for `anchor` see `Conv1DWithPadding`."""
 
         anchor: int | None = None
 
     def forward(self, x: Tensor, *, paddings: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolves padded sequences.
+        """Returns `Float[Array, "batch out_time out_width output_dim"]` and its paddings.
 
         Args:
             x: `Float[Array, "batch time width input_dim"]`.
             paddings: `Num[Array, "batch time"]`, 1 for padding.
-
-        Returns:
-            `Float[Array, "batch out_time out_width output_dim"]`, and its paddings.
         """
         return convolve_with_paddings(self._convolve, self.conv_paddings, x, paddings)
 
@@ -185,9 +171,5 @@ class Conv3DTranspose(BaseConvTranspose):
     _num_axes = 3
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolves `Float[Array, "batch depth height width input_dim"]`.
-
-        Returns:
-            `Float[Array, "batch out_depth out_height out_width output_dim"]`.
-        """
+        """Convolves `Float[Array, "batch depth height width input_dim"]`."""
         return self._convolve(x)

@@ -177,7 +177,6 @@ class Decoder(BaseLayer):
         return self._outputs(outputs.data)
 
     def _outputs(self, x: Tensor) -> dict[str, Tensor]:
-        """Returns hidden states and logits, from the output of the transformer."""
         if "output_norm" in self.children:
             x = self.output_norm(x)
         x = self.output_dropout(x)
@@ -188,8 +187,7 @@ class Decoder(BaseLayer):
     def compute_logits(self, forward_outputs: Mapping[str, Any]) -> Tensor:
         """Returns the logits of the next tokens, `Float[Array, "batch time vocab"]`.
 
-        Args:
-          forward_outputs: a dict with `hidden_states`, as returned by `forward`.
+        `forward_outputs` is a dict with `hidden_states`, as returned by `forward`.
         """
         cfg = self.config
         x: Tensor = forward_outputs["hidden_states"]
@@ -214,13 +212,9 @@ class Decoder(BaseLayer):
     ) -> Tensor | None:
         """Returns the bias of `attention_mask` for all layers; None if they mask by themselves.
 
-        Args:
-          input_ids: `Int[Array, "batch time"]`.
-          segment_ids: of the same shape; by default one segment of all that is not padding.
-          positions: of the same shape; by default counted from 0.
-
-        Returns:
-          `Float[Array, "batch #heads time time"]`, or None.
+        The bias is `Float[Array, "batch #heads time time"]`. Arguments have the shape `Int[Array,
+        "batch time"]`; by default all that is not padding is one segment, and positions are counted
+        from 0.
         """
         if "attention_mask" not in self.children:
             return None
@@ -237,12 +231,7 @@ class Decoder(BaseLayer):
     def init_states(
         self, *, batch_size: int, max_sequence_length: int, dtype: DType
     ) -> dict[str, Any]:
-        """Returns the state before the first decoding step.
-
-        Args:
-          max_sequence_length: the maximum length of the sequences.
-          dtype: of the cache.
-        """
+        """Returns the state before the first decoding step; see `BaseDecoder.init_states`."""
         states = {
             "time_step": jnp.zeros([batch_size], jnp.int32),
             "emb": self.emb.init_states(batch_size=batch_size, dtype=dtype),
@@ -264,19 +253,10 @@ class Decoder(BaseLayer):
         segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Computes the logits after the next tokens of each sequence.
+        """Computes the logits after the next tokens; see `BaseDecoder.extend_step`.
 
-        Args:
-          cached_states: from `init_states`, `prefill_states`, or the step before.
-          input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`, and optionally, of the
-            same shape, `token_type_ids`.
-          is_prefill: whether these are the first tokens.
-          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last token,
-            which is not cached. None if there is no padding.
-          **kwargs: for the transformer, such as `cross_attention_data`.
-
-        Returns:
-          The state for the next step, and the outputs for this one, as those of `forward`.
+        `input_batch` optionally has `token_type_ids`. Padding after a sequence's last token is not
+        cached. The outputs are those of `forward`.
         """
         batch: dict[str, Any] = dict(input_batch)
         states: dict[str, Any] = dict(cached_states)
@@ -307,12 +287,9 @@ class Decoder(BaseLayer):
         return states, self._outputs(outputs.data)
 
     def _biases_of_step(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor:
-        """Returns the rows of the bias for a step's positions.
+        """Returns the rows of the bias for a step's positions, `Int[Array, "batch step"]`.
 
-        Args:
-          input_ids: `Int[Array, "batch max_len"]`, as far as known.
-          positions: `Int[Array, "batch step"]`.
-          is_prefill: whether to omit positions after the step.
+        `is_prefill` omits positions after the step.
         """
         seen = input_ids[:, : positions.shape[1]] if is_prefill else input_ids
         biases: Any = self.compute_attention_logit_biases(seen)
@@ -326,18 +303,9 @@ class Decoder(BaseLayer):
         max_sequence_length: int | None = None,
         **kwargs: Any,
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the state after the tokens before `time_step`.
+        """Returns the state after the tokens before `time_step`; see `BaseDecoder.prefill_states`.
 
-        Args:
-          time_step: `Int[Array, "batch"]`: number of tokens of each sequence to process.
-          input_batch: as for `extend_step`, with prompts padded on the right.
-          max_sequence_length: the maximum length of the sequences; that of the padded prompts if
-            None.
-          **kwargs: for the transformer, such as `cross_attention_data`.
-
-        Returns:
-          The state, and the outputs at all positions of the prompts; those from `time_step` on are
-          undefined.
+        Prompts in `input_batch` are padded on the right.
         """
         ids: Tensor = input_batch["input_ids"]
         batch_size, length = ids.shape
@@ -395,7 +363,6 @@ class Decoder(BaseLayer):
 
 
 def _embedding_inputs(batch: dict[str, Any], positions: Tensor | None) -> dict[str, Any]:
-    """Returns the inputs of an embedding from a decoder's batch."""
     wanted = {"inputs": batch["input_ids"], "positions": positions}
     if "token_type_ids" in batch:
         wanted["token_type_ids"] = batch["token_type_ids"]

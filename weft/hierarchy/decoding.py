@@ -191,7 +191,6 @@ def _sample_step(
 def _prompt_scores(
     given: Float[Array, "batch length"] | None, time_step: Tensor, sequences: Tensor
 ) -> Float[Array, "batch decodes max_decode_len"]:
-    """Returns the scores of the prompts' tokens, 0 elsewhere."""
     batch, num_decodes, length = sequences.shape
     scores = jnp.zeros((batch, length - 1), jnp.float32)
     if given is not None:

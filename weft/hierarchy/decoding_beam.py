@@ -94,11 +94,9 @@ class PrefixMerger(Protocol):
         ...
 
     def update(self, *, tokens: Int[Array, "batch decodes"], state: NestedTensor) -> NestedTensor:
-        """Returns the state after one more token.
+        """Returns the state after the newest token of each hypothesis.
 
-        Args:
-          tokens: the newest of each hypothesis; in the first step the last one of the prompt.
-          state: of the hypotheses before these tokens.
+        The first step has the last token of each prompt.
         """
         ...
 
@@ -147,10 +145,9 @@ def beam_search_decode(
     """Searches for the likeliest continuations of prompts.
 
     Args:
-      inputs: prompts, padded on the right. Results omit the first token of each.
+      inputs: prompts; see `sample_decode`.
       time_step: the position of each prompt's last token; see `infer_initial_time_step`.
-      cache: of a model after the tokens before `time_step`, one entry per prompt; arrays have the
-        batch axis first, in a `VDict` second.
+      cache: of a model after the tokens before `time_step`; see `sample_decode`.
       tokens_to_scores: see `TokensToScores`.
       eos_id: the end token.
       num_decodes: number of hypotheses to keep, and to return, per prompt.
@@ -206,7 +203,6 @@ def beam_search_decode(
 
 
 def _is_open(state: _BeamState, last: int, penalize: BrevityPenaltyFn) -> Tensor:
-    """Returns whether the search continues, per prompt."""
     # Scores only fall as sequences grow, and penalties only shrink.
     bound = penalize(length=jnp.array(last), raw_scores=jnp.max(state.live_scores, axis=1))
     return (state.index < last) & (bound > jnp.min(state.scores, axis=1))

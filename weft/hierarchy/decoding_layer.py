@@ -77,12 +77,12 @@ class BaseDecoder(Protocol):
           cached_states: from `init_states`, `prefill_states`, or the step before.
           input_batch: a dict with `input_ids`, `Int[Array, "batch step"]`.
           is_prefill: whether these are the first tokens.
-          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt.
+          segment_ids: `Int[Array, "batch step"]`: 0 for padding after a prompt; None for no
+            padding.
           **kwargs: data and biases of cross attention.
 
         Returns:
-          The state for the next step, and a dict with `logits`,
-          `Float[Array, "batch step vocab"]`.
+          The state for the next step, and a dict with `logits`, `Float[Array, "batch step vocab"]`.
         """
         ...
 
@@ -203,7 +203,6 @@ class DecodingLayer(Configurable):
     def _prefill(
         self, input_batch: Mapping[str, Any], max_sequence_length: int, cross: dict[str, Tensor]
     ) -> dict[str, Any]:
-        """Returns the arguments of a loop that depend on the prompts."""
         prefix: Tensor = input_batch["prefix"]
         time_step = decoding.infer_initial_time_step(prefix, pad_id=self.config.pad_token_id)
         cache, _ = self._decoder.prefill_states(
@@ -239,6 +238,5 @@ class DecodingLayer(Configurable):
 
 
 def _given(data: Tensor | None, biases: Tensor | None) -> dict[str, Tensor]:
-    """Returns the given cross-attention inputs, by the decoders' argument names."""
     named = {"cross_attention_data": data, "cross_attention_logit_biases": biases}
     return {name: x for name, x in named.items() if x is not None}

@@ -75,12 +75,7 @@ def expand_cache(cache: NestedTensor, num_decodes: int) -> NestedTensor:
 
 
 def gather_cache(cache: NestedTensor, hypotheses: Int[Array, "batch decodes"]) -> NestedTensor:
-    """Gathers for each hypothesis the cache of the one that it continues.
-
-    Args:
-      cache: in the layout of `expand_cache`.
-      hypotheses: for each new hypothesis, the index of the old one within its prompt.
-    """
+    """Gathers for each new hypothesis the cache, as of `expand_cache`, of the one it continues."""
     batch, num_decodes = hypotheses.shape
     rows = (jnp.arange(batch)[:, None] * num_decodes + hypotheses).reshape(-1)
     return map_blocks(lambda x: x if x.ndim == 0 else x[rows], cache)
@@ -104,7 +99,6 @@ def initial_sequences(
     """Returns the prompts, for each hypothesis, padded to the length of the result.
 
     Args:
-      inputs: prompts that begin with a token that is not part of the result.
       time_step: the position of each prompt's last token; later tokens are ignored.
       max_decode_len: the length of a result, without the first token.
 

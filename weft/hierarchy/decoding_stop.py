@@ -43,10 +43,7 @@ class StopOnSubsequence(StopDecodingCondition):
     """
 
     def __init__(self, stopping_seqs: int | Sequence[int] | Sequence[Sequence[int]]):
-        """Creates the condition.
-
-        Args:
-          stopping_seqs: a token, a sequence of tokens, or several such sequences.
+        """Creates the condition from a token, a sequence of tokens, or several such sequences.
 
         Raises:
           ArgumentValueError: if there is no sequence, or an empty one.
@@ -98,11 +95,7 @@ class CompositeDecodingCondition(StopDecodingCondition):
     """Condition that at least one of several conditions is true."""
 
     def __init__(self, conditions: Sequence[StopDecodingCondition]):
-        """Creates the condition.
-
-        Raises:
-          ArgumentValueError: if there are no conditions.
-        """
+        """Creates the condition; raises ArgumentValueError if there are no conditions."""
         if not conditions:
             raise ArgumentValueError("conditions is empty; expected at least one condition.")
         self._conditions = tuple(conditions)

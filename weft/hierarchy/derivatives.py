@@ -196,7 +196,6 @@ def custom_jvp(
 def _divided(
     args: tuple[Any, ...], at: Collection[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    """Splits off the arguments without a derivative, and returns a function to join both."""
     diff = tuple(x for i, x in enumerate(args) if i not in at)
     kept = [x if i in at else None for i, x in enumerate(args)]
 

@@ -49,11 +49,7 @@ class StochasticDepth(BaseLayer):
         mode: str = "row"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drops the branch.
-
-        Args:
-            x: `Float[Array, "batch *rest"]`, the branch's output.
-        """
+        """Drops the branch's output, `Float[Array, "batch *rest"]`."""
         cfg = self.config
         if not self.is_training or not cfg.rate:
             return x
@@ -77,11 +73,7 @@ class DropToken(BaseLayer):
         num_cls_tokens: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Removes tokens of `Float[Array, "batch tokens dim"]`.
-
-        Returns:
-            `Float[Array, "batch kept dim"]`.
-        """
+        """Maps `Float[Array, "batch tokens dim"]` to `Float[Array, "batch kept dim"]`."""
         cfg = self.config
         if not self.is_training or not cfg.rate:
             return x

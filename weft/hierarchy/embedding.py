@@ -83,13 +83,10 @@ class Embedding(BaseLayer):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Looks up vectors.
+        """Returns vectors, `Float[Array, "*batch dim"]`.
 
         Args:
             x: `Int[Array, "*batch"]`, in `[0, num_embeddings)`; others give NaN.
-
-        Returns:
-            `Float[Array, "*batch dim"]`.
         """
         cfg = self.config
         y = lookup(self.embeddings(), maybe_shard(x, cfg.input_partition_spec))
@@ -107,11 +104,7 @@ class Embedding(BaseLayer):
     def attend(self, x: Tensor) -> Tensor:
         """Returns the inner product with every vector of the table: logits of a tied output layer.
 
-        Args:
-            x: `Float[Array, "*batch dim"]`.
-
-        Returns:
-            `Float[Array, "*batch num_embeddings"]`.
+        Maps `Float[Array, "*batch dim"]` to `Float[Array, "*batch num_embeddings"]`.
         """
         return attend(self.embeddings(), x)
 
@@ -156,11 +149,7 @@ class SeparableSpaceTimePositionalEmbedding(BaseLayer):
         return self.forward(jnp.arange(self.max_seq_len))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Returns the embeddings of positions, `Float[Array, "*batch dim"]`.
-
-        Args:
-            positions: `Int[Array, "*batch"]`, in `[0, max_seq_len)`.
-        """
+        """Returns vectors, `Float[Array, "*batch dim"]`, of positions in `[0, max_seq_len)`."""
         places = self.num_spatial_embeddings
         return self.temporal_embeddings(positions // places) + self.spatial_embeddings(
             positions % places

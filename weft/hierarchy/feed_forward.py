@@ -121,7 +121,6 @@ class TransformerFeedForwardLayer(ResidualLayer):
         return outputs
 
     def _linear1_activation(self, x: Tensor) -> Tensor:
-        """Maps the branch's input to the hidden dimension."""
         hidden = None
         for i, (linear, activation) in enumerate(self._activations.items()):
             y = self._remat_name(getattr(self, linear)(x), f"linear1_{i}")

@@ -113,11 +113,7 @@ class AdaptiveLoadBalanceLoss(BaseLayer):
         return {"log_scale": spec}
 
     def forward(self, value: Tensor) -> Tensor:
-        """Returns the factor, and in training updates it for the next step.
-
-        Args:
-          value: the dropped fraction of choices, `Float[Array, ""]`.
-        """
+        """Returns the factor from the dropped fraction of choices, and in training updates it."""
         cfg = self.config
         average, log_scale = self.value_average(value), self.parameters["log_scale"]
         if self.is_training:
@@ -136,11 +132,7 @@ class BaseGating(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseGating.
-
-        Attributes:
-          num_experts: set by the surrounding layer.
-        """
+        """Configures a BaseGating; the surrounding layer sets `num_experts`."""
 
         num_experts: Required[int] = REQUIRED
 
@@ -182,11 +174,9 @@ class BaseGating(BaseLayer):
         partition_spec: PartitionSpec | None = None,
         combine_tensor: Tensor | None = None,
     ) -> Tensor:
-        """Sends tokens to the slots of experts.
+        """Sends tokens, `Float[Array, "outer group token dim"]`, to the slots of experts.
 
         Args:
-          inputs: `Float[Array, "outer group token dim"]`.
-          dispatch_tensor: as in `Output`.
           dtype: to compute in.
           partition_spec: sharding of the result.
           combine_tensor: not used here.
@@ -207,11 +197,9 @@ class BaseGating(BaseLayer):
         dtype: DType = jnp.bfloat16,
         partition_spec: PartitionSpec | None = None,
     ) -> Tensor:
-        """Adds up the experts' outputs for each token.
+        """Adds up outputs, `Float[Array, "outer expert group capacity dim"]`, per token.
 
         Args:
-          inputs: `Float[Array, "outer expert group capacity dim"]`.
-          combine_tensor: as in `Output`.
           dtype: to compute in.
           partition_spec: sharding of the result.
 
@@ -222,7 +210,6 @@ class BaseGating(BaseLayer):
         return maybe_shard(y, partition_spec)
 
     def _report(self, output: "BaseGating.Output", over_capacity: Tensor | None = None) -> None:
-        """Adds summaries."""
         self.add_summary("load_balance_loss", output.load_balance_loss)
         self.add_summary("router_z_loss", output.router_z_loss)
         for i, share in enumerate([] if over_capacity is None else over_capacity):
@@ -287,7 +274,6 @@ class _CapacityGating(BaseGating):
         )
 
     def _scaled(self, load_balance_loss: Tensor, over_capacity: Tensor) -> Tensor:
-        """Returns the loss of all groups, with the adaptive factor."""
         loss = jnp.mean(load_balance_loss)
         if self.config.adaptive_load_balance_loss is None:
             return loss
@@ -301,7 +287,6 @@ class _CapacityGating(BaseGating):
         load_balance_loss: Tensor,
         live: Tensor | None,
     ) -> BaseGating.Output:
-        """Returns the output from each token's choices."""
         capacity = self._capacity(logits.shape[-2])
         sizes = {"num_experts": self.config.num_experts, "capacity": capacity}
         routed = routing.route(experts, gates, live=live, **sizes)
@@ -399,9 +384,7 @@ class TopKGating(_CapacityGating):
     def _choose(self, logits: Tensor, preference: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         """Returns scores of all experts, the chosen experts and their weights.
 
-        Args:
-          logits: of the router.
-          preference: from scores to the values to choose by; the scores by default.
+        Experts are chosen by the function `preference` of the scores, by default the scores.
         """
         k = self.config.num_experts_per_token
         scores = self._score_fn(logits)
@@ -419,7 +402,6 @@ class TopKGating(_CapacityGating):
 
 
 def _as_probs(scores: Tensor) -> Tensor:
-    """Normalizes scores to sum to 1."""
     return scores / jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-9)
 
 

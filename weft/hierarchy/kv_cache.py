@@ -42,12 +42,7 @@ class BaseKVCache(BaseLayer):
         cache_dtype: DType | None = None
 
     def init_states(self, shape: Shape, *, dtype: DType) -> NestedTensor:
-        """Returns an empty cache.
-
-        Args:
-          shape: (batch, positions, heads of keys and values, dimensions per head).
-          dtype: of the cache, if the config has none.
-        """
+        """Returns an empty cache of a shape (batch, positions, kv_heads, per_head_dim)."""
         raise NotImplementedError(type(self))
 
     def extend_step(

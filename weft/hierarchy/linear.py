@@ -32,11 +32,7 @@ class Linear(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a Linear.
-
-        Attributes:
-            output_partition_spec: the mesh axes of the output; None leaves it to the compiler.
-        """
+        """Configures a Linear; without an `output_partition_spec` the compiler chooses."""
 
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
@@ -142,11 +138,7 @@ class VariationalNoise(ParameterNoise):
 
     @config_class
     class Config(ParameterNoise.Config):
-        """Configures a VariationalNoise.
-
-        Attributes:
-            vn_std: the standard deviation; 0 adds nothing.
-        """
+        """Configures a VariationalNoise with the standard deviation `vn_std`; 0 adds nothing."""
 
         vn_std: Required[float] = REQUIRED
 

@@ -96,11 +96,7 @@ class LoraLinear(_BesideAdapter):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a LoraLinear.
-
-        Attributes:
-          adapter: set its `rank` and `alpha`.
-        """
+        """Configures a LoraLinear; set `rank` and `alpha` of `adapter`."""
 
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
@@ -127,12 +123,7 @@ class LoraMultiheadOutputLinear(_BesideAdapter):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a LoraMultiheadOutputLinear.
-
-        Attributes:
-          model_dim: the model dimension.
-          adapter: set its `rank` and `alpha`.
-        """
+        """Configures a LoraMultiheadOutputLinear; set `rank` and `alpha` of `adapter`."""
 
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
@@ -260,8 +251,7 @@ class LoraFusedQKVLinear(BaseQKVLinear):
     def merged(self, state: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of the layer alone, with the adapter merged into its weights.
 
-        Raises:
-          LayerConfigError: if the layout of the layer's weights is unknown.
+        A layer of unknown weights raises LayerConfigError.
         """
         entries: Any = state
         deltas = self.adapter.deltas(entries["adapter"])
@@ -289,31 +279,23 @@ class LoraFusedQKVLinear(BaseQKVLinear):
 
 
 def _sums(parts: Iterable[Tensor], deltas: Mapping[str, Tensor]) -> list[Tensor]:
-    """Returns the weights of all projections plus the deltas of some."""
     return [part + deltas.get(name, 0) for name, part in zip(PROJECTIONS, parts, strict=True)]
 
 
 def _with_weight(state: dict[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Returns a layer's state with another weight, cast to the old dtype."""
     new = copy.copy(state)  # a stack stays marked as one
     new["weight"] = weight.astype(state["weight"].dtype)
     return new
 
 
 def _plus(state: dict[str, Any], delta: Tensor) -> dict[str, Any]:
-    """Returns a layer's state with `delta` added to its weight."""
     return _with_weight(state, state["weight"] + delta)
 
 
 def merge_adapters(layer: BaseLayer, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state of an equivalent model without adapters.
+    """Returns the state of an equivalent model without adapters; `state` is not changed.
 
-    Args:
-      layer: the model, or a part of it.
-      state: its state, which is not changed.
-
-    Returns:
-      A state for the model configured without adapters. It ignores the adapters' dropout.
+    The adapters' dropout is ignored.
 
     Example:
       >>> import jax

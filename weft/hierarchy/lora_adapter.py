@@ -27,7 +27,6 @@ PROJECTIONS = ("query", "key", "value")
 
 
 def _weights(initializer: Any) -> Any:
-    """Returns a config that initializes weights by the given initializer."""
     return DefaultInitializer.default_config().set(
         init_by_param_name={PARAM_REGEXP_WEIGHT: initializer}
     )
@@ -171,10 +170,7 @@ class LoraUpGroupedLinear(_WeightAlone):
         return jnp.split(weight, np.cumsum(self.config.num_heads[:-1]), axis=-2)
 
     def forward(self, inputs: Tensor) -> list[Tensor]:
-        """Applies every map to its input.
-
-        Args:
-          inputs: `Float[Array, "num_maps batch time input_dim"]`.
+        """Applies every map to its input, `Float[Array, "num_maps batch time input_dim"]`.
 
         Returns:
           `Float[Array, "batch time heads per_head_dim"]` per map.
@@ -231,7 +227,6 @@ class BaseLoraAdapter(BaseLayer):
         self._add_maps()
 
     def _add_maps(self) -> None:
-        """Adds the children `lora_down` and `lora_up`."""
         cfg = self.config
         self._add_child(
             "lora_down", cfg.lora_down.set(input_dim=cfg.input_dim, output_dim=cfg.rank)
@@ -274,11 +269,7 @@ class LoraMultiheadOutputAdapter(BaseLoraAdapter):
 
     @config_class
     class Config(BaseLoraAdapter.Config):
-        """Configures a LoraMultiheadOutputAdapter.
-
-        Attributes:
-          num_heads: the number of heads, which share `input_dim`.
-        """
+        """Configures a LoraMultiheadOutputAdapter; the `num_heads` heads share `input_dim`."""
 
         num_heads: Required[int] = REQUIRED
 
@@ -359,7 +350,6 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     @nowrap
     def _heads(self) -> list[int]:
-        """Returns the number of heads of each projection with an adapter."""
         cfg = self.config
         of_kv = cfg.num_heads if cfg.num_kv_heads is None else cfg.num_kv_heads
         return [cfg.num_heads if name == "query" else of_kv for name in self.enabled()]
@@ -371,11 +361,7 @@ class LoraFusedQKVAdapter(BaseLoraAdapter):
 
     @nowrap
     def deltas(self, state: NestedTensor) -> dict[str, Tensor]:
-        """Returns the equivalent terms to add to the weights, by projection.
-
-        Args:
-          state: of the adapter, optionally with leading axes of layers.
-        """
+        """Returns the equivalent terms to add to the weights, by projection; see `delta`."""
         entries: Any = state
         down, up = (entries[name]["weight"] for name in ("lora_down", "lora_up"))
         if isinstance(self.lora_up, LoraUpGroupedLinear):

@@ -89,17 +89,13 @@ def _is_of(config: Any, cls: type) -> bool:
 
 
 def _enabled(cfg: Any) -> Any:
-    """Returns which projections to adapt."""
     own = not cfg.layer.klass.is_kv_sharing(cfg.layer)
     cfg.adapter.enable_lora = {"query": True, "key": own, "value": own}
     return cfg
 
 
 def without_lora(cfg: Any) -> Any:
-    """Returns the config without adapters, for the state that `merge_adapters` returns.
-
-    `cfg` is not changed.
-    """
+    """Returns a copy of the config without adapters, for the result of `merge_adapters`."""
     new = cfg.clone()
 
     def remove(config: Any) -> None:
@@ -112,10 +108,9 @@ def without_lora(cfg: Any) -> Any:
 
 
 def base_state(state: dict[str, Any]) -> Any:
-    """Returns the state of the model without adapters, which are dropped, not merged.
+    """Returns a copy of a state without adapters, which are dropped, not merged.
 
-    Args:
-      state: of a model with adapters, or its shapes, specs or shardings. It is not changed.
+    `state` can also consist of shapes, specs or shardings.
 
     Example:
       >>> adapter = {"lora_down": 2, "lora_up": 3}
@@ -132,11 +127,7 @@ def base_state(state: dict[str, Any]) -> Any:
 
 
 def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
-    """Returns the state of a model with adapters, with the other parameters from `base`.
-
-    Args:
-      state: of the model with adapters, which is not changed.
-      base: of the model without adapters.
+    """Returns a copy of a state with adapters, with the other parameters from `base`.
 
     Example:
       >>> state = {"linear": {"layer": {"weight": 1}, "adapter": {"lora_down": 2, "lora_up": 3}}}
@@ -154,7 +145,6 @@ def with_base_state(state: dict[str, Any], base: dict[str, Any]) -> Any:
 
 
 def _has_adapter(state: dict[str, Any]) -> bool:
-    """Returns whether this is the state of a layer with an adapter."""
     adapter = state.get("adapter")
     return (
         state.keys() == {"layer", "adapter"}

@@ -69,7 +69,6 @@ class ReductionMethod(enum.StrEnum):
 
 
 def _reduce(loss: Tensor, weight: Tensor | None, reduction: ReductionMethod) -> Tensor:
-    """Returns the weighted losses, their sum or their mean."""
     if reduction == ReductionMethod.MEAN:
         return functional.weighted_mean(loss, weight)[0]
     weighted = loss if weight is None else jnp.where(weight != 0, loss, 0) * weight
@@ -291,7 +290,6 @@ def asymmetric_contrastive_loss_from_logits(
 def _paddings(
     positive_keys: Tensor, negative_keys: Tensor | None, negative_paddings: Tensor | None
 ) -> Tensor | None:
-    """Returns the paddings of all keys, where only negative ones may be padded."""
     if negative_keys is None or negative_paddings is None:
         return None
     none = jnp.zeros(positive_keys.shape[:1], bool)

@@ -1,10 +1,9 @@
-"""Projections into queries, keys and values, and out of heads.
+"""Projections to queries, keys and values, and from heads to the output.
 
-A projection's weight has one axis for the model and two for the heads, `(model_dim, num_heads,
-per_head_dim)`, in both directions. The projections to queries, keys and values are separate
-(`QKVLinear`, `GroupedQKVLinear`), lie in one weight (`FusedQKVLinear`, `FusedGroupedQKVLinear`), or
-leave keys and values to another layer (`QLinear`); `RoFormerQKVLinear` in `rope.py` wraps any of
-them.
+A projection's weight has shape `(model_dim, num_heads, per_head_dim)` in both directions. The
+projections to queries, keys and values are separate (`QKVLinear`, `GroupedQKVLinear`), fused into
+one weight (`FusedQKVLinear`, `FusedGroupedQKVLinear`), or for queries only (`QLinear`, with keys
+and values of another layer); `RoFormerQKVLinear` in `rope.py` wraps any of them.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -27,21 +26,11 @@ from weft.typing import Tensor
 
 
 class BaseMultiheadLinear(BaseLayer):
-    """A linear map between the model's dimension and the heads.
-
-    A subclass says in which direction.
-    """
+    """Base of linear maps between the model dimension and the heads."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseMultiheadLinear.
-
-        Attributes:
-          model_dim: the size of a vector of the model.
-          num_heads: the number of heads.
-          per_head_dim: the size of a vector of one head.
-          bias: whether to add a bias.
-        """
+        """Configures a BaseMultiheadLinear."""
 
         model_dim: Required[int] = REQUIRED
         num_heads: Required[int] = REQUIRED
@@ -53,15 +42,11 @@ class BaseMultiheadLinear(BaseLayer):
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose weight is laid over the mesh axis "model" by heads."""
+        """Returns a config that shards heads over the mesh axis "model"."""
         return super().default_config().set(param_partition_spec=(None, "model", None))
 
     def _bias_spec(self, mesh_axes: Any) -> ParameterSpec:
-        """The spec of the bias.
-
-        Args:
-          mesh_axes: those of the weight.
-        """
+        """Returns the spec of the bias, given the mesh axes of the weight."""
         raise NotImplementedError(type(self))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -82,13 +67,13 @@ class BaseMultiheadLinear(BaseLayer):
         return self._fan_axes if name == "weight" else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Projects.
+        """Projects vectors.
 
         Args:
-          inputs: `Float[Array, "batch time *vector"]`.
+          inputs: `Float[Array, "batch time *in"]`.
 
         Returns:
-          `Float[Array, "batch time *vector"]` of the other side.
+          `Float[Array, "batch time *out"]`.
         """
         params = self.parameters
         return project(
@@ -100,7 +85,7 @@ class BaseMultiheadLinear(BaseLayer):
 
 
 class MultiheadInputLinear(BaseMultiheadLinear):
-    """From the model's dimension to the heads."""
+    """Projection from the model dimension to the heads."""
 
     _subscripts = "...d,dnh->...nh"
     _fan_axes = FanAxes(in_axis=0, out_axis=(1, 2))
@@ -111,7 +96,7 @@ class MultiheadInputLinear(BaseMultiheadLinear):
 
 
 class MultiheadOutputLinear(BaseMultiheadLinear):
-    """From the heads to the model's dimension, which is the weight's first axis here as well."""
+    """Projection from the heads to the model dimension, still the weight's first axis."""
 
     _subscripts = "...nh,dnh->...d"
     _fan_axes = FanAxes(in_axis=(1, 2), out_axis=0)
@@ -121,18 +106,16 @@ class MultiheadOutputLinear(BaseMultiheadLinear):
 
 
 class BaseQKVLinear(BaseLayer):
-    """Makes queries, keys and values."""
+    """Base of projections to queries, keys and values."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseQKVLinear.
 
         Attributes:
-          query_dim: the size of what queries are made from.
-          key_dim: of what keys are made from.
-          value_dim: of what values are made from.
-          num_heads: the number of query heads.
-          per_head_dim: the size of a vector of one head.
+          query_dim: size of the vectors that queries are projected from.
+          key_dim: size of the vectors that keys are projected from.
+          value_dim: size of the vectors that values are projected from.
         """
 
         query_dim: Required[int] = REQUIRED
@@ -147,7 +130,7 @@ class BaseQKVLinear(BaseLayer):
         Attributes:
           query: `Float[Array, "batch target heads per_head_dim"]`.
           key: `Float[Array, "batch source kv_heads per_head_dim"]`.
-          value: likewise.
+          value: `Float[Array, "batch source kv_heads per_head_dim"]`.
         """
 
         query: Tensor
@@ -156,20 +139,15 @@ class BaseQKVLinear(BaseLayer):
 
     @property
     def num_kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.config.num_heads
 
     @classmethod
     def is_kv_sharing(cls, cfg: "BaseQKVLinear.Config") -> bool:
-        """Whether keys and values are those that another layer has made.
-
-        Args:
-          cfg: a config of this class.
-        """
+        """Returns whether a config of this class uses keys and values of another layer."""
         return False
 
     def _add_projection(self, name: str, *, model_dim: int, num_heads: int) -> None:
-        """Adds a child that projects to the heads."""
         cfg = self.config
         self._add_child(
             name,
@@ -179,11 +157,11 @@ class BaseQKVLinear(BaseLayer):
     def _inputs(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, kv_state: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What to project: keys are made from the queries' input, values from the keys'."""
+        """Returns the inputs of the projections; key defaults to query, value to key."""
         if kv_state is not None:
             raise ArgumentValueError(
-                f"{self.path()} is a {type(self).__name__}, which makes keys and values itself, "
-                "and was given kv_state; leave it out, or set input_linear to "
+                f"{self.path()} is a {type(self).__name__}, which projects keys and values itself, "
+                "but was given kv_state; omit it, or set input_linear to "
                 "QLinear.default_config()."
             )
         key = query if key is None else key
@@ -198,14 +176,14 @@ class BaseQKVLinear(BaseLayer):
         kv_state: KVState | None = None,
         query_positions: Tensor | None = None,
     ) -> Output:
-        """Projects.
+        """Projects to queries, keys and values.
 
         Args:
           query: `Float[Array, "batch target query_dim"]`.
           key: `Float[Array, "batch source key_dim"]`; None for `query`.
           value: `Float[Array, "batch source value_dim"]`; None for `key`.
-          kv_state: keys and values of another layer, for a layer that shares them.
-          query_positions: `Int[Array, "batch target"]`, for a layer that depends on positions.
+          kv_state: keys and values of another layer, for layers that share them.
+          query_positions: `Int[Array, "batch target"]`, for layers that depend on positions.
         """
         raise NotImplementedError(type(self))
 
@@ -218,10 +196,10 @@ class QKVLinear(BaseQKVLinear):
         """Configures a QKVLinear.
 
         Attributes:
-          layer: the config of each projection.
-          query_partition_spec: how queries lie over the mesh.
-          key_partition_spec: how keys do.
-          value_partition_spec: how values do.
+          layer: config of each projection.
+          query_partition_spec: sharding of queries.
+          key_partition_spec: sharding of keys.
+          value_partition_spec: sharding of values.
         """
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
@@ -247,11 +225,10 @@ class QKVLinear(BaseQKVLinear):
 
 
 def _check_kv_heads(cfg: Any, path: str) -> None:
-    """Raises LayerConfigError where query heads cannot share key heads evenly."""
     if cfg.num_heads % cfg.num_kv_heads:
         raise LayerConfigError(
-            f"{path}: num_heads={cfg.num_heads} is no multiple of num_kv_heads={cfg.num_kv_heads}; "
-            "each key head serves equally many query heads."
+            f"{path}: num_heads={cfg.num_heads} is not a multiple of "
+            f"num_kv_heads={cfg.num_kv_heads}; each key head is shared by equally many query heads."
         )
 
 
@@ -263,7 +240,7 @@ class GroupedQKVLinear(QKVLinear):
         """Configures a GroupedQKVLinear.
 
         Attributes:
-          num_kv_heads: the number of heads of keys and values, which divides `num_heads`.
+          num_kv_heads: number of heads of keys and values, which divides `num_heads`.
         """
 
         num_kv_heads: Required[int] = REQUIRED
@@ -278,14 +255,14 @@ class GroupedQKVLinear(QKVLinear):
 
 
 class FusedQKVLinear(BaseQKVLinear):
-    """One projection whose weight `(3, model_dim, num_heads, per_head_dim)` holds all three."""
+    """Single projection whose weight `(3, model_dim, num_heads, per_head_dim)` holds all three."""
 
     @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a FusedQKVLinear.
 
         Attributes:
-          layer: the config of one of the three projections.
+          layer: config of one of the three projections.
         """
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
@@ -295,7 +272,7 @@ class FusedQKVLinear(BaseQKVLinear):
         if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
             raise LayerConfigError(
                 f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
-                f"value_dim={cfg.value_dim} must be equal to lie in one weight; use QKVLinear."
+                f"value_dim={cfg.value_dim} must be equal to share one weight; use QKVLinear."
             )
         self._add_projection("qkv_proj", model_dim=cfg.query_dim, num_heads=cfg.num_heads)
 
@@ -318,16 +295,15 @@ class FusedQKVLinear(BaseQKVLinear):
 
 
 class FusedGroupedQKVLinear(BaseQKVLinear):
-    """One projection to the heads of queries, keys and values, which lie side by side."""
+    """Single projection to the concatenated heads of queries, keys and values."""
 
     @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a FusedGroupedQKVLinear.
 
         Attributes:
-          num_kv_heads: the number of heads of keys and values, which divides `num_heads`.
-          layer: the config of the projection.
-          output_partition_spec: how its result, all heads together, lies over the mesh.
+          num_kv_heads: number of heads of keys and values, which divides `num_heads`.
+          output_partition_spec: sharding of the concatenated heads.
         """
 
         num_kv_heads: Required[int] = REQUIRED
@@ -340,7 +316,7 @@ class FusedGroupedQKVLinear(BaseQKVLinear):
         if not cfg.query_dim == cfg.key_dim == cfg.value_dim:
             raise LayerConfigError(
                 f"{self.path()}: query_dim={cfg.query_dim}, key_dim={cfg.key_dim} and "
-                f"value_dim={cfg.value_dim} must be equal to lie in one weight; use "
+                f"value_dim={cfg.value_dim} must be equal to share one weight; use "
                 "GroupedQKVLinear."
             )
         self._add_projection(
@@ -356,8 +332,8 @@ class FusedGroupedQKVLinear(BaseQKVLinear):
         self._inputs(query, key, value, kv_state)
         if key is not None or value is not None:
             raise ArgumentValueError(
-                f"{self.path()} is a FusedGroupedQKVLinear, which makes keys and values from the "
-                "queries' input, and was given others; use GroupedQKVLinear."
+                f"{self.path()} is a FusedGroupedQKVLinear, which projects keys and values from "
+                "the input of queries, but was given key or value; use GroupedQKVLinear."
             )
         heads = maybe_shard(self.qkv_proj(query), cfg.output_partition_spec)
         ends = (cfg.num_heads, cfg.num_heads + cfg.num_kv_heads)
@@ -365,15 +341,11 @@ class FusedGroupedQKVLinear(BaseQKVLinear):
 
 
 class QLinear(BaseQKVLinear):
-    """A projection to queries alone; keys and values are those of another layer."""
+    """Projection to queries only; keys and values come from another layer."""
 
     @config_class
     class Config(BaseQKVLinear.Config):
-        """Configures a QLinear.
-
-        Attributes:
-          layer: the config of the projection.
-        """
+        """Configures a QLinear."""
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
 
@@ -399,17 +371,17 @@ class QLinear(BaseQKVLinear):
         Args:
           query: `Float[Array, "batch target query_dim"]`.
           kv_state: keys and values of another layer.
-          key: None.
-          value: None.
-          query_positions: not used.
+          key: not supported.
+          value: not supported.
+          query_positions: ignored.
 
         Raises:
-          ArgumentValueError: if `kv_state` is missing, or keys or values were given besides.
+          ArgumentValueError: if `kv_state` is missing, or `key` or `value` is given.
         """
         if kv_state is None or key is not None or value is not None:
             raise ArgumentValueError(
                 f"{self.path()} is a QLinear, which takes keys and values from another layer: pass "
-                "that layer's kv_state, and neither key nor value. A layer gives it if "
-                'return_aux holds "kv_state".'
+                "that layer's kv_state, and neither key nor value. A layer returns it if "
+                'return_aux contains "kv_state".'
             )
         return self.Output(self.q_proj(query), kv_state.k_proj, kv_state.v_proj)

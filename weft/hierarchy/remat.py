@@ -1,8 +1,8 @@
-"""What layers keep for the backward pass, by the names under which they compute it.
+"""Rematerialization policies by the names of intermediate values.
 
-Layers name their intermediate values `<layer class>.<name>`, such as "MultiheadAttention.q_proj".
-A policy keeps the values whose names match a regular expression, moves others to the host's memory,
-and has the rest computed again.
+Layers name their intermediate values `<layer class>.<name>`, such as "MultiheadAttention.q_proj". A
+policy saves values whose names match a regular expression, offloads others to host memory, and
+recomputes the rest in the backward pass.
 """
 
 import enum
@@ -18,7 +18,7 @@ from weft.hierarchy.stack import BaseStackedTransformerLayer, StackedTransformer
 
 
 class RematRegexSavePatterns(enum.Enum):
-    """Patterns of names that are worth keeping."""
+    """Useful patterns of names to save."""
 
     QKV_PROJ = r".*\.[qkv]_proj"
     O_PROJ = r".*\.o_proj"
@@ -26,7 +26,7 @@ class RematRegexSavePatterns(enum.Enum):
     LINEAR1_X = r".*\.linear1_[01]"
     LINEAR2_X = r".*\.linear2_[01]"
     NATIVE_ATTENTION = r".*\.([qkvo]_proj|context)"
-    """What attention computes, without logits and probabilities."""
+    """Intermediate values of attention, except logits and probabilities."""
     FEED_FORWARD = r".*\.linear[12]_[01]"
     """The linear maps of feed-forward layers."""
 
@@ -37,13 +37,13 @@ def save_and_offload_these_names_regex(
     offload_src: str = "device",
     offload_dst: str = "pinned_host",
 ) -> Callable[..., Any]:
-    """A policy for `jax.checkpoint` by the names of values.
+    """Returns a policy for `jax.checkpoint` that goes by the names of values.
 
     Args:
-      names_which_can_be_saved: a regular expression that the whole name must match; None for none.
-      names_which_can_be_offloaded: likewise, for those that are not saved.
-      offload_src: the memory that offloaded values come from.
-      offload_dst: the memory that they go to.
+      names_which_can_be_saved: a regular expression that must match the whole name; None for none.
+      names_which_can_be_offloaded: the same for values to offload if they are not saved.
+      offload_src: memory from which values are offloaded.
+      offload_dst: memory to which values are offloaded.
     """
 
     def policy(prim: Any, *args: Any, **params: Any) -> Any:
@@ -72,19 +72,16 @@ def build_remat_spec(
     offload_pattern: str | None = None,
     offload_dst: str = "pinned_host",
 ) -> RematSpec:
-    """How the layers of a stack are computed again in the backward pass.
+    """Returns the `remat_spec` for the config of a stack's layer.
 
     Args:
-      stack_cfg: the config of the stack.
-      save_pattern: a regular expression for the names of values to keep; None for none.
-      offload_pattern: likewise, of values to keep in the host's memory.
-      offload_dst: the kind of that memory.
-
-    Returns:
-      The `remat_spec` for the config of the stack's layer.
+      stack_cfg: config of the stack.
+      save_pattern: a regular expression for names of values to save; None for none.
+      offload_pattern: the same for values to offload.
+      offload_dst: memory to which values are offloaded.
     """
     return RematSpec(
-        # In a loop, nothing can be merged with what is computed again.
+        # In a loop, the compiler cannot merge recomputed values with the original ones.
         prevent_cse=issubclass(stack_cfg.klass, StackedTransformerLayer),
         policy=config_for_function(save_and_offload_these_names_regex).set(
             names_which_can_be_saved=save_pattern,

@@ -1,10 +1,10 @@
-"""Repeat: one layer, run several times, each time with parameters of its own.
+"""Repeat: one layer in a loop, with separate parameters for each iteration.
 
     for i in range(num_layers):
         carry, ys[i] = fn(carry, xs[i])    # self.layer(...) in fn has the i-th parameters and key
 
-The loop is a `jax.lax.scan`, so that tracing and compiling take as long as for one layer. The state
-of the child "layer" holds the parameters of all iterations along a leading axis.
+The loop is a `jax.lax.scan`, so that it traces and compiles as fast as one layer. The state of the
+child "layer" holds the parameters of all iterations along a leading axis.
 """
 
 import re
@@ -26,12 +26,12 @@ from weft.hierarchy.module import Module
 
 
 def _drop_by_regex(rules: Sequence[str]) -> Callable[[str], bool]:
-    """A function that tells whether the whole of a path matches one of the rules."""
+    """Returns a predicate for paths that one of the rules matches in full."""
     return lambda path: any(re.fullmatch(rule, path) for rule in rules)
 
 
 class Repeat(BaseLayer):
-    """Runs a child "layer" `num_layers` times.
+    """Layer that runs a child "layer" `num_layers` times.
 
     A subclass defines `forward`, which calls `_run`.
 
@@ -61,12 +61,12 @@ class Repeat(BaseLayer):
         """Configures a Repeat.
 
         Attributes:
-          layer: the layer that is repeated. Its `remat_spec` applies to each iteration.
-          num_layers: how often.
-          unroll: how many iterations one step of the loop holds, True for all; one if None.
-          drop_output: makes a function that tells which outputs of the layer are left out, by
-            path, such as "module_outputs/attention/probs". By default module outputs are, since
-            keeping them for each layer costs memory.
+          layer: the repeated layer. Its `remat_spec` applies to each iteration.
+          num_layers: number of repetitions.
+          unroll: number of iterations per step of the loop; True for all, None for one.
+          drop_output: returns a predicate for paths of outputs to drop, such as
+            "module_outputs/attention/probs". Default: all module outputs, since stacking them costs
+            memory.
         """
 
         layer: Required[InstantiableConfig] = REQUIRED
@@ -77,11 +77,11 @@ class Repeat(BaseLayer):
         ).set(rules=["module_outputs.*"])
 
     class Output(NamedTuple):
-        """What the iterations give.
+        """Output of the loop.
 
         Attributes:
-          carry: what the last one carries.
-          ys: what each gives beside, along a leading axis.
+          carry: the final carry.
+          ys: other outputs of the iterations, along a leading axis.
         """
 
         carry: Any
@@ -96,13 +96,13 @@ class Repeat(BaseLayer):
         return self.config.num_layers if name == "layer" else super()._num_copies(name)
 
     def _remat_kwargs(self) -> dict[str, Any] | None:
-        """How each iteration is computed again in the backward pass, None if it is not."""
+        """Returns arguments of `jax.checkpoint` for each iteration, None without remat."""
         spec = self.layer.config.remat_spec
         if spec is None or not self.is_training:
             return None
         unroll, n = self.config.unroll, self.config.num_layers
-        # A loop keeps its forward and its backward pass apart; only without one could the compiler
-        # merge what is computed twice.
+        # A loop separates its forward and backward pass; only without one could the compiler merge
+        # recomputed values.
         without_loop = unroll is True or (unroll or 1) >= n
         return {
             "prevent_cse": spec.prevent_cse and without_loop,
@@ -115,14 +115,14 @@ class Repeat(BaseLayer):
         """Runs the loop.
 
         Args:
-          fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack. It
-            calls `self.layer`, which then has its parameters, key and outputs for this iteration.
-          carry: the first carry, a pytree.
+          fn: takes the carry and a slice of `xs`; returns the next carry and values to stack. It
+            calls `self.layer`, which has the parameters, key and outputs of the iteration.
+          carry: the initial carry, a pytree.
           xs: a pytree of arrays with a leading axis of `num_layers`.
 
         Returns:
-          The last carry and what was stacked. Summaries of iteration i are found under "layer{i}",
-          state updates stacked under "layer".
+          The final carry and the stacked values. Summaries of iteration i are added under
+          "layer{i}"; state updates are stacked under "layer".
         """
         context = self.get_invocation_context()
         layer_context = context.add_child("layer", prng_key=context.prng_key)

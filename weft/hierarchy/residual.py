@@ -1,4 +1,4 @@
-"""A branch of a network beside the skip connection around it, and where norms stand in it.
+"""Residual branches and the placement of their norms.
 
     structure        y =
     "prenorm"        x + f(norm(x))
@@ -6,9 +6,9 @@
     "hybridnorm"     x + postnorm(f(prenorm(x)))
     "hybridnorm_v2"  z + postnorm(f(z))  with  z = prenorm(x)
     "v2"             out_norm(x + res_norm(f(in_norm(x)))), each norm optional
-    "nonorm"         f(x), where the skip connection is somewhere else
+    "nonorm"         f(x), with the skip connection elsewhere
 
-Dropout and stochastic depth are applied to the branch after its norms, right before the sum.
+Dropout and stochastic depth apply to the branch after its norms, right before the sum.
 """
 
 import enum
@@ -25,7 +25,7 @@ from weft.typing import Tensor
 
 
 class NormPosition(enum.Enum):
-    """Where a norm stands."""
+    """Position of a norm."""
 
     IN_NORM = "in_norm"
     """Before the branch."""
@@ -37,7 +37,7 @@ class NormPosition(enum.Enum):
 
 _IN, _RES, _OUT = NormPosition.IN_NORM, NormPosition.RES_NORM, NormPosition.OUT_NORM
 
-# The child that each norm is.
+# Names of the children by structure and position.
 _NORMS: dict[str, dict[NormPosition, str]] = {
     "prenorm": {_IN: "norm"},
     "postnorm": {_OUT: "norm"},
@@ -49,10 +49,10 @@ _NORMS: dict[str, dict[NormPosition, str]] = {
 
 
 class ResidualLayer(BaseLayer):
-    """A layer that is a branch beside a skip connection.
+    """Base of layers with a skip connection.
 
-    A subclass adds the norms with `_add_norms`, and its branch is what it does between
-    `_enter_branch` and `_leave_branch`.
+    A subclass adds norms with `_add_norms` and computes its branch between `_enter_branch` and
+    `_leave_branch`.
     """
 
     @config_class
@@ -60,12 +60,12 @@ class ResidualLayer(BaseLayer):
         """Configures a ResidualLayer.
 
         Attributes:
-          structure: where norms stand; see the table of this module.
-          norm: every norm, or one config for each position. With the structure "v2", there are
-            norms at the given positions only.
-          dropout: of the branch.
+          structure: placement of norms; see the table in the module docstring.
+          norm: config of all norms, or one per position. With the structure "v2", only the given
+            positions have norms.
+          dropout: dropout of the branch.
           stochastic_depth: drops the whole branch.
-          residual_gate_init: the first value of a learned factor of the branch; none if None.
+          residual_gate_init: initial value of a learned factor of the branch; None for no factor.
         """
 
         structure: str = "prenorm"
@@ -80,16 +80,13 @@ class ResidualLayer(BaseLayer):
         super().__init__(cfg, parent=parent)
         if cfg.structure not in _NORMS:
             raise LayerConfigError(
-                f"{self.path()}: structure={cfg.structure!r} is none of {', '.join(_NORMS)}."
+                f"{self.path()}: structure={cfg.structure!r} is unknown; expected one of "
+                f"{', '.join(_NORMS)}."
             )
         self._norms: dict[NormPosition, str] = {}
 
     def _add_norms(self, dim: int) -> None:
-        """Adds a child for each norm.
-
-        Args:
-          dim: the size of what is normalised.
-        """
+        """Adds a child for each norm, of vectors of size `dim`."""
         cfg = self.config
         wanted = _NORMS[cfg.structure]
         given: Any = cfg.norm if isinstance(cfg.norm, dict) else dict.fromkeys(wanted, cfg.norm)
@@ -97,12 +94,12 @@ class ResidualLayer(BaseLayer):
         if by_choice and not isinstance(cfg.norm, dict):
             raise LayerConfigError(
                 f"{self.path()}: structure='v2' needs a dict of norms by position, such as "
-                "{NormPosition.IN_NORM: RMSNorm.default_config()}, and norm is one config."
+                "{NormPosition.IN_NORM: RMSNorm.default_config()}, but norm is one config."
             )
         if not by_choice and given.keys() != wanted.keys():
             raise LayerConfigError(
                 f"{self.path()}: structure={cfg.structure!r} has norms at "
-                f"{', '.join(map(str, wanted))}, and norm gives {', '.join(map(str, given))}."
+                f"{', '.join(map(str, wanted))}, but norm has {', '.join(map(str, given))}."
             )
         for position, norm in given.items():
             self._norms[position] = wanted[position]
@@ -121,24 +118,20 @@ class ResidualLayer(BaseLayer):
         return getattr(self, self._norms[position])(x) if position in self._norms else x
 
     def _enter_branch(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What is skipped around the branch, and the branch's input.
-
-        Args:
-          x: the layer's input.
-        """
+        """Returns the skipped value and the branch's input."""
         normalized = self._normalize(_IN, x)
         return (normalized if self.config.structure == "hybridnorm_v2" else x), normalized
 
     def _leave_branch(
         self, skipped: Tensor, y: Tensor, *, dropout: Any, weight: float = 1.0
     ) -> Tensor:
-        """The layer's output.
+        """Returns the layer's output.
 
         Args:
           skipped: from `_enter_branch`.
           y: the branch's output.
-          dropout: the child for it.
-          weight: a factor of the branch.
+          dropout: the child that drops it.
+          weight: factor of the branch.
         """
         y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
         y = y if weight == 1 else y * weight

@@ -1,6 +1,6 @@
-"""Rotary positions: queries and keys are rotated by an angle that grows with their position.
+"""Rotary position embeddings: queries and keys are rotated by angles proportional to position.
 
-The inner product of a query and a key then depends on how far they are apart (Su et al., 2021).
+Inner products of queries and keys then depend on relative positions (Su et al., 2021).
 """
 
 from typing import Any
@@ -25,15 +25,15 @@ from weft.typing import Tensor
 
 
 class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
-    """Sines and cosines of the angles by which positions are rotated."""
+    """Sines and cosines of rotary angles."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a RoFormerSinusoidalPositionalEmbedding.
 
         Attributes:
-          dim: of the vectors to rotate, even.
-          theta: the base of the frequencies.
+          dim: size of the rotated vectors, even.
+          theta: base of the frequencies.
         """
 
         dim: Required[int] = REQUIRED
@@ -41,35 +41,35 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 
     @nowrap
     def default_query_positions(self, max_seq_len: int) -> Tensor:
-        """The positions of a sequence where none are given, `Int[Array, "1 max_seq_len"]`."""
+        """Returns the default positions of a sequence, `Int[Array, "1 max_seq_len"]`."""
         return jnp.arange(max_seq_len)[None]
 
     def _positions(self, positions: Tensor | None, max_seq_len: int | None) -> Tensor:
         if positions is not None and max_seq_len is not None:
             raise ArgumentValueError(
                 f"{self.path()} was given positions of shape {positions.shape} and "
-                f"max_seq_len={max_seq_len}, which stands for positions; give one of them."
+                f"max_seq_len={max_seq_len}; expected only one of them."
             )
         if positions is not None:
             return positions
         if max_seq_len is None:
             raise ArgumentValueError(
-                f"{self.path()} needs positions, or max_seq_len for the positions below it."
+                f"{self.path()} needs positions, or max_seq_len for positions from 0."
             )
         return self.default_query_positions(max_seq_len)
 
     def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
-        """Embeds.
+        """Computes sines and cosines.
 
         Args:
           positions: `Int[Array, "batch time"]`.
-          max_seq_len: instead of positions, for those from 0 up to it.
+          max_seq_len: shorthand for positions 0 to `max_seq_len - 1`.
 
         Returns:
           `Float[Array, "batch time dim"]`, first the sines, then the cosines.
 
         Raises:
-          ArgumentValueError: if both or none of them are given.
+          ArgumentValueError: unless exactly one of the arguments is given.
         """
         cfg = self.config
         frequencies = rotary_frequencies(cfg.dim, cfg.theta)
@@ -79,21 +79,20 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 
 
 class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
-    """Rotary positions for longer contexts than a model was trained on (Peng et al., 2023)."""
+    """Rotary embedding for contexts longer than in training (Peng et al., 2023)."""
 
     @config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a YaRNSinusoidalPositionalEmbedding.
 
         Attributes:
-          original_max_seq_length: the longest context in training.
-          scaling_factor: how many times as long the context is now.
-          extrapolation_factor: how far pairs of dimensions that turn fast keep their frequency.
-          attn_factor: a factor of queries and keys, beside the one that follows from
+          original_max_seq_length: maximum context length in training.
+          scaling_factor: new context length over the original one.
+          extrapolation_factor: share of its frequency that a fast pair of dimensions keeps.
+          attn_factor: factor of queries and keys, on top of the one derived from `scaling_factor`.
+          beta_fast: pairs with more rotations than this within the original context are fast.
+          beta_slow: pairs with fewer rotations are slow; their frequency is divided by
             `scaling_factor`.
-          beta_fast: a pair that turns more often than this within the original context is fast.
-          beta_slow: a pair that turns less often than this is slow, and gets the frequency divided
-            by `scaling_factor`.
         """
 
         original_max_seq_length: Required[int] = REQUIRED
@@ -104,7 +103,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
         beta_slow: float = 1.0
 
     def compute_rope_params(self) -> tuple[Tensor, float]:
-        """Frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
+        """Returns frequencies, `Float[Array, "dim/2"]`, and the factor of sines and cosines."""
         cfg = self.config
         frequencies = yarn_frequencies(
             cfg.dim,
@@ -120,12 +119,12 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     def build_rotary_sinusoidal_positional_embeddings(
         self, positions: Tensor, inv_freq: Tensor, mscale: float
     ) -> Tensor:
-        """Sines and cosines.
+        """Computes scaled sines and cosines.
 
         Args:
           positions: `Int[Array, "batch time"]`.
-          inv_freq: by how much each pair of dimensions turns per position.
-          mscale: the factor of sines and cosines.
+          inv_freq: angle per position of each pair of dimensions.
+          mscale: factor of sines and cosines.
         """
         return jnp.concatenate(sincos(positions, inv_freq), axis=-1) * mscale
 
@@ -136,18 +135,17 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
 
 
 class Llama3SinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
-    """Rotary positions of Llama 3.1, for longer contexts than a model was first trained on."""
+    """Rotary embedding of Llama 3.1 for contexts longer than in initial training."""
 
     @config_class
     class Config(RoFormerSinusoidalPositionalEmbedding.Config):
         """Configures a Llama3SinusoidalPositionalEmbedding.
 
         Attributes:
-          original_max_seq_length: the longest context before the change.
-          scaling_factor: what the frequencies of slow pairs of dimensions are divided by.
-          low_freq_factor: a pair that turns less often than this within the original context is
-            slow.
-          high_freq_factor: a pair that turns more often than this keeps its frequency.
+          original_max_seq_length: maximum context length in initial training.
+          scaling_factor: divisor of the frequencies of slow pairs of dimensions.
+          low_freq_factor: pairs with fewer rotations within the original context are slow.
+          high_freq_factor: pairs with more rotations keep their frequency.
         """
 
         original_max_seq_length: Required[int] = REQUIRED
@@ -179,12 +177,12 @@ def apply_rotary_position_embeddings(
     rotary_key: bool,
     rotary_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates queries, and keys and values on request.
+    """Rotates queries, and optionally keys and values.
 
     Args:
       query: `Float[Array, "batch time heads dim"]`.
-      key: likewise.
-      value: likewise.
+      key: `Float[Array, "batch time heads dim"]`.
+      value: `Float[Array, "batch time heads dim"]`.
       sinusoidal_pos: `Float[Array, "#batch time #heads dim"]`, first the sines.
       rotary_key: whether to rotate keys.
       rotary_value: whether to rotate values.
@@ -197,27 +195,25 @@ def apply_rotary_position_embeddings(
 
 
 def _rotate(x: Tensor, sinusoidal_pos: Tensor) -> Tensor:
-    """`x` with as many dimensions rotated, from the first, as there are sines and cosines."""
+    """Rotates as many leading dimensions of `x` as there are sines and cosines."""
     dim = sinusoidal_pos.shape[-1]
     turned = apply_rotary(x[..., :dim], *jnp.split(sinusoidal_pos, 2, axis=-1))
     return turned if dim == x.shape[-1] else jnp.concatenate([turned, x[..., dim:]], axis=-1)
 
 
 class RoFormerQKVLinear(BaseQKVLinear):
-    """Rotates the queries and keys that another layer makes."""
+    """Rotates the queries and keys of another projection layer."""
 
     @config_class
     class Config(BaseQKVLinear.Config):
         """Configures a RoFormerQKVLinear.
 
         Attributes:
-          rope_pos_emb_layer: gives sines and cosines for positions.
-          input_linear: makes queries, keys and values.
-          rotary_value: whether values are rotated as well.
-          query_scale: what happens to queries before they are rotated.
-          key_scale: what happens to keys before they are rotated.
-          partial_rope_factor: the fraction of dimensions of a head, the first ones, that are
-            rotated; all if None.
+          input_linear: projects to queries, keys and values.
+          rotary_value: whether to rotate values too.
+          query_scale: norms and scales of queries before the rotation.
+          key_scale: norms and scales of keys before the rotation.
+          partial_rope_factor: fraction of leading dimensions of each head to rotate; None for all.
         """
 
         rope_pos_emb_layer: RoFormerSinusoidalPositionalEmbedding.Config = (
@@ -236,8 +232,8 @@ class RoFormerQKVLinear(BaseQKVLinear):
         if not 0 < factor <= 1 or self._rotary_dim % 2:
             raise LayerConfigError(
                 f"{self.path()}: partial_rope_factor={factor} of per_head_dim={cfg.per_head_dim} "
-                f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] that gives an "
-                "even number."
+                f"rotates {self._rotary_dim} dimensions; expected a factor in (0, 1] and an even "
+                "number of dimensions."
             )
         self._add_child("rope_pos_emb_layer", cfg.rope_pos_emb_layer.set(dim=self._rotary_dim))
         self._add_child(
@@ -272,7 +268,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
             query_positions = self.rope_pos_emb_layer.default_query_positions(query.shape[1])
         if q.shape[1] != k.shape[1] and kv_state is None:
             raise ArgumentShapeError(
-                f"{self.path()} rotates keys by the positions of the queries, and there are "
+                f"{self.path()} rotates keys by the positions of the queries, but there are "
                 f"{q.shape[1]} queries and {k.shape[1]} keys; use QKVLinear for cross attention."
             )
         sinusoidal = self.rope_pos_emb_layer(positions=query_positions)[:, :, None]
@@ -280,7 +276,7 @@ class RoFormerQKVLinear(BaseQKVLinear):
             q = self.query_scale(q, positions=query_positions)
         q = _rotate(q, sinusoidal)
         if self.is_kv_sharing(cfg):
-            return self.Output(q, k, v)  # the other layer has rotated them
+            return self.Output(q, k, v)  # already rotated by the other layer
         if cfg.key_scale is not None:
             k = self.key_scale(k, positions=query_positions)
         v = _rotate(v, sinusoidal) if cfg.rotary_value else v

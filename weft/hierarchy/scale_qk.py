@@ -1,7 +1,6 @@
-"""What happens to queries and keys before they meet: norms and scales.
+"""Norms and scales of queries and keys before their inner product.
 
-Attention divides logits by the square root of the dimension of a head; here queries are multiplied
-by it beforehand, which is cheaper, and keys may take a part of it.
+Scaling queries by 1/sqrt(per_head_dim) is cheaper than scaling logits; keys may take part of it.
 """
 
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from weft.hierarchy.param_init import constant_initializer
 from weft.typing import Tensor
 
 ScaleFn = Callable[[int], float]
-"""The factor of queries or keys for a dimension of each head."""
+"""Factor of queries or keys as a function of `per_head_dim`."""
 
 
 def constant_scale_fn(value: float) -> ScaleFn:
-    """The same factor for every dimension.
-
-    Args:
-      value: the factor.
+    """Returns a ScaleFn with the same factor for every dimension.
 
     Example:
       >>> constant_scale_fn(2.0)(64)
@@ -37,10 +33,7 @@ def constant_scale_fn(value: float) -> ScaleFn:
 
 
 def pow_scale_fn(exp: float) -> ScaleFn:
-    """A power of the dimension.
-
-    Args:
-      exp: the exponent.
+    """Returns a ScaleFn that is a power of the dimension.
 
     Example:
       >>> pow_scale_fn(-0.5)(64)
@@ -50,21 +43,17 @@ def pow_scale_fn(exp: float) -> ScaleFn:
 
 
 class PerDimScale(BaseLayer):
-    """A learned factor for each dimension, positive and 1 at first."""
+    """Learned positive factor for each dimension, initially 1."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a PerDimScale.
-
-        Attributes:
-          dim: the number of dimensions.
-        """
+        """Configures a PerDimScale."""
 
         dim: Required[int] = REQUIRED
 
     @classmethod
     def default_config(cls) -> Any:
-        """A config whose parameter is on every device."""
+        """Returns a config with a replicated parameter."""
         return super().default_config().set(param_partition_spec=(None,))
 
     def _create_layer_parameter_specs(self) -> dict[str, ParameterSpec]:
@@ -79,48 +68,40 @@ class PerDimScale(BaseLayer):
         }
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scales.
-
-        Args:
-          x: `Float[Array, "*batch dim"]`.
-        """
+        """Scales the last axis, of size `dim`."""
         return per_dim_scale(x, self.parameters["param"])
 
 
 class BaseScaleQK(BaseLayer):
-    """Scales queries or keys."""
+    """Base of scales of queries or keys."""
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseScaleQK.
-
-        Attributes:
-          per_head_dim: the size of a vector of one head.
-        """
+        """Configures a BaseScaleQK."""
 
         per_head_dim: Required[int] = REQUIRED
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        """Scales.
+        """Scales queries or keys.
 
         Args:
-          proj: queries or keys, `Float[Array, "batch time heads per_head_dim"]`.
-          positions: theirs, `Int[Array, "#batch time"]`, for a scale that depends on them.
+          proj: `Float[Array, "batch time heads per_head_dim"]`.
+          positions: `Int[Array, "#batch time"]`, for scales that depend on them.
         """
         raise NotImplementedError(type(self))
 
 
 class ScaleQuery(BaseScaleQK):
-    """Queries: a norm, a learned scale for each dimension, a factor, in this order."""
+    """Norm, learned scale per dimension and factor of queries, in this order."""
 
     @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleQuery.
 
         Attributes:
-          norm: over the dimensions of a head; none if None.
-          per_dim_scale: learned; none if None.
-          scale_factor: makes a `ScaleFn`; `per_head_dim ** -0.5` if None.
+          norm: norm over the dimensions of a head; None for none.
+          per_dim_scale: learned scale; None for none.
+          scale_factor: makes a `ScaleFn`; None for `per_head_dim ** -0.5`.
         """
 
         norm: InstantiableConfig | None = None
@@ -129,7 +110,7 @@ class ScaleQuery(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """The factor where the config has none."""
+        """Returns the default of `scale_factor`."""
         return config_for_function(pow_scale_fn).set(exp=-0.5)
 
     def __init__(self, cfg: Config, *, parent: Module | None):
@@ -142,15 +123,14 @@ class ScaleQuery(BaseScaleQK):
             self._add_child("per_dim_scale", cfg.per_dim_scale.set(dim=cfg.per_head_dim))
 
     def apply_norm(self, proj: Tensor) -> Tensor:
-        """Normalises, if the config asks for it."""
+        """Normalizes if a norm is configured."""
         return proj if self.config.norm is None else self.norm(proj)
 
     def apply_per_dim_scale(self, proj: Tensor) -> Tensor:
-        """Scales each dimension, if the config asks for it."""
+        """Scales each dimension if a `per_dim_scale` is configured."""
         return proj if self.config.per_dim_scale is None else self.per_dim_scale(proj)
 
     def apply_scale_factor(self, proj: Tensor) -> Tensor:
-        """Multiplies by the factor."""
         return proj * self._scale
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
@@ -159,15 +139,15 @@ class ScaleQuery(BaseScaleQK):
 
 
 class ScaleKey(BaseScaleQK):
-    """Keys: a norm and a factor."""
+    """Norm and factor of keys."""
 
     @config_class
     class Config(BaseScaleQK.Config):
         """Configures a ScaleKey.
 
         Attributes:
-          norm: over the dimensions of a head; none if None.
-          scale_factor: makes a `ScaleFn`; 1 if None.
+          norm: norm over the dimensions of a head; None for none.
+          scale_factor: makes a `ScaleFn`; None for 1.
         """
 
         norm: InstantiableConfig | None = None
@@ -175,7 +155,7 @@ class ScaleKey(BaseScaleQK):
 
     @staticmethod
     def default_scale_factor_config() -> InstantiableConfig[ScaleFn]:
-        """The factor where the config has none."""
+        """Returns the default of `scale_factor`."""
         return config_for_function(constant_scale_fn).set(value=1.0)
 
     def __init__(self, cfg: Config, *, parent: Module | None):

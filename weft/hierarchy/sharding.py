@@ -1,4 +1,4 @@
-"""How activations lie over the mesh."""
+"""Sharding of activations."""
 
 from jax.sharding import PartitionSpec
 
@@ -8,19 +8,19 @@ from weft.typing import MeshAxes, Tensor
 
 
 def maybe_shard(x: Tensor, partition_spec: PartitionSpec | MeshAxes | None) -> Tensor:
-    """Asks the compiler to lay an array over the mesh of `jax.set_mesh`.
+    """Constrains the sharding of an array on the mesh of `jax.set_mesh`.
 
     Args:
       x: the array.
-      partition_spec: the mesh axes of each axis, or logical names for which the context has rules.
-        Without it, or without a mesh, `x` comes back as it is.
+      partition_spec: mesh axes of each axis, or logical names with rules in the context. Without
+        it, or without a mesh, `x` is returned as it is.
 
     Raises:
-      MeshError: if the mesh has no axis of a name, or the layout more axes than the array.
+      MeshError: if the mesh lacks an axis, or the spec has more axes than the array.
 
     Warns:
       ShardingWarning: if a mesh axis does not divide an axis of the array, which then is not split.
-        An axis of size 1, as of one row or one position in decoding, is not split and not said.
+        Axes of size 1, such as a single decoding position, are not split without a warning.
     """
     mesh = get_global_mesh()
     if partition_spec is None or mesh is None:

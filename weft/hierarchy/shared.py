@@ -1,4 +1,4 @@
-"""A layer that stands for another one."""
+"""A layer that redirects its calls to a shared module."""
 
 import functools
 from typing import Any
@@ -10,16 +10,16 @@ from weft.hierarchy.module import Module, method_named
 
 
 class RedirectToSharedModule(BaseLayer):
-    """Passes its calls on to a module that one above it shares; it has no parameters of its own.
+    """Layer without parameters that calls a module shared by an ancestor.
 
-    An output layer with the weights of the embedding, for example: the decoder shares its embedding
-    by `_share_with_descendants(self.emb, shared_module_name="shared_emb")`, and a layer below has
+    For example, an output layer with the weights of the embedding: the decoder calls
+    `_share_with_descendants(self.emb, shared_module_name="shared_emb")`, and a layer below it uses
 
         RedirectToSharedModule.default_config().set(
             shared_module="shared_emb", method_map={"forward": "attend"}
         )
 
-    as its output layer, whose `forward` then is the embedding's `attend`.
+    as output layer, whose `forward` is the embedding's `attend`.
     """
 
     @config_class
@@ -27,9 +27,9 @@ class RedirectToSharedModule(BaseLayer):
         """Configures a RedirectToSharedModule.
 
         Attributes:
-            shared_module: the name under which the module is shared.
-            method_map: from methods of this layer to those of the shared module; with none,
-                `forward` is `forward`.
+            shared_module: name under which the module is shared.
+            method_map: maps methods of this layer to those of the shared module; empty means
+                `forward` to `forward`.
         """
 
         shared_module: Required[str] = REQUIRED
@@ -40,25 +40,19 @@ class RedirectToSharedModule(BaseLayer):
         for name, target in (cfg.method_map or {"forward": "forward"}).items():
             if name != "forward" and (name.startswith("_") or hasattr(BaseLayer, name)):
                 raise LayerMethodError(
-                    f"{self.path()} has {name!r} in its method_map, which is not a method that it "
-                    "may redirect; expected 'forward' or a new public name."
+                    f"{self.path()} cannot redirect {name!r} of its method_map; expected 'forward' "
+                    "or a new public name."
                 )
             setattr(self, name, functools.partial(self.redirect, target))
 
     def redirect(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the shared module.
-
-        Args:
-            target: the method's name.
-            *args: for the method.
-            **kwargs: for the method.
-        """
+        """Calls the method called `target` of the shared module."""
         shared = self.get_shared_module(self.config.shared_module).module
         method = method_named(shared, target)
         if method is None:
             raise LayerMethodError(
-                f"{self.path()} is to call {target!r} of {shared.path()}, and "
+                f"{self.path()} redirects to {target!r} of {shared.path()}, but "
                 f"{type(shared).__name__} has no public method of that name; "
-                "name another in method_map."
+                "change method_map."
             )
         return method(*args, **kwargs)

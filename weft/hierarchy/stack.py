@@ -1,7 +1,8 @@
-"""Stacks of transformer layers: one module for each layer, or one module in a loop.
+"""Stacks of transformer layers.
 
-`StackedTransformerLayer` has a child for each layer, which may differ; `RepeatedTransformerLayer`
-has one, whose parameters are stacked, and takes as long to trace and compile as one layer does.
+`StackedTransformerLayer` has a child for each layer, and layers may differ.
+`RepeatedTransformerLayer` has one child with stacked parameters, which traces and compiles as fast
+as one layer.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -24,23 +25,23 @@ Output = BaseTransformerLayer.Output
 
 
 class UpdateDataFn(Protocol):
-    """Makes a layer's input."""
+    """Function that computes a layer's input."""
 
     def __call__(self, data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
-        """The input of the next layer.
+        """Returns the input of the next layer.
 
         Args:
-          data: what it would be otherwise, the output of the layer before.
-          all_layer_outputs: those of all layers before.
+          data: the default input, which is the previous layer's output.
+          all_layer_outputs: outputs of all previous layers.
         """
         ...
 
 
 def update_data_with_skip_connection(skip_connections: dict[int, int]) -> UpdateDataFn:
-    """Adds the outputs of earlier layers to the inputs of later ones.
+    """Returns a function that adds outputs of earlier layers to inputs of later ones.
 
     Args:
-      skip_connections: for each later layer the earlier one, both counted from 0.
+      skip_connections: maps each later layer to the earlier one, both counted from 0.
     """
 
     def update_data(data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
@@ -51,20 +52,18 @@ def update_data_with_skip_connection(skip_connections: dict[int, int]) -> Update
 
 
 class BaseStackedTransformerLayer(BaseTransformerLayer):
-    """Several transformer layers, one after the other."""
+    """Base of stacks of transformer layers."""
 
     @config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a BaseStackedTransformerLayer.
 
         Attributes:
-          num_layers: how many.
-          layer: the config of each.
-          peak_stochastic_depth_rate: the rate of the last layer, to which those of the others
-            grow linearly; None leaves them as they are.
-          carry: the arguments that a layer gets from the output of the layer before; "data" alone
-            if None.
-          scan_kwargs: the arguments that have a leading axis of layers.
+          layer: config of each layer.
+          peak_stochastic_depth_rate: rate of the last layer, to which the rates grow linearly; None
+            keeps the configured rates.
+          carry: arguments that a layer gets from the previous layer's output; None for "data".
+          scan_kwargs: arguments with a leading axis of layers.
         """
 
         num_layers: Required[int] = REQUIRED
@@ -77,41 +76,41 @@ class BaseStackedTransformerLayer(BaseTransformerLayer):
         super().__init__(cfg, parent=parent)
         if cfg.carry is not None and "data" not in cfg.carry:
             raise LayerConfigError(
-                f"{self.path()}: carry={tuple(cfg.carry)} leaves out 'data', the output of one "
-                "layer that is the input of the next."
+                f"{self.path()}: carry={tuple(cfg.carry)} lacks 'data', which each layer "
+                "passes to the next."
             )
 
     def _with_input_dim(self, layer: Any) -> Any:
-        """The config of a layer with the input dimension of the stack."""
+        """Returns a layer's config with the input dimension of the stack."""
         if layer.input_dim not in (REQUIRED, self.config.input_dim):
             raise LayerConfigError(
                 f"{self.path()}: layer.input_dim={layer.input_dim} differs from input_dim="
-                f"{self.config.input_dim} of the stack; set the one of the stack only."
+                f"{self.config.input_dim} of the stack; set only that of the stack."
             )
         return layer.set(input_dim=self.config.input_dim)
 
 
 def _aux_to_carry(carry: Sequence[str] | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a layer, with what to return so that it can be carried on."""
+    """Adds the outputs that are carried to a layer's `return_aux`."""
     aux = {name for name in carry or () if name != "data"}
     return {**kwargs, "return_aux": {*(kwargs.get("return_aux") or ()), *aux}}
 
 
 def _only(output: Output, return_aux: Collection[str] | None) -> Output:
-    """An output with the data and what was asked for."""
+    """Returns an output with only the data and the fields in `return_aux`."""
     wanted = {"data", *(return_aux or ())}
     return output._replace(**{name: None for name in Output._fields if name not in wanted})
 
 
 class StackedTransformerLayer(BaseStackedTransformerLayer):
-    """One child for each layer: "layer0", "layer1", and so on."""
+    """Stack with one child per layer: "layer0", "layer1", and so on."""
 
     @config_class
     class Config(BaseStackedTransformerLayer.Config):
         """Configures a StackedTransformerLayer.
 
         Attributes:
-          layer: the config of each layer, or a list with one for each.
+          layer: config of all layers, or a list with one per layer.
           data_merger: makes an `UpdateDataFn`, which changes the inputs of layers.
         """
 
@@ -127,7 +126,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
             layers = [layers.clone() for _ in range(cfg.num_layers)]
         if len(layers) != cfg.num_layers:
             raise LayerConfigError(
-                f"{self.path()}: layer has {len(layers)} configs and num_layers={cfg.num_layers}; "
+                f"{self.path()}: layer has {len(layers)} configs, but num_layers={cfg.num_layers}; "
                 "give one config per layer, or one for all."
             )
         self._update_data = maybe_instantiate(cfg.data_merger)
@@ -138,7 +137,6 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
             self._add_child(f"layer{i}", layer)
 
     def _set_stochastic_depth_rate(self, layer: Any, index: int) -> None:
-        """Sets the rate of the residual branches of a layer's config."""
         cfg = self.config
         rate = get_stochastic_depth_linear_rate(
             cfg.peak_stochastic_depth_rate, stage_order=index + 1, num_stages=cfg.num_layers
@@ -175,7 +173,7 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     def _forward_for_mode(
         self, mode: ForwardMode, cached_states: Any, data: Tensor, **layer_kwargs: Any
     ) -> tuple[NestedTensor, Output]:
-        """Any of the three; keyword arguments go to each layer."""
+        """Applies all layers in any mode; keyword arguments go to each layer."""
         cfg = self.config
         return_aux = layer_kwargs.get("return_aux")
         scanned = {name: layer_kwargs.pop(name, None) for name in cfg.scan_kwargs or ()}
@@ -203,19 +201,10 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
     def _update_layer_kwargs(
         self, layer_kwargs: dict[str, Any], *, all_layer_outputs: list[Output]
     ) -> None:
-        """Changes the arguments of the next layer; a subclass may do so.
-
-        Args:
-          layer_kwargs: the arguments of all layers, changed in place.
-          all_layer_outputs: those of the layers before.
-        """
+        """Changes the arguments of the next layer in place; subclasses may override this."""
 
     def _aggregate_layer_outputs(self, layer_outputs: Sequence[Output]) -> Output:
-        """The output of the stack: the data and keys of the last layer, probabilities of all.
-
-        Args:
-          layer_outputs: those of all layers.
-        """
+        """Returns data and keys of the last layer, and probabilities of all."""
         last = layer_outputs[-1]
 
         def stacked(name: str) -> Tensor | None:
@@ -229,16 +218,11 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 
 
 class _TransformerRepeat(Repeat):
-    """The loop of a repeated stack."""
+    """Loop of a repeated stack."""
 
     @config_class
     class Config(Repeat.Config):
-        """Configures a _TransformerRepeat.
-
-        Attributes:
-          carry: as for the stack.
-          scan_kwargs: as for the stack.
-        """
+        """Configures a _TransformerRepeat; see the stack for both fields."""
 
         carry: Sequence[str] | None = None
         scan_kwargs: Sequence[str] | None = None
@@ -252,7 +236,7 @@ class _TransformerRepeat(Repeat):
         return self._loop(apply, None, data, **layer_kwargs)[1]
 
     def init_states(self, **kwargs: Any) -> NestedTensor:
-        """The states of all layers, stacked."""
+        """Returns the stacked states of all layers."""
         n = self.config.num_layers
         state = self.layer.init_states(**kwargs)
         return VDict(layer=jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *x.shape)), state))
@@ -271,7 +255,7 @@ class _TransformerRepeat(Repeat):
     def _loop(
         self, apply: Callable[..., tuple[Any, Output]], states: Any, data: Tensor, **kwargs: Any
     ) -> tuple[Any, Output]:
-        """Runs `apply` for each layer; keyword arguments are those of the layers."""
+        """Calls `apply` for each layer; keyword arguments go to each layer."""
         cfg = self.config
         return_aux = kwargs.get("return_aux")
         kwargs = _aux_to_carry(cfg.carry, {"data": data, **kwargs})
@@ -290,7 +274,7 @@ class _TransformerRepeat(Repeat):
 
 
 class StackInOneChild(BaseStackedTransformerLayer):
-    """A stack whose layers are all within one child, and their decoding states with them."""
+    """Stack whose layers and decoding states are all within one child."""
 
     _child: str
 
@@ -318,15 +302,11 @@ class StackInOneChild(BaseStackedTransformerLayer):
 
 
 class RepeatedTransformerLayer(StackInOneChild):
-    """One child in a loop, whose parameters have a leading axis of layers."""
+    """Stack with one child in a loop, whose parameters have a leading axis of layers."""
 
     @config_class
     class Config(BaseStackedTransformerLayer.Config):
-        """Configures a RepeatedTransformerLayer.
-
-        Attributes:
-          repeat: the loop.
-        """
+        """Configures a RepeatedTransformerLayer."""
 
         repeat: Repeat.Config = _TransformerRepeat.default_config()
 
@@ -336,8 +316,8 @@ class RepeatedTransformerLayer(StackInOneChild):
         super().__init__(cfg, parent=parent)
         if cfg.peak_stochastic_depth_rate:
             raise LayerConfigError(
-                f"{self.path()}: peak_stochastic_depth_rate={cfg.peak_stochastic_depth_rate} gives "
-                "each layer a rate of its own, and repeated layers share one config; use "
+                f"{self.path()}: peak_stochastic_depth_rate={cfg.peak_stochastic_depth_rate} sets "
+                "a rate per layer, but repeated layers share one config; use "
                 "StackedTransformerLayer, or set the rate of layer's stochastic_depth."
             )
         self._add_child(

@@ -1,9 +1,8 @@
-"""Parameters of several equal layers, as one tree whose arrays have a leading axis.
+"""Stacked parameters of equal layers.
 
-A layer that runs one child several times, each time with parameters of its own, holds them
-stacked: the specs gain a leading axis, which no mesh axis is laid over and which counts as a batch
-axis of the fans, and each copy is drawn with a key of its own. The subtree is a `VDict`, so that an
-optimizer can tell layers apart.
+A layer that runs one child several times with separate parameters holds them stacked. Their specs
+have a leading axis, which is replicated and counts as a batch axis of the fans, and each copy is
+initialized with its own key. The subtree is a `VDict`, so that optimizers can separate the layers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,11 +22,11 @@ if TYPE_CHECKING:
 
 
 def parameter_specs_of_copies(layer: "BaseLayer", n: int | None) -> dict[str, Any]:
-    """The parameter specs of copies of a layer.
+    """Returns the parameter specs of `n` copies of a layer.
 
     Args:
-      layer: one of them.
-      n: the number of copies; None for the layer alone, without a leading axis.
+      layer: one of the copies.
+      n: number of copies; None for a single layer without a leading axis.
     """
     specs = layer.create_parameter_specs_recursively()
     if n is None:
@@ -38,16 +37,16 @@ def parameter_specs_of_copies(layer: "BaseLayer", n: int | None) -> dict[str, An
 def initialize_copies(
     layer: "BaseLayer", n: int | None, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
 ) -> dict[str, Any]:
-    """Draws the parameters of copies of a layer.
+    """Initializes the parameters of `n` copies of a layer.
 
     Args:
-      layer: one of them.
-      n: the number of copies; None for the layer alone, without a leading axis.
+      layer: one of the copies.
+      n: number of copies; None for a single layer without a leading axis.
       prng_key: split for each copy, so that the first copies do not depend on `n`.
-      prebuilt: values to use instead, stacked; what is missing or None is drawn.
+      prebuilt: stacked values to use instead; missing values and None are initialized.
 
     Raises:
-      ParameterSpecError: if a value in `prebuilt` has another leading axis, or a wrong shape.
+      ParameterSpecError: if a value in `prebuilt` has a wrong leading axis or shape.
     """
     if n is None:
         return layer.initialize_parameters_recursively(prng_key, prebuilt=prebuilt)
@@ -57,8 +56,8 @@ def initialize_copies(
     for path, value in jax.tree_util.tree_leaves_with_path(given):
         if jnp.shape(value)[:1] != (n,):
             raise ParameterSpecError(
-                f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has the shape "
-                f"{jnp.shape(value)}; expected a leading axis of {n}, one entry for each copy of "
+                f"prebuilt {layer.path()}{jax.tree_util.keystr(path)} has shape "
+                f"{jnp.shape(value)}; expected a leading axis of {n}, one entry per copy of "
                 f"{layer.path()}."
             )
 
@@ -67,8 +66,8 @@ def initialize_copies(
 
     keys = fork_key(prng_key, n)
     if isinstance(prng_key, jax.core.Tracer):
-        # A loop compiles for one copy, in 0.4 x the time that vmap takes for all of them at once.
+        # A loop compiles for one copy, in 0.4 x the compile time of vmap.
         return VDict(jax.lax.map(lambda of_copy: initialize(*of_copy), (keys, given)))
-    # Outside of a compiled function, a loop would be compiled anew at each call.
+    # Outside of a compiled function, a loop would be recompiled at each call.
     drawn = [initialize(keys[i], jax.tree.map(lambda x, i=i: x[i], given)) for i in range(n)]
     return VDict(jax.tree.map(lambda *copies: jnp.stack(copies), *drawn))

@@ -1,8 +1,7 @@
-"""Summaries: what a model reports about a step, beside plain numbers.
+"""Summaries: reports of a training or evaluation step other than plain numbers.
 
-A module hands them to `add_summary`; as pytrees they leave the compiled step as its outputs; on the
-host a summary writer turns each `value()` into what its destination shows. An evaler, which sees
-many batches, first adds them up with `accumulate`.
+Modules pass them to `add_summary`. As pytrees they are outputs of the compiled step; on the host, a
+summary writer renders each `value()`. An evaler first merges those of all batches by `accumulate`.
 """
 
 from collections.abc import Callable
@@ -16,31 +15,31 @@ from weft.typing import NestedTensor, Tensor
 
 
 class Summary(struct.PyTreeNode):
-    """Base of the summaries. A subclass defines `value`."""
+    """Base of summaries. A subclass defines `value`."""
 
     def value(self) -> NestedTensor | int | float | complex | str | None:
-        """What is to be shown, None for nothing."""
+        """Returns the value to show, None for nothing."""
         raise NotImplementedError(type(self))
 
     def accumulate(self, other: Self) -> Self:
-        """The summary that stands for this one and a later one. By default, the first stays.
+        """Returns a summary of this and a later one; by default, keeps the first.
 
         Args:
-            other: Of the same class, from a later batch.
+            other: of the same class, from a later batch.
         """
         del other
         return self
 
     def validate(self) -> None:
-        """Checks shapes and dtypes; `add_summary` calls it, so the values may be traced.
+        """Checks shapes and dtypes; called by `add_summary`, possibly on tracers.
 
         Raises:
-            SummaryValueError: If a writer could not show the value.
+            SummaryValueError: if a writer could not show the value.
         """
 
 
 class ImageSummary(Summary):
-    """Images, of which an evaler keeps those of the first batch.
+    """Images; an evaler keeps those of the first batch.
 
     Args:
         _value: `[batch, height, width, channels]` or one image `[height, width, channels]`, with
@@ -71,11 +70,11 @@ class ImageSummary(Summary):
 
 
 class AudioSummary(Summary):
-    """Sound, of which an evaler keeps that of the first batch.
+    """Audio; an evaler keeps that of the first batch.
 
     Args:
         _value: `[batch, time, channels]` or one clip `[time, channels]`; floats between -1 and 1.
-        sample_rate: Samples in a second.
+        sample_rate: in Hz.
 
     >>> import numpy as np
     >>> AudioSummary(np.zeros((1, 16000, 1)), sample_rate=16000).validate()
@@ -98,13 +97,13 @@ class AudioSummary(Summary):
 
 
 class CallbackSummary(Summary):
-    """A value that is computed on the host, when a writer is about to show it.
+    """Value that is computed on the host when a writer shows it.
 
     Args:
-        fn: Called as `fn(*args, **kwargs)`, with host arrays. A part of the compiled step's
-            identity, so give a function that has a name, not a new lambda in each call.
-        args: Positional arguments, of arrays.
-        kwargs: Arguments by name, of arrays.
+        fn: called as `fn(*args, **kwargs)` with host arrays. It is static in the compiled step, so
+            pass a named function; a new lambda per call triggers recompilation.
+        args: positional arguments, arrays.
+        kwargs: keyword arguments, arrays.
 
     >>> CallbackSummary("{:.1f} %".format, args=(12.34,)).value()
     '12.3 %'

@@ -8,26 +8,26 @@ from weft.typing import Tensor
 
 
 class TensorStats(Module):
-    """Reports something about a named array."""
+    """Base of statistics of named arrays."""
 
     def add_stats(self, name: str, value: Tensor) -> None:
-        """Adds summaries about an array; by itself this class adds none.
+        """Adds summaries about an array; this base class adds none.
 
         Args:
-            name: of the array within its layer.
+            name: name of the array within its layer.
             value: the array.
         """
 
 
 class TensorRMSNorm(TensorStats):
-    """Reports the root of the mean square."""
+    """Reports the root mean square."""
 
     def add_stats(self, name: str, value: Tensor) -> None:
         self.add_summary("rms_norm", jnp.sqrt(jnp.mean(jnp.square(value.astype(jnp.float32)))))
 
 
 class TensorMaxAbs(TensorStats):
-    """Reports the largest magnitude."""
+    """Reports the maximum absolute value."""
 
     def add_stats(self, name: str, value: Tensor) -> None:
         self.add_summary("max_abs", jnp.max(jnp.abs(value)).astype(jnp.float32))
@@ -41,9 +41,8 @@ class CompositeTensorStats(TensorStats):
         """Configures CompositeTensorStats.
 
         Attributes:
-            tensor_stats: the statistics by name.
-            inline_child_summaries: whether their summaries stand beside each other instead of under
-                their names.
+            tensor_stats: statistics by name.
+            inline_child_summaries: whether to omit those names from the paths of summaries.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {}
@@ -64,16 +63,11 @@ class CompositeTensorStats(TensorStats):
 
 
 class DefaultTensorStats(CompositeTensorStats):
-    """Reports the root of the mean square and the largest magnitude."""
+    """Reports the root mean square and the maximum absolute value."""
 
     @config_class
     class Config(CompositeTensorStats.Config):
-        """Configures DefaultTensorStats.
-
-        Attributes:
-            tensor_stats: the statistics by name.
-            inline_child_summaries: as for CompositeTensorStats.
-        """
+        """Configures DefaultTensorStats."""
 
         tensor_stats: dict[str, TensorStats.Config] = {
             "norm": TensorRMSNorm.default_config(),

@@ -1,4 +1,4 @@
-"""From token ids to the first vectors of a model, and back to logits."""
+"""Embeddings of token ids, and their use as output weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class BaseEmbedding(BaseLayer):
-    """Embeds a batch of token ids. A subclass defines `forward` and `attend`.
+    """Base of embeddings of token ids. A subclass defines `forward` and `attend`.
 
-    In decoding it sees the tokens of one step after the other. One that needs more than a token and
-    its position keeps that as a state, and defines `init_states` and `extend_step` as well.
+    An embedding that depends on more than a token and its position also defines `init_states` and
+    `extend_step`, for decoding.
     """
 
     @config_class
@@ -26,17 +26,17 @@ class BaseEmbedding(BaseLayer):
         """Configures a BaseEmbedding.
 
         Attributes:
-          dim: the size of an embedding.
+          dim: size of an embedding.
         """
 
         dim: Required[int] = REQUIRED
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
-        """Embeds.
+        """Embeds tokens.
 
         Args:
-          input_batch: a dict with `inputs`, the token ids, `Int[Array, "batch time"]`, and
-            optionally `positions`, by default counted from 0, and `token_type_ids`, both likewise.
+          input_batch: a dict with `inputs`, token ids, `Int[Array, "batch time"]`, and optionally
+            `positions` (default: counted from 0) and `token_type_ids` of the same shape.
 
         Returns:
           `Float[Array, "batch time dim"]`.
@@ -44,7 +44,7 @@ class BaseEmbedding(BaseLayer):
         raise NotImplementedError(type(self))
 
     def attend(self, x: Tensor) -> Tensor:
-        """The inner products of vectors with the embeddings of all tokens.
+        """Computes inner products with the embeddings of all tokens.
 
         Args:
           x: `Float[Array, "batch time dim"]`.
@@ -55,12 +55,7 @@ class BaseEmbedding(BaseLayer):
         raise NotImplementedError(type(self))
 
     def init_states(self, *, batch_size: int, dtype: DType) -> NestedTensor:
-        """The state before the first step of decoding; none by default.
-
-        Args:
-          batch_size: the number of sequences.
-          dtype: of what is kept.
-        """
+        """Returns the initial state of decoding; empty by default."""
         del batch_size, dtype
         return {}
 
@@ -74,8 +69,8 @@ class BaseEmbedding(BaseLayer):
         """Embeds the next tokens.
 
         Args:
-          cached_states: from `init_states` or the step before.
-          input_batch: as for `forward`, of the step's tokens only, with their `positions`.
+          cached_states: from `init_states` or the previous step.
+          input_batch: as for `forward`, for the tokens of this step, with their `positions`.
           is_prefill: whether these are the first tokens.
 
         Returns:
@@ -86,20 +81,18 @@ class BaseEmbedding(BaseLayer):
 
 
 class TransformerTextEmbeddings(BaseEmbedding):
-    """The sum of what is known of each token: its id, and optionally its type and its position."""
+    """Sum of the embeddings of token ids, and optionally of types and positions."""
 
     @config_class
     class Config(BaseEmbedding.Config):
         """Configures a TransformerTextEmbeddings.
 
         Attributes:
-          vocab_size: the number of token ids.
-          token_emb: embeds the ids.
-          type_emb: embeds the types, such as "question" and "answer".
-          pos_emb: embeds the positions; None where attention knows of them.
-          norm: of the sum.
-          dropout: of the sum, after the norm.
-          soft_cap_logits: the logits that `attend` gives are squashed to ± this.
+          type_emb: embeds token types, such as "question" and "answer".
+          pos_emb: embeds positions; None if attention encodes them.
+          norm: norm of the sum.
+          dropout: dropout of the sum, after the norm.
+          soft_cap_logits: bound c of the logits c * tanh(logits / c) of `attend`; None for none.
         """
 
         vocab_size: Required[int] = REQUIRED

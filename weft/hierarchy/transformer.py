@@ -1,8 +1,7 @@
-"""Transformer layers: attention and a feed-forward layer, each beside a skip connection.
+"""Transformer layers: attention and a feed-forward layer, each with a skip connection.
 
-Every layer works in three ways, which differ in nothing but the attention inside: over a whole
-sequence (`forward`), and in decoding over a prompt and over one position after the other
-(`init_states`, `extend_step`).
+All layers can be applied to a whole sequence (`forward`), or in decoding (`init_states`,
+`extend_step`) to a prompt and then to single positions.
 """
 
 from collections.abc import Collection
@@ -22,16 +21,15 @@ from weft.typing import DType, NestedTensor, Tensor
 
 
 class TransformerAttentionLayer(ResidualLayer):
-    """Attention beside a skip connection."""
+    """Attention with a skip connection."""
 
     @config_class
     class Config(ResidualLayer.Config):
         """Configures a TransformerAttentionLayer.
 
         Attributes:
-          target_dim: the size of input and output.
-          source_dim: the size of what is attended to.
-          attention: the attention.
+          target_dim: size of input and output.
+          source_dim: size of the vectors that are attended to.
         """
 
         target_dim: Required[int] = REQUIRED
@@ -39,12 +37,12 @@ class TransformerAttentionLayer(ResidualLayer):
         attention: InstantiableConfig = MultiheadAttention.default_config()
 
     class Output(NamedTuple):
-        """What the layer gives.
+        """Output of the layer.
 
         Attributes:
           data: `Float[Array, "batch target target_dim"]`.
-          probs: `Float[Array, "batch heads target source"]`, if "probs" was asked for.
-          kv_state: keys and values for another layer, if "kv_state" was asked for.
+          probs: `Float[Array, "batch heads target source"]`, if "probs" is in `return_aux`.
+          kv_state: keys and values for another layer, if "kv_state" is in `return_aux`.
         """
 
         data: Tensor
@@ -80,12 +78,12 @@ class TransformerAttentionLayer(ResidualLayer):
 
         Args:
           target: `Float[Array, "batch target target_dim"]`.
-          source: what to attend to, `Float[Array, "batch source source_dim"]`, or keys and values
-            of another layer; None for `target`.
+          source: `Float[Array, "batch source source_dim"]` to attend to, or keys and values of
+            another layer; None for `target`.
           attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
-          segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own segment.
-          target_positions: `Int[Array, "#batch target"]`; None for those from 0.
-          return_aux: what to give beside the data: "probs", "kv_state".
+          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment.
+          target_positions: `Int[Array, "#batch target"]`; None counts from 0.
+          return_aux: optional outputs to return: "probs", "kv_state".
         """
         _, output = self._forward_for_mode(
             ForwardMode.FORWARD,
@@ -100,7 +98,7 @@ class TransformerAttentionLayer(ResidualLayer):
         return output
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        """The state before the first step of decoding; see `MultiheadAttention.init_states`."""
+        """Returns the initial state of decoding; see `MultiheadAttention.init_states`."""
         states = self.attention.init_states(batch_size=batch_size, max_len=max_len, dtype=dtype)
         return {"attention": states}
 
@@ -119,16 +117,15 @@ class TransformerAttentionLayer(ResidualLayer):
         """Attends from the next positions; see `MultiheadAttention.extend_step`.
 
         Args:
-          cached_states: from `init_states` or the step before. With a source that is an array,
-            there is nothing to remember, and it comes back as it is.
+          cached_states: from `init_states` or the previous step; unchanged if `source` is an array.
           target: `Float[Array, "batch step target_dim"]`.
-          is_prefill: whether nothing has been cached before.
-          source: what to attend to, `Float[Array, "batch source source_dim"]`, or keys and values
-            of another layer; None for what has been cached.
+          is_prefill: whether the cache is empty.
+          source: `Float[Array, "batch source source_dim"]` to attend to, or keys and values of
+            another layer; None for the cache.
           segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last token.
           attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
-          return_aux: what to give beside the data: "probs", "kv_state".
-          page_pool: for a cache that uses one.
+          return_aux: optional outputs to return: "probs", "kv_state".
+          page_pool: for a paged cache.
         """
         step_kwargs = {"segment_ids": segment_ids, "page_pool": page_pool}
         return self._forward_for_mode(
@@ -149,7 +146,7 @@ class TransformerAttentionLayer(ResidualLayer):
         source: Tensor | KVState | None,
         **attention_kwargs: Any,
     ) -> tuple[dict[str, Any], Output]:
-        """Any of the three; keyword arguments go to the attention."""
+        """Applies the layer in any mode; keyword arguments go to the attention."""
         skipped, x = self._enter_branch(target)
         if isinstance(source, KVState):
             attention_kwargs["kv_state"] = source
@@ -173,28 +170,28 @@ def _is_array(source: Tensor | KVState | None) -> bool:
 
 
 class BaseTransformerLayer(BaseLayer):
-    """A layer, or a stack of them, that keeps the shape of its input."""
+    """Base of layers, and stacks of layers, that keep the shape of their input."""
 
     @config_class
     class Config(BaseLayer.Config):
         """Configures a BaseTransformerLayer.
 
         Attributes:
-          input_dim: the size of input and output.
+          input_dim: size of input and output.
         """
 
         input_dim: Required[int] = REQUIRED
 
     class Output(NamedTuple):
-        """What the layer gives.
+        """Output of the layer; optional fields are set if named in `return_aux`.
 
         Attributes:
           data: `Float[Array, "batch target input_dim"]`.
           self_attention_probs: `Float[Array, "batch heads target target"]`, with a leading axis of
-            layers for a stack, if asked for.
-          self_attention_kv_state: keys and values for another layer, if asked for.
+            layers for a stack.
+          self_attention_kv_state: keys and values for another layer.
           cross_attention_probs: `Float[Array, "batch heads target source"]`, with a leading axis of
-            layers for a stack, if asked for.
+            layers for a stack.
         """
 
         data: Tensor
@@ -218,25 +215,23 @@ class BaseTransformerLayer(BaseLayer):
 
         Args:
           data: `Float[Array, "batch target input_dim"]`.
-          self_attention_kv_state: keys and values of another layer, if this one has none of its
-            own.
+          self_attention_kv_state: keys and values of another layer, if this one projects none.
           self_attention_logit_biases: `Float[Array, "#batch #heads target target"]`.
           cross_attention_data: `Float[Array, "batch source source_dim"]`.
           cross_attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
-          target_segment_ids: `Int[Array, "batch target"]`: positions attend to those of their own
-            segment.
-          target_positions: `Int[Array, "#batch target"]`; None for those from 0.
-          return_aux: the fields of the output to fill beside the data.
+          target_segment_ids: `Int[Array, "batch target"]`: positions attend within a segment.
+          target_positions: `Int[Array, "#batch target"]`; None counts from 0.
+          return_aux: optional fields of the output to return.
         """
         raise NotImplementedError(type(self))
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        """The state before the first step of decoding.
+        """Returns the initial state of decoding.
 
         Args:
-          batch_size: the number of sequences.
-          max_len: how long they may become.
-          dtype: of what is remembered.
+          batch_size: number of sequences.
+          max_len: maximum length of a sequence.
+          dtype: dtype of the cache.
         """
         raise NotImplementedError(type(self))
 
@@ -257,39 +252,38 @@ class BaseTransformerLayer(BaseLayer):
         """Applies the layer to the next positions of each sequence.
 
         Args:
-          cached_states: from `init_states` or the step before.
+          cached_states: from `init_states` or the previous step.
           data: `Float[Array, "batch step input_dim"]`.
-          is_prefill: whether nothing has been cached before.
-          self_attention_kv_state: keys and values of another layer, if this one has none of its
-            own.
+          is_prefill: whether the cache is empty.
+          self_attention_kv_state: keys and values of another layer, if this one projects none.
           self_attention_logit_biases: `Float[Array, "#batch #heads step source"]`, where source is
             `step` in a prefill, else `max_len`.
           cross_attention_data: `Float[Array, "batch source source_dim"]`.
           cross_attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
           target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
             token, which is not cached.
-          page_pool: for a cache that uses one.
-          return_aux: the fields of the output to fill beside the data.
+          page_pool: for a paged cache.
+          return_aux: optional fields of the output to return.
         """
         raise NotImplementedError(type(self))
 
 
 def _of_part(return_aux: Collection[str] | None, part: str) -> set[str]:
-    """What to ask an attention layer for, of what a transformer layer was asked for."""
+    """Returns the `return_aux` of an attention layer from that of a transformer layer."""
     return {name.removeprefix(part) for name in return_aux or () if name.startswith(part)}
 
 
 class TransformerLayer(BaseTransformerLayer):
-    """Self attention, cross attention if there is one, and a feed-forward layer."""
+    """Self attention, optional cross attention and a feed-forward layer."""
 
     @config_class
     class Config(BaseTransformerLayer.Config):
         """Configures a TransformerLayer.
 
         Attributes:
-          self_attention: a `TransformerAttentionLayer` or the like.
-          cross_attention: likewise; none if None.
-          feed_forward: a `TransformerFeedForwardLayer` or the like.
+          self_attention: a `TransformerAttentionLayer` or compatible layer.
+          cross_attention: the same; None for none.
+          feed_forward: a `TransformerFeedForwardLayer` or compatible layer.
         """
 
         self_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
@@ -340,7 +334,7 @@ class TransformerLayer(BaseTransformerLayer):
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
-        """Any of the three; see `forward` and `extend_step` of the base class."""
+        """Applies the layer in any mode; see `forward` and `extend_step` of the base class."""
         self._check_cross_attention(cross_attention_data)
         states, self_attention = self._attend(
             "self_attention",
@@ -379,7 +373,6 @@ class TransformerLayer(BaseTransformerLayer):
     def _attend(
         self, name: str, mode: ForwardMode, states: dict[str, Any], *, target: Tensor, **kwargs: Any
     ) -> tuple[dict[str, Any], Any]:
-        """Applies one of the attention layers."""
         layer = getattr(self, name)
         if mode is ForwardMode.FORWARD:
             return states, layer(target=target, **kwargs)
@@ -392,12 +385,12 @@ class TransformerLayer(BaseTransformerLayer):
         has, given = self.config.cross_attention is not None, cross_attention_data is not None
         if has and not given:
             raise ArgumentValueError(
-                f"{self.path()} has a cross_attention and was given no cross_attention_data; pass "
-                "what it attends to."
+                f"{self.path()} has a cross_attention, but was given no cross_attention_data; pass "
+                "an array to attend to."
             )
         if given and not has:
             raise ArgumentValueError(
-                f"{self.path()} was given cross_attention_data and has no cross_attention; set "
+                f"{self.path()} was given cross_attention_data, but has no cross_attention; set "
                 "cross_attention to TransformerAttentionLayer.default_config()."
             )
 
@@ -410,8 +403,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         """Configures a ParallelTransformerLayer.
 
         Attributes:
-          norm: of the input of both branches.
-          self_attention: a `MultiheadAttention` or the like.
+          norm: norm of the input of both branches.
           feed_forward: a feed-forward layer without norm and skip connection.
         """
 
@@ -440,7 +432,6 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         target_positions: Tensor | None = None,
         return_aux: Collection[str] | None = None,
     ) -> BaseTransformerLayer.Output:
-        """Applies the layer to a whole sequence; see `BaseTransformerLayer.forward`."""
         x = self.norm(data)
         attention = self.self_attention(
             x,
@@ -468,7 +459,6 @@ class ParallelTransformerLayer(BaseTransformerLayer):
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], BaseTransformerLayer.Output]:
-        """Applies the layer to the next positions; see `BaseTransformerLayer.extend_step`."""
         x = self.norm(data)
         states, attention = self.self_attention.extend_step(
             cached_states["self_attention"],
@@ -490,7 +480,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
 
 
 class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
-    """A layer with a narrow feed-forward layer behind it (Houlsby et al., 2019).
+    """Layer followed by a narrow feed-forward layer (Houlsby et al., 2019).
 
     To fine-tune a model, train the adapters and freeze the rest.
     """
@@ -500,8 +490,7 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         """Configures a BottleNeckAdapterTransformerLayer.
 
         Attributes:
-          layer: the layer.
-          adapter: the feed-forward layer.
+          adapter: the narrow feed-forward layer.
           bottleneck_ratio: its hidden dimension, as a fraction of `input_dim`.
         """
 
@@ -517,7 +506,7 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         if hidden_dim < 1:
             raise LayerConfigError(
                 f"{self.path()}: bottleneck_ratio={cfg.bottleneck_ratio} of input_dim="
-                f"{cfg.input_dim} leaves no dimension; expected at least 1."
+                f"{cfg.input_dim} has no dimensions; expected at least 1."
             )
         self._add_child("layer", cfg.layer.set(input_dim=cfg.input_dim))
         self._add_child("adapter", cfg.adapter.set(input_dim=cfg.input_dim, hidden_dim=hidden_dim))

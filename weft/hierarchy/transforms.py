@@ -1,16 +1,14 @@
 """JAX transformations of functions that invoke modules.
 
 Inside a module's method, a function that calls children reads their state from the context and adds
-outputs to it. These transformations hand the context's entries through, entry by entry, instead of
-closing over them. What becomes of each:
+outputs to it. These transformations pass the entries of the context as arguments and results
+instead of closing over them. Transformed functions must be called inside an invocation.
 
-- Parameters are closed over no more: they are mapped, shared, differentiated or laid out over
-  devices as the transformation says.
-- PRNG keys are those of the untransformed call, but where there are several indexes or iterations:
-  each of these has its own.
-- Outputs come back as they are from `jit`, `remat`, derivatives, `checkify` and branches, and
-  stacked along a new axis 0 from `vmap`, `pmap`, `shard_map` and scans. `while_loop` and
-  `fori_loop` refuse them, and `eval_shape` drops them.
+- Parameters are mapped, shared, differentiated or sharded as the transformation specifies.
+- PRNG keys are those of the untransformed call, except that each index or iteration has its own.
+- Outputs are unchanged by `jit`, `remat`, derivatives, `checkify` and branches, and stacked along a
+  new axis 0 by `vmap`, `pmap`, `shard_map` and scans. `while_loop` and `fori_loop` refuse them, and
+  `eval_shape` drops them.
 """
 
 import contextlib
@@ -68,19 +66,16 @@ SHARED = jax.sharding.PartitionSpec()
 
 
 def _mapped(state_axis: int | None) -> Roles:
-    """What happens to a context along a new axis: keys of its own, outputs stacked."""
+    """Returns the roles of a context along a new axis: separate keys, stacked outputs."""
     return Roles((("state", state_axis), ("prng_key", FORK), ("shared", None), (OUTPUTS, 0)))
 
 
 def remat(fn: Callable[..., Any], **remat_kwargs: Any) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function that invokes modules.
+    """Applies `jax.checkpoint` to a function that invokes modules.
 
     Args:
-        fn: takes arrays, and anything else beside them.
+        fn: takes arrays and arbitrary other arguments.
         **remat_kwargs: `prevent_cse` and `policy`, as for `jax.checkpoint`.
-
-    Returns:
-        A function with the arguments and results of `fn`, to be called inside an invocation.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -108,18 +103,16 @@ def vmap(
     out_axes: Any = 0,
     **vmap_kwargs: Any,
 ) -> Callable[..., Any]:
-    """`jax.vmap` of a function that invokes modules.
+    """Applies `jax.vmap` to a function that invokes modules.
+
+    Each index has its own PRNG key; outputs of modules are stacked along axis 0.
 
     Args:
         fn: a function of pytrees.
-        state_axis: the axis of the state that is mapped, or None if all share the state.
-        in_axes: as for `jax.vmap`, one entry for each argument of `fn` or one for all.
-        out_axes: the same for its results.
+        state_axis: axis of the state to map over; None to share the state.
+        in_axes: as for `jax.vmap`: one entry per argument of `fn`, or one for all.
+        out_axes: as for `jax.vmap`.
         **vmap_kwargs: `axis_size`, `axis_name`, `spmd_axis_name`.
-
-    Returns:
-        A function with the arguments and results of `fn`, to be called inside an invocation. Each
-        index has its own PRNG key; outputs of modules are stacked along axis 0.
     """
 
     def call(*args: Any) -> Any:
@@ -148,23 +141,23 @@ def scan(
     remat_kwargs: dict[str, Any] | None = None,
     drop_output: Callable[[str], bool] | None = None,
 ) -> tuple[Carry, Any]:
-    """`jax.lax.scan` of a function that invokes modules in `context`.
+    """Runs `jax.lax.scan` on a function that invokes modules in `context`.
 
     Args:
-        context: in which the body runs. Its outputs are stacked along axis 0.
-        fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
-        carry: the first carry.
-        xs: scanned over along axis 0.
-        state_axis: the axis along which iterations have their own state, or None if all share it.
-        length: the number of iterations, where neither `xs` nor the state tells it.
+        context: context of the body. Its outputs are stacked along axis 0.
+        fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
+        carry: the initial carry.
+        xs: arrays to scan along axis 0.
+        state_axis: axis along which iterations have separate state; None to share the state.
+        length: number of iterations, if neither `xs` nor the state determines it.
         unroll: as for `jax.lax.scan`.
-        remat_kwargs: if given, the body is computed again in the backward pass, as by `remat`.
-        drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
+        remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
+        drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
 
     Returns:
-        The last carry and what was stacked.
+        The final carry and the stacked values.
     """
-    # The scope of a context that is current already is open.
+    # The named scope of the current context is already open.
     caller = current_context()
     scope = context.name if caller is not None and context.parent is caller else None
 
@@ -209,22 +202,22 @@ def scan_in_context(
     remat_kwargs: dict[str, Any] | None = None,
     merge_summaries: bool = False,
 ) -> tuple[Carry, Any]:
-    """`jax.lax.scan` of a function that invokes modules of the current context.
+    """Runs `jax.lax.scan` on a function that invokes modules of the current context.
 
-    The state is the same in each iteration.
+    All iterations share the state, and each has its own PRNG key.
 
     Args:
-        fn: takes the carry and a slice of `xs`, and returns the next carry and what to stack.
-        carry: the first carry.
-        xs: scanned over along axis 0.
-        drop_output: whether to leave out the output at a path such as `module_outputs/layer/x`.
-        child_name_prefix: summaries of iteration i are found under this prefix followed by i.
+        fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
+        carry: the initial carry.
+        xs: arrays to scan along axis 0.
+        drop_output: predicate for paths of outputs to drop, such as `module_outputs/layer/x`.
+        child_name_prefix: summaries of iteration i are added under this prefix followed by i.
         unroll: as for `jax.lax.scan`.
-        remat_kwargs: if given, the body is computed again in the backward pass.
-        merge_summaries: whether to report one summary for all iterations instead of one for each.
+        remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
+        merge_summaries: whether to report one summary for all iterations instead of one each.
 
     Returns:
-        The last carry and what was stacked. Each iteration has a PRNG key of its own.
+        The final carry and the stacked values.
     """
     context = require_context("scan_in_context")
     inner = context.twin()
@@ -254,15 +247,15 @@ def propagate_repeated_output_collections(
     target_output_collection: OutputCollection,
     merge_summaries: bool = False,
 ) -> None:
-    """Adds the outputs of a loop's iterations to those of the invocation around it.
+    """Adds the outputs of a loop's iterations to those of the enclosing invocation.
 
     Args:
         repeated_output_collection: outputs with a leading axis of iterations.
         child_name_prefix: summaries of iteration i are added under this prefix followed by i.
-        target_output_collection: changed in place. State updates and module outputs are added as
-            they are.
-        merge_summaries: whether to add one summary for all iterations under the prefix alone: the
-            mean of arrays, the sum of what else can be added, such as a `WeightedScalar`.
+        target_output_collection: changed in place. State updates and module outputs are added
+            unchanged.
+        merge_summaries: whether to add one summary for all iterations under the prefix alone:
+            the mean of arrays, the sum of other summable values such as a `WeightedScalar`.
     """
     target = target_output_collection
     target.state_updates.update(repeated_output_collection.state_updates)
@@ -281,10 +274,9 @@ def propagate_repeated_output_collections(
 
 
 def merged_summaries(summaries: Sequence[Any]) -> Any:
-    """One tree of summaries for several: the mean of arrays, the sum of what else can be added.
+    """Merges trees of summaries of the same structure, at least one.
 
-    Args:
-        summaries: trees of the same structure, at least one.
+    Arrays are averaged; other summable values, such as a `WeightedScalar`, are added.
     """
     return jax.tree.map(_merged, *summaries, is_leaf=_is_summable)
 
@@ -299,7 +291,7 @@ def _merged(*values: Any) -> Any:
     return jnp.mean(jnp.stack(values), axis=0)
 
 
-# Transformations with the signatures that they have in JAX.
+# Transformations with the same signatures as in JAX.
 
 
 def jit(
@@ -310,11 +302,7 @@ def jit(
     donate_argnums: int | Sequence[int] = (),
     inline: bool = False,
 ) -> Callable[..., Any]:
-    """`jax.jit` of a function that invokes modules; takes the same arguments.
-
-    Returns:
-        A function with the arguments and results of `fn`, to be called inside an invocation.
-    """
+    """Applies `jax.jit` to a function that invokes modules; takes the same arguments."""
     check_argnums("jit", "static_argnums", fn, static_argnums)
     check_argnums("jit", "donate_argnums", fn, donate_argnums)
 
@@ -346,20 +334,18 @@ def shard_map(
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of a function that invokes modules.
+    """Applies `jax.shard_map` to a function that invokes modules.
+
+    Each device has its own PRNG key; outputs of modules are stacked along a new axis 0 of devices.
 
     Args:
-        fn: the function, of the parts of its arguments on one device.
+        fn: a function of the shards of its arguments on one device.
         mesh: as for `jax.shard_map`.
         in_specs: a prefix of the tuple of arguments.
         out_specs: a prefix of the result.
-        state_spec: how the state is laid out; by default each device has all of it.
-        axis_names: the axes of the mesh that `fn` sees; by default all.
+        state_spec: sharding of the state; replicated by default.
+        axis_names: mesh axes that are manual in `fn`; all by default.
         check_vma: as for `jax.shard_map`.
-
-    Returns:
-        A function with the arguments and results of `fn`, to be called inside an invocation. Each
-        device has its own PRNG key; outputs of modules are stacked along a new axis 0 of devices.
     """
     of_devices = jax.sharding.PartitionSpec(tuple(axis_names or mesh.axis_names))
     roles = Roles(
@@ -398,15 +384,15 @@ def pmap(
     out_axes: Any = 0,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
-    """`vmap` with one device for each index; takes the same arguments.
+    """Applies `vmap` with one device per index; takes the same arguments.
 
     Args:
         fn: a function of pytrees.
-        axis_name: the name of the mapped axis for collectives.
-        state_axis: the axis of the state that is mapped, or None if all share the state.
+        axis_name: name of the mapped axis for collectives.
+        state_axis: as for `vmap`.
         in_axes: as for `vmap`.
         out_axes: as for `vmap`.
-        devices: on which to run; by default as many of `jax.devices()` as are needed.
+        devices: by default as many of `jax.devices()` as needed.
     """
 
     def call(*args: Any) -> Any:
@@ -425,15 +411,15 @@ def pmap(
 
 
 def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[Any, Any]]:
-    """`jax.experimental.checkify.checkify` of a function that invokes modules.
+    """Applies `jax.experimental.checkify.checkify` to a function that invokes modules.
 
     Args:
         fn: the function.
-        errors: which checks are made; None for `checkify.user_checks`.
+        errors: checks to make; None for `checkify.user_checks`.
 
     Returns:
-        A function with the arguments of `fn`, to be called inside an invocation. It returns the
-        error, which may be none, and the result.
+        A function with the arguments of `fn` that returns the error, possibly empty, and the
+        result.
     """
     lifted = lifting.checkify(CONTEXTS, spread(fn), errors=errors)
 
@@ -444,13 +430,13 @@ def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`jax.eval_shape` of a function that invokes modules, to be called inside an invocation.
+    """Applies `jax.eval_shape` to a function that invokes modules, inside an invocation.
 
-    Nothing is computed, so nothing comes to the outputs of modules.
+    Nothing is computed, so no outputs of modules are added.
 
     Args:
         fn: the function.
-        *args: its arguments; arrays, or `jax.ShapeDtypeStruct` in their place.
+        *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
         **kwargs: its keyword arguments, in the same form.
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))

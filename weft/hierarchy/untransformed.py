@@ -1,8 +1,8 @@
-"""What a child may do inside of a JAX transformation that the invocation around it does not cross.
+"""Errors about side effects inside JAX transformations that an invocation does not cross.
 
-`jax.vmap(self.child)(x)` hands no context through. The child finds its parameters, so a pure call
-passes. What it would add to the outputs would leak a tracer, and its PRNG key would be the same for
-every index or iteration, so these are refused.
+`jax.vmap(self.child)(x)` does not pass the context through. The child can read its parameters, so a
+pure call works. Its outputs would leak tracers, and its PRNG key would be the same for every index
+or iteration, so both are refused.
 """
 
 from typing import TYPE_CHECKING
@@ -13,17 +13,17 @@ from weft.errors import ContextTransformError
 if TYPE_CHECKING:
     from weft.hierarchy.context import InvocationContext
 
-# What takes the place of those that have another name here than in the other packages.
+# Transformations with another name in this package.
 _IN_CONTEXT = {"scan": "scan_in_context"}
 
 
 def refused(context: "InvocationContext", what: str, why: str) -> ContextTransformError:
-    """The error about something that a call inside of a transformation may not do.
+    """Returns the error for a refused side effect.
 
     Args:
-        context: in which it was to be done.
-        what: was to be done.
-        why: it is not.
+        context: context of the call.
+        what: the refused effect, such as "the PRNG key is read".
+        why: the reason, such as "every iteration would draw the same".
     """
     module = context.module
     of_jax = running_transformation()
@@ -32,6 +32,6 @@ def refused(context: "InvocationContext", what: str, why: str) -> ContextTransfo
     return ContextTransformError(
         f"{what} in {context.path() if module is None else module.path()!r} inside of "
         f"{of_jax or 'a transformation of JAX'}, "
-        f"through which the invocation is not handed, so {why}. Use `{ours}` of "
-        "`weft.hierarchy.transforms` in its place: it hands parameters, keys and outputs through."
+        f"which does not pass the invocation through, so {why}. Use `{ours}` of "
+        "`weft.hierarchy.transforms` instead: it passes parameters, keys and outputs through."
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from weft.errors import AxisSizeError
+from weft.errors import AxisSizeError, TransformArgumentError
 from weft.lifting import axes
 from weft.lifting.crossing import Cargo, Kind, Results, Units, commit, depart, in_results, run
 from weft.lifting.names import named_after
@@ -98,10 +98,13 @@ def pmap(
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or there are too few devices.
+        TransformArgumentError: under `jax.set_mesh` of a mesh with explicit axes, or inside
+            `shard_map` or `pmap`.
     """
     metadata = metadata or {}
 
     def call(*args: Any) -> Any:
+        _check_context()
         outer, cargo = depart(kind, args, in_axes)
         units = Units.of_cargo(cargo)
         axes.refuse_roles(units, "pmap", (FORK,))
@@ -130,10 +133,27 @@ def pmap(
             out_specs=axes.results_prefix(cargo, out_axes, lambda r: _spec(r, axis_name)),
             check_vma=False,
         )
-        results = jax.jit(named_after(fn, mapped))(entered.values)
+        shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            # An array that is laid out over another mesh with explicit axes does not go in itself.
+            values = jax.device_put(entered.values, shardings)
+            results = jax.jit(named_after(fn, mapped))(values)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
     return call
+
+
+def _check_context() -> None:
+    """Rejects a context mesh under which results of another mesh cannot be used."""
+    context = jax.sharding.get_abstract_mesh()
+    kinds = {kind.name.lower() for kind in context.axis_types if kind is not AxisType.Auto}
+    if kinds:
+        raise TransformArgumentError(
+            f"pmap uses a mesh of its own, and the mesh in the context has the "
+            f"{' and '.join(sorted(kinds))} axes {context.axis_names}; call pmap outside of "
+            "jax.set_mesh, shard_map and pmap, or use shard_map with that mesh, or vmap with "
+            "spmd_axis_name."
+        )
 
 
 def _laid_out(keys: Any, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[str, ...]) -> Any:

@@ -1,8 +1,8 @@
-"""The transformations of JAX for functions of scopes.
+"""JAX transformations of functions of scopes.
 
-A lifted function takes a scope, or a pytree of scopes, before its other arguments. Collections and
-PRNG streams are named by filters: what no filter names cannot be used inside. The trip of the state
-is `weft.lifting`'s; here stand the signatures.
+A lifted function takes a scope, or a pytree of scopes, before its other arguments. Filters select
+collections and PRNG streams; unselected ones cannot be used inside. `weft.lifting` contains the
+implementation.
 """
 
 from weft.core.lift.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp
@@ -15,7 +15,7 @@ from weft.core.lift.state import fold_rngs, map_variables, swap_collection, tree
 from weft.core.pack import pack
 
 __all__ = [
-    # one function for each index of an axis
+    # mapped functions
     "vmap",
     "pmap",
     "shard_map",
@@ -34,7 +34,7 @@ __all__ = [
     "jvp",
     "custom_vjp",
     "custom_jvp",
-    # how it is computed
+    # execution
     "jit",
     "remat",
     "checkpoint",

@@ -17,12 +17,12 @@ from weft.lifting.argnums import check_argnums
 
 
 def _wrt(of_diff: Filter, variables: Filter, rngs: Filter) -> tuple[Roles, Any]:
-    """What is differentiated: some collections, and all arguments."""
+    """Returns the roles for differentiation of some collections and all arguments."""
     return Roles(((Select(of_diff), DIFF), (Select(variables, rngs), None))), DIFF
 
 
 def _variables(grads: Any) -> Any:
-    """The gradients of collections, where the gradients of groups are."""
+    """Returns the gradients of collections from the gradients of groups."""
 
     def is_groups(x: Any) -> bool:
         return isinstance(x, tuple) and len(x) > 0 and isinstance(x[0], Group)
@@ -40,21 +40,19 @@ def vjp(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, ...]:
-    """`jax.vjp` of `fn(scope, *primals)`.
+    """Applies `jax.vjp` to `fn(scope, *primals)`.
 
     Args:
-        fn: the function; with `has_aux` it returns a pair of its result and anything.
-        scope: the scope.
-        *primals: the arguments.
+        fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
         has_aux: whether `fn` returns a pair.
-        reduce_axes: (); JAX has no other form any more.
-        vjp_variables: the collections of which gradients are taken.
+        reduce_axes: must be ().
+        vjp_variables: collections to differentiate.
         variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
+        rngs: the PRNG streams that `fn` sees.
 
     Returns:
         The result, a function from its cotangent to the gradients of the collections and of each
-        argument, and with `has_aux` the rest.
+        argument, and with `has_aux` the auxiliary output.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.vjp(
@@ -81,21 +79,16 @@ def value_and_grad(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, ...]:
-    """`jax.value_and_grad` of `fn(scope, *primals)`, with gradients of each of `primals`.
+    """Applies `jax.value_and_grad` to `fn(scope, *primals)`, with gradients of each of `primals`.
+
+    See `vjp` for the other arguments.
 
     Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything.
-        scope: the scope.
-        *primals: the arguments.
-        has_aux: whether `fn` returns a pair.
-        reduce_axes: (); JAX has no other form any more.
-        variables: the collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
+        fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
 
     Returns:
-        The result of `fn`, with `has_aux` the rest, and a tuple with the gradient of each argument:
-        two or three values, where `weft.linen.value_and_grad` and JAX return a pair of the result
-        and the rest.
+        The result of `fn`, with `has_aux` the auxiliary output, and a tuple with the gradient of
+        each argument: two or three values, unlike `weft.linen.value_and_grad` and JAX.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.value_and_grad(
@@ -109,15 +102,7 @@ def value_and_grad(
 
 
 def grad(fn: Fn, scope: Any, *primals: Any, has_aux: bool = False, **kwargs: Any) -> Any:
-    """The gradients of `value_and_grad`; with `has_aux` also the rest.
-
-    Args:
-        fn: see `value_and_grad`.
-        scope: see `value_and_grad`.
-        *primals: see `value_and_grad`.
-        has_aux: see `value_and_grad`.
-        **kwargs: see `value_and_grad`.
-    """
+    """Returns the gradients of `value_and_grad`; with `has_aux`, and the auxiliary output."""
     _, *aux, grads = value_and_grad(fn, scope, *primals, has_aux=has_aux, **kwargs)
     return (grads, *aux) if has_aux else grads
 
@@ -131,23 +116,17 @@ def jvp(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> tuple[Any, Any]:
-    """`jax.jvp` of `fn(scope, *primals)`.
+    """Applies `jax.jvp` to `fn(scope, *primals)` and returns the result and its tangent.
 
     Args:
-        fn: the function.
         scope: the scope, or a pytree of scopes.
-        primals: the arguments.
-        tangents: their tangents.
-        variable_tangents: the tangents of the variables of some collections, by collection; of
-            several scopes, a pytree of those.
+        variable_tangents: tangents of variables, by collection; for several scopes, a pytree of
+            such dicts.
         variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that it sees.
-
-    Returns:
-        The result and its tangent.
+        rngs: the PRNG streams that `fn` sees.
     """
     of_scopes = [
-        # Tangents of variables that are still to be made are empty.
+        # Tangents of variables not yet created are empty.
         {col: tangents for col, tangents in of_scope.items() if jax.tree.leaves(tangents)}
         for of_scope in _structure_of_scopes(scope).flatten_up_to(variable_tangents)
     ]
@@ -168,16 +147,15 @@ def custom_vjp(
     grad_vars: Filter = "params",
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
-    """`jax.custom_vjp` of `fn(scope, *args)`.
+    """Applies `jax.custom_vjp` to `fn(scope, *args)`.
 
     Args:
-        fn: the function.
-        forward_fn: takes the same arguments; returns the result of `fn` and what `backward_fn`
-            needs, such as the function that `vjp` returns.
-        backward_fn: `backward_fn(*nondiff, needed, cotangent)` returns the gradients of the
-            collections `grad_vars`, and that of each argument that is not in `nondiff_argnums`.
-        grad_vars: the collections with gradients.
-        nondiff_argnums: the arguments without; 0 is the scope.
+        forward_fn: takes the arguments of `fn`; returns its result and residuals for `backward_fn`,
+            such as the function that `vjp` returns.
+        backward_fn: `backward_fn(*nondiff, residuals, cotangent)` returns the gradients of the
+            collections `grad_vars` and of each argument not in `nondiff_argnums`.
+        grad_vars: collections with gradients.
+        nondiff_argnums: arguments without gradients; 0 is the scope.
 
     Example:
         >>> from weft.core import init, lift, nn
@@ -217,14 +195,13 @@ def custom_jvp(
     grad_vars: Filter = "params",
     nondiff_argnums: Sequence[int] = (),
 ) -> Fn:
-    """`jax.custom_jvp` of `fn(scope, *args)`.
+    """Applies `jax.custom_jvp` to `fn(scope, *args)`.
 
     Args:
-        fn: the function.
         jvp_fn: `jvp_fn(*nondiff, scope, primals, tangents, variable_tangents)` returns the result
             of `fn` and its tangent; see `jvp`.
-        grad_vars: the collections with tangents.
-        nondiff_argnums: the arguments without; 0 is the scope.
+        grad_vars: collections with tangents.
+        nondiff_argnums: arguments without tangents; 0 is the scope.
 
     Example:
         >>> from weft.core import apply, lift
@@ -263,7 +240,7 @@ def custom_jvp(
 def _divided(
     args: tuple[Any, ...], nondiff_argnums: Sequence[int]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...], Callable[[Any], list[Any]]]:
-    """The arguments without a derivative, those with one, and how to put them together."""
+    """Splits arguments into those without and with a derivative; also returns the inverse."""
     n = len(args) + 1
     at = {i % n - 1 for i in nondiff_argnums}
     diff = tuple(x for i, x in enumerate(args) if i not in at)
@@ -277,7 +254,7 @@ def _divided(
 
 
 def _as_units(grads: Any, scopes: Any, args: Any) -> list[Any]:
-    """What `backward_fn` returns, as the engine counts: groups of scopes, then arguments."""
+    """Converts the result of `backward_fn` to groups of scopes followed by arguments."""
     of_scope, *of_args = grads
     of_scopes = scopes.flatten_up_to(of_scope)
     return [*(Group(dict(g), {}, {}) for g in of_scopes), *args.flatten_up_to(tuple(of_args))]
@@ -290,6 +267,6 @@ def _structure_of_scopes(scope: Any) -> Any:
 def _check_reduce_axes(reduce_axes: Any) -> None:
     if reduce_axes:
         raise TransformArgumentError(
-            f"reduce_axes={reduce_axes!r}: JAX reduces over no axis by itself any more; sum the "
+            f"reduce_axes={reduce_axes!r}: JAX no longer reduces over axes automatically; sum the "
             "gradients with jax.lax.psum."
         )

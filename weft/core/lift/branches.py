@@ -1,4 +1,4 @@
-"""One of several functions of scopes: cond and switch."""
+"""Branches over functions of scopes: cond and switch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,17 +18,15 @@ def cond(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
-    """`jax.lax.cond` of functions of a scope.
+    """Applies `jax.lax.cond` to functions of a scope.
 
     Args:
-        pred: which of the two runs.
+        pred: whether `true_fun` runs.
         true_fun: `true_fun(scope, *operands)`.
-        false_fun: likewise, with a result of the same structure. A variable that only one of them
-            makes is made for both.
-        scope: the scope.
-        *operands: the arguments.
-        variables: the collections that both see.
-        rngs: the PRNG streams that both see; both draw the same keys.
+        false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
+            them creates are created for both.
+        variables: collections that both functions see.
+        rngs: PRNG streams that both functions see; both draw the same keys.
     """
     in_axes = (shared(variables, rngs), *[None] * len(operands))
     lifted = lifting.cond(ScopeKind("cond"), true_fun, false_fun, in_axes=in_axes)
@@ -43,15 +41,6 @@ def switch(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
-    """`jax.lax.switch` of functions of a scope; see `cond`.
-
-    Args:
-        index: which of the branches runs.
-        branches: functions `branch(scope, *operands)`.
-        scope: the scope.
-        *operands: the arguments.
-        variables: the collections that all see.
-        rngs: the PRNG streams that all see.
-    """
+    """Applies `jax.lax.switch` to functions `branch(scope, *operands)`; see `cond`."""
     in_axes = (shared(variables, rngs), *[None] * len(operands))
     return lifting.switch(ScopeKind("switch"), branches, in_axes=in_axes)(index, scope, *operands)

@@ -1,4 +1,4 @@
-"""What the lifted functions share: filters and axes as roles, and arguments as one tree."""
+"""Shared helpers of lifted functions: roles from filters and axes, arguments as one tree."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -14,20 +14,20 @@ Fn = Callable[..., Any]
 
 
 class _Broadcast:
-    """The sentinel `broadcast`."""
+    """Sentinel `broadcast`."""
 
     def __repr__(self) -> str:
         return "broadcast"
 
 
 broadcast = _Broadcast()
-"""In the axes of a scan: the same in every iteration."""
+"""Axis of a scan for values shared by all iterations."""
 
 
 def roles_of(
     axes: Mapping[Any, Any], rngs: Mapping[Any, bool], *first: tuple[Filter, Any]
 ) -> Roles:
-    """The roles of a scope's collections and streams."""
+    """Returns the roles of a scope's collections and streams."""
     return Roles(
         (
             *((Select(where), role) for where, role in first),
@@ -38,18 +38,18 @@ def roles_of(
 
 
 def shared(variables: Filter, rngs: Filter) -> Roles:
-    """The roles of a scope of which everything crosses as it is."""
+    """Returns the roles of a scope that crosses unchanged."""
     return Roles(((Select(variables, rngs), None),))
 
 
 def without_broadcast(axes: Any) -> Any:
-    """Axes as the engine knows them."""
+    """Returns axes with the engine's value for `broadcast`."""
     is_leaf = lambda x: x is None or x is broadcast  # noqa: E731
     return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes, is_leaf=is_leaf)
 
 
 def spread(fn: Fn) -> Fn:
-    """`fn` with its positional arguments as one tuple, and those with a name as one dict."""
+    """Wraps `fn` to take its positional arguments as a tuple and keyword arguments as a dict."""
 
     @functools.wraps(fn)
     def call(scope: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,7 +59,7 @@ def spread(fn: Fn) -> Fn:
 
 
 def taking_all(fn: Fn, lifted: Fn) -> Fn:
-    """The inverse of `spread`: takes the arguments as `fn` does."""
+    """Inverts `spread`: takes the arguments as `fn` does."""
 
     @functools.wraps(fn)
     def call(scope: Any, *args: Any, **kwargs: Any) -> Any:

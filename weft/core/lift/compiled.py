@@ -1,4 +1,4 @@
-"""How functions of scopes are computed: jit, remat, and what can be known before."""
+"""Execution of functions of scopes: jit, remat, eval_shape, checkify and named_call."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,23 +24,22 @@ def remat(
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
 ) -> Fn:
-    """`jax.checkpoint` of `fn(scope, *args)`.
+    """Applies `jax.checkpoint` to `fn(scope, *args)`.
 
     Args:
-        fn: the function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
-        concrete: False; JAX has no other form any more.
-        prevent_cse: as for `jax.checkpoint`; False inside a scan.
-        static_argnums: the arguments that are hashable values and no arrays; 0 is the scope.
-        policy: what to keep, one of `jax.checkpoint_policies`.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
+        concrete: must be False.
+        prevent_cse: see `jax.checkpoint`; False inside a scan.
+        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
+        policy: selects values to store, see `jax.checkpoint_policies`.
 
     Raises:
         TransformArgumentError: if `concrete` is True.
     """
     if concrete:
         raise TransformArgumentError(
-            "remat(concrete=True): JAX computes no concrete values in it any more; name the "
+            "remat(concrete=True): JAX no longer computes concrete values in it; name the "
             "arguments that have to be concrete in static_argnums."
         )
     check_argnums("lift.remat", "static_argnums", fn, static_argnums)
@@ -80,24 +79,23 @@ def jit(
     device: Any = None,
     backend: str | None = None,
 ) -> Fn:
-    """`jax.jit` of `fn(scope, *args)`: compiled once for equal structure.
+    """Applies `jax.jit` to `fn(scope, *args)`, compiling once for equal structure.
 
-    It makes no difference which scope it is, nor whether `fn` was made anew, as long as it is the
-    same code and sees equal values. PRNG streams begin anew inside, from a key drawn outside.
+    The position of the scope does not matter, and a new `fn` with the same code and equal captured
+    values is not recompiled. PRNG streams restart inside, from a key drawn outside.
 
     Args:
-        fn: the function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
-        static_argnums: the arguments that are hashable values and no arrays; 0 is the scope.
-        static_argnames: those among the arguments given by name.
-        donate_argnums: the arguments whose arrays may be used for the results.
-        device: where to run, instead of where the arguments are.
-        backend: the platform where to run, such as "cpu".
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
+        static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
+        static_argnames: static arguments given by name.
+        donate_argnums: arguments whose buffers may be reused for the results.
+        device: device to use instead of the arguments' device.
+        backend: platform to use, such as "cpu".
 
     Returns:
-        The function. Its `explain_recompile()` says what differed when it was compiled again, and
-        its `lower` is as that of `jax.jit`.
+        The function. Its `explain_recompile()` describes the cause of a recompilation, and its
+        `lower` is that of `jax.jit`.
     """
     check_argnums("lift.jit", "static_argnums", fn, static_argnums)
     check_argnums("lift.jit", "donate_argnums", fn, donate_argnums)
@@ -125,12 +123,11 @@ def jit(
 
 
 def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
-    """`jax.eval_shape` of `fn(scope, *args)`; what it changes becomes `jax.ShapeDtypeStruct`.
+    """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes.
 
     Args:
-        fn: the function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
     """
     in_axes = (shared(variables, rngs), None, None)
     lifted = lifting.eval_shape(ScopeKind("eval_shape"), spread(fn), in_axes=in_axes)
@@ -143,16 +140,15 @@ def checkify(
     rngs: Filter = True,
     errors: Any = None,
 ) -> Fn:
-    """`jax.experimental.checkify.checkify` of `fn(scope, *args)`.
+    """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
 
     Args:
-        fn: the function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
-        errors: which checks are made; None for `checkify.user_checks`.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
+        errors: enabled checks; None for `checkify.user_checks`.
 
     Returns:
-        A function that returns the error, which may be none, and the result of `fn`.
+        A function that returns a checkify error and the result of `fn`.
     """
     in_axes = (shared(variables, rngs), None, None)
     lifted = lifting.checkify(ScopeKind("checkify"), spread(fn), errors=errors, in_axes=in_axes)
@@ -160,12 +156,7 @@ def checkify(
 
 
 def named_call(fn: Fn, name: str | None = None) -> Fn:
-    """`fn` with a name for its operations in profiles.
-
-    Args:
-        fn: the function.
-        name: the name; that of the function by default.
-    """
+    """Names the operations of `fn` in profiles, by default after the function."""
     shown = name or getattr(fn, "__name__", "fn")
 
     @functools.wraps(fn)

@@ -28,27 +28,24 @@ def scan(
     metadata_params: Mapping[Any, Any] = {},
     check_constancy_invariants: bool = True,
 ) -> Fn:
-    """`jax.lax.scan` of `fn(scope, carry, *xs) -> (carry, y)`.
+    """Applies `jax.lax.scan` to `fn(scope, carry, *xs) -> (carry, y)`.
 
     Args:
         fn: the body.
-        variable_axes: for each filter of collections the axis along which each iteration has its
-            own variables.
-        variable_broadcast: the collections that all iterations share.
-        variable_carry: the collections that are handed from one iteration to the next.
-        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
-        in_axes: the scanned axis of each of `xs`; `broadcast` for what is the same in all
-            iterations.
+        variable_axes: by filter of collections, the axis of the iterations' separate variables.
+        variable_broadcast: collections that all iterations share.
+        variable_carry: collections that each iteration passes to the next.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
+        in_axes: the scanned axis of each of `xs`; `broadcast` for values shared by all iterations.
         out_axes: the axis along which `y` is stacked.
-        length: the number of iterations, where nothing that is scanned tells it.
+        length: number of iterations, if no scanned value determines it.
         reverse: whether to run from the last index to the first.
-        unroll: as for `jax.lax.scan`.
-        _split_transpose: as for `jax.lax.scan`.
-        data_transform: from the groups of variables and of PRNG streams that an iteration finds to
-            those that `fn` is given.
-        metadata_params: handed to axis metadata that gains or loses the axis.
-        check_constancy_invariants: whether keys are counted as if the body had run once before, as
-            those who know Flax's numbers expect with True.
+        unroll, _split_transpose: see `jax.lax.scan`.
+        data_transform: maps the groups of variables and of PRNG streams of an iteration to those
+            that `fn` sees.
+        metadata_params: passed to axis metadata that gains or loses the axis.
+        check_constancy_invariants: whether to count keys as if the body had run once before, as in
+            Flax with True.
 
     Example:
         >>> import jax
@@ -89,16 +86,13 @@ def remat_scan(
     variable_axes: Mapping[Any, int] = {True: 0},
     split_rngs: Mapping[Any, bool] = {True: True},
 ) -> Fn:
-    """Nested scans of `body_fn(scope, carry) -> carry`, in which little is kept for gradients.
+    """Applies nested scans with rematerialization to `body_fn(scope, carry) -> carry`.
 
     Args:
-        body_fn: the body.
-        lengths: of the loops, from the outer one. Of `a * b` iterations `a + b` carries are kept.
-        policy: what else to keep, one of `jax.checkpoint_policies`.
-        variable_broadcast: see `scan`.
-        variable_carry: see `scan`.
-        variable_axes: see `scan`; a variable has one new axis for each loop.
-        split_rngs: see `scan`.
+        lengths: lengths of the loops, the outermost first; `a * b` iterations store `a + b`
+            carries.
+        policy: selects further values to store, see `jax.checkpoint_policies`.
+        variable_axes: see `scan`, as for the others; a variable has a new axis for each loop.
     """
 
     def body(scope: Any, carry: Any) -> tuple[Any, None]:
@@ -140,19 +134,14 @@ def while_loop(
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
-    """`jax.lax.while_loop` of functions of a scope.
+    """Applies `jax.lax.while_loop` to functions of a scope and returns the last carry.
 
     Args:
-        cond_fn: `cond_fn(scope, carry)` returns whether to go on; it changes no variable.
+        cond_fn: `cond_fn(scope, carry)` returns whether to continue; it changes no variables.
         body_fn: `body_fn(scope, carry)` returns the next carry.
-        scope: the scope.
-        init: the first carry.
-        carry_variables: the collections that the body may change.
-        broadcast_variables: the collections that all iterations share.
-        split_rngs: for each filter of PRNG streams whether each iteration has keys of its own.
-
-    Returns:
-        The last carry.
+        carry_variables: collections that the body may change.
+        broadcast_variables: collections that all iterations share.
+        split_rngs: by filter of PRNG streams, whether each iteration has its own keys.
     """
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
     kind = ScopeKind("while_loop", foresees=False)
@@ -170,18 +159,7 @@ def fori_loop(
     broadcast_variables: Filter = True,
     split_rngs: Mapping[Any, bool] = {},
 ) -> Any:
-    """`jax.lax.fori_loop` of a function of a scope.
-
-    Args:
-        lower: the first index.
-        upper: the index after the last.
-        body_fn: `body_fn(i, scope, carry)` returns the next carry.
-        scope: the scope.
-        init: the first carry.
-        carry_variables: see `while_loop`.
-        broadcast_variables: see `while_loop`.
-        split_rngs: see `while_loop`.
-    """
+    """Applies `jax.lax.fori_loop` to `body_fn(i, scope, carry)`; see `while_loop`."""
     roles = roles_of({}, split_rngs, (carry_variables, CARRY), (broadcast_variables, None))
     kind = ScopeKind("fori_loop", foresees=False)
     return lifting.fori_loop(kind, lower, upper, body_fn, in_axes=(roles, CARRY))(scope, init)

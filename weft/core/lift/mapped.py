@@ -1,4 +1,4 @@
-"""vmap, pmap and shard_map of functions of scopes."""
+"""Mapped functions of scopes: vmap, pmap and shard_map."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,19 +22,17 @@ def vmap(
     spmd_axis_name: Any = None,
     metadata_params: Mapping[Any, Any] = {},
 ) -> Fn:
-    """`jax.vmap` of `fn(scope, *args)`.
+    """Applies `jax.vmap` to `fn(scope, *args)`.
 
     Args:
-        fn: the function.
-        variable_axes: for each filter of collections the axis that is mapped, or None if all share
-            the variables.
-        split_rngs: for each filter of PRNG streams whether each index has keys of its own.
-        in_axes: as for `jax.vmap`, for `args`; arguments given by name are mapped over axis 0.
-        out_axes: as for `jax.vmap`.
-        axis_size: the size of the new axis, where nothing that is mapped tells it.
-        axis_name: the name of the new axis for collectives.
-        spmd_axis_name: the mesh axis over which the new axis is laid.
-        metadata_params: handed to axis metadata that gains or loses the axis.
+        variable_axes: by filter of collections, the mapped axis, or None for shared variables.
+        split_rngs: by filter of PRNG streams, whether each index has its own keys.
+        in_axes: see `jax.vmap`, for `args`; keyword arguments are mapped over axis 0.
+        out_axes: see `jax.vmap`.
+        axis_size: size of the new axis, if no mapped value determines it.
+        axis_name: name of the new axis for collectives.
+        spmd_axis_name: mesh axis over which the new axis is laid out.
+        metadata_params: passed to axis metadata that gains or loses the axis.
 
     Example:
         >>> from weft.core import init, lift, nn
@@ -66,17 +64,12 @@ def pmap(
     devices: Sequence[Any] | None = None,
     metadata_params: Mapping[Any, Any] = {},
 ) -> Fn:
-    """`vmap` with one device for each index.
+    """Applies `vmap` with one device for each index; see `vmap` for the other arguments.
 
     Args:
-        fn: the function.
         variable_axes: see `vmap`; axes count from 0.
-        split_rngs: see `vmap`.
-        in_axes: see `vmap`.
-        out_axes: see `vmap`.
-        axis_name: the name of the mapped axis for collectives.
-        devices: on which to run, by default the first of `jax.devices()`.
-        metadata_params: see `vmap`.
+        axis_name: name of the mapped axis for collectives.
+        devices: devices to use, by default the first of `jax.devices()`.
 
     Raises:
         AxisSizeError: if there are fewer devices than indices.
@@ -104,17 +97,15 @@ def shard_map(
     axis_names: frozenset[str] = frozenset(),
     check_vma: bool = True,
 ) -> Fn:
-    """`jax.shard_map` of `fn(scope, *args)`.
+    """Applies `jax.shard_map` to `fn(scope, *args)`.
 
     Args:
-        fn: the function, of what lies on one device.
-        variable_specs: for each filter of collections the `PartitionSpec` of its variables.
-        split_rngs: for each filter of PRNG streams whether each device has keys of its own.
-        mesh: the devices.
+        fn: the function, of one device's shards.
+        variable_specs: by filter of collections, the `PartitionSpec` of the variables.
+        split_rngs: by filter of PRNG streams, whether each device has its own keys.
         in_specs: a prefix of `args`.
-        out_specs: a prefix of the result.
-        axis_names: the axes of the mesh that `fn` sees; by default all.
-        check_vma: as for `jax.shard_map`.
+        axis_names: mesh axes that `fn` sees; by default all.
+        check_vma: see `jax.shard_map`.
     """
     spec = jax.sharding.PartitionSpec()
     roles = Roles(

@@ -1,4 +1,4 @@
-"""Functions that see other variables and PRNG streams than their scope has."""
+"""Functions with changed variables or PRNG streams."""
 
 import functools
 from collections.abc import Callable
@@ -30,18 +30,17 @@ def map_variables(
     rngs: Filter = True,
     variables: Filter = True,
 ) -> Fn:
-    """`fn(scope, *args)` on other values of some collections than the scope has.
+    """Maps the variables that `fn(scope, *args)` sees.
 
     Args:
-        fn: the function.
-        mapped_collections: the collections that it sees through the maps.
-        map_in_fn: from the dict of those collections to the one that `fn` sees.
-        map_out_fn: from the dict that `fn` leaves to the one that the scope gets.
-        init: whether `fn` first runs once on the collections as they are, to make what is missing.
-            It does so where they can be changed.
+        mapped_collections: collections to map.
+        map_in_fn: maps the dict of those collections to the one that `fn` sees.
+        map_out_fn: maps the dict that `fn` leaves to the one to store.
+        init: whether `fn` first runs on the unmapped collections, to create missing variables if
+            the collections are mutable.
         mutable: whether `fn` may change the mapped collections.
-        rngs: the PRNG streams that it sees.
-        variables: the other collections that it sees.
+        rngs: PRNG streams that it sees.
+        variables: other collections that it sees.
 
     Example:
         >>> from weft.core import init, lift, nn
@@ -96,13 +95,7 @@ def _changed(fn: Map, group: Group) -> Group:
 
 
 def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
-    """`fn(scope, *args)` with two collections in each other's place.
-
-    Args:
-        fn: the function.
-        col_a: a collection.
-        col_b: another one.
-    """
+    """Swaps two collections that `fn(scope, *args)` sees."""
 
     def swap(collections: dict[str, Any]) -> dict[str, Any]:
         names = {col_a: col_b, col_b: col_a}
@@ -112,12 +105,11 @@ def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
 
 
 def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
-    """`fn(scope, *args)` with PRNG streams that begin anew, from a key drawn of each.
+    """Restarts the PRNG streams that `fn(scope, *args)` sees from a key drawn of each.
 
     Args:
-        fn: the function.
-        variables: the collections that it sees.
-        rngs: the PRNG streams that it sees.
+        variables: collections that it sees.
+        rngs: PRNG streams that it sees.
     """
     in_axes = (shared(variables, rngs), None, None)
     kind = ScopeKind("fold_rngs", folds=True)
@@ -125,10 +117,10 @@ def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
 
 
 def tree_map_rngs(fn: Map, tree: Any) -> Any:
-    """Maps the keys of PRNG streams, as in the groups that `pack` gives.
+    """Maps the keys of PRNG streams, as in the groups of `pack`.
 
     Args:
-        fn: from a key to what stands in its place, such as several keys along a new axis.
+        fn: from a key to its replacement, such as several keys along a new axis.
         tree: a pytree of streams or keys.
     """
 

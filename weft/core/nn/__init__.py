@@ -1,4 +1,4 @@
-"""Layers as functions of a `Scope`: they make their parameters and call `weft.functional`."""
+"""Layers as functions of a `Scope`, which create parameters and call `weft.functional`."""
 
 from weft.core.nn.attention import dot_product_attention, multi_head_dot_product_attention
 from weft.core.nn.conv import conv, conv_transpose

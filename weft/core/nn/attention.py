@@ -1,4 +1,4 @@
-"""Attention of a scope, over one or several axes."""
+"""Attention as a function of a scope, over one or several axes."""
 
 from __future__ import annotations
 
@@ -36,25 +36,22 @@ def dot_product_attention(
     deterministic: bool = False,
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "batch *target heads value_dim"]:
-    """`softmax(query · key / sqrt(dim) + bias) · value` over some axes (Vaswani et al., 2017).
+    """Returns `softmax(query · key / sqrt(dim) + bias) · value` over axes (Vaswani et al., 2017).
 
     Args:
-        scope: gives a key of the stream `dropout`.
-        query: what asks.
-        key: what is compared with the queries.
-        value: what is averaged.
-        dtype: of the probabilities, and of the result if that of the values is no wider.
-        bias: added to the logits, broadcastable to
-            `(batch, *other axes, heads, *axes of query, *axes of key)`.
-        axis: the axes that are attended over; by default all between batch and heads.
-        broadcast_dropout: whether all examples and heads drop the same.
-        dropout_rng: a key to use instead of one of the scope.
-        dropout_rate: of the probabilities.
-        deterministic: whether nothing is dropped.
-        precision: of the multiplications, as in `jax.lax.dot_general`.
+        scope: provides a key of the stream `dropout`.
+        dtype: dtype of the probabilities, and of the result unless that of the values is wider.
+        bias: added to the logits, broadcastable to `(batch, *other axes, heads, *axes of query,
+            *axes of key)`.
+        axis: axes to attend over; by default all between batch and heads.
+        broadcast_dropout: whether all examples and heads share a dropout mask.
+        dropout_rng: key to use instead of the scope's.
+        dropout_rate: rate for the probabilities.
+        deterministic: disables dropout.
+        precision: see `jax.lax.dot_general`.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
+        ArgumentShapeError: if the shapes do not match.
         ArgumentValueError: if an axis cannot be attended over.
 
     Example:
@@ -130,35 +127,32 @@ def multi_head_dot_product_attention(
     bias: bool = True,
     attention_fn: Callable[..., Array] = dot_product_attention,
 ) -> Float[Array, "batch *target out_features"]:
-    """Attention with several heads, each with projections of its own.
+    """Applies multi-head attention with projections.
 
     Args:
         scope: has the scopes `query`, `key`, `value` and `out`, each with `kernel` and `bias`.
-        inputs_q: what asks.
-        inputs_kv: what is asked; None for `inputs_q` itself.
-        num_heads: the number of heads.
-        dtype: of the computation.
-        qkv_features: of all heads together; by default those of `inputs_q`.
-        out_features: of the result; by default those of `inputs_q`.
-        attention_axis: the axes that are attended over; by default all between batch and features.
-        causal_mask: whether a position sees none that come after it.
-        padding_mask: False for what is padding; it may have a last axis of size 1.
-        key_padding_mask: the same for `inputs_kv`, or for all positions of the cache; by default
-            that of the queries.
-        segmentation: only positions of the same segment see each other.
+        inputs_q: input of the queries.
+        inputs_kv: input of keys and values; None for `inputs_q`.
+        num_heads: number of heads.
+        dtype: dtype of the computation.
+        qkv_features: total size of all heads; by default the size of `inputs_q`.
+        out_features: output size; by default the size of `inputs_q`.
+        attention_axis: axes to attend over; by default all between batch and features.
+        causal_mask: whether to mask later positions.
+        padding_mask: False for padding; may have a last axis of size 1.
+        key_padding_mask: as `padding_mask`, for `inputs_kv` or for all positions of the cache; by
+            default that of the queries.
+        segmentation: segment ids; only positions of the same segment attend to each other.
         key_segmentation: see `key_padding_mask`.
         cache: whether to decode, with one position per call (`weft.core.nn.decoding`).
         broadcast_dropout, dropout_rng, dropout_rate, deterministic, precision: see
-            `dot_product_attention`.
-        kernel_init: makes the kernels.
-        bias_init: makes the biases.
-        bias: whether the projections have a bias.
-        attention_fn: computes the attention, with the arguments of `dot_product_attention`.
+        `dot_product_attention`.
+        attention_fn: replaces `dot_product_attention`, with the same arguments.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
-        ArgumentValueError: if the features cannot be shared out among the heads, or a cache is to
-            see what comes later.
+        ArgumentShapeError: if the shapes do not match.
+        ArgumentValueError: if the features are not divisible by the number of heads, or a cache is
+            used without a causal mask.
 
     Example:
         >>> from weft.core import init
@@ -194,7 +188,7 @@ def _projected(
     num_heads: int,
     qkv_features: int | None,
 ) -> list[Array]:
-    """Queries, keys and values of all heads."""
+    """Returns queries, keys and values of all heads."""
     inputs_kv = inputs_q if inputs_kv is None else inputs_kv
     features = qkv_features or inputs_q.shape[-1]
     if features % num_heads:
@@ -229,7 +223,7 @@ def _bias(
     padding: dict[str, Array | None],
     segments: dict[str, Array | None],
 ) -> Array | None:
-    """What is added to the logits, so that each query sees only what it may."""
+    """Returns the mask as a bias of the logits."""
     if padding["padding_mask"] is None and padding["key_padding_mask"] is not None:
         padding = {**padding, "padding_mask": jnp.ones(query.shape[:-2], bool)}
     if seen is not None and [x is None for x in segments.values()] == [False, True]:

@@ -1,4 +1,4 @@
-"""Convolutions of a scope."""
+"""Convolutions as functions of a scope."""
 
 from __future__ import annotations
 
@@ -34,31 +34,26 @@ def conv(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "batch *out_spatial features"]:
-    """A convolution.
+    """Applies a convolution.
 
     Args:
         scope: has `kernel`, shape `(*kernel_size, input / groups, features)`, and `bias`, shape
             `(features,)`.
-        inputs: the input.
-        features: the channels of the result.
-        kernel_size: along each spatial axis.
-        strides: the step between two outputs along each axis, or along all; 1 by default.
+        features: output channels.
+        kernel_size: size along each spatial axis.
+        strides: per axis, or one for all axes; 1 by default.
         padding: see `functional.pad_conv`.
-        input_dilation: the step between two positions of the input along each axis, with zeros
-            between them; then the padding must be given in numbers.
-        kernel_dilation: the step between two positions of one window along each axis.
-        feature_group_count: the channels are cut into so many groups, each convolved by itself.
-        bias: whether to add a bias.
-        dtype: of the computation.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
+        input_dilation: step between two positions of the input along each axis, with zeros between
+            them; requires padding in numbers.
+        kernel_dilation: step between two positions of a window along each axis.
+        feature_group_count: number of groups of channels, each convolved separately.
+        dtype: dtype of the computation.
+        precision: see `jax.lax.conv_general_dilated`.
 
     Raises:
-        ArgumentShapeError: if the input has not one spatial axis for each of `kernel_size`, or
-            the channels cannot be cut into the groups.
-        ArgumentValueError: if the padding is unknown, or a named one is to go around a dilated
-            input.
+        ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`, or the
+            channels are not divisible by the number of groups.
+        ArgumentValueError: if the padding is unknown, or is named for a dilated input.
 
     Example:
         >>> from weft.core import init
@@ -114,26 +109,16 @@ def conv_transpose(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "batch *out_spatial features"]:
-    """A convolution of the input with zeros put between its positions: a learned upsampling.
+    """Applies a transposed convolution, for learned upsampling; see `conv` for the other arguments.
 
     Args:
         scope: has `kernel`, shape `(*kernel_size, input, features)`, and `bias`.
-        inputs: the input.
-        features: the channels of the result.
-        kernel_size: along each spatial axis.
-        strides: how many outputs there are for each position along each axis, or along all; 1 by
-            default.
+        strides: number of outputs per input position, per axis or for all axes; 1 by default.
         padding: a name of `functional.conv_transpose_explicit_padding`, or `(left, right)` for each
             spatial axis.
-        kernel_dilation: see `conv`.
-        bias: whether to add a bias.
-        dtype: of the computation.
-        precision: see `conv`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
 
     Raises:
-        ArgumentShapeError: if the input has not one spatial axis for each of `kernel_size`.
+        ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`.
         ArgumentValueError: if the padding is unknown.
 
     Example:

@@ -1,9 +1,9 @@
-"""Decoding: attention to positions that were seen in earlier calls.
+"""Decoding: attention to positions of earlier calls.
 
-The cache of an attention is one `CacheEntry`, the variable `entry` of the collection `cache`. A
-call that finds none makes an empty one, as long as its own inputs, and attends as if there were no
-cache. Each later call has one position. It is written at the entry's index, in the order of the
-flattened axes, and sees what was written so far. Past the end, it is written over the oldest.
+The cache of an attention is a `CacheEntry`, the variable `entry` of the collection `cache`. The
+first call creates an empty cache with the length of its inputs, and attends without it. Each later
+call has one position, which is written at the entry's index, in the order of the flattened axes,
+and attends to all written positions. Past the end, it replaces the oldest position.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from weft.errors import ArgumentShapeError, ArgumentValueError
 
 
 class CacheEntry(struct.PyTreeNode):
-    """Keys and values of the positions so far.
+    """Keys and values of previous positions.
 
-    Called, it gives an empty entry of another size. In a tree of several caches:
+    Calling an entry returns an empty one of another size. For a tree of caches:
     `jax.tree.map(lambda entry: entry((batch, length)), cache, is_leaf=callable)`.
 
     Attributes:
         key: shape `(batch, *lengths, heads, dim)`.
-        value: likewise.
-        i: how many positions there are.
+        value: same shape as `key`.
+        i: number of positions.
 
     Example:
         >>> entry = CacheEntry(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 3, 2, 4)), jnp.uint32(3))
@@ -44,14 +44,14 @@ class CacheEntry(struct.PyTreeNode):
     i: Any
 
     def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> CacheEntry:
-        """An empty entry.
+        """Returns an empty entry.
 
         Args:
             shape: `(batch, *lengths)`.
-            dtype: of keys and values; by default as here.
+            dtype: dtype of keys and values; by default unchanged.
 
         Raises:
-            ArgumentShapeError: if there are more or fewer lengths than here.
+            ArgumentShapeError: if the number of lengths differs.
         """
         if len(shape) != self.key.ndim - 2:
             raise ArgumentShapeError(
@@ -70,20 +70,19 @@ def decode(
     key: Num[Array, "batch *sources_heads dim"],
     value: Num[Array, "batch *sources_heads dim"],
 ) -> tuple[Array, Array, Bool[Array, "*mask"] | None]:
-    """Keys and values of the cache, with those of this position.
+    """Adds a position's keys and values to the cache, and returns the cached ones.
 
     Args:
         scope: has the variable `entry` of the collection `cache`.
-        query: of all heads.
-        key: of all heads.
-        value: of all heads.
+        query, key, value: vectors of all heads.
 
     Returns:
-        Keys, values, and which of them there are yet; None if this call made the cache.
+        Keys, values, and a mask of written positions; None if this call created the cache.
 
     Raises:
-        ArgumentShapeError: if a call has more than one position, or another batch than the cache.
-        ArgumentValueError: if the cache is of something else.
+        ArgumentShapeError: if a call has more than one position, or another batch size than the
+            cache.
+        ArgumentValueError: if the variable is not a `CacheEntry`.
     """
     begun = scope.has_variable("cache", "entry")
     entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))

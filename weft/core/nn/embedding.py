@@ -1,4 +1,4 @@
-"""Embeddings of a scope."""
+"""Embeddings as functions of a scope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.functional.initializers import default_embed_init
 
 
 class Embedding(struct.PyTreeNode):
-    """A table of vectors.
+    """Table of vectors.
 
     Attributes:
         table: one row for each id, shape `(num_embeddings, features)`.
@@ -31,15 +31,10 @@ class Embedding(struct.PyTreeNode):
     table: Any
 
     def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
-        """The rows that the ids name.
-
-        An id that is not in the table gives NaN: it shows, where a row of another id would not.
-
-        Args:
-            indices: the ids; negative ones count from the end.
+        """Returns the rows of ids, NaN for ids outside of the table; negative ids count back.
 
         Raises:
-            ArgumentValueError: if the ids are no integers.
+            ArgumentValueError: if the ids are not integers.
         """
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -50,11 +45,7 @@ class Embedding(struct.PyTreeNode):
         return functional.lookup(self.table, indices)
 
     def attend(self, query: Float[Array, "*batch features"]) -> Float[Array, "*batch ids"]:
-        """The inner product of each query with every row: logits, where outputs are tied to inputs.
-
-        Args:
-            query: what is compared with the rows.
-        """
+        """Returns the inner products of each query with every row: logits of tied embeddings."""
         return functional.attend(self.table, query)
 
 
@@ -64,13 +55,10 @@ def embedding(
     features: int,
     init_fn: Initializer = default_embed_init,
 ) -> Embedding:
-    """A table of vectors that are learned.
+    """Returns a learned table of vectors.
 
     Args:
         scope: has `table`, shape `(num_embeddings, features)`.
-        num_embeddings: the number of ids.
-        features: the size of a vector.
-        init_fn: makes the table.
 
     Example:
         >>> import jax

@@ -1,4 +1,4 @@
-"""Linear maps of a scope."""
+"""Linear maps as functions of a scope."""
 
 from __future__ import annotations
 
@@ -30,17 +30,13 @@ def dense(
     kernel_init: Initializer = default_kernel_init,
     bias_init: Initializer = jax.nn.initializers.zeros,
 ) -> Num[Array, "*batch features"]:
-    """A linear map of the last axis.
+    """Applies a linear map of the last axis.
 
     Args:
         scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
-        inputs: the input.
-        features: the size of the last axis of the result.
-        bias: whether to add a bias.
-        dtype: of the computation.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        kernel_init: makes the kernel.
-        bias_init: makes the bias.
+        features: output size.
+        dtype: dtype of the computation.
+        precision: see `jax.lax.dot_general`.
 
     Example:
         >>> from weft.core import init
@@ -70,21 +66,17 @@ def dense_general(
     bias_init: Initializer = jax.nn.initializers.zeros,
     precision: lax.PrecisionLike = None,
 ) -> Num[Array, "*output"]:
-    """A linear map of any axes to any number of axes.
+    """Applies a linear map of any axes to any number of axes; see `dense` for the other arguments.
 
     Args:
         scope: has `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
             `(*batch_dims, *features)`.
-        inputs: the input.
-        features: the sizes of the new axes, which come last.
-        axis: the axes that are contracted.
-        batch_dims: the first axes, if each position along them has parameters of its own. They
-            come first in the result, in this order.
-        bias: whether to add a bias.
-        dtype: of the computation.
-        kernel_init: makes the kernel as one matrix, of the products of its sizes.
-        bias_init: makes the bias, likewise.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
+        features: sizes of the new axes, which come last.
+        axis: axes to contract.
+        batch_dims: leading axes whose positions have separate parameters; they come first in the
+            result, in this order.
+        kernel_init: initializer of the kernel as one matrix, of the products of its sizes.
+        bias_init: initializer of the bias as one vector.
 
     Raises:
         ArgumentShapeError: if `batch_dims` are not the first axes.
@@ -107,7 +99,7 @@ def dense_general(
     contracted = tuple(inputs.shape[a] for a in axis)
 
     def shaped(init: Initializer, flat: tuple[int, ...], shape: tuple[int, ...]) -> Initializer:
-        # A matrix with the fans of the map, which every position of the batch axes begins with.
+        # A matrix with the fans of the map, repeated for every position of the batch axes.
         def make(key: Any) -> Array:
             return jnp.broadcast_to(jnp.reshape(init(key, flat), shape), (*batch, *shape))
 

@@ -1,8 +1,8 @@
-"""Who sees whom in attention over several axes.
+"""Masks for attention over several axes.
 
-A mask here has the shape `(batch, *other axes, 1, *axes of the queries, *axes of the keys)`, or one
-that broadcasts to it; the 1 is for the heads. Positions along several attended axes are in the
-order of their flattened axes.
+A mask has the shape `(batch, *other axes, 1, *axes of the queries, *axes of the keys)`, or one that
+broadcasts to it; the 1 is for the heads. Positions along several attended axes are in the order of
+their flattened axes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ Axes = tuple[int, ...]
 
 
 def attended_axes(ndim: int, axis: int | Sequence[int] | None) -> Axes:
-    """The axes that are attended over.
-
-    Args:
-        ndim: of arrays `(batch, *axes, heads, dim)`.
-        axis: one or several of the axes; None for all.
+    """Returns the axes to attend over, of arrays `(batch, *axes, heads, dim)`; None means all.
 
     Raises:
-        ArgumentValueError: if an axis is the batch, the heads, the last one or none at all.
+        ArgumentValueError: if an axis is the batch, the heads or the last one, or does not exist.
 
     >>> attended_axes(5, None)
     (1, 2)
@@ -48,12 +44,7 @@ def causal(
     key: Num[Array, "batch *sources_heads dim"],
     axes: Axes,
 ) -> Bool[Array, "*mask"]:
-    """True where a key is no later than the query.
-
-    Args:
-        query: of all heads.
-        key: of all heads.
-        axes: the attended ones.
+    """Returns True where a key is not later than the query, along the attended axes.
 
     >>> x = jnp.zeros((1, 3, 1, 1))
     >>> causal(x, x, (1,)).astype(int).tolist()
@@ -71,20 +62,19 @@ def pairwise(
     key: Num[Array, "batch *sources_heads dim"],
     axes: Axes,
 ) -> Array | None:
-    """What `combine` says of each query and each key; None where nothing is known of either.
+    """Combines values of each query and each key; None if there are no values.
 
     Args:
-        combine: of two arrays that broadcast.
-        named: what is known of the queries and of the keys, in this order and by the names that
-            users know, shapes `(batch, *axes)` with or without a last axis of size 1. What is None
-            for the keys is as for the queries.
-        query: of all heads.
-        key: of all heads.
-        axes: the attended ones.
+        combine: function of two arrays that broadcast.
+        named: values of the queries and of the keys, in this order, by the names of the user's
+            arguments; shapes `(batch, *axes)` with or without a last axis of size 1. If None for
+            the keys, the queries' values are used.
+        query, key: vectors of all heads.
+        axes: the attended axes.
 
     Raises:
-        ArgumentShapeError: if what is known is of other positions.
-        ArgumentValueError: if something is known of the keys alone.
+        ArgumentShapeError: if the values have other positions.
+        ArgumentValueError: if only the keys have values.
 
     >>> x, ids = jnp.zeros((1, 3, 1, 1)), jnp.array([[1, 1, 2]])
     >>> known = {"segmentation": ids, "key_segmentation": None}
@@ -103,7 +93,7 @@ def pairwise(
 
 
 def _laid_out(name: str, known: Array, of: Array, place: int, *, axes: Axes) -> Array:
-    """`(batch, *other axes, 1, *axes)`, with axes of size 1 after or before the attended ones."""
+    """Reshapes to `(batch, *other axes, 1, *axes)`, with the attended axes in their place."""
     known, expected = jnp.asarray(known), of.shape[:-2]
     x = known[..., 0] if known.shape[len(expected) :] == (1,) else known
     fits = x.ndim == len(expected) and all(

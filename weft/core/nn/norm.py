@@ -1,4 +1,4 @@
-"""Norms of a scope."""
+"""Normalization as functions of a scope."""
 
 from __future__ import annotations
 
@@ -33,23 +33,18 @@ def batch_norm(
     axis_index_groups: Any = None,
     kind: str = "batch_stats",
 ) -> Float[Array, "*shape"]:
-    """Normalises with the statistics of the batch, and keeps a running average of them.
+    """Normalizes with the statistics of the batch, and updates their running averages.
 
     Args:
         scope: has `scale` and `bias`, and `mean` and `var` in the collection `kind`.
-        x: the input.
-        use_running_average: whether to normalise with the average instead.
-        axis: the axes along which each position has statistics of its own.
-        momentum: what is kept of the average in each step.
+        use_running_average: whether to normalize with the averages instead.
+        axis: feature axes; each position along them has its own statistics.
+        momentum: decay of the averages.
         epsilon: added to the variance.
-        dtype: of the result.
-        bias: whether to add a bias.
-        scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
-        axis_name: mapped axes over which the statistics are combined as well.
-        axis_index_groups: of that axis, as in `jax.lax.pmean`.
-        kind: the collection of the statistics.
+        dtype: output dtype.
+        axis_name: mapped axes to include in the statistics.
+        axis_index_groups: see `jax.lax.pmean`.
+        kind: collection of the statistics.
 
     Example:
         >>> from weft.core import apply, init
@@ -104,17 +99,12 @@ def layer_norm(
     bias_init: Initializer = zeros,
     scale_init: Initializer = ones,
 ) -> Float[Array, "*shape"]:
-    """Normalises the last axis.
+    """Normalizes the last axis.
 
     Args:
         scope: has `scale` and `bias`, of the size of the last axis.
-        x: the input.
         epsilon: added to the variance.
-        dtype: of the result, if that of `x` is no wider.
-        bias: whether to add a bias.
-        scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
+        dtype: output dtype, unless that of `x` is wider.
 
     Example:
         >>> from weft.core import init
@@ -143,22 +133,17 @@ def group_norm(
     bias_init: Initializer = zeros,
     scale_init: Initializer = ones,
 ) -> Float[Array, "batch *spatial channels"]:
-    """Normalises groups of channels, each example by itself.
+    """Normalizes groups of channels in each example.
 
     Args:
         scope: has `scale` and `bias`, of shape `(1, ..., channels)`.
-        x: the input.
-        num_groups: how many groups there are; None if `group_size` is given.
-        group_size: how many channels a group has; None if `num_groups` is given.
+        num_groups: number of groups; must be None if `group_size` is given.
+        group_size: number of channels per group.
         epsilon: added to the variance.
-        dtype: of the result.
-        bias: whether to add a bias.
-        scale: whether to multiply with a scale.
-        bias_init: makes the bias.
-        scale_init: makes the scale.
+        dtype: output dtype.
 
     Raises:
-        ArgumentShapeError: if the channels cannot be cut into equal groups.
+        ArgumentShapeError: if the channels are not divisible into equal groups.
         ArgumentValueError: if not exactly one of `num_groups` and `group_size` is given, or it is
             not positive.
 

@@ -1,4 +1,4 @@
-"""What a scope drops at random."""
+"""Dropout as a function of a scope."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ def dropout(
     deterministic: bool = False,
     rng: Any = None,
 ) -> Float[Array, "*shape"]:
-    """Zeros elements with probability `rate`, and scales the others up.
+    """Applies dropout with probability `rate`, scaling the other elements up.
 
     Args:
-        scope: gives a key of the stream `dropout`.
-        inputs: the input.
-        rate: between 0 and 1.
-        deterministic: whether to return the input as it is.
-        rng: a key to use instead.
+        scope: provides a key of the stream `dropout`.
+        rate: probability of zero, in `[0, 1]`.
+        deterministic: whether to return the input unchanged.
+        rng: key to use instead of the scope's.
 
     Raises:
-        ArgumentValueError: if the rate is not between 0 and 1.
+        ArgumentValueError: if the rate is not in `[0, 1]`.
         InvalidRngError: if there is no key.
 
     Example:
