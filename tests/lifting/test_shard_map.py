@@ -80,9 +80,8 @@ def scale(box, y):
 @pytest.mark.parametrize("spec", [SPLIT, PartitionSpec(None, "d"), PartitionSpec()], ids=str)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_pmap_takes_arrays_of_another_mesh(kind, spec, transformed):
-    other = jax.make_mesh((2,), ("d",), axis_types=(AxisType[kind],), devices=jax.devices()[:2])
-    if transformed is jax.jit:  # which wants all arrays on the same devices
-        other = jax.make_mesh((4,), ("d",), axis_types=(AxisType[kind],), devices=jax.devices()[:4])
+    n = 4 if transformed in (jax.jit, jax.grad) else 2  # in a trace the devices are the same
+    other = jax.make_mesh((n,), ("d",), axis_types=(AxisType[kind],), devices=jax.devices()[:n])
     x = jax.device_put(np.arange(16.0, dtype=np.float32).reshape(4, 4), NamedSharding(other, spec))
 
     @transformed
@@ -111,3 +110,20 @@ def test_pmap_under_a_mesh_in_the_context():
     nested = pmap(BOXES, lambda x: pmap(BOXES, jnp.sin, axis_name="i")(x[None]))
     with pytest.raises(TransformArgumentError, match=r"the manual axes \('devices',\); call pmap"):
         nested(jnp.ones(2))
+
+
+@needs_devices
+@pytest.mark.parametrize("spec", [None, PartitionSpec(None, "d")], ids=str)
+def test_pmap_inside_vmap_where_some_values_are_not_mapped(spec):
+    def run(y):
+        shared = (Roles(((True, None),)), 0)
+        return pmap(BOXES, lambda box, y: box.arrays["x"] * y, in_axes=shared)(box, y)
+
+    box, y = Box(x=jnp.arange(2.0)), jnp.arange(8.0).reshape(2, 4)
+    if spec is not None:
+        explicit = jax.make_mesh(
+            (4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+        )
+        y = jax.device_put(y, NamedSharding(explicit, spec))
+    expected = np.arange(8.0).reshape(2, 4, 1) * np.arange(2.0)
+    assert jax.vmap(run)(y).tolist() == expected.tolist()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -135,8 +136,7 @@ def pmap(
         )
         shardings = [NamedSharding(mesh, _spec(role, axis_name)) for role in units.roles]
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            # An array that is laid out over another mesh with explicit axes does not go in itself.
-            values = jax.device_put(entered.values, shardings)
+            values = [_moved(*pair) for pair in zip(entered.values, shardings, strict=True)]
             results = jax.jit(named_after(fn, mapped))(values)
         return commit(kind, outer, axes.leave_axis(kind, cargo, results, out_axes, metadata))
 
@@ -163,6 +163,22 @@ def _laid_out(keys: Any, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[st
     if not explicit:
         return keys
     return jax.sharding.reshard(keys, NamedSharding(mesh, PartitionSpec(explicit)))
+
+
+def _moved(value: Any, sharding: NamedSharding) -> Any:
+    """A group that lies on the mesh of `sharding`, where it may have been on another one."""
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, jax.core.Tracer):
+            return jax.device_put(x, sharding)
+        mesh = getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None)
+        if mesh is None or AxisType.Explicit not in mesh.axis_types:
+            return x
+        # Under `jax.vmap` there are more axes than the type says, so none of them is named.
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(moved, value)
 
 
 def _spec_or_shared(role: Any) -> PartitionSpec:
