@@ -62,10 +62,7 @@ class MetricAccumulator(Configurable):
         self._total: dict[str, Any] = {}
 
     def update(self, model_outputs: Mapping[str, Any]) -> None:
-        """Adds the summaries of one more batch.
-
-        Args:
-            model_outputs: summaries in nested dicts, as an invocation collects them.
+        """Adds the summaries of one more batch, in nested dicts as an invocation collects them.
 
         Raises:
             OutputConflictError: if a name is a dict in one batch and a value in another.

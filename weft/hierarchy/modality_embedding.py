@@ -83,24 +83,18 @@ class ModalityEmbedding(BaseEmbedding):
         return {"weight": ParameterSpec(shape=shape, mesh_axes=cfg.param_partition_spec)}
 
     def forward(self, input_batch: NestedTensor) -> Tensor:
-        """Embeds ids.
+        """Embeds `input_batch["inputs"]`, ids of any modality, `Int[Array, "batch time"]`.
 
-        Args:
-            input_batch: a dict with `inputs`, `Int[Array, "batch time"]`, ids of any modality.
-
-        Returns:
-            `Float[Array, "batch time dim"]`, zero for ids of other modalities.
+        Returns `Float[Array, "batch time dim"]`, zero for ids of other modalities.
         """
         inputs: Any = input_batch["inputs"]
         zeros = jnp.zeros((*inputs.shape, self.config.dim), self.parameters["weight"].dtype)
         return self.lookup_modality_embeddings(inputs, zeros)
 
     def lookup_modality_embeddings(self, input_ids: Tensor, accum: Tensor) -> Tensor:
-        """Adds the embeddings of this modality's ids to `accum`.
+        """Adds the embeddings of this modality's ids to `accum`, `Float[Array, "batch time dim"]`.
 
-        Args:
-            input_ids: `Int[Array, "batch time"]`, ids of any modality.
-            accum: `Float[Array, "batch time dim"]`.
+        `input_ids`, `Int[Array, "batch time"]`, may have ids of any modality.
         """
         cfg = self.config
         info = cfg.modality_vocab_info
@@ -111,9 +105,5 @@ class ModalityEmbedding(BaseEmbedding):
         return maybe_shard(added, cfg.out_partition_spec)
 
     def attend(self, x: Tensor) -> Tensor:
-        """Returns logits over the modality's vocabulary, `Float[Array, "batch time vocab_size"]`.
-
-        Args:
-            x: `Float[Array, "batch time dim"]`.
-        """
+        """Returns logits of the modality's ids, `Float[Array, "batch time vocab_size"]`."""
         return attend(self.parameters["weight"], x)

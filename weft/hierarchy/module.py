@@ -93,10 +93,7 @@ def nowrap(fun: F) -> F:
 
 
 def method_named(module: "Module", name: str) -> Callable[..., Any] | None:
-    """Returns the public method called `name`, or None.
-
-    Children, fields, properties and static methods do not count.
-    """
+    """Returns the public method called `name`; None for children, fields, properties and others."""
     found = None if name.startswith("_") else inspect.getattr_static(module, name, None)
     is_method = callable(found) and not isinstance(found, type | staticmethod | Module)
     return getattr(module, name) if is_method else None
@@ -134,11 +131,7 @@ _OBSERVERS = _Observers()
 
 @contextlib.contextmanager
 def observed_calls(observer: Observer) -> Iterator[None]:
-    """Routes method calls between modules through `observer` while the context is open.
-
-    Args:
-        observer: called in place of the method, inside the JAX transformation of the call.
-    """
+    """Calls `observer` in place of each method call between modules while the context is open."""
     _OBSERVERS.stack.append(observer)
     try:
         yield
@@ -357,11 +350,7 @@ class Module(Configurable):
         return None if at is None else names[::-1]
 
     def path_to_descendant_module(self, module: "Module") -> list[str]:
-        """Returns the names from this module to `module`, [] for itself.
-
-        Raises:
-            InvalidDescendantError: if `module` is not below this one.
-        """
+        """Returns `find_descendant(module)`, or raises InvalidDescendantError if it is None."""
         names = self.find_descendant(module)
         if names is None:
             raise InvalidDescendantError(
@@ -372,11 +361,7 @@ class Module(Configurable):
     # Shared modules.
 
     def _share_with_descendants(self, module: "Module", *, shared_module_name: str) -> None:
-        """Lets all modules below this one call `module`.
-
-        Args:
-            module: this module or one below it.
-            shared_module_name: the name of its contexts when called from other modules.
+        """Lets all modules below this one call `module`, which is this module or below it.
 
         Raises:
             ChildNameConflictError: if another module is shared here under this name.
@@ -398,11 +383,8 @@ class Module(Configurable):
     def get_shared_module(self, shared_module_or_name: Union["Module", str]) -> SharedModule:
         """Returns a module shared by this one or an ancestor, with its state in this invocation.
 
-        Args:
-            shared_module_or_name: the module, or the name under which it is shared.
-
         Raises:
-            InvalidDescendantError: if the module is not shared with this one.
+            InvalidDescendantError: if the module, or a module of this name, is not shared.
         """
         shared = self.shared_modules()
         for name, module in shared.items():
@@ -435,11 +417,7 @@ class Module(Configurable):
         return method(self, *args, **kwargs)
 
     def get_invocation_context(self) -> InvocationContext:
-        """Returns the current context.
-
-        Raises:
-            NoContextError: outside of an invocation.
-        """
+        """Returns the current context, or raises NoContextError outside of an invocation."""
         return require_context(f"the context of {self.path()}")
 
     @property
@@ -451,8 +429,7 @@ class Module(Configurable):
     def prng_key(self) -> Any:
         """PRNG key of the current invocation, or None.
 
-        Raises:
-            ContextTransformError: inside a plain JAX transformation, which contexts do not cross.
+        Inside a plain JAX transformation, access raises ContextTransformError.
         """
         context = self.get_invocation_context()
         key = context.prng_key
@@ -468,14 +445,10 @@ class Module(Configurable):
         return self.get_invocation_context().state
 
     def add_summary(self, name: str, value: Any) -> None:
-        """Reports a value for this step.
-
-        Args:
-            name: new among the summaries of this invocation.
-            value: an array, a `WeightedScalar`, a `Summary`, or a nested dict of them.
+        """Reports an array, `WeightedScalar`, `Summary` or nested dict of them for this step.
 
         Raises:
-            OutputConflictError: if the name was used before.
+            OutputConflictError: if the name was used before in this invocation.
         """
         jax.tree.map(
             lambda v: v.validate() if hasattr(v, "validate") else None,
@@ -534,11 +507,11 @@ def functional(
 
     Args:
         module: the module.
-        prng_key: a PRNG key, or None.
+        prng_key: a PRNG key; None if the method needs none.
         state: arrays of the module and its descendants, a nested dict.
         inputs: positional arguments as a sequence, or keyword arguments as a dict.
-        method: the name of the method.
-        is_training: read by layers such as dropout.
+        method: name of the method.
+        is_training: value of `Module.is_training`.
         drop_output_collections: side outputs to omit.
         copy_args_tree: whether to copy the containers in `state` and `inputs`, so that the method
             cannot change the caller's.

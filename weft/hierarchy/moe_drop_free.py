@@ -146,12 +146,7 @@ class TransformerFeedForwardDropFreeMoE(TransformerFeedForwardMoE):
         return (y if spec is None else jax.lax.with_sharding_constraint(y, spec)), num_dropped
 
     def _num_rows(self, num_choices: int, num_parts: int) -> int:
-        """Returns how many choices fit on a device.
-
-        Args:
-          num_choices: made by the device's tokens.
-          num_parts: number of devices that share the experts.
-        """
+        """Returns how many choices fit on each of `num_parts` devices that share the experts."""
         return num_choices
 
     def _apply_locally(
@@ -264,7 +259,7 @@ class ApproximateTokenDropFreeMoE(TransformerFeedForwardDropFreeMoE):
 def set_interpret_in_moe_config_recursively(
     cfg: Any, preferred_element_type: DType | None = jnp.bfloat16
 ) -> None:
-    """Makes the mixtures of experts in a config interpret their kernels, for runs without a TPU.
+    """Makes mixtures of experts interpret their kernels, for runs without a TPU.
 
     Args:
       cfg: a config, changed in place.

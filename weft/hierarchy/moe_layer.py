@@ -52,7 +52,7 @@ def get_outer_batch_from_mesh(
     """Returns the number of outer batches: one for each part of a mesh that holds all experts.
 
     Args:
-      mesh_axis_names: the names of the mesh's axes.
+      mesh_axis_names: names of all mesh axes.
       outer_batch_axis_names: axes over which experts are not sharded, such as "data".
       mesh_shape: sizes of the axes, or a hybrid mesh shape with `ici_mesh_shape` and
         `dcn_mesh_shape`. If None, the result is None.
@@ -193,15 +193,11 @@ class TransformerFeedForwardMoE(ResidualLayer):
         }
 
     def forward(self, inputs: Tensor, paddings: Tensor | None = None) -> Tensor:
-        """Applies the layer.
+        """Applies the layer; the output has the shape of `inputs`.
 
         Args:
           inputs: `Float[Array, "batch time input_dim"]`. Earlier tokens get slots first.
-          paddings: `Bool[Array, "batch time"]`: True for tokens that reach no expert and no loss;
-            None for no padding.
-
-        Returns:
-          An array of the shape of `inputs`.
+          paddings: `Bool[Array, "batch time"]`, True for tokens without experts and loss.
 
         Raises:
           ArgumentShapeError: if the tokens do not divide into the groups in training. Outside of

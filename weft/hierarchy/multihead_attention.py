@@ -58,56 +58,23 @@ def softmax_with_biases(
     attention_logit_biases: Tensor | None = None,
     logit_sink: Tensor | None = None,
 ) -> Tensor:
-    """Computes the softmax of logits plus a bias over the last axis, in float32.
-
-    Args:
-      logits: `Float[Array, "batch heads target source"]`.
-      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
-      logit_sink: `Float[Array, "heads"]`: logit of an extra key without a value, per head.
-
-    Returns:
-      Probabilities, in the dtype of the logits.
-    """
+    """Computes `functional.attention_probs` in the dtype of the logits."""
     probs = functional.attention_probs(logits, attention_logit_biases, logit_sink=logit_sink)
     return probs.astype(logits.dtype)
 
 
 def sigmoid_with_biases(logits: Tensor, attention_logit_biases: Tensor | None = None) -> Tensor:
-    """Computes the sigmoid of logits plus a bias, in float32.
-
-    Args:
-      logits: `Float[Array, "batch heads target source"]`.
-      attention_logit_biases: `Float[Array, "#batch #heads #target #source"]`, or None.
-
-    Returns:
-      Probabilities, in the dtype of the logits.
-    """
+    """Computes `functional.sigmoid_attention_probs` in the dtype of the logits."""
     return functional.sigmoid_attention_probs(logits, attention_logit_biases).astype(logits.dtype)
 
 
 def compute_gqa_logits(q_proj: Tensor, k_proj: Tensor) -> Tensor:
-    """Computes inner products, where consecutive query heads share a key head.
-
-    Args:
-      q_proj: `Float[Array, "batch target heads per_head_dim"]`.
-      k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-
-    Returns:
-      `Float[Array, "batch heads target source"]` in float32.
-    """
+    """Computes `functional.attention_logits`; consecutive query heads share a key head."""
     return functional.attention_logits(q_proj, k_proj)
 
 
 def compute_gqa_context(probs: Tensor, v_proj: Tensor) -> Tensor:
-    """Averages values, where consecutive query heads share a value head.
-
-    Args:
-      probs: `Float[Array, "batch heads target source"]`.
-      v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-
-    Returns:
-      `Float[Array, "batch target heads per_head_dim"]`.
-    """
+    """Computes `functional.attention_context`; consecutive query heads share a value head."""
     return functional.attention_context(probs, v_proj)
 
 
@@ -218,11 +185,7 @@ class MultiheadAttention(BaseLayer):
 
     @nowrap
     def per_head_dim(self) -> int:
-        """Returns the size of a head.
-
-        Raises:
-          LayerConfigError: if the number of heads does not divide the hidden dimension.
-        """
+        """Returns the size of a head, or raises LayerConfigError if it is not an integer."""
         hidden_dim, num_heads = self.hidden_dim(), self.config.num_heads
         if hidden_dim % num_heads:
             raise LayerConfigError(
@@ -296,13 +259,7 @@ class MultiheadAttention(BaseLayer):
         return self._attend(proj.query, query_positions, kv_state, biases, return_aux)
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        """Returns the initial state of decoding.
-
-        Args:
-          batch_size: number of sequences.
-          max_len: maximum length of a sequence.
-          dtype: dtype of the cache.
-        """
+        """Returns the initial state for decoding sequences of up to `max_len` positions."""
         states: dict[str, Any] = {"time_step": jnp.zeros([batch_size], jnp.int32)}
         if not self._shares_kv:
             shape = (batch_size, max_len, self.num_kv_heads, self.per_head_dim())
@@ -449,16 +406,7 @@ class MultiheadAttention(BaseLayer):
         query_positions: Tensor,
         key_positions: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Computes context and probabilities.
-
-        Args:
-          q_proj: `Float[Array, "batch target heads per_head_dim"]`, scaled.
-          k_proj: `Float[Array, "batch source kv_heads per_head_dim"]`, scaled.
-          v_proj: `Float[Array, "batch source kv_heads per_head_dim"]`.
-          attention_logit_biases: all biases, including the mask.
-          query_positions: `Int[Array, "#batch target"]`.
-          key_positions: `Int[Array, "#batch source"]`.
-        """
+        """Computes context and probabilities from scaled queries and keys, and all biases."""
         logits = self._compute_logits(
             q_proj, k_proj, query_positions=query_positions, key_positions=key_positions
         )
@@ -487,7 +435,7 @@ class MultiheadAttention(BaseLayer):
 class GroupedQueryAttention(MultiheadAttention):
     """Attention in which consecutive query heads share a head of keys and values.
 
-    `input_linear`, such as `GroupedQKVLinear`, sets the number of those heads.
+    `input_linear`, such as `GroupedQKVLinear`, sets the number of key heads.
     """
 
     @property

@@ -26,19 +26,7 @@ from weft.typing import Tensor
 def xl_attention_logits(
     q_proj: Tensor, k_proj: Tensor, relative_pos_emb: Tensor, u: Tensor, v: Tensor
 ) -> Tensor:
-    """Computes logits of content and relative position over a whole sequence.
-
-    Args:
-      q_proj: `Float[Array, "batch length heads per_head_dim"]`.
-      k_proj: `Float[Array, "batch length heads per_head_dim"]`.
-      relative_pos_emb: `Float[Array, "2*length-1 heads per_head_dim"]`, projected embeddings of
-        query position minus key position, from `length - 1` down to `-(length - 1)`.
-      u: `Float[Array, "heads per_head_dim"]`, content bias of queries.
-      v: `Float[Array, "heads per_head_dim"]`, position bias of queries.
-
-    Returns:
-      `Float[Array, "batch heads length length"]`.
-    """
+    """Computes `functional.xl_attention_logits`: content and relative position over a sequence."""
     return functional.xl_attention_logits(q_proj, k_proj, relative_pos_emb, u, v)
 
 
@@ -108,16 +96,10 @@ class MultiheadAttentionXL(MultiheadAttention):
         return {**super()._create_layer_parameter_specs(), "u_bias": bias, "v_bias": bias}
 
     def forward(self, query, *, key=None, value=None, **kwargs):
-        """Attends over a whole sequence; see `MultiheadAttention.forward`.
-
-        Args:
-          query: `Float[Array, "batch time query_dim"]`.
-          key: not supported.
-          value: not supported.
-          **kwargs: of `MultiheadAttention.forward`, except `query_positions`, which count from 0.
+        """Self-attends over a whole sequence; see `MultiheadAttention.forward`.
 
         Raises:
-          ArgumentValueError: if `key`, `value` or `query_positions` is given.
+          ArgumentValueError: if `key`, `value` or `query_positions` is given; positions start at 0.
         """
         given = {"key": key, "value": value, "query_positions": kwargs.get("query_positions")}
         if wrong := [name for name, x in given.items() if x is not None]:

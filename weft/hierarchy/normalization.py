@@ -1,6 +1,7 @@
 """Normalization layers and moving averages.
 
-Statistics are computed in `forward_dtype`; the output has the dtype of the input. Parameters are
+Statistics are computed in `forward_dtype`, or the dtype of the input if None; the output has the
+dtype of the input. `eps` is added to the variance, mean square or squared length. Parameters are
 `scale` and, for layers that subtract a mean, `bias`.
 """
 
@@ -61,12 +62,7 @@ class LayerNormStateless(BaseNormalizationLayer):
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
-        """Configures a LayerNormStateless.
-
-        Attributes:
-            eps: added to the variance.
-            forward_dtype: dtype of the computation; None for that of the input.
-        """
+        """Configures a LayerNormStateless."""
 
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
@@ -101,8 +97,6 @@ class RMSNormStateless(BaseNormalizationLayer):
         """Configures a RMSNormStateless.
 
         Attributes:
-            eps: added to the mean square.
-            forward_dtype: dtype of the computation; None for that of the input.
             zero_centered: whether the factor is 1 + `scale`, with `scale` initialized to 0, so that
                 weight decay pulls the factor towards 1.
             input_partition_spec: mesh axes of the input; None leaves it to the compiler.
@@ -159,11 +153,9 @@ class GroupNorm(BaseNormalizationLayer):
 
         Attributes:
             num_groups: number of groups; must divide `input_dim`.
-            eps: added to the variance.
             norm_type: None for LAYERNORM.
             norm_axes: axes that share statistics in addition to a group's channels, such as 1 for
                 time, or -1 for none; None for all but the batch.
-            forward_dtype: dtype of the computation; None for that of the input.
         """
 
         num_groups: Required[int] = REQUIRED
@@ -193,12 +185,9 @@ class GroupNorm(BaseNormalizationLayer):
         return specs
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        """Normalizes groups of channels.
+        """Normalizes groups of channels of `x`, `Float[Array, "batch *spatial input_dim"]`.
 
-        Args:
-            x: `Float[Array, "batch *spatial input_dim"]`.
-            segment_ids: `Int[Array, "batch time"]`; statistics are separate for each segment of
-                axis 1, including padding (0).
+        Each segment of axis 1 has its own statistics, including padding (0).
         """
         cfg = self.config
         y = group_norm(
@@ -225,13 +214,7 @@ class BatchNorm(BaseNormalizationLayer):
 
     @config_class
     class Config(BaseNormalizationLayer.Config):
-        """Configures a BatchNorm.
-
-        Attributes:
-            decay: weight of the old moving average in each update.
-            eps: added to the variance.
-            forward_dtype: dtype of the computation; None for that of the input.
-        """
+        """Configures a BatchNorm; `decay` is the weight of the old moving average."""
 
         decay: float = 0.999
         eps: float = 1e-8
@@ -251,12 +234,9 @@ class BatchNorm(BaseNormalizationLayer):
         }
 
     def forward(self, x: Tensor, *, segment_ids: Tensor | None = None) -> Tensor:
-        """Normalizes each channel.
+        """Normalizes each channel of `x`, `Float[Array, "*batch input_dim"]`.
 
-        Args:
-            x: `Float[Array, "*batch input_dim"]`.
-            segment_ids: `Int[Array, "batch time"]`; positions with 0 are excluded from the
-                statistics.
+        Positions whose entry of `segment_ids` is 0 do not affect the statistics.
         """
         cfg = self.config
         mean, variance = self.parameters["moving_mean"], self.parameters["moving_variance"]
@@ -289,12 +269,7 @@ class L2Norm(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures an L2Norm.
-
-        Attributes:
-            eps: added to the squared length.
-            forward_dtype: dtype of the computation; None for that of the input.
-        """
+        """Configures an L2Norm."""
 
         eps: float = 1e-8
         forward_dtype: DType | None = jnp.float32
@@ -315,12 +290,7 @@ class MovingAverage(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a MovingAverage.
-
-        Attributes:
-            shape: shape of a value.
-            min_weight: minimum weight of a new value; 0 for the plain mean.
-        """
+        """Configures a MovingAverage of arrays of `shape`; `min_weight` 0 is the plain mean."""
 
         shape: Sequence[int] = ()
         min_weight: Required[float] = REQUIRED

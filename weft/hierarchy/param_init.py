@@ -142,11 +142,7 @@ class ConstantInitializer(Initializer):
 
     @config_class
     class Config(Initializer.Config):
-        """Configures a ConstantInitializer.
-
-        Attributes:
-            value: a number, or an array that broadcasts to the shape.
-        """
+        """Configures a ConstantInitializer; `value` is a number or an array that broadcasts."""
 
         value: Required[Any] = REQUIRED
 
@@ -162,12 +158,7 @@ class GaussianInitializer(Initializer):
 
     @config_class
     class Config(Initializer.Config):
-        """Configures a GaussianInitializer.
-
-        Attributes:
-            std: standard deviation.
-            mean: mean; None for 0.
-        """
+        """Configures a GaussianInitializer; a `mean` of None is 0."""
 
         std: Required[float] = REQUIRED
         mean: float | None = None
@@ -246,9 +237,7 @@ class WeightInitializer(Initializer):
 def fans(shape: Shape, axes: FanAxes) -> dict[str, float]:
     """Returns the sizes "fan_in" and "fan_out" of a weight, and their mean "fan_avg".
 
-    Args:
-        shape: shape of the weight.
-        axes: types of axes; a receptive field counts towards both fans.
+    A receptive field counts towards both.
     """
     canonical: Any = axes.canonicalize()
     return fan_sizes(
@@ -317,12 +306,7 @@ class PerGroupInitializer(Initializer):
 
     @config_class
     class Config(Initializer.Config):
-        """Configures a PerGroupInitializer.
-
-        Attributes:
-            initializer: initializer of each part.
-            num_groups: number of parts, which must divide the last axis.
-        """
+        """Configures a PerGroupInitializer; `num_groups` must divide the last axis."""
 
         initializer: InstantiableConfig = DefaultInitializer.default_config()
         num_groups: int = 1
@@ -364,11 +348,9 @@ def gaussian_initializer(std: float) -> Initializer:
 
 
 def truncated_normal(stddev: float = 1e-2, dtype: DType = jnp.float32):
-    """Returns `init(key, shape, dtype)`, normal values truncated at two standard deviations.
+    """Returns `init(key, shape, dtype)`, truncated normal values.
 
-    Args:
-        stddev: standard deviation after truncation.
-        dtype: default dtype of `init`.
+    Their standard deviation after truncation is `stddev`.
     """
 
     def init(key: Tensor, shape: Shape, dtype: DType = dtype) -> Tensor:

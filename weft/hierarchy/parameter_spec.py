@@ -15,11 +15,7 @@ from weft.typing import DType, MeshAxes, Nested, Shape
 
 
 class FactorizationSpec(NamedTuple):
-    """Factorization of an optimizer's statistics of a parameter.
-
-    Attributes:
-        axes: one entry per axis of the parameter: "row", "col" or None.
-    """
+    """Axes for factorized optimizer statistics: "row", "col" or None for each axis."""
 
     axes: tuple[str | None, ...]
 
@@ -85,11 +81,7 @@ class ParameterSpec(TensorSpec):
                 )
 
     def fans(self) -> dict[str, float]:
-        """Returns the sizes "fan_in", "fan_out", "fan_avg".
-
-        Raises:
-            ParameterSpecError: if the spec has no `fan_axes`.
-        """
+        """Returns "fan_in", "fan_out" and "fan_avg", or raises ParameterSpecError without axes."""
         if self.fan_axes is None:
             raise ParameterSpecError(
                 f"a parameter of shape {tuple(self.shape)} has no fan axes; set `fan_axes`."
@@ -101,13 +93,7 @@ NestedParameterSpec = Nested[ParameterSpec]
 
 
 def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> ParameterSpec:
-    """Returns the spec of `size` such parameters, stacked.
-
-    Args:
-        spec: spec of one of them.
-        size: number of copies.
-        mesh_axis: sharding of the new axis.
-    """
+    """Returns the spec of `size` stacked copies; the new axis is sharded over `mesh_axis`."""
     prepended = spec.fan_axes and spec.fan_axes.prepend_axis(axis_type=FanAxes.AxisType.BATCH_AXIS)
     factors = spec.factorization and FactorizationSpec((None, *spec.factorization.axes))
     return dataclasses.replace(
@@ -123,9 +109,7 @@ def with_leading_axis(spec: ParameterSpec, size: int, mesh_axis: Any = None) -> 
 def with_leading_axis_name(spec: ParameterSpec, name: str) -> ParameterSpec:
     """Names the first axis of a spec and shards it by the rules of the context.
 
-    Args:
-        spec: spec of stacked parameters.
-        name: logical name of the first axis; without a rule for it, a mesh axis.
+    Without a rule for it, `name` is a mesh axis.
 
     Raises:
         LogicalAxisError: if another axis has this name.

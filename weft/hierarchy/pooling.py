@@ -17,35 +17,19 @@ class MaxPool2D(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a MaxPool2D.
-
-        Attributes:
-            window: window size along each axis.
-            strides: stride along each axis.
-        """
+        """Configures a MaxPool2D; both fields have one entry per axis."""
 
         window: tuple[int, int] = (2, 2)
         strides: tuple[int, int] = (1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the maxima.
-
-        Args:
-            x: `Num[Array, "batch height width channels"]`.
-
-        Returns:
-            `Num[Array, "batch out_height out_width channels"]`.
-        """
+        """Returns the maxima of each window of `x`, `Num[Array, "batch height width channels"]`."""
         cfg = self.config
         return max_pool(x, cfg.window, strides=cfg.strides)
 
     @nowrap
     def output_shape(self, *, input_shape: Sequence[int | None]) -> list[int | None]:
-        """Returns the shape of the output.
-
-        Args:
-            input_shape: `(batch, height, width, channels)`, None for unknown sizes.
-        """
+        """Returns the shape of the output; sizes may be None if unknown."""
         cfg = self.config
         batch, *spatial, channels = input_shape
         out = conv_output_shape(spatial, window=cfg.window, strides=cfg.strides, padding="VALID")
@@ -90,11 +74,7 @@ class SqueezeExcitation(BaseLayer):
             self._add_child("expand", conv.clone(input_dim=reduced, output_dim=cfg.input_dim))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Scales the channels.
-
-        Args:
-            inputs: `Float[Array, "batch height width input_dim"]`.
-        """
+        """Scales the channels of `inputs`, `Float[Array, "batch height width input_dim"]`."""
         if not self._reduced:
             return inputs
         squeezed = jnp.mean(inputs, axis=(1, 2), keepdims=True)

@@ -24,13 +24,7 @@ class BasePoolingLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BasePoolingLayer.
-
-        Attributes:
-          input_dim: size of a token.
-          output_dim: size of an output vector.
-          num_outputs: number of output vectors.
-        """
+        """Configures a BasePoolingLayer with `num_outputs` vectors of size `output_dim`."""
 
         input_dim: Required[int] = REQUIRED
         output_dim: Required[int] = REQUIRED
@@ -73,12 +67,7 @@ class AttentionPooling(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures an AttentionPooling.
-
-        Attributes:
-          cross_attention: attention from the queries to the tokens; set its number of heads.
-          feed_forward: layer after the attention.
-        """
+        """Configures an AttentionPooling; set the number of heads of `cross_attention`."""
 
         cross_attention: InstantiableConfig = TransformerAttentionLayer.default_config()
         feed_forward: InstantiableConfig = TransformerFeedForwardLayer.default_config()
@@ -119,11 +108,7 @@ class AveragePooling(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures an AveragePooling.
-
-        Attributes:
-          eps: added to the number of tokens.
-        """
+        """Configures an AveragePooling; `eps` is added to the number of tokens."""
 
         eps: float = 1e-8
 
@@ -185,12 +170,7 @@ class PoolingWithProjection(BasePoolingLayer):
 
     @config_class
     class Config(BasePoolingLayer.Config):
-        """Configures a PoolingWithProjection.
-
-        Attributes:
-          pooler: pooling of vectors of `input_dim`.
-          proj: linear map to `output_dim`.
-        """
+        """Configures a PoolingWithProjection; `pooler` keeps the size `input_dim`."""
 
         pooler: Required[BasePoolingLayer.Config] = REQUIRED
         proj: InstantiableConfig = Linear.default_config()

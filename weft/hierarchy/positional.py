@@ -14,17 +14,7 @@ from weft.typing import Tensor
 def sinusoidal_positional_embeddings(
     positions: Tensor, *, dim: int, min_timescale: float = 1, max_timescale: float = 10000
 ) -> Tensor:
-    """Computes sines and cosines of positions at geometric timescales.
-
-    Args:
-      positions: `Num[Array, "*shape"]`.
-      dim: size of an embedding, even.
-      min_timescale: shortest period, divided by 2π.
-      max_timescale: longest period, divided by 2π.
-
-    Returns:
-      `Float[Array, "*shape dim"]`, first the sines.
-    """
+    """Computes `functional.sinusoidal_positions`, `Float[Array, "*shape dim"]`, first the sines."""
     return sinusoidal_positions(
         positions, dim=dim, min_timescale=min_timescale, max_timescale=max_timescale
     )
@@ -35,13 +25,7 @@ class SinusoidalPositionalEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a SinusoidalPositionalEmbedding.
-
-        Attributes:
-          dim: size of an embedding, even.
-          min_timescale: shortest period, divided by 2π.
-          max_timescale: longest period, divided by 2π.
-        """
+        """Configures a SinusoidalPositionalEmbedding; timescales are periods divided by 2π."""
 
         dim: Required[int] = REQUIRED
         min_timescale: float = 1
@@ -63,12 +47,7 @@ class LearnedPositionalEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a LearnedPositionalEmbedding.
-
-        Attributes:
-          dim: size of an embedding.
-          shape: number of positions, along one axis or several.
-        """
+        """Configures a LearnedPositionalEmbedding; `shape` may have several axes of positions."""
 
         dim: Required[int] = REQUIRED
         shape: Required[Sequence[int]] = REQUIRED
@@ -91,12 +70,8 @@ class LearnedPositionalEmbedding(BaseLayer):
         return jnp.squeeze(self.parameters["weight"], axis=0)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Looks up positions along the first axis of the table.
+        """Looks up positions, `Int[Array, "*batch"]`, along the first axis of the table.
 
-        Args:
-          positions: `Int[Array, "*batch"]`.
-
-        Returns:
-          `Float[Array, "*batch dim"]`, with further axes of the table before the last.
+        Returns `Float[Array, "*batch dim"]`, with further axes of the table before the last.
         """
         return lookup(self.embeddings(), positions)

@@ -67,14 +67,7 @@ class BaseMultiheadLinear(BaseLayer):
         return self._fan_axes if name == "weight" else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Projects vectors.
-
-        Args:
-          inputs: `Float[Array, "batch time *in"]`.
-
-        Returns:
-          `Float[Array, "batch time *out"]`.
-        """
+        """Projects the last axis or axes of `Float[Array, "batch time ..."]`."""
         params = self.parameters
         return project(
             self._subscripts,
@@ -193,14 +186,7 @@ class QKVLinear(BaseQKVLinear):
 
     @config_class
     class Config(BaseQKVLinear.Config):
-        """Configures a QKVLinear.
-
-        Attributes:
-          layer: config of each projection.
-          query_partition_spec: sharding of queries.
-          key_partition_spec: sharding of keys.
-          value_partition_spec: sharding of values.
-        """
+        """Configures a QKVLinear; `layer` is the config of each projection."""
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
         query_partition_spec: PartitionSpec | None = None
@@ -237,11 +223,7 @@ class GroupedQKVLinear(QKVLinear):
 
     @config_class
     class Config(QKVLinear.Config):
-        """Configures a GroupedQKVLinear.
-
-        Attributes:
-          num_kv_heads: number of heads of keys and values, which divides `num_heads`.
-        """
+        """Configures a GroupedQKVLinear; `num_kv_heads` divides `num_heads`."""
 
         num_kv_heads: Required[int] = REQUIRED
 
@@ -259,11 +241,7 @@ class FusedQKVLinear(BaseQKVLinear):
 
     @config_class
     class Config(BaseQKVLinear.Config):
-        """Configures a FusedQKVLinear.
-
-        Attributes:
-          layer: config of one of the three projections.
-        """
+        """Configures a FusedQKVLinear; `layer` is the config of one of three projections."""
 
         layer: MultiheadInputLinear.Config = MultiheadInputLinear.default_config()
 
@@ -302,7 +280,7 @@ class FusedGroupedQKVLinear(BaseQKVLinear):
         """Configures a FusedGroupedQKVLinear.
 
         Attributes:
-          num_kv_heads: number of heads of keys and values, which divides `num_heads`.
+          num_kv_heads: number of key heads, which divides `num_heads`.
           output_partition_spec: sharding of the concatenated heads.
         """
 
@@ -366,14 +344,7 @@ class QLinear(BaseQKVLinear):
         value: Tensor | None = None,
         query_positions: Tensor | None = None,
     ) -> BaseQKVLinear.Output:
-        """Projects to queries.
-
-        Args:
-          query: `Float[Array, "batch target query_dim"]`.
-          kv_state: keys and values of another layer.
-          key: not supported.
-          value: not supported.
-          query_positions: ignored.
+        """Projects to queries; keys and values are those of `kv_state`.
 
         Raises:
           ArgumentValueError: if `kv_state` is missing, or `key` or `value` is given.

@@ -125,14 +125,7 @@ class ResidualLayer(BaseLayer):
     def _leave_branch(
         self, skipped: Tensor, y: Tensor, *, dropout: Any, weight: float = 1.0
     ) -> Tensor:
-        """Returns the layer's output.
-
-        Args:
-          skipped: from `_enter_branch`.
-          y: the branch's output.
-          dropout: the child that drops it.
-          weight: factor of the branch.
-        """
+        """Returns the layer's output for a branch output `y`, which is scaled by `weight`."""
         y = self.stochastic_depth(dropout(self._normalize(_RES, y)))
         y = y if weight == 1 else y * weight
         if self.config.residual_gate_init is not None:

@@ -29,12 +29,7 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a RoFormerSinusoidalPositionalEmbedding.
-
-        Attributes:
-          dim: size of the rotated vectors, even.
-          theta: base of the frequencies.
-        """
+        """Configures a RoFormerSinusoidalPositionalEmbedding of even size `dim`."""
 
         dim: Required[int] = REQUIRED
         theta: float = 10000.0
@@ -59,14 +54,11 @@ class RoFormerSinusoidalPositionalEmbedding(BaseLayer):
         return self.default_query_positions(max_seq_len)
 
     def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
-        """Computes sines and cosines.
+        """Returns sines, then cosines, `Float[Array, "batch time dim"]`.
 
         Args:
           positions: `Int[Array, "batch time"]`.
           max_seq_len: shorthand for positions 0 to `max_seq_len - 1`.
-
-        Returns:
-          `Float[Array, "batch time dim"]`, first the sines, then the cosines.
 
         Raises:
           ArgumentValueError: unless exactly one of the arguments is given.
@@ -119,13 +111,7 @@ class YaRNSinusoidalPositionalEmbedding(RoFormerSinusoidalPositionalEmbedding):
     def build_rotary_sinusoidal_positional_embeddings(
         self, positions: Tensor, inv_freq: Tensor, mscale: float
     ) -> Tensor:
-        """Computes scaled sines and cosines.
-
-        Args:
-          positions: `Int[Array, "batch time"]`.
-          inv_freq: angle per position of each pair of dimensions.
-          mscale: factor of sines and cosines.
-        """
+        """Returns sines and cosines times `mscale`; `inv_freq` is the angle per position."""
         return jnp.concatenate(sincos(positions, inv_freq), axis=-1) * mscale
 
     def forward(self, *, positions: Tensor | None = None, max_seq_len: int | None = None) -> Tensor:
@@ -177,15 +163,10 @@ def apply_rotary_position_embeddings(
     rotary_key: bool,
     rotary_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotates queries, and optionally keys and values.
+    """Rotates queries, and optionally keys and values, all `Float[Array, "batch time heads dim"]`.
 
     Args:
-      query: `Float[Array, "batch time heads dim"]`.
-      key: `Float[Array, "batch time heads dim"]`.
-      value: `Float[Array, "batch time heads dim"]`.
       sinusoidal_pos: `Float[Array, "#batch time #heads dim"]`, first the sines.
-      rotary_key: whether to rotate keys.
-      rotary_value: whether to rotate values.
     """
     return (
         _rotate(query, sinusoidal_pos),

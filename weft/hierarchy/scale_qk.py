@@ -82,11 +82,9 @@ class BaseScaleQK(BaseLayer):
         per_head_dim: Required[int] = REQUIRED
 
     def forward(self, proj: Tensor, *, positions: Tensor | None) -> Tensor:
-        """Scales queries or keys.
+        """Scales queries or keys, `Float[Array, "batch time heads per_head_dim"]`.
 
-        Args:
-          proj: `Float[Array, "batch time heads per_head_dim"]`.
-          positions: `Int[Array, "#batch time"]`, for scales that depend on them.
+        Scales that depend on positions use `positions`, `Int[Array, "#batch time"]`.
         """
         raise NotImplementedError(type(self))
 
@@ -100,7 +98,6 @@ class ScaleQuery(BaseScaleQK):
 
         Attributes:
           norm: norm over the dimensions of a head; None for none.
-          per_dim_scale: learned scale; None for none.
           scale_factor: makes a `ScaleFn`; None for `per_head_dim ** -0.5`.
         """
 

@@ -28,12 +28,7 @@ class UpdateDataFn(Protocol):
     """Function that computes a layer's input."""
 
     def __call__(self, data: Tensor, all_layer_outputs: list[Output]) -> Tensor:
-        """Returns the input of the next layer.
-
-        Args:
-          data: the default input, which is the previous layer's output.
-          all_layer_outputs: outputs of all previous layers.
-        """
+        """Returns the next layer's input; `data`, the previous layer's output, is the default."""
         ...
 
 
@@ -111,7 +106,6 @@ class StackedTransformerLayer(BaseStackedTransformerLayer):
 
         Attributes:
           layer: config of all layers, or a list with one per layer.
-          data_merger: makes an `UpdateDataFn`, which changes the inputs of layers.
         """
 
         layer: BaseTransformerLayer.Config | Sequence[BaseTransformerLayer.Config] = (

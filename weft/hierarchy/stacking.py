@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def parameter_specs_of_copies(layer: "BaseLayer", n: int | None) -> dict[str, Any]:
-    """Returns the parameter specs of `n` copies of a layer.
-
-    Args:
-      layer: one of the copies.
-      n: number of copies; None for a single layer without a leading axis.
-    """
+    """Returns the specs of `n` copies of a layer, or for n=None of the layer itself."""
     specs = layer.create_parameter_specs_recursively()
     if n is None:
         return specs
@@ -37,11 +32,11 @@ def parameter_specs_of_copies(layer: "BaseLayer", n: int | None) -> dict[str, An
 def initialize_copies(
     layer: "BaseLayer", n: int | None, prng_key: Tensor, *, prebuilt: NestedTensor | None = None
 ) -> dict[str, Any]:
-    """Initializes the parameters of `n` copies of a layer.
+    """Initializes the parameters of `n` copies of a layer, or for n=None of the layer itself.
 
     Args:
       layer: one of the copies.
-      n: number of copies; None for a single layer without a leading axis.
+      n: number of copies.
       prng_key: split for each copy, so that the first copies do not depend on `n`.
       prebuilt: stacked values to use instead; missing values and None are initialized.
 

@@ -11,12 +11,7 @@ class TensorStats(Module):
     """Base of statistics of named arrays."""
 
     def add_stats(self, name: str, value: Tensor) -> None:
-        """Adds summaries about an array; this base class adds none.
-
-        Args:
-            name: name of the array within its layer.
-            value: the array.
-        """
+        """Adds summaries about an array called `name` in its layer; this base class adds none."""
 
 
 class TensorRMSNorm(TensorStats):
@@ -41,8 +36,7 @@ class CompositeTensorStats(TensorStats):
         """Configures CompositeTensorStats.
 
         Attributes:
-            tensor_stats: statistics by name.
-            inline_child_summaries: whether to omit those names from the paths of summaries.
+            inline_child_summaries: whether to omit names of statistics from the paths of summaries.
         """
 
         tensor_stats: dict[str, TensorStats.Config] = {}

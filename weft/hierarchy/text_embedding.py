@@ -23,35 +23,21 @@ class BaseEmbedding(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseEmbedding.
-
-        Attributes:
-          dim: size of an embedding.
-        """
+        """Configures a BaseEmbedding."""
 
         dim: Required[int] = REQUIRED
 
     def forward(self, input_batch: Mapping[str, Any]) -> Tensor:
-        """Embeds tokens.
+        """Embeds tokens; returns `Float[Array, "batch time dim"]`.
 
         Args:
           input_batch: a dict with `inputs`, token ids, `Int[Array, "batch time"]`, and optionally
             `positions` (default: counted from 0) and `token_type_ids` of the same shape.
-
-        Returns:
-          `Float[Array, "batch time dim"]`.
         """
         raise NotImplementedError(type(self))
 
     def attend(self, x: Tensor) -> Tensor:
-        """Computes inner products with the embeddings of all tokens.
-
-        Args:
-          x: `Float[Array, "batch time dim"]`.
-
-        Returns:
-          `Float[Array, "batch time vocab"]`.
-        """
+        """Returns inner products of `x`, `Float[Array, "batch time dim"]`, with all embeddings."""
         raise NotImplementedError(type(self))
 
     def init_states(self, *, batch_size: int, dtype: DType) -> NestedTensor:
@@ -66,15 +52,12 @@ class BaseEmbedding(BaseLayer):
         input_batch: Mapping[str, Any],
         is_prefill: bool = False,
     ) -> tuple[Mapping[str, Any], Tensor]:
-        """Embeds the next tokens.
+        """Embeds the next tokens; returns the state for the next step, and the embeddings.
 
         Args:
           cached_states: from `init_states` or the previous step.
           input_batch: as for `forward`, for the tokens of this step, with their `positions`.
           is_prefill: whether these are the first tokens.
-
-        Returns:
-          The state for the next step, and the embeddings.
         """
         del is_prefill
         return cached_states, self.forward(input_batch)

@@ -37,13 +37,7 @@ class TransformerAttentionLayer(ResidualLayer):
         attention: InstantiableConfig = MultiheadAttention.default_config()
 
     class Output(NamedTuple):
-        """Output of the layer.
-
-        Attributes:
-          data: `Float[Array, "batch target target_dim"]`.
-          probs: `Float[Array, "batch heads target source"]`, if "probs" is in `return_aux`.
-          kv_state: keys and values for another layer, if "kv_state" is in `return_aux`.
-        """
+        """Output of the layer, as `MultiheadAttention.Output`."""
 
         data: Tensor
         probs: Tensor | None = None
@@ -74,14 +68,14 @@ class TransformerAttentionLayer(ResidualLayer):
         target_positions: Tensor | None = None,
         return_aux: Collection[str] | None = None,
     ) -> Output:
-        """Attends over a whole sequence.
+        """Attends over a whole sequence; see `MultiheadAttention.forward`.
 
         Args:
           target: `Float[Array, "batch target target_dim"]`.
           source: `Float[Array, "batch source source_dim"]` to attend to, or keys and values of
             another layer; None for `target`.
           attention_logit_biases: `Float[Array, "#batch #heads target source"]`.
-          segment_ids: `Int[Array, "batch target"]`: positions attend within their own segment.
+          segment_ids: `Int[Array, "batch target"]`.
           target_positions: `Int[Array, "#batch target"]`; None counts from 0.
           return_aux: optional outputs to return: "probs", "kv_state".
         """
@@ -120,8 +114,7 @@ class TransformerAttentionLayer(ResidualLayer):
           cached_states: from `init_states` or the previous step; unchanged if `source` is an array.
           target: `Float[Array, "batch step target_dim"]`.
           is_prefill: whether the cache is empty.
-          source: `Float[Array, "batch source source_dim"]` to attend to, or keys and values of
-            another layer; None for the cache.
+          source: as for `forward`; None for the cache.
           segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last token.
           attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
           return_aux: optional outputs to return: "probs", "kv_state".
@@ -174,11 +167,7 @@ class BaseTransformerLayer(BaseLayer):
 
     @config_class
     class Config(BaseLayer.Config):
-        """Configures a BaseTransformerLayer.
-
-        Attributes:
-          input_dim: size of input and output.
-        """
+        """Configures a BaseTransformerLayer."""
 
         input_dim: Required[int] = REQUIRED
 
@@ -226,13 +215,7 @@ class BaseTransformerLayer(BaseLayer):
         raise NotImplementedError(type(self))
 
     def init_states(self, *, batch_size: int, max_len: int, dtype: DType) -> NestedTensor:
-        """Returns the initial state of decoding.
-
-        Args:
-          batch_size: number of sequences.
-          max_len: maximum length of a sequence.
-          dtype: dtype of the cache.
-        """
+        """Returns the initial state for decoding sequences of up to `max_len` positions."""
         raise NotImplementedError(type(self))
 
     def extend_step(
@@ -249,21 +232,17 @@ class BaseTransformerLayer(BaseLayer):
         page_pool: Any = None,
         return_aux: Collection[str] | None = None,
     ) -> tuple[dict[str, Any], Output]:
-        """Applies the layer to the next positions of each sequence.
+        """Applies the layer to the next positions of each sequence; see also `forward`.
 
         Args:
           cached_states: from `init_states` or the previous step.
           data: `Float[Array, "batch step input_dim"]`.
           is_prefill: whether the cache is empty.
-          self_attention_kv_state: keys and values of another layer, if this one projects none.
           self_attention_logit_biases: `Float[Array, "#batch #heads step source"]`, where source is
             `step` in a prefill, else `max_len`.
-          cross_attention_data: `Float[Array, "batch source source_dim"]`.
-          cross_attention_logit_biases: `Float[Array, "#batch #heads step source"]`.
           target_segment_ids: `Int[Array, "batch step"]`: 0 for padding after a sequence's last
             token, which is not cached.
           page_pool: for a paged cache.
-          return_aux: optional fields of the output to return.
         """
         raise NotImplementedError(type(self))
 
@@ -400,12 +379,7 @@ class ParallelTransformerLayer(BaseTransformerLayer):
 
     @config_class
     class Config(BaseTransformerLayer.Config):
-        """Configures a ParallelTransformerLayer.
-
-        Attributes:
-          norm: norm of the input of both branches.
-          feed_forward: a feed-forward layer without norm and skip connection.
-        """
+        """Configures a ParallelTransformerLayer; `feed_forward` has no norm and skip connection."""
 
         norm: InstantiableConfig = LayerNorm.default_config()
         self_attention: MultiheadAttention.Config = MultiheadAttention.default_config()
@@ -490,8 +464,7 @@ class BottleNeckAdapterTransformerLayer(BaseTransformerLayer):
         """Configures a BottleNeckAdapterTransformerLayer.
 
         Attributes:
-          adapter: the narrow feed-forward layer.
-          bottleneck_ratio: its hidden dimension, as a fraction of `input_dim`.
+          bottleneck_ratio: hidden dimension of `adapter`, as a fraction of `input_dim`.
         """
 
         layer: BaseTransformerLayer.Config = TransformerLayer.default_config()

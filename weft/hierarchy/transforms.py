@@ -202,9 +202,7 @@ def scan_in_context(
     remat_kwargs: dict[str, Any] | None = None,
     merge_summaries: bool = False,
 ) -> tuple[Carry, Any]:
-    """Runs `jax.lax.scan` on a function that invokes modules of the current context.
-
-    All iterations share the state, and each has its own PRNG key.
+    """Runs `scan` in the current context; iterations share the state, each with its own key.
 
     Args:
         fn: takes the carry and a slice of `xs`; returns the next carry and values to stack.
@@ -215,9 +213,6 @@ def scan_in_context(
         unroll: as for `jax.lax.scan`.
         remat_kwargs: if given, the body is recomputed in the backward pass, as by `remat`.
         merge_summaries: whether to report one summary for all iterations instead of one each.
-
-    Returns:
-        The final carry and the stacked values.
     """
     context = require_context("scan_in_context")
     inner = context.twin()
@@ -341,8 +336,8 @@ def shard_map(
     Args:
         fn: a function of the shards of its arguments on one device.
         mesh: as for `jax.shard_map`.
-        in_specs: a prefix of the tuple of arguments.
-        out_specs: a prefix of the result.
+        in_specs: as for `jax.shard_map`.
+        out_specs: as for `jax.shard_map`.
         state_spec: sharding of the state; replicated by default.
         axis_names: mesh axes that are manual in `fn`; all by default.
         check_vma: as for `jax.shard_map`.
@@ -384,7 +379,7 @@ def pmap(
     out_axes: Any = 0,
     devices: Sequence[Any] | None = None,
 ) -> Callable[..., Any]:
-    """Applies `vmap` with one device per index; takes the same arguments.
+    """Applies `vmap` with one device per index.
 
     Args:
         fn: a function of pytrees.
@@ -413,13 +408,9 @@ def pmap(
 def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that invokes modules.
 
-    Args:
-        fn: the function.
-        errors: checks to make; None for `checkify.user_checks`.
-
     Returns:
-        A function with the arguments of `fn` that returns the error, possibly empty, and the
-        result.
+        A function that returns the error, possibly empty, and the result of `fn`. The checks are
+        `errors`, by default `checkify.user_checks`.
     """
     lifted = lifting.checkify(CONTEXTS, spread(fn), errors=errors)
 
@@ -430,14 +421,9 @@ def checkify(fn: Callable[..., Any], errors: Any = None) -> Callable[..., tuple[
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Applies `jax.eval_shape` to a function that invokes modules, inside an invocation.
+    """Applies `jax.eval_shape` to a function that invokes modules, and calls it.
 
-    Nothing is computed, so no outputs of modules are added.
-
-    Args:
-        fn: the function.
-        *args: its arguments; arrays or `jax.ShapeDtypeStruct`s.
-        **kwargs: its keyword arguments, in the same form.
+    Arguments are arrays or `jax.ShapeDtypeStruct`s. No outputs of modules are added.
     """
     inputs = Roles(((("state", "prng_key", "shared"), None),))
     lifted = lifting.eval_shape(CONTEXTS, spread(fn), in_axes=(inputs, None, None))
