@@ -31,7 +31,6 @@ class Assigned(NamedTuple):
 
     Attributes:
         name: the logical name, None, or given mesh axes.
-        entry: entry in the layout.
         rule: index of the rule that provided the entry, or None.
         passed: indices of skipped rules for the name, whose mesh axes were taken.
     """
@@ -53,7 +52,6 @@ def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
     Args:
         names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
             axes, which are used unchanged.
-        rules: the rules in the order of priority.
 
     Raises:
         LogicalAxisError: if names do not have this form, or are repeated.
@@ -250,7 +248,6 @@ def with_logical_constraint(
     """Lays out a value over a mesh by the logical names of its axes.
 
     Args:
-        x: a pytree of arrays.
         logical_axis_resources: the names of its axes, or a prefix tree of them; None leaves a value
             unchanged.
         rules: by default those of the context; without any, `x` is returned unchanged.
@@ -334,10 +331,7 @@ class LogicallyPartitioned(Partitioned):
             object.__setattr__(self, "rules", checked_rules(self.rules))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Returns the value, laid out by the rules.
-
-        Args:
-            apply_constraint: False leaves the layout of the value unchanged.
+        """Returns the value, laid out by the rules unless `apply_constraint` is False.
 
         Raises:
             MeshError: if the mesh lacks an axis, or there are more names than axes.
@@ -353,11 +347,7 @@ class LogicallyPartitioned(Partitioned):
         )
 
     def get_sharding(self, mesh: Mesh) -> NamedSharding:
-        """Returns the layout of the value over a mesh, by the rules.
-
-        Raises:
-            LogicalAxisError: if there are no rules.
-        """
+        """Returns the layout of the value over a mesh; raises LogicalAxisError without rules."""
         rules = _rules_or_context(self.rules)
         if not rules:
             raise LogicalAxisError(
@@ -385,7 +375,6 @@ def with_logical_partitioning(
 
     Args:
         fn: the initializer, or any function that returns a value.
-        names, mesh, rules: see `LogicallyPartitioned`.
 
     Example:
         >>> init = with_logical_partitioning(jax.nn.initializers.ones, ("embed", "heads"))

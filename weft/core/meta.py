@@ -80,9 +80,7 @@ class AxisMetadata(abc.ABC):
     def replace_boxed(self, val: Any) -> Self:
         """Returns the same metadata around another value.
 
-        Raises:
-            AxisMetadataError: if the class is not a pytree node with one child; override this
-                method then.
+        Classes that are not a pytree node with one child must override this.
         """
         children, structure = _open(self)
         if len(children) != 1 or children[0] is self:
@@ -142,7 +140,6 @@ def replace_boxed(tree: Any, updates: Any) -> Any:
     """Replaces the values in the boxes of a tree.
 
     Args:
-        tree: a pytree with boxes.
         updates: the same structure without boxes; at a leaf or box of the tree, any pytree.
 
     Example:
@@ -170,7 +167,6 @@ def add_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     """Notifies every box of a tree, including nested ones, that its value has gained an axis.
 
     Args:
-        tree: a pytree with boxes.
         index: position of the new axis in the new values; -1 is the last axis.
         params: parameters of the metadata, as `{PARTITION_NAME: "layers"}`. Without a name, the new
             axis of a `Partitioned` is not split.
@@ -189,7 +185,6 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
     """Notifies every box of a tree, including nested ones, that its value has lost an axis.
 
     Args:
-        tree: a pytree with boxes.
         index: position of the axis in the old values; -1 is the last axis.
         params: as given to `add_axis`.
 
@@ -269,11 +264,7 @@ def about(where: str) -> Iterator[None]:
 
 
 def checked_names(names: Any) -> tuple[Any, ...]:
-    """Returns names of axes as a tuple.
-
-    Raises:
-        AxisMetadataError: if they have no order, or are a single name.
-    """
+    """Returns names of axes as a tuple; raises AxisMetadataError for sets and single names."""
     if isinstance(names, str | Mapping | Set) or not hasattr(names, "__iter__"):
         raise AxisMetadataError(
             f"names is {names!r}; expected a sequence with one entry for each axis of the value: "
@@ -312,10 +303,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         object.__setattr__(self, "names", checked_names(self.names))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Returns the value, laid out by the names.
-
-        Args:
-            apply_constraint: False leaves the layout of the value unchanged.
+        """Returns the value, laid out by the names unless `apply_constraint` is False.
 
         Raises:
             MeshError: if the mesh lacks an axis, or there are more names than axes.
@@ -354,10 +342,8 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
     def _position(self, index: int, rank: int) -> int:
         """Returns the index of an axis counted from the front.
 
-        Args:
-            index: as given by the transformation.
-            rank: number of axes of the value that `index` refers to, as far as the names determine
-                it.
+        `rank` is the number of axes of the value that `index` refers to, as far as the names
+        determine it.
         """
         ndim = max((getattr(leaf, "ndim", 0) for leaf in jax.tree.leaves(self.value)), default=0)
         # Names may omit the last axes, and the value may or may not have the axis already, so the
@@ -402,7 +388,6 @@ def with_partitioning(
     Args:
         fn: the initializer, any function that returns a value, or a factory of initializers without
             required arguments, such as `jax.nn.initializers.he_normal`.
-        names, mesh: see `Partitioned`.
 
     Example:
         >>> init = with_partitioning(jax.nn.initializers.ones, (None, "data"))

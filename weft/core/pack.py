@@ -38,7 +38,6 @@ def pack(
             that matches; one without a match cannot be used.
         out_variable_filters: collections of each output group; no others can be changed.
         rng_filters: PRNG streams of each group.
-        name: name of the transformation, for errors.
         enable_kwargs: whether `fn` takes keyword arguments.
 
     Returns:

@@ -38,12 +38,7 @@ Key = tuple[Path, str]
 
 
 class Loop:
-    """Loop whose body is or was traced.
-
-    Attributes:
-        draws: number of keys that one run of the body draws, by scope and stream; None during the
-            trace.
-    """
+    """Traced loop; `draws` is the number of keys of one run by scope and stream, once known."""
 
     def __init__(self, draws: dict[Key, int] | None = None):
         self.draws = draws
@@ -106,12 +101,7 @@ def _digest_p() -> Any:
 
 
 class Stream(struct.PyTreeNode):
-    """PRNG stream as seen by one scope.
-
-    Attributes:
-        key: the root key, typed or of two numbers.
-        suffix: the names of the scopes from the root to this one.
-    """
+    """PRNG stream as seen by one scope; `suffix` has the names from the root to the scope."""
 
     key: Any
     suffix: tuple[Token, ...] = struct.field(pytree_node=False, default=())
@@ -154,7 +144,6 @@ class FrozenCounts:
     """Hashable form of `Counts`, which crosses transformations.
 
     Attributes:
-        table: see `Counts`.
         loops: the surrounding loops, each with the path from its scope to this one.
         begins: whether a loop begins here.
         making: number of keys, on top of the table, drawn by the run that created a loop's state.
@@ -205,9 +194,8 @@ class Counts:
     def end(self, made: "Made | None" = None) -> FrozenCounts:
         """Returns the counts after the transformation, which ends a loop that began here.
 
-        Args:
-            made: where the body has created state that the loop carries or shares, in a run before
-                the loop. The loop then continues the counts of that run.
+        `made` are the scopes in which the body has created state that the loop carries or shares,
+        in a run before the loop. The loop then continues the counts of that run.
         """
         if not (self._begun.begins or self._begun.making):
             return self.freeze()
@@ -255,22 +243,12 @@ class Made(NamedTuple):
 
 
 def for_loop(before: FrozenCounts, after: FrozenCounts | None = None) -> FrozenCounts:
-    """Returns the initial counts of a loop's body.
-
-    Args:
-        before: the outer counts.
-        after: the outer counts after the same loop, if known.
-    """
+    """Returns a loop body's initial counts from those before and, if known, after the loop."""
     return dataclasses.replace(before, begins=True, draws=after and after.draws)
 
 
 def after_making(before: FrozenCounts, made: FrozenCounts) -> FrozenCounts:
-    """Returns the initial counts of a loop that counts no run before, after state was created.
-
-    Args:
-        before: the outer counts.
-        made: the counts after the run that created the state.
-    """
+    """Returns the initial counts of a loop without a run before, after `made` created its state."""
     known = dict(before.table)
     making = frozenset((key, n - known.get(key, 0)) for key, n in made.table)
     return dataclasses.replace(before, making=making)

@@ -37,8 +37,6 @@ class Finding:
     """Probable mistake in rules.
 
     Attributes:
-        kind: kind of the mistake.
-        message: description and remedy.
         path: the variable, or "" if the finding concerns a rule.
         rule: the unused rule, else None.
     """
@@ -58,7 +56,6 @@ def check_rules(
     """Lists probable mistakes in rules for logical axes.
 
     Args:
-        rules: the rules in the order of priority.
         tree: a pytree of boxed variables, or of their shapes from `jax.eval_shape`. Rules in a box
             take precedence.
         mesh: by default that of `jax.set_mesh`; without either, checks of the mesh are skipped.

@@ -179,12 +179,7 @@ class Scope:
         return False
 
     def reserve(self, name: str, col: str | None = None) -> None:
-        """Takes a name in a collection or, for None, among child scopes.
-
-        Raises:
-            NameInUseError: if the name is taken.
-            ScopeNameError: if the name is not a string.
-        """
+        """Takes a name in a collection or, for None, among child scopes; raises if it is taken."""
         self._check_valid()
         if not isinstance(name, str):
             raise ScopeNameError(name, self.path_text)
@@ -216,15 +211,10 @@ class Scope:
         return next(name for name in names if not self.name_reserved(name))
 
     def push(self, name: str | None = None, prefix: str = "", reuse: bool = False) -> "Scope":
-        """Returns a child scope.
+        """Returns a child scope, by default with a new name from `prefix`.
 
-        Args:
-            name: by default derived from `prefix`.
-            prefix: see `default_name`.
-            reuse: whether the name may be taken, to share the variables.
-
-        Raises:
-            NameInUseError: if the name is taken and `reuse` is False.
+        With `reuse`, the name may be taken, to share the variables; otherwise, raises
+        NameInUseError.
         """
         self._check_valid()
         name = self.default_name(prefix) if name is None else name
@@ -242,14 +232,13 @@ class Scope:
     ) -> Callable[..., Any]:
         """Binds a function of scopes to a child of this scope.
 
+        Further calls of the result use the same variables.
+
         Args:
             fn: `fn(scope, *args, **kwargs)`.
             prefix: prefix of the default name; by default the function's name.
             named_call: whether operations carry the name in profiles.
             **partial_kwargs: further arguments of `fn`.
-
-        Returns:
-            `fn` without its first argument. Further calls use the same variables.
         """
         if name is None:
             name_of_fn = f"{fn.__name__}_" if hasattr(fn, "__name__") else ""
@@ -267,8 +256,7 @@ class Scope:
     def rewound(self, rewind_rngs: bool = False) -> "Scope":
         """Returns this scope without taken names, so that new names share its values.
 
-        Args:
-            rewind_rngs: whether to restart streams too, and draw the same keys again.
+        With `rewind_rngs`, streams restart too, and draw the same keys again.
         """
         self._check_valid()
         scope = Scope.__new__(Scope)
@@ -314,11 +302,7 @@ class Scope:
         return name in self._collection(col)
 
     def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
-        """Returns a variable's value, or `default` if it does not exist.
-
-        Args:
-            unbox: whether to return the value without its axis metadata.
-        """
+        """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         value = self._collection(col).get(name, default)
         return meta.unbox(value) if unbox else value
 
@@ -405,10 +389,8 @@ class Scope:
         """Sets a variable to its first value, computed in the scope's trace.
 
         Inside of a JAX transformation that does not lift the scope, the value is computed outside,
-        so that the variable exists once.
-
-        Raises:
-            JaxTransformError: if the value depends on transformed values.
+        so that the variable exists once; raises JaxTransformError if it depends on transformed
+        values.
         """
         trace = self._trunk.trace()
         if self._trunk.trace == current_trace() or trace is None:
@@ -437,10 +419,7 @@ class Scope:
         return name in self.rngs
 
     def make_rng(self, name: str = "params") -> Any:
-        """Returns a new key.
-
-        Args:
-            name: the stream; `params` replaces a missing one.
+        """Returns a new key of a stream; `params` replaces a missing one.
 
         Raises:
             InvalidRngError: if there is no stream.
@@ -466,11 +445,7 @@ class Scope:
         return key in self.flags
 
     def get_flag(self, key: str, default: Any = MISSING) -> Any:
-        """Returns a flag's value.
-
-        Raises:
-            ScopeFlagNotFoundError: if the flag was not given and there is no default.
-        """
+        """Returns a flag's value; raises ScopeFlagNotFoundError if there is none and no default."""
         if key not in self.flags and default is MISSING:
             raise ScopeFlagNotFoundError(key, self.path_text, sorted(self.flags))
         return self.flags.get(key, default)
@@ -511,15 +486,8 @@ def bind(
 ) -> Scope:
     """Returns a root scope for use without `apply`, which is never ended automatically.
 
-    Args:
-        variables: the collections.
-        rngs: a key for the stream `params`, or keys by stream name.
-        mutable: collections that can be changed.
-        flags: see `Scope.get_flag`.
-
-    Raises:
-        ApplyScopeInvalidVariablesTypeError: if a collection is not a mapping.
-        InvalidRngError: if a given key is not a key.
+    See `apply` for the arguments and errors; `rngs` is a key for the stream `params`, or keys by
+    stream name.
     """
     for col, entries in variables.items():
         if not isinstance(entries, Mapping):

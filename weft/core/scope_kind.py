@@ -45,13 +45,7 @@ from weft.lifting import CARRY, Kind, Roles
 
 @dataclasses.dataclass(frozen=True)
 class Select:
-    """Filter of a group by collections and PRNG streams.
-
-    Attributes:
-        variables: filter of collections.
-        rngs: filter of streams.
-        out: which of the group's collections may be changed, if mutable.
-    """
+    """Filter of a group by collections and PRNG streams; `out` selects those that may change."""
 
     variables: Filter = False
     rngs: Filter = False
@@ -63,7 +57,6 @@ class Group(NamedTuple):
 
     Attributes:
         variables: by collection, scope and name.
-        streams: the PRNG streams.
         made: initial values of variables that the call has created, nested as `variables`.
     """
 
@@ -107,7 +100,6 @@ class ScopeKind(Kind):
     """Kind of `Scope`; see `weft.lifting.crossing.Kind`.
 
     Attributes:
-        transformation: name of the transformation, for errors.
         folds: whether PRNG streams restart inside from keys drawn outside, independently of the
             scope's position.
         foresees: whether a loop counts keys as if its body had run once before.

@@ -141,7 +141,6 @@ def shard_value(
     """Lays out a value over a mesh.
 
     Args:
-        value: a pytree of arrays.
         out_sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names. For None or no
             entries, the value is returned unchanged.
         sharding_rules: see `apply_rules`.

@@ -163,16 +163,7 @@ def drawn(
     column_kwargs: Mapping[str, Any],
     console_kwargs: Mapping[str, Any] | None,
 ) -> str:
-    """Returns a table as text.
-
-    Args:
-        names: names of the columns.
-        rows: cells by row.
-        footers: cells below the columns; "Total" is aligned to the right.
-        table_kwargs: for `rich.table.Table`.
-        column_kwargs: for each column.
-        console_kwargs: for `rich.console.Console`, such as `width`.
-    """
+    """Returns a table as text, made by rich; the footer "Total" is aligned to the right."""
     # Imported here, since rich takes longer to import than all modules of this package.
     from rich.console import Console
     from rich.table import Table

@@ -25,10 +25,7 @@ _OF_LAYERS = ("__call__", "forward")
 
 
 def hide_frames(error: BaseException) -> None:
-    """Removes Weft's frames from the traceback of an error; re-raise it with `raise`.
-
-    The traceback must begin in the caller of this function.
-    """
+    """Removes Weft's frames from an error's traceback, which must begin in the caller."""
     if jax.config.jax_traceback_filtering == "off":  # pyright: ignore[reportAttributeAccessIssue]
         return
     shown: TracebackType | None = None

@@ -20,7 +20,6 @@ class Trunk:
 
     Args:
         variables: the collections. The dicts of mutable collections are copied.
-        mutable: collections that can be changed.
         path: names from the outermost root to the top of the tree, for errors.
 
     Attributes:
@@ -29,7 +28,6 @@ class Trunk:
         lifts: collections that the transformation lifts.
         given: lifted immutable collections without variables in the scope.
         settled: whether the function has run before, to create variables.
-        trace: the JAX trace in which the tree was created.
         made: initial values of created variables, nested as in `collections`.
     """
 
@@ -49,11 +47,7 @@ class Trunk:
         self._written: dict[tuple[str, Path, str], Any] = {}
 
     def entries(self, col: str, path: Path) -> Mapping[str, Any]:
-        """Returns a collection's entries in one scope.
-
-        Raises:
-            ScopeTreeError: if the entry is a value, not a dict.
-        """
+        """Returns a collection's entries in one scope; raises ScopeTreeError for a value."""
         found = self.collections.get(col, _EMPTY)
         for depth, name in enumerate(path):
             found = found.get(name, _EMPTY)

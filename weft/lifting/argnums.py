@@ -19,11 +19,8 @@ def check_argnums(
 ) -> None:
     """Raises TransformArgumentError for positions of arguments that a function does not have.
 
-    Args:
-        title: the transformation, for the error.
-        what: name of the parameter with the positions.
-        fn: the function; if its signature is unknown, any position is allowed.
-        argnums: the positions.
+    `what` is the parameter with the positions. If the signature is unknown, any position is
+    allowed.
     """
     numbers = as_tuple(argnums)
     try:
@@ -38,11 +35,7 @@ def check_argnums(
 def given_at(
     title: str, what: str, fn: Callable[..., Any], argnums: int | Iterable[int], args: Sequence[Any]
 ) -> list[int]:
-    """Returns positions among the arguments of a call, counted from 0; see `check_argnums`.
-
-    Raises:
-        TransformArgumentError: if the call has no argument at a position.
-    """
+    """Returns positions among the arguments of a call, counted from 0; see `check_argnums`."""
     numbers = as_tuple(argnums)
     _check(title, what, fn, numbers, len(args), "is called with")
     return [i % len(args) for i in numbers]

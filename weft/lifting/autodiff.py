@@ -54,11 +54,9 @@ def value_and_grad(
     """Applies `jax.value_and_grad` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
         fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
         wrt: a prefix of the arguments: DIFF to differentiate, None elsewhere, `Roles` for a
             carrier.
-        has_aux: whether `fn` returns a pair.
         holomorphic, allow_int: see `jax.grad`.
 
     Returns:

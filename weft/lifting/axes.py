@@ -41,8 +41,6 @@ def enter_axis(
 
     Args:
         size: the size given by the user, if any.
-        transformation: name of the transformation, for errors.
-        metadata: passed to axis metadata.
         at_least_keys: minimum number of keys to fork from each.
 
     Raises:
@@ -115,10 +113,7 @@ def leave_axis(
 def results_prefix(cargo: Cargo, out_axes: Any, of_role: Callable[[Any], Any]) -> Any:
     """Returns JAX's entry for each part of the results, as a prefix of the `Results`.
 
-    Args:
-        cargo: the crossing values; input carriers keep their roles in the results.
-        out_axes: the roles of the function's own results.
-        of_role: from a role to JAX's entry.
+    Input carriers keep their roles; `out_axes` has those of the function's own results.
     """
     _, flat = cargo.static.value
 

@@ -41,7 +41,6 @@ def switch(
     """Applies `jax.lax.switch` to functions that take carriers.
 
     Args:
-        kind: kind of the carriers.
         branches: functions of the same arguments, with results of the same structure.
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
         names: names of the branches in errors; by default "branch 0" and so on.

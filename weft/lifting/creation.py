@@ -34,12 +34,9 @@ from weft.lifting.roles import CARRY
 
 
 class Traced:
-    """Function of arrays that is traced once and evaluated repeatedly.
+    """Function of pytrees of arrays that is traced once and evaluated repeatedly.
 
-    Args:
-        named: the user's function, whose name is given to JAX.
-        fn: the function, from pytrees of arrays to a pytree of arrays.
-        *args: arguments for the trace.
+    JAX sees the name of the user's function `named`.
     """
 
     def __init__(self, named: Callable[..., Any], fn: Callable[..., Any], *args: Any):
@@ -90,7 +87,6 @@ class Made(NamedTuple):
 
     Attributes:
         tree: the structure of a list with the new entries of each group, or None.
-        static: the static half collected by the run.
     """
 
     tree: Any
@@ -108,13 +104,9 @@ def body_with_state(
     """Returns a loop's body, after creating its state.
 
     Args:
-        transformation: name of the loop, for errors.
-        kind: kind of the carriers.
         make: returns the body, a function of arrays, for a static half and units. After a run, its
             `collected` is the output's static half, or its `made` describes the created state,
             which the run then returns.
-        static: the kind's static half.
-        units: the crossing values.
         first: returns the arguments of the first run of such a body.
 
     Returns:

@@ -107,16 +107,7 @@ class Kind(Protocol):
         axis: int,
         metadata: dict[Any, Any],
     ) -> Any:
-        """Adds an axis to the axis metadata in a group (`sign` 1), or removes it (-1).
-
-        Args:
-            static: the static half, for errors.
-            carrier: index of the group's carrier, for errors.
-            sign: 1 or -1.
-            group: the group.
-            axis: position of the axis.
-            metadata: passed to axis metadata.
-        """
+        """Adds (`sign` 1) or removes (-1) an axis in a group's axis metadata."""
         return group
 
     def may_create(self, static: Any, where: Any) -> bool:
@@ -134,28 +125,20 @@ class Kind(Protocol):
     def begun(self, made: Any, result: Any) -> Any:
         """Returns the final group of a loop or a branch for `commit`.
 
-        Args:
-            made: result of `created`: the entries created before, with initial values.
-            result: the final group, which may have initial values from each iteration of a loop.
+        `made` has the entries created before, with initial values; `result` may have initial values
+        from each iteration of a loop.
         """
         return result
 
     def in_loop(self, static: Any, after: Any = None) -> Any:
-        """Returns the static half for the body of a loop.
-
-        Args:
-            static: static half of the call.
-            after: static half that the same loop collects, if known.
-        """
+        """Returns the static half for a loop's body; `after` is that of its end, if known."""
         return static
 
     def follow(self, static: Any, before: Any, after: Any = None) -> Any:
         """Returns the static half for a run on state that another run has created.
 
-        Args:
-            static: static half of the call.
-            before: static half collected by the other run.
-            after: static half that this run collects, if known.
+        `before` is the static half that the other run has collected, `after` that of this run, if
+        known.
         """
         return static
 
@@ -166,10 +149,8 @@ class Kind(Protocol):
     def place(self, static: Any, carrier: int, path: Any) -> str:
         """Returns the user's name for the location of an entry of a group, for errors.
 
-        Args:
-            static: the static half.
-            carrier: index of the group's carrier: input carriers come first, then returned ones.
-            path: JAX path within the group.
+        `carrier` is the index of the group's carrier: input carriers come first, then returned
+        ones.
         """
         return f"the state{jax.tree_util.keystr(path)}"
 
@@ -250,8 +231,6 @@ def depart(
     """Splits the carriers among `args` into groups, by their roles.
 
     Args:
-        kind: kind of the carriers.
-        args: a pytree of the arguments.
         roles: a pytree prefix of `args`, see `weft.lifting.roles`.
         what: the user's name of `roles`, for errors.
         of_carriers: the roles of carriers to which `roles` gives None.
@@ -293,11 +272,8 @@ def depart(
 def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None) -> Results:
     """Merges the carriers at the present trace level, calls `fn(args)` and collects.
 
-    Args:
-        kind: kind of the carriers.
-        fn: takes the pytree given to `depart`, with new carriers.
-        cargo: from `depart`.
-        out_roles: the roles of carriers that `fn` returns, a pytree prefix of its result.
+    `fn` takes the pytree given to `depart`, with new carriers; `out_roles` are the roles of
+    carriers that it returns, a pytree prefix of its result.
     """
     static, flat = cargo.static.value
     leaves, tree = jax.tree.flatten(cargo.packed, is_leaf=is_parcel)
@@ -357,7 +333,6 @@ class Layout:
     Attributes:
         tree: the structure of the packed tree, with parcels as leaves.
         sizes: for each of its leaves the parcel's number of groups; None for other leaves.
-        flat_roles: one role for each of its leaves.
     """
 
     tree: Any
@@ -385,9 +360,6 @@ class Units:
     """Packed tree as a list of its parts with roles: groups of parcels, and other leaves.
 
     Attributes:
-        layout: positions in the packed tree.
-        values: the groups and leaves, in order.
-        roles: the role of each.
         filters: the filter of each group; None for another leaf.
         carriers: the index of each group's carrier; None for another leaf.
     """

@@ -27,7 +27,6 @@ def custom_vjp(
     The state that `fn` changes comes from `forward_fn` when derivatives are taken.
 
     Args:
-        kind: kind of the carriers.
         forward_fn: takes the same arguments; returns the result of `fn`, and residuals.
         backward_fn: takes the residuals and a cotangent of the result; returns one gradient for
             each argument and group of state with role DIFF, in order.
@@ -67,7 +66,6 @@ def custom_jvp(
     The state that `fn` changes comes from `jvp_fn` when derivatives are taken.
 
     Args:
-        kind: kind of the carriers.
         jvp_fn: `jvp_fn(tangents, *args)`, with one tangent for each argument and group of state
             with role DIFF, in order. It returns the result of `fn` and its tangent.
         wrt: a prefix of the arguments: DIFF for tangents of `jvp_fn`, None elsewhere.

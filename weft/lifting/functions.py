@@ -47,12 +47,7 @@ _shared: OrderedDict[Hashable, Any] = OrderedDict()
 
 
 def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
-    """Returns the cached object of equal parts, or `make()`.
-
-    Args:
-        parts: all inputs of the object: functions, and values of any kind.
-        make: creates the object.
-    """
+    """Returns the cached object of equal `parts`, all its inputs, or `make()`."""
     try:
         key = _of_value(parts, ())
     except _Incomparable:
@@ -69,10 +64,7 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
 class AtFirstCall(Generic[T]):
     """Object that is created, or taken from the cache, at the first use.
 
-    A function may use other values then than at its definition.
-
-    Args:
-        parts, make: see `shared_by_equal_functions`.
+    A function may use other values then than at its definition; see `shared_by_equal_functions`.
     """
 
     def __init__(self, parts: Any, make: Callable[[], T]):

@@ -113,7 +113,6 @@ def jit(
     """Applies `jax.jit` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
         fn: the function, traced once for each structure of its arguments and carriers.
         of_carriers: filters of the crossing parts of each carrier; by default everything.
         in_shardings: a prefix of the arguments, one entry per argument.

@@ -43,7 +43,6 @@ def while_loop(
     """Applies `jax.lax.while_loop` to functions that take carriers.
 
     Args:
-        kind: kind of the carriers.
         cond_fn: takes the arguments and returns whether to continue. Its changes are dropped.
         body_fn: takes the arguments and returns the next values of the carried ones.
         in_axes: a prefix of the arguments: CARRY or None, or `Roles` for a carrier, with FORK for
@@ -148,18 +147,12 @@ def fori_loop(
     in_axes: Any,
     unroll: int | bool | None = None,
 ) -> Callable[..., Any]:
-    """Applies `jax.lax.fori_loop` to a function that takes carriers.
+    """Applies `jax.lax.fori_loop` to a function that takes carriers; see `while_loop`.
 
     Args:
-        kind: kind of the carriers.
-        lower: the first index.
         upper: the index after the last. Reverse differentiation requires a Python number.
         body_fn: `body_fn(i, *args)` returns the next values of the carried arguments.
-        in_axes: see `while_loop`.
         unroll: number of iterations to unroll, if both bounds are Python numbers.
-
-    Returns:
-        A function that returns the last values of the carried arguments.
     """
 
     def body(i: Any, *args: Any) -> tuple[Any, Any]:

@@ -10,12 +10,7 @@ import jax
 
 
 class Trace(NamedTuple):
-    """JAX's cache key of a call.
-
-    Attributes:
-        static: the kind's static half and static arguments.
-        arrays: shape and dtype of each array, by location.
-    """
+    """JAX's cache key of a call: static values, and the type of each array by location."""
 
     static: Any
     arrays: dict[str, str]

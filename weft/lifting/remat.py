@@ -23,7 +23,6 @@ def remat(
     """Applies `jax.checkpoint` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
         prevent_cse: see `jax.checkpoint`; False inside a scan.
         policy: selects values to store, see `jax.checkpoint_policies`.
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.

@@ -67,13 +67,7 @@ def roles_of_carrier(role: Role | Roles) -> Roles:
 
 
 def broadcast_roles(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], what: str) -> list[Any]:
-    """Returns one role for each leaf of `tree`.
-
-    Args:
-        prefix: roles as a pytree prefix of `tree`.
-        tree: the arguments or results.
-        is_leaf: whether to treat a node of `tree` as a leaf.
-        what: name of the prefix, for the error.
+    """Returns one role for each leaf of `tree`, from a pytree prefix called `what` in errors.
 
     Raises:
         RoleError: if `prefix` is not a prefix of `tree`.

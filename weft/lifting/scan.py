@@ -57,14 +57,10 @@ def scan(
     """Applies `jax.lax.scan` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
-        fn: the body.
         in_axes: a prefix of the arguments: CARRY, an axis, None, or `Roles` for a carrier.
         out_axes: a prefix of the results: CARRY or the axis along which they are stacked. The n-th
             CARRY result is the n-th CARRY argument of the next iteration.
         length: number of iterations, if no argument determines it.
-        reverse: whether to run from the last index to the first.
-        unroll, split_transpose: see `jax.lax.scan`.
         metadata: passed to axis metadata that gains or loses the axis.
         of_carriers: the roles of carriers to which `in_axes` gives None.
 
@@ -181,15 +177,6 @@ def iteration(
     units: Units,
 ) -> tuple[Units, Static, list[Any] | None]:
     """Runs a loop's body once.
-
-    Args:
-        transformation: name of the loop, for errors.
-        kind: kind of the carriers.
-        fn: the body.
-        out_axes: the roles of its results.
-        trees: `trees_of_arguments`.
-        static: the static half.
-        units: the inputs of the body.
 
     Returns:
         The results, their static half, and created state that must exist before the loop, or None.

@@ -31,14 +31,12 @@ def shard_map(
     """Applies `jax.shard_map` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
         fn: the function, of one device's shards.
         in_specs: a prefix of the arguments: a `PartitionSpec`, or `Roles` for a carrier. There, the
             role of a group is a `PartitionSpec`, which also applies to the results, or FORK for
             separate keys of each device.
         out_specs: a prefix of the results.
         axis_names: mesh axes that `fn` sees; by default all.
-        check_vma: see `jax.shard_map`.
     """
     names = tuple(axis_names or mesh.axis_names)
     n = int(np.prod([mesh.shape[name] for name in names]))
@@ -91,7 +89,6 @@ def pmap(
     """Runs a function on several devices, each with one index of the mapped axes.
 
     Args:
-        kind: kind of the carriers.
         axis_name: name of the mapped axis for collectives.
         in_axes, out_axes: see `vmap`, with axes from 0.
         devices: by default as many of `jax.devices()` as needed.
@@ -166,7 +163,7 @@ def _laid_out(keys: Any, mesh: Mesh | jax.sharding.AbstractMesh, names: tuple[st
 
 
 def _moved(value: Any, sharding: NamedSharding) -> Any:
-    """A group that lies on the mesh of `sharding`, where it may have been on another one."""
+    """Returns a group on the mesh of `sharding`, moved from another mesh if needed."""
     everywhere = NamedSharding(sharding.mesh, PartitionSpec())
 
     def moved(x: Any) -> Any:

@@ -14,12 +14,7 @@ Run = Callable[[jax.stages.Compiled, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Stage:
-    """Wrapper of a stage of JAX.
-
-    Args:
-        stage: of `jax.stages`; provides the attributes.
-        run: calls the compiled function with arguments of the user's function.
-    """
+    """Wrapper of a stage of JAX, with its attributes; `run` calls the compiled function."""
 
     def __init__(self, stage: Any, run: Run):
         self._stage, self._run = stage, run

@@ -29,10 +29,7 @@ def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Cal
     Args:
         fns: the user's functions that `pure` calls.
         options: all other dependencies of `pure`.
-        pure: `pure(static, units, *arrays)`.
-
-    Returns:
-        `call(static, units, *arrays)`, where `static` is hashable.
+        pure: `pure(static, units, *arrays)`; the result has the same arguments.
     """
 
     # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.

@@ -25,7 +25,6 @@ def transform(
     """Maps the state of carriers that a function sees.
 
     Args:
-        kind: kind of the carriers.
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
         map_in: from the groups of a carrier to those that `fn` sees.
         map_out: from the groups before and after `fn` to those written to the carrier.

@@ -38,7 +38,6 @@ def vmap(
     """Applies `jax.vmap` to a function that takes carriers.
 
     Args:
-        kind: kind of the carriers.
         in_axes: a prefix of the arguments: an axis, None, or `Roles` for a carrier.
         out_axes: a prefix of the results, in the same form. Input carriers keep their roles.
         axis_size: size of the new axis, if no argument determines it.

@@ -1,9 +1,8 @@
 """Multi-head attention layers.
 
-Queries, keys and values are linear maps `query`, `key` and `value` of the inputs; `out` maps the
-heads' outputs back. With `decode=True`, keys and values are kept in the collection `cache`: the
-first call, with inputs of the full length, creates an empty cache; each later call has one
-position, which is added to the cache and attends to all cached positions.
+With `decode=True`, keys and values are kept in the collection `cache`: the first call, with inputs
+of the full length, creates an empty cache; each later call has one position, which is added to the
+cache and attends to all cached positions.
 """
 
 from __future__ import annotations
@@ -121,14 +120,15 @@ class MultiHeadDotProductAttention(Module):
             inputs_v: input of the values; by default `inputs_k`.
             inputs_kv: alternative to `inputs_k`, for both keys and values.
             mask: nonzero where a query may attend to a key.
-            deterministic: see the attribute; with dropout, exactly one of the two must be set.
+            deterministic: overrides the attribute; with dropout, exactly one of the two must be
+                set.
             dropout_rng: key to use instead of the stream `dropout`.
-            sow_weights: whether to store the attention weights before dropout, as
-                `attention_weights` in the collection `intermediates`.
+            sow_weights: whether to store the weights before dropout in the collection
+                `intermediates`.
 
         Raises:
-            ArgumentValueError: if inputs are given twice, the features are not divisible by the
-                number of heads, or only one of the two einsums is given.
+            ArgumentValueError: if inputs or one of the two einsums are given twice or alone, or the
+                features are not divisible by the number of heads.
             ArgumentShapeError: if the shapes do not match each other or the cache.
             ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
             InvalidRngError: if there is no stream for dropout.

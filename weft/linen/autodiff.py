@@ -1,4 +1,7 @@
-"""Derivatives of functions of modules."""
+"""Derivatives of functions of modules.
+
+`variables` and `rngs` select the collections and PRNG streams that a function sees.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,11 +55,7 @@ def _gradients(carriage: Carriage, of_scopes: Carriage) -> Any:
 
 
 class _Zeros:
-    """Zero tangents of all carried modules, into which tangents of the target can be filled.
-
-    Attributes:
-        shapes: types of the variables of each carried scope, by collection.
-    """
+    """Zero tangents of all carried modules, into which tangents of the target can be filled."""
 
     def __init__(self, carriage: Carriage, wrt: Filter):
         self.carriage = carriage
@@ -107,11 +106,7 @@ def vjp(
 
     Args:
         fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
-        has_aux: whether `fn` returns a pair.
-        reduce_axes: must be ().
         vjp_variables: collections to differentiate.
-        variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that `fn` sees.
 
     Returns:
         The result, a function from its cotangent to the gradients of the module's collections and
@@ -182,8 +177,6 @@ def jvp(
     Args:
         variable_tangents: tangents of variables, by collection; for several modules, a tree of such
             dicts. All other tangents are zero.
-        variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that `fn` sees.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, tuple(primals))
     given = carriage.target_structure().flatten_up_to(variable_tangents)

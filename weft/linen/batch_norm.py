@@ -32,7 +32,6 @@ class BatchNorm(Module):
             updating them; set here or in the call.
         axis: feature axes; each position along them has its own statistics.
         momentum: decay of the averages.
-        epsilon: added to the variance.
         dtype: output dtype; by default promoted from input and parameters.
         axis_name: mapped or mesh axis over which the batch is split. All parts use the statistics
             of the whole batch, weighted by their masks. `init` does not need the axis.

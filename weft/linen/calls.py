@@ -48,11 +48,7 @@ def init_with_output(
     mutable: Filter = BUT_INTERMEDIATES,
     capture_intermediates: Any = False,
 ) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Returns a function that creates the variables for a function of a module.
-
-    Args:
-        fn: `fn(module, *args, **kwargs)`, called with a bound copy of `module`.
-        mutable, capture_intermediates: see `Module.init`.
+    """Returns a function that creates the variables for a function of a module; see `apply`.
 
     Returns:
         `initialize(rngs, *args, **kwargs)`, which returns the result of `fn` and the variables.

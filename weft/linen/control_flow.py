@@ -1,4 +1,7 @@
-"""Loops and branches over functions of modules."""
+"""Loops and branches over functions of modules.
+
+`variables` and `rngs` select the collections and PRNG streams that a function sees.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -91,7 +94,6 @@ def cond(
         true_fun: `true_fun(module, *operands)`.
         false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
             them creates are created for both.
-        variables: collections that both functions see.
         rngs: PRNG streams that both functions see; both draw the same keys.
 
     Example:

@@ -49,10 +49,7 @@ class _Conv(Module):
     def __call__(
         self, inputs: Num[Array, "*batch_spatial input"]
     ) -> Num[Array, "*batch_out_spatial features"]:
-        """Applies the convolution.
-
-        Args:
-            inputs: the input, with any number of batch axes.
+        """Applies the convolution to an input with any number of batch axes.
 
         Raises:
             ArgumentShapeError: if the input has too few axes, the channels are not divisible by the
@@ -107,7 +104,6 @@ class Conv(_Conv):
     `(features,)`.
 
     Attributes:
-        features: output channels.
         kernel_size: size along each spatial axis; a number means one axis.
         strides: per axis, or one for all axes.
         padding: VALID, SAME, SAME_LOWER, CIRCULAR, REFLECT or CAUSAL, a number, or for each axis a

@@ -25,7 +25,6 @@ class Embed(Module):
     module.
 
     Attributes:
-        num_embeddings: the number of ids.
         features: the size of a vector.
         dtype: output dtype; by default that of the table, and in `attend` promoted from query and
             table.

@@ -22,17 +22,12 @@ Build = Callable[..., Callable[..., Any]]
 def transformed(
     prefix: str, build: Build, target: Any, methods: Methods = None, **options: Any
 ) -> Any:
-    """Returns a transformed module class or function.
+    """Returns a transformed module class or function; raises TransformTargetError for others.
 
     Args:
         prefix: prefix of the new class's name.
         build: `build(fn, **options)` is a function of `weft.core.lift`.
-        target: a module class, or a function of a module.
         methods: methods of a class to lift: names, or options by name; by default `__call__`.
-        **options: for `build`.
-
-    Raises:
-        TransformTargetError: if the target is neither.
     """
     if isinstance(target, type) and issubclass(target, Module):
         return _transformed_class(prefix, build, target, methods, options)

@@ -39,7 +39,6 @@ class Dense(Module):
     The parameters are `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
 
     Attributes:
-        features: output size.
         dtype: dtype of the computation; by default promoted from input and parameters.
         precision: see `jax.lax.dot_general`.
         promote_dtype: converts input and parameters to the dtype of the computation.

@@ -67,14 +67,7 @@ class LSTMCell(RNNCellBase):
     def __call__(
         self, carry: Carry, inputs: Float[Array, "*batch input"]
     ) -> tuple[Carry, Float[Array, "*batch state"]]:
-        """Computes one step.
-
-        Args:
-            carry: memory and output.
-
-        Returns:
-            The next memory and output, and the output.
-        """
+        """Computes one step from memory and output to the next, and returns the output again."""
         functional.check_sizes(type(self).__name__, features=self.features)
         c, h = carry
         of_input, of_state = linear_maps(self)

@@ -1,7 +1,6 @@
 """Methods of modules: decorators, and the wrapper around each call.
 
-A class's methods are wrapped once, when the class is defined. A call first runs `setup` if due,
-records the running module, and names the operations.
+A call first runs `setup` if due, records the running module, and names the operations.
 """
 
 import contextlib

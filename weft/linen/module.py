@@ -318,11 +318,7 @@ class Module(ModuleVariables):
         return self._on(core.bind(variables, rngs=rngs, mutable=mutable))
 
     def unbind(self: M) -> tuple[M, dict[str, Any]]:
-        """Returns an unbound copy and the variables; inverts `bind`.
-
-        Raises:
-            CallUnbindOnUnboundModuleError: if this module is not bound.
-        """
+        """Returns an unbound copy and the variables; inverts `bind`."""
         if self.scope is None:
             raise CallUnbindOnUnboundModuleError(type(self).__name__)
         return self.clone(_deep_clone=True, _reset_names=True), self.variables
@@ -417,9 +413,7 @@ class Module(ModuleVariables):
         mutable: Filter = BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Returns the variables of `init`, computing nothing else.
-
-        The arguments are those of `init`; they may be `jax.ShapeDtypeStruct`.
+        """Returns the variables of `init` without other computations, for arrays or their shapes.
 
         Raises:
             LazyInitError: if an initial value depends on an input given only as a shape.
@@ -477,11 +471,9 @@ class Module(ModuleVariables):
         mutable: Filter = BUT_INTERMEDIATES,
         **kwargs: Any,
     ) -> "dict[str, Module]":
-        """Returns unbound copies of the modules that a call uses, by path.
+        """Returns unbound copies of the modules that `init` uses, by path.
 
-        Args:
-            rngs: see `init`.
-            show_repeated: whether to repeat modules that are called again.
+        With `show_repeated`, a module that is called again counts again.
         """
         return summary.module_paths(self, rngs, show_repeated, mutable, args, kwargs)
 

@@ -30,7 +30,6 @@ class LayerNorm(Module):
     """Normalization of each position, `functional.layer_norm` (Ba et al., 2016).
 
     Attributes:
-        epsilon: added to the variance.
         dtype: output dtype; by default promoted from input and parameters.
         reduction_axes: axes that share statistics.
         feature_axes: axes of scale and bias.

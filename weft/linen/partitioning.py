@@ -97,7 +97,6 @@ class PartitionedVariable(Variable):
     """Variable whose value is laid out by the names of its axes on each read and write.
 
     Args:
-        unbox: see `Variable`.
         axes: for each axis its logical name, or None.
         fallback: see `with_logical_constraint`.
     """
@@ -180,8 +179,6 @@ def variable_with_axes(
 
     Args:
         collection: the variable's collection; the names are stored in `f"{collection}_axes"`.
-        init_fn: see `Module.variable`.
-        axes, module: see `param_with_axes`.
         fallback: see `with_logical_constraint`.
     """
     module = _running(module, name)
@@ -273,7 +270,6 @@ def scan_with_axes(
     """Applies `weft.linen.scan`, and adds the scanned axis to the names of axes.
 
     Args:
-        target: see `weft.linen.scan`, also for the other arguments.
         axis_name: logical name of the scanned axis.
         axes_collections: collections with axis names.
     """
@@ -311,7 +307,6 @@ def vmap_with_axes(
     """Applies `weft.linen.vmap`, and adds the mapped axis to the names of axes.
 
     Args:
-        target: see `weft.linen.vmap`, also for the other arguments.
         partitioning_axis_names: the mapped axis's logical name, by collection with axis names.
     """
     mapped = transforms.vmap(

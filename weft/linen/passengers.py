@@ -59,8 +59,6 @@ class Manifest:
     """Modules of a call, as a hashable value that is compared by content.
 
     Attributes:
-        passengers: the modules.
-        target: tree of the modules in the function's first argument.
         captured: for each function, the modules in its closure.
         options: arguments that are not arrays, by name.
         cursors: for each passenger, the number of submodules named when the functions end.
@@ -135,8 +133,8 @@ class _NoKey:
 class Logged:
     """Result with the manifest of the traced call.
 
-    JAX reruns a trace without calling the functions; the structure of the result, which is that of
-    the trace, then provides the number of submodules that they named.
+    JAX may rerun a trace without calling the functions; the structure of the result then provides
+    the numbers of submodules that they named.
     """
 
     def __init__(self, value: Any, carriage: "Carriage"):
@@ -234,11 +232,7 @@ class Boarding:
         self._passengers: list[_Passenger | None] = []
 
     def seat(self, module: Module) -> Seat:
-        """Adds a module and those in its fields.
-
-        Raises:
-            UnboundModuleError: if the module is not bound.
-        """
+        """Adds a module and those in its fields; raises UnboundModuleError if it is not bound."""
         if module.scope is None:
             raise UnboundModuleError("a lifted function was called", type(module).__name__)
         if id(module) not in self._seats:
@@ -287,12 +281,7 @@ def _is_module(x: Any) -> bool:
 
 
 def inside(fn: Callable[..., Any], index: int = 0) -> Callable[..., Any]:
-    """Converts a function of modules to a function of a carriage.
-
-    Args:
-        fn: `fn(target, *args, **kwargs)`.
-        index: index of `fn` in the functions given to `board`.
-    """
+    """Converts a function of modules to one of a carriage; `board` was given it at `index`."""
 
     def run(carriage: Carriage, *args: Any, **kwargs: Any) -> Any:
         manifest, modules = carriage.manifest, carriage.modules()
@@ -393,9 +382,7 @@ def board(
     """Extracts the modules from the arguments of lifted functions.
 
     Args:
-        fns: the functions.
-        target: their first argument, a tree of modules.
-        kwargs: the keyword arguments.
+        target: the first argument of the functions, a tree of modules.
         token: marks the target as inside of a transformed class.
 
     Returns:

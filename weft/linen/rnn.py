@@ -79,7 +79,6 @@ class RNN(Module):
             initial_carry: the first state; by default the cell's.
             init_key: PRNG key for the cell's first state.
             seq_lengths: number of valid positions of each sequence; all by default.
-            return_carry, time_major, reverse, keep_order: see the attribute.
 
         Returns:
             The outputs, or the last state and the outputs.
@@ -148,7 +147,6 @@ class Bidirectional(Module):
         backward_rnn: the submodule that runs backward; may be the same module, to share parameters.
         merge_fn: merges two outputs in the order of the inputs; by default concatenates the last
             axis.
-        time_major: see `RNN`.
         return_carry: whether to return both last states, as a pair.
 
     Example:
@@ -181,9 +179,7 @@ class Bidirectional(Module):
 
         Args:
             initial_carry: pair of first states.
-            init_key: PRNG key for both cells' first states.
-            reverse: ignored, for compatibility with `RNN`.
-            keep_order: ignored, for compatibility with `RNN`.
+            reverse, keep_order: ignored, for compatibility with `RNN`.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         keys = (None, None) if init_key is None else jax.random.split(init_key)

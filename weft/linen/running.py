@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class InterceptorContext:
-    """Call seen by an interceptor.
-
-    Attributes:
-        orig_method: the method without further interceptors.
-    """
+    """Call seen by an interceptor; `orig_method` is the method without further interceptors."""
 
     module: "Module"
     method_name: str

@@ -28,13 +28,10 @@ class State:
     """Part of a module that is not its fields.
 
     Most modules have no submodules and few names, and the garbage collector runs several times per
-    trace. An instance therefore holds only values that differ from the class's, and creates
-    containers with their first entry.
+    trace. Instances therefore hold only values that differ from the class's, and create containers
+    with their first entry.
 
     Attributes:
-        setup: progress of `setup`.
-        in_compact: whether a compact method runs.
-        children: the submodules by name.
         given: original values of fields that hold modules.
         inside: transformations of the module's class that the module is inside of.
         own_names: names used by `setup` and the fields. They cross transformations with the module,
@@ -96,12 +93,7 @@ class State:
         self._method = method
 
     def take(self, scope: "Scope", name: str, module: "Module", child: "Module") -> None:
-        """Records the name of a new submodule.
-
-        Raises:
-            NameInUseError: if the name is taken.
-            MultipleMethodsCompactError: if another compact method used it for another module.
-        """
+        """Records the name of a new submodule; raises an error if the name is taken."""
         if scope.name_reserved(name):
             raise NameInUseError(f"submodule {type(child).__name__}", name, module._shown)
         if self.place is not None:
@@ -153,11 +145,7 @@ class State:
             places.pop()
 
     def name_scope(self, module: "Module", name: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that creates submodules in a scope with the name of a method.
-
-        Raises:
-            NameInUseError: if a submodule or a variable has the name.
-        """
+        """Returns a context that creates submodules in a scope with the name of a method."""
         scope: Any = module.scope
         if scope.name_reserved(name) and name not in self._name_scopes:
             raise NameInUseError("compact_name_scope", name, module._shown)

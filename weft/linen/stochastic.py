@@ -53,7 +53,7 @@ class Dropout(Module):
         """Drops elements.
 
         Args:
-            deterministic: see the attribute; exactly one of the two must be set.
+            deterministic: overrides the attribute; exactly one of the two must be set.
             rng: key to use instead of the stream.
 
         Raises:

@@ -23,8 +23,7 @@ def map_submodules(
 
     Args:
         fn: maps the name of a module's place and the module to the replacement.
-        value: the attribute's value.
-        is_module: tests for modules.
+        at: name of the place.
     """
     if is_module(value):
         return fn(at, value)

@@ -28,8 +28,6 @@ class Call:
     """Recorded call of a method; arrays are `jax.ShapeDtypeStruct`.
 
     Attributes:
-        module: the unbound module.
-        path: path of the module.
         fn: the method as a function of the module, without surrounding transformations.
         variables: the module's variables, of one index if they are mapped.
     """
@@ -59,10 +57,7 @@ def calls_of(
 ) -> tuple[list[Call], dict[str, Any]]:
     """Returns the calls that `init` of a module makes, in order, and the variables by shape.
 
-    Args:
-        rngs: see `Module.init`.
-        kwargs: keyword arguments, and `method` itself.
-        show_repeated: whether to include further calls of a module.
+    Arrays in the arguments may be `jax.ShapeDtypeStruct`; `kwargs` may contain `method`.
     """
     calls: list[Call] = []
     seen: set[Path] = set()
@@ -140,7 +135,6 @@ def tabulate(
         show_repeated: whether each call of a module has a line.
         console_kwargs: for `rich.console.Console`, such as `width`.
         table_kwargs: for `rich.table.Table`.
-        column_kwargs: for each column.
         compute_flops: whether to count the FLOPs of each call.
         compute_vjp_flops: whether to count the FLOPs of a gradient of each call.
 

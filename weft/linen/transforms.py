@@ -1,6 +1,7 @@
 """Transformations of module classes, their methods, and functions of modules.
 
 Each corresponds to a function of `weft.core.lift`; see `weft.linen.lifted` for the implementation.
+`variables` and `rngs` select the collections and PRNG streams that a function sees.
 """
 
 import functools
@@ -98,7 +99,6 @@ def vmap(
         variable_axes: by filter of collections, the mapped axis, or None for shared variables.
         split_rngs: by filter of PRNG streams, whether each index has its own keys.
         in_axes: see `jax.vmap`, for the arguments after the module.
-        out_axes: see `jax.vmap`.
         axis_size: size of the new axis, if no mapped value determines it.
         axis_name: name of the new axis for collectives.
         spmd_axis_name: mesh axis over which the new axis is laid out.
@@ -181,7 +181,6 @@ def shard_map(
         split_rngs: by filter of PRNG streams, whether each device has its own keys.
         in_specs: a prefix of the arguments after the module.
         axis_names: mesh axes that the function sees; by default all.
-        check_vma: see `jax.shard_map`.
         methods: see `vmap`.
     """
     return transformed(
@@ -227,7 +226,6 @@ def scan(
             iterations.
         out_axes: the axis along which `y` is stacked.
         length: number of iterations, if no scanned value determines it.
-        reverse: whether to run from the last index to the first.
         unroll, data_transform, check_constancy_invariants: see `weft.core.lift.scan`.
         metadata_params, methods: see `vmap`.
 
@@ -319,9 +317,6 @@ def remat(
     """Applies `jax.checkpoint` to a module class or a function of a module.
 
     Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
-        concrete: must be False.
         prevent_cse: see `jax.checkpoint`; False inside a scan.
         static_argnums: arguments that are hashable values, not arrays; 0 is the module.
         policy: selects values to store, see `jax.checkpoint_policies`.
@@ -364,7 +359,6 @@ def jit(
     """Applies `jax.jit` to a module class or a function; equal modules are compiled once.
 
     Args:
-        variables: collections that it sees.
         rngs: PRNG streams that it sees; they restart from a key drawn outside.
         static_argnums: arguments that are hashable values, not arrays; 0 is the module.
         donate_argnums: arguments whose buffers may be reused for the results.
@@ -401,8 +395,6 @@ def checkify(
     """Applies `jax.experimental.checkify.checkify` to a module class or a function of a module.
 
     Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
         errors: enabled checks; None for `checkify.user_checks`.
         methods: see `vmap`.
 
@@ -433,12 +425,7 @@ def checkify(
 
 
 def fold_rngs(target: Target, variables: Filter = True, rngs: Filter = True) -> Target:
-    """Restarts the PRNG streams inside of a module class or a function of a module.
-
-    Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
-    """
+    """Restarts the PRNG streams inside of a module class or a function of a module."""
     return transformed("Fold_rngs", lift.fold_rngs, target, variables=variables, rngs=rngs)
 
 
@@ -461,8 +448,6 @@ def map_variables(
         trans_out_fn: maps the dict that the target leaves to the one to store.
         init: whether to run first on the unmapped collections, to create missing variables.
         mutable: whether the target may change the mapped collections.
-        rngs: PRNG streams that it sees.
-        variables: other collections that it sees.
         methods: see `vmap`.
 
     Example:

@@ -23,11 +23,7 @@ def _append(xs: tuple[Any, ...], x: Any) -> tuple[Any, ...]:
 
 
 class ModuleVariables:
-    """Part of `Module` for access to variables.
-
-    Attributes:
-        scope: scope of the module's variables; None if not bound.
-    """
+    """Part of `Module` for access to variables; `scope` is None if not bound."""
 
     scope: Scope | None
     _state: State
@@ -140,13 +136,7 @@ class ModuleVariables:
         return self._bound(f"the variable {name!r} was asked for").has_variable(col, name)
 
     def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
-        """Returns a variable's value.
-
-        Args:
-            name: name in this module; submodules are dicts.
-            default: returned if the variable does not exist.
-            unbox: whether to return the value without its axis metadata.
-        """
+        """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
         scope = self._bound(f"the variable {name!r} was asked for")
         return scope.get_variable(col, name, default, unbox=unbox)
 
@@ -155,10 +145,7 @@ class ModuleVariables:
         self._bound(f"the variable {name!r} was set").put_variable(col, name, value)
 
     def make_rng(self, name: str = "params") -> jax.Array:
-        """Returns a new PRNG key.
-
-        Args:
-            name: the stream; `params` replaces a missing one.
+        """Returns a new PRNG key of a stream; `params` replaces a missing one.
 
         Raises:
             InvalidRngError: if there is no stream.

@@ -1,8 +1,8 @@
 """JAX transformations of functions of scopes.
 
-A lifted function takes a scope, or a pytree of scopes, before its other arguments. Filters select
-collections and PRNG streams; unselected ones cannot be used inside. `weft.lifting` contains the
-implementation.
+A lifted function takes a scope, or a pytree of scopes, before its other arguments. Filters such as
+`variables` and `rngs` select collections and PRNG streams; unselected ones cannot be used inside.
+`weft.lifting` contains the implementation.
 """
 
 from weft.core.lift.autodiff import custom_jvp, custom_vjp, grad, jvp, value_and_grad, vjp

@@ -44,11 +44,7 @@ def vjp(
 
     Args:
         fn: the function; with `has_aux` it returns a pair of its result and any auxiliary output.
-        has_aux: whether `fn` returns a pair.
-        reduce_axes: must be ().
         vjp_variables: collections to differentiate.
-        variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that `fn` sees.
 
     Returns:
         The result, a function from its cotangent to the gradients of the collections and of each
@@ -81,14 +77,9 @@ def value_and_grad(
 ) -> tuple[Any, ...]:
     """Applies `jax.value_and_grad` to `fn(scope, *primals)`, with gradients of each of `primals`.
 
-    See `vjp` for the other arguments.
-
-    Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
-
     Returns:
-        The result of `fn`, with `has_aux` the auxiliary output, and a tuple with the gradient of
-        each argument: two or three values, unlike `weft.linen.value_and_grad` and JAX.
+        The scalar result of `fn`, with `has_aux` the auxiliary output, and a tuple with the
+        gradient of each argument: two or three values, unlike `weft.linen.value_and_grad` and JAX.
     """
     _check_reduce_axes(reduce_axes)
     lifted = lifting.value_and_grad(
@@ -122,8 +113,6 @@ def jvp(
         scope: the scope, or a pytree of scopes.
         variable_tangents: tangents of variables, by collection; for several scopes, a pytree of
             such dicts.
-        variables: the other collections that `fn` sees.
-        rngs: the PRNG streams that `fn` sees.
     """
     of_scopes = [
         # Tangents of variables not yet created are empty.

@@ -25,7 +25,6 @@ def cond(
         true_fun: `true_fun(scope, *operands)`.
         false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
             them creates are created for both.
-        variables: collections that both functions see.
         rngs: PRNG streams that both functions see; both draw the same keys.
     """
     in_axes = (shared(variables, rngs), *[None] * len(operands))

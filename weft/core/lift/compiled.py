@@ -27,9 +27,6 @@ def remat(
     """Applies `jax.checkpoint` to `fn(scope, *args)`.
 
     Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
-        concrete: must be False.
         prevent_cse: see `jax.checkpoint`; False inside a scan.
         static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
         policy: selects values to store, see `jax.checkpoint_policies`.
@@ -85,8 +82,6 @@ def jit(
     values is not recompiled. PRNG streams restart inside, from a key drawn outside.
 
     Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
         static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
         static_argnames: static arguments given by name.
         donate_argnums: arguments whose buffers may be reused for the results.
@@ -123,12 +118,7 @@ def jit(
 
 
 def eval_shape(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
-    """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes.
-
-    Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
-    """
+    """Applies `jax.eval_shape` to `fn(scope, *args)`; changed variables become shapes."""
     in_axes = (shared(variables, rngs), None, None)
     lifted = lifting.eval_shape(ScopeKind("eval_shape"), spread(fn), in_axes=in_axes)
     return taking_all(fn, lifted)
@@ -143,8 +133,6 @@ def checkify(
     """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
 
     Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
         errors: enabled checks; None for `checkify.user_checks`.
 
     Returns:

@@ -31,7 +31,6 @@ def scan(
     """Applies `jax.lax.scan` to `fn(scope, carry, *xs) -> (carry, y)`.
 
     Args:
-        fn: the body.
         variable_axes: by filter of collections, the axis of the iterations' separate variables.
         variable_broadcast: collections that all iterations share.
         variable_carry: collections that each iteration passes to the next.
@@ -39,8 +38,6 @@ def scan(
         in_axes: the scanned axis of each of `xs`; `broadcast` for values shared by all iterations.
         out_axes: the axis along which `y` is stacked.
         length: number of iterations, if no scanned value determines it.
-        reverse: whether to run from the last index to the first.
-        unroll, _split_transpose: see `jax.lax.scan`.
         data_transform: maps the groups of variables and of PRNG streams of an iteration to those
             that `fn` sees.
         metadata_params: passed to axis metadata that gains or loses the axis.

@@ -28,7 +28,6 @@ def vmap(
         variable_axes: by filter of collections, the mapped axis, or None for shared variables.
         split_rngs: by filter of PRNG streams, whether each index has its own keys.
         in_axes: see `jax.vmap`, for `args`; keyword arguments are mapped over axis 0.
-        out_axes: see `jax.vmap`.
         axis_size: size of the new axis, if no mapped value determines it.
         axis_name: name of the new axis for collectives.
         spmd_axis_name: mesh axis over which the new axis is laid out.
@@ -64,15 +63,9 @@ def pmap(
     devices: Sequence[Any] | None = None,
     metadata_params: Mapping[Any, Any] = {},
 ) -> Fn:
-    """Applies `vmap` with one device for each index; see `vmap` for the other arguments.
+    """Applies `vmap` with one device for each index, by default the first of `jax.devices()`.
 
-    Args:
-        variable_axes: see `vmap`; axes count from 0.
-        axis_name: name of the mapped axis for collectives.
-        devices: devices to use, by default the first of `jax.devices()`.
-
-    Raises:
-        AxisSizeError: if there are fewer devices than indices.
+    Mapped axes count from 0. Raises AxisSizeError if there are fewer devices than indices.
     """
     lifted = lifting.pmap(
         ScopeKind("pmap"),
@@ -103,9 +96,7 @@ def shard_map(
         fn: the function, of one device's shards.
         variable_specs: by filter of collections, the `PartitionSpec` of the variables.
         split_rngs: by filter of PRNG streams, whether each device has its own keys.
-        in_specs: a prefix of `args`.
         axis_names: mesh axes that `fn` sees; by default all.
-        check_vma: see `jax.shard_map`.
     """
     spec = jax.sharding.PartitionSpec()
     roles = Roles(

@@ -39,8 +39,6 @@ def map_variables(
         init: whether `fn` first runs on the unmapped collections, to create missing variables if
             the collections are mutable.
         mutable: whether `fn` may change the mapped collections.
-        rngs: PRNG streams that it sees.
-        variables: other collections that it sees.
 
     Example:
         >>> from weft.core import init, lift, nn
@@ -105,12 +103,7 @@ def swap_collection(fn: Fn, col_a: str, col_b: str) -> Fn:
 
 
 def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
-    """Restarts the PRNG streams that `fn(scope, *args)` sees from a key drawn of each.
-
-    Args:
-        variables: collections that it sees.
-        rngs: PRNG streams that it sees.
-    """
+    """Restarts the PRNG streams that `fn(scope, *args)` sees from a key drawn of each."""
     in_axes = (shared(variables, rngs), None, None)
     kind = ScopeKind("fold_rngs", folds=True)
     return taking_all(fn, lifting.transform(kind, spread(fn), in_axes=in_axes))
@@ -119,9 +112,7 @@ def fold_rngs(fn: Fn, variables: Filter = True, rngs: Filter = True) -> Fn:
 def tree_map_rngs(fn: Map, tree: Any) -> Any:
     """Maps the keys of PRNG streams, as in the groups of `pack`.
 
-    Args:
-        fn: from a key to its replacement, such as several keys along a new axis.
-        tree: a pytree of streams or keys.
+    `fn` maps a key to its replacement, such as several keys along a new axis.
     """
 
     def map_one(stream: Any) -> Any:

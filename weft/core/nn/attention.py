@@ -133,8 +133,6 @@ def multi_head_dot_product_attention(
         scope: has the scopes `query`, `key`, `value` and `out`, each with `kernel` and `bias`.
         inputs_q: input of the queries.
         inputs_kv: input of keys and values; None for `inputs_q`.
-        num_heads: number of heads.
-        dtype: dtype of the computation.
         qkv_features: total size of all heads; by default the size of `inputs_q`.
         out_features: output size; by default the size of `inputs_q`.
         attention_axis: axes to attend over; by default all between batch and features.

@@ -39,7 +39,6 @@ def conv(
     Args:
         scope: has `kernel`, shape `(*kernel_size, input / groups, features)`, and `bias`, shape
             `(features,)`.
-        features: output channels.
         kernel_size: size along each spatial axis.
         strides: per axis, or one for all axes; 1 by default.
         padding: see `functional.pad_conv`.
@@ -47,7 +46,6 @@ def conv(
             them; requires padding in numbers.
         kernel_dilation: step between two positions of a window along each axis.
         feature_group_count: number of groups of channels, each convolved separately.
-        dtype: dtype of the computation.
         precision: see `jax.lax.conv_general_dilated`.
 
     Raises:

@@ -44,11 +44,7 @@ class CacheEntry(struct.PyTreeNode):
     i: Any
 
     def __call__(self, shape: tuple[int, ...], dtype: DTypeLike | None = None) -> CacheEntry:
-        """Returns an empty entry.
-
-        Args:
-            shape: `(batch, *lengths)`.
-            dtype: dtype of keys and values; by default unchanged.
+        """Returns an empty entry of shape `(batch, *lengths)`, by default with the same dtype.
 
         Raises:
             ArgumentShapeError: if the number of lengths differs.
@@ -72,17 +68,13 @@ def decode(
 ) -> tuple[Array, Array, Bool[Array, "*mask"] | None]:
     """Adds a position's keys and values to the cache, and returns the cached ones.
 
-    Args:
-        scope: has the variable `entry` of the collection `cache`.
-        query, key, value: vectors of all heads.
-
     Returns:
         Keys, values, and a mask of written positions; None if this call created the cache.
 
     Raises:
         ArgumentShapeError: if a call has more than one position, or another batch size than the
             cache.
-        ArgumentValueError: if the variable is not a `CacheEntry`.
+        ArgumentValueError: if the variable `entry` is not a `CacheEntry`.
     """
     begun = scope.has_variable("cache", "entry")
     entry = scope.variable("cache", "entry", lambda: CacheEntry(key, value, None)(key.shape[:-2]))

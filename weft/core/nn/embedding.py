@@ -31,11 +31,7 @@ class Embedding(struct.PyTreeNode):
     table: Any
 
     def lookup(self, indices: Int[Array, "*shape"]) -> Float[Array, "*shape features"]:
-        """Returns the rows of ids, NaN for ids outside of the table; negative ids count back.
-
-        Raises:
-            ArgumentValueError: if the ids are not integers.
-        """
+        """Returns the rows of integer ids, NaN for ids outside of the table."""
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ArgumentValueError(

@@ -34,8 +34,6 @@ def dense(
 
     Args:
         scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
-        features: output size.
-        dtype: dtype of the computation.
         precision: see `jax.lax.dot_general`.
 
     Example:

@@ -40,8 +40,6 @@ def batch_norm(
         use_running_average: whether to normalize with the averages instead.
         axis: feature axes; each position along them has its own statistics.
         momentum: decay of the averages.
-        epsilon: added to the variance.
-        dtype: output dtype.
         axis_name: mapped axes to include in the statistics.
         axis_index_groups: see `jax.lax.pmean`.
         kind: collection of the statistics.
@@ -103,7 +101,6 @@ def layer_norm(
 
     Args:
         scope: has `scale` and `bias`, of the size of the last axis.
-        epsilon: added to the variance.
         dtype: output dtype, unless that of `x` is wider.
 
     Example:
@@ -139,8 +136,6 @@ def group_norm(
         scope: has `scale` and `bias`, of shape `(1, ..., channels)`.
         num_groups: number of groups; must be None if `group_size` is given.
         group_size: number of channels per group.
-        epsilon: added to the variance.
-        dtype: output dtype.
 
     Raises:
         ArgumentShapeError: if the channels are not divisible into equal groups.
