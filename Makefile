@@ -39,7 +39,7 @@ bench: .venv/.has-bench ## measure against raw JAX and other libraries; ONLY="na
 docs: .venv/.has-docs ## build the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# A stamp per set of extras: made anew when these, the lock or the package's own dependencies change.
+# A stamp per set of extras: recreated when these, the lock or the package's own dependencies change.
 EXTRAS_train := train,examples
 EXTRAS_dev := train,text,parquet,hf,tfds,mlflow,wandb,launch,dev,parity,bench,examples
 EXTRAS_bench := train,text,bench

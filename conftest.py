@@ -1,6 +1,6 @@
 """Every test runs on the CPU, on eight virtual devices unless WEFT_TEST_DEVICES says otherwise.
 
-It stands at the root, so that the examples in weft/ run under it as the tests do.
+It is at the root, so that the examples in weft/ run under it as the tests do.
 """
 
 import gc

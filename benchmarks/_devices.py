@@ -42,7 +42,7 @@ def _trainer(n: int) -> Any:
 
     cfg = lm_tiny().set(dir="", evalers={})
     cfg.model.decoder.set(dim=16)
-    cfg.model.decoder.transformer.num_layers = 5  # a number that is no other size
+    cfg.model.decoder.transformer.num_layers = 5  # unlike every other size
     cfg.model.decoder.transformer.layer.self_attention.attention.num_heads = 4
     cfg.model.decoder.transformer.layer.feed_forward.hidden_dim = 32
     cfg.input.source.set(sequence_length=16)

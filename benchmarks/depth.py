@@ -47,7 +47,7 @@ def _build(num_layers: int) -> Callable[[], None]:
             outputs, _ = functional(stack, jax.random.key(0), params, {"data": x}, is_training=True)
             return outputs.data.sum()
 
-        # A function made anew, so that neither the trace nor the executable is found in a cache.
+        # A new function, so that neither the trace nor the executable is found in a cache.
         jax.jit(jax.value_and_grad(loss)).lower(shapes, x).compile()
 
     return build

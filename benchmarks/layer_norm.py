@@ -43,7 +43,7 @@ def run() -> list[Row]:
     forms = [functools.partial(layer_norm, eps=1e-6), _textbook]
 
     def compiled(norm):
-        # A function made anew, so that the executable is found in no cache.
+        # A new function, so that the executable is not found in a cache.
         def step(params, x):
             return _loss(norm, params, x)
 

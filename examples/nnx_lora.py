@@ -70,7 +70,7 @@ def accuracy(model, images, labels):
 
 
 def add_lora(model: nnx.Module, rank: int, rngs: nnx.Rngs) -> None:
-    """Puts a map of low rank beside each linear layer of a model."""
+    """Adds a parallel low-rank map to each linear layer of a model."""
     for _, module in list(nnx.iter_modules(model)):
         for name, layer in list(module.iter_children()):
             if isinstance(layer, nnx.Linear):
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report("trained on even")
 
     add_lora(model, args.rank, rngs)
-    # A LoRAParam is a Param as well, so the others are those that are no LoRAParam.
+    # A LoRAParam is a Param as well, so the others are those that are not a LoRAParam.
     others = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
     before = nnx.to_pure_dict(nnx.state(model, others))
     trained, kept = size(nnx.state(model, nnx.LoRAParam)), size(before)

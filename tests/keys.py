@@ -1,4 +1,4 @@
-"""Keys that compile fast, for tests of where random numbers come from and not of which they are.
+"""Keys that compile fast, for tests of the origin of random numbers, not of their values.
 
 Each draw and each fold of JAX's own keys adds some 30 ms to the compilation of a program, and a
 test that compares two libraries does dozens. These do arithmetic of a few steps instead; different
@@ -28,7 +28,7 @@ def draw(seed, *shape):
 
 
 def _mixed(x):
-    """A one-to-one function of 32 bits, each of which changes about half of the result."""
+    """A one-to-one function of 32 bits; each bit changes about half of the result."""
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D)
     return (x ^ (x >> 15)) * np.uint32(0x846CA68B)
 

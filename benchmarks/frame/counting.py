@@ -142,5 +142,5 @@ def equations(jaxpr: Any) -> int:
 
 
 def operations(text: str) -> collections.Counter[str]:
-    """How often each operation stands in a StableHLO text."""
+    """Number of occurrences of each operation in a StableHLO text."""
     return collections.Counter(re.findall(r"(?<!#)\bstablehlo\.(\w+)", text))

@@ -19,7 +19,7 @@ class Program:
     """A model as a function of parameters and an input.
 
     Attributes:
-        make: gives the function, made anew, so that no cache knows it.
+        make: creates a new function, unknown to every cache.
         params: what it is called with.
         jit: under which it is traced.
     """
@@ -32,7 +32,7 @@ class Program:
         return self.make()(self.params, x)
 
     def trace(self, x: Any) -> Any:
-        """Traces it, made anew: what it closes over equals nothing that was traced before."""
+        """Traces a new function, whose closure equals nothing that was traced before."""
         fn, new = self.make(), object()
 
         def called(params: Any, x: Any) -> Any:
@@ -46,7 +46,7 @@ class Library:
     """One of the libraries, or one of Weft's ways of writing.
 
     Attributes:
-        name: as it stands in the table.
+        name: name in the table.
     """
 
     name: str

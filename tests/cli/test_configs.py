@@ -24,7 +24,7 @@ def test_what_is_no_config(tmp_path):
         load_config("no/where")
     with pytest.raises(CommandLineError, match="has no run in it"):
         load_config(str(tmp_path))
-    (tmp_path / "bad.txt").write_text("this is no config")
+    (tmp_path / "bad.txt").write_text("this is not a config")
     with pytest.raises((ConfigTextError, CommandLineError)):
         load_config(str(tmp_path / "bad.txt"))
     with pytest.raises((UnknownFieldError, ValueError), match=r"Did you mean 'max_step'"):

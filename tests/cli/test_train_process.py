@@ -116,7 +116,7 @@ def test_a_run_that_was_cut_in_every_way_ends_with_the_bits_of_one_that_was_not(
     process.communicate()
     step = newest(run_dir)
 
-    # Asked to stop: each time it is saved where it stopped, and the next start goes on from there.
+    # Asked to stop: it saves where it stops each time, and the next start resumes from there.
     for number in (signal.SIGTERM, signal.SIGINT):
         process = start("cut", *endless)
         wait_for_a_save(run_dir, process, after=step)

@@ -1,4 +1,4 @@
-"""One process of several that skip, rewind and stop alike: `python policies.py DIR policies`.
+"""One process of several that skip, rewind and stop together: `python policies.py DIR policies`.
 
 It says "here PHASE" where it may be asked to stop, and "done {…}" as JSON after each run.
 """
@@ -39,7 +39,7 @@ traced = threading.Event()
 
 
 class Root(nnx.Module):
-    """Its gradient at 0 is no number, and its value is."""
+    """Its gradient at 0 is not a number, but its value is."""
 
     def __call__(self, x):
         return jnp.sqrt(x)

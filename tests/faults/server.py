@@ -2,7 +2,7 @@
 
 For each line of JSON on stdin, {"arguments": [...], "env": {...}, "stdout": path, "stderr": path},
 a process is forked, before JAX has started any thread or found any device. It then runs, and ends,
-as a program of its own. On stdout stands {"started": pid}, and later {"ended": pid, "code": …}.
+as a program of its own. It prints {"started": pid}, and later {"ended": pid, "code": …}.
 """
 
 import json

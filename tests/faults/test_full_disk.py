@@ -55,7 +55,7 @@ def test_training_goes_on_and_the_last_good_checkpoint_stays(small_disk, caplog)
     assert "Training continues from step 4." in caplog.text
     assert steps(small_disk)[-1] == 8
 
-    # Without room at its end, the run goes on from there, and does not end as if all were well.
+    # Without room at its end, the run resumes from there, and does not end as if all were well.
     with pytest.raises(
         CheckpointSaveError, match=r"step 12 could not be saved .*Complete checkpoints: .*8\."
     ):

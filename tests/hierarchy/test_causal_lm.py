@@ -145,7 +145,7 @@ def test_loss_and_metrics_are_those_of_axlearn(stack, expected, total):
     model, _ = make(decoder_config(stack, num_layers=2), metrics=metrics_config(z_loss_scale=0.01))
     (loss, _), summaries = loss_and_aux(model, state, is_training=True)
     assert float(loss) == pytest.approx(total, rel=1e-6)
-    # What the z-loss adds is no part of the perplexity.
+    # The perplexity does not include the z-loss.
     assert float(summaries["perplexity"].mean) == pytest.approx(expected["perplexity"], rel=1e-5)
 
 
@@ -261,7 +261,7 @@ class Balanced(TransformerFeedForwardLayer):
 @pytest.mark.parametrize("stack", STACKS)
 def test_losses_of_layers_are_added(stack):
     decoder = decoder_config(stack, num_layers=2)
-    if stack == "repeated":  # which keeps outputs of its layers to itself unless it is told
+    if stack == "repeated":  # which drops outputs of its layers by default
         decoder.transformer.repeat.drop_output = config_for_function(lambda: lambda path: False)
     layer = decoder.transformer.layer
     feed_forward = layer.feed_forward

@@ -1,7 +1,7 @@
 """What layers of the hierarchy cost in Python, counted: calls and instructions of Weft's functions.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted on
-Python 3.11; how counts depend on its version stands in `benchmarks.frame.counting`.
+Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
 """
 
 import jax
@@ -68,7 +68,7 @@ def traced(n):
     call, params = stack(n)
 
     def run():
-        # A function made anew, which is found in no cache.
+        # A new function, which is not in any cache.
         jax.jit(lambda params, x: call(params, x)).trace(params, X)
 
     return run

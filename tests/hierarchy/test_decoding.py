@@ -128,7 +128,7 @@ def test_both_loops_agree_and_end_once_all_are_complete():
     np.testing.assert_allclose(in_jit.token_scores, in_python.token_scores, rtol=1e-6)
     # Of 1 the successors up to 4 are decoded; nothing is left to do afterwards.
     assert len(caches) == 3
-    # Each hypothesis has a cache of its own; what is no array of prompts is shared.
+    # Each hypothesis has a cache of its own; everything but arrays of prompts is shared.
     assert caches[1]["seen"].tolist() == [1 + 2, 1 + 2, 6 + 7, 6 + 7]
     assert caches[1]["steps"] == 2
 

@@ -88,7 +88,7 @@ def test_attention_looks_at_what_is_no_padding(filled):
     assert state["feed_forward"]["linear1"]["weight"].shape == (OUT, 4 * OUT)
     got = run(layer, TOKENS[:3], PADDINGS[:3], state=state)
     assert got.shape == (3, 2, OUT)
-    # The same tokens in the same order give the same, wherever padding stands.
+    # The same tokens in the same order give the same, wherever the padding is.
     alone = np.stack([tokens[~p] for tokens, p in zip(TOKENS[:3], PADDINGS[:3], strict=True)])
     np.testing.assert_allclose(got, run(layer, alone, state=state), rtol=1e-4, atol=1e-5)
 

@@ -37,7 +37,7 @@ def test_the_same_compiled_and_not(layer):
 
 def test_prebuilt_compiled_and_not(layer):
     bias = jnp.arange(6.0).reshape(2, 3)
-    # A spec stands for a value that is to be drawn.
+    # A spec represents a value to be drawn.
     prebuilt = {"bias": bias, "weight": ParameterSpec((2, 2, 3))}
     eager = initialize_copies(layer, 2, KEY, prebuilt=prebuilt)
     compiled = jax.jit(lambda key, bias: initialize_copies(layer, 2, key, prebuilt={"bias": bias}))(

@@ -90,10 +90,10 @@ def test_the_batches_of_all_are_dispatched_together():
     dispatcher = InputDispatcher.default_config().set(
         global_logical_batch_size=2, num_physical_feeds=4, physical_feed_index=1
     )
-    # The second of four feeds, of which two read.
+    # The second of four feeds, two of them reading.
     input_ = concatenated(input_dispatcher=dispatcher)
     batches = list(input_.batches(input_.dataset()))
-    # Each feed has some devices, of which one reads.
+    # Each feed has some devices; one of them reads.
     assert [b["x"].tolist()[0] for b in batches] == [1, 3, 11, 13]
     assert {b["x"].shape for b in batches} == {(input_.dispatcher.feed_physical_batch_size,)}
     with pytest.raises(InputDatasetError, match=r"'b' has an input_dispatcher.*set it in ZipInput"):

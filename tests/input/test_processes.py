@@ -67,7 +67,7 @@ for mesh in (Mesh(devices.T, ("data", "model")), Mesh(devices, ("data", "model")
     run(mesh, 6, dispatcher=spmd)
     run(mesh, 6, dispatcher=spmd.set(partition_spec=P()))
 
-# A run of one process goes on as two, which see the batches that it would have seen.
+# A run of one process resumes as two, which see the batches that it would have seen.
 for make in (lm_documents_source, lm_stream_source):
     source = make(documents=json_lines_dataset(sys.argv[3]), sequence_length=8,
                   global_batch_size=4, is_training=True)

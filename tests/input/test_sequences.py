@@ -69,7 +69,7 @@ def test_a_mixture_keeps_its_proportions_and_each_source_its_passes():
         passes = [part[i : i + n] for i in range(0, len(part) - n + 1, n)]
         assert all(len(set(one)) == n for one in passes)
         assert passes[0] != passes[1]
-    # Sources of equal size are not shuffled alike.
+    # Sources of equal size are shuffled differently.
     assert by_source[0][:12] != [r - 100 for r in by_source[1][:12]]
 
 

@@ -253,7 +253,7 @@ def test_a_config_of_the_hierarchy_stays_one():
 
 
 class Reports(BaseLayer):
-    """Reports what it does beside its result."""
+    """Reports summaries in addition to its result."""
 
     def forward(self, x, *, scale=1.0):
         self.add_summary("mean", x.mean())

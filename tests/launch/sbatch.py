@@ -35,7 +35,7 @@ def directives(script: str) -> dict[str, str]:
     """The options that sbatch would read from a script; an AssertionError for what it would not.
 
     sbatch reads lines that begin with `#SBATCH` up to the first command; a line holds options as a
-    command line does, and what stands behind a blank and `#` is a comment.
+    command line does, and text after a blank and `#` is a comment.
     """
     lines = script.splitlines()
     assert lines[0].startswith("#!"), "sbatch wants a script that names its interpreter"

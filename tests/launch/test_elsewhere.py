@@ -1,4 +1,4 @@
-"""A run goes on elsewhere, with dropout, shuffled data and averages, as if it had not.
+"""A run resumes elsewhere, with dropout, shuffled data and averages, as if uninterrupted.
 
 Bits are the same where the arithmetic is: two devices add the same two halves of a batch whether
 one process has both or each of two has one. Over other meshes sums are taken in another order, and

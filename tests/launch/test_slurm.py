@@ -41,7 +41,7 @@ def program(directory, name, text):
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """The programs of a cluster of two nodes, both of which are this machine."""
+    """The programs of a cluster of two nodes, both on this machine."""
     bin_dir = tmp_path / "bin"
     bin_dir.mkdir()
     program(
@@ -106,7 +106,7 @@ def test_the_shell_reads_the_script(fields):
     script = job(**fields).script()
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert "weft train lm 'a=[1, 2]'" in script
-    # srun gives a process one core, unless it is told again.
+    # srun gives a process one core, unless the option is repeated.
     assert ("srun --kill-on-bad-exit=1 --cpus-per-task=16 " in script) == bool(fields)
 
 

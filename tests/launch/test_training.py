@@ -136,7 +136,7 @@ def test_two_processes_are_killed_stopped_and_become_one(launch, tmp_path):
     starts = json.loads((run_dir / "run.json").read_text())["starts"]
     assert [start["processes"] for start in starts] == [2, 2, 2]
 
-    # One process goes on with what two have saved.
+    # One process resumes from a checkpoint of two.
     assert train_here(run_dir, stopped + 5) == stopped + 3
     together = losses(run_dir)
     assert together.keys() == set(range(1, stopped + 6))

@@ -9,7 +9,7 @@ from weft.lifting.roles import CARRY
 
 
 class Labelled(BoxKind):
-    """Notes what it is told about axes."""
+    """Records calls about axes."""
 
     def __init__(self):
         self.told = []

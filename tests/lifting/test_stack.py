@@ -28,7 +28,7 @@ def test_no_depth_is_slow_with_room():
     depths = range(200)
     without = [below(depth, lambda: pages_in(many_calls)) for depth in depths]
     with_it = [below(depth, lambda: with_room(pages_in, many_calls)) for depth in depths]
-    assert max(without) >= CALLS, "Python has mended it: weft.lifting.stack is of no use any more"
+    assert max(without) >= CALLS, "Python has fixed this: weft.lifting.stack is no longer needed"
     assert max(with_it) < CALLS / 10
 
 

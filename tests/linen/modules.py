@@ -1,4 +1,4 @@
-"""Small modules of which the tests of Linen are made."""
+"""Small modules for the tests of Linen."""
 
 import jax
 import jax.numpy as jnp

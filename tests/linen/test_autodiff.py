@@ -274,18 +274,18 @@ def test_custom_jvp_without_a_tangent_of_an_argument():
 
 
 class Holder(nn.Module):
-    """Modules of which one is given and those above or beside are captured."""
+    """Modules: one is an argument, its parent and its sibling are captured."""
 
     take: Callable[..., Any]
 
     def setup(self):
-        self.given, self.beside = Linear(2), Linear(3)
+        self.given, self.sibling = Linear(2), Linear(3)
         self.scale = self.param("scale", jax.nn.initializers.constant(2.0), ())
 
     def __call__(self, x):
-        self.given(x), self.beside(x)
-        beside = self.beside
-        return self.take(lambda m, x: self.scale * m(beside(x)), self.given, x)
+        self.given(x), self.sibling(x)
+        sibling = self.sibling
+        return self.take(lambda m, x: self.scale * m(sibling(x)), self.given, x)
 
 
 def take_vjp(fn, m, x):
@@ -301,7 +301,7 @@ def take_jvp(fn, m, x):
 def test_gradients_of_a_module_below_one_that_is_captured():
     m = Holder(take_vjp)
     variables = m.init(KEY, X)
-    hidden = X @ variables["params"]["beside"]["w"]
+    hidden = X @ variables["params"]["sibling"]["w"]
     y, of_w = m.apply(variables, X)
     np.testing.assert_allclose(y, 2 * hidden @ variables["params"]["given"]["w"], rtol=1e-5)
     np.testing.assert_allclose(of_w, 2 * hidden.T @ jnp.ones((2, 2)), rtol=1e-5)
@@ -329,13 +329,13 @@ def take_custom_jvp(fn, m, x):
 def test_rules_of_a_module_below_one_that_is_captured(take):
     m = Holder(take)
     variables = m.init(KEY, X)
-    hidden = X @ variables["params"]["beside"]["w"]
+    hidden = X @ variables["params"]["sibling"]["w"]
     loss = lambda p: m.apply({**variables, "params": p}, X).sum()  # noqa: E731
     grads = jax.grad(loss)(variables["params"])
     expected = 20 * hidden.T @ jnp.ones((2, 2))
     np.testing.assert_allclose(grads["given"]["w"], expected, rtol=1e-5)
     assert grads["scale"] == 0
-    assert not grads["beside"]["w"].any()
+    assert not grads["sibling"]["w"].any()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a module costs in Python, counted: calls of Weft's functions, and objects that it holds.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted on
-Python 3.11; how counts depend on its version stands in `benchmarks.frame.counting`.
+Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
 """
 
 import functools

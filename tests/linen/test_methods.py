@@ -93,7 +93,7 @@ def test_two_compact_methods_that_make_different_submodules():
     with pytest.raises(MultipleMethodsCompactError, match=r"one.*two.*Model.*Affine_0.*_scope"):
         Model().init(KEY, X)
     assert list(Model(features=3).init(KEY, X)["params"]) == ["Affine_0"]
-    # One of them in each call is no question.
+    # One of them in each call is unambiguous.
     assert Model().init(KEY, X, method="two")["params"]["Affine_0"]["kernel"].shape == (2, 2)
 
 

@@ -1,7 +1,7 @@
 """What objects cost in Python, counted: the Python functions that are entered, not the time.
 
 Times depend on the machine, these counts do not. The bounds are a tenth above what was counted, so
-JAX's own functions may become a few more; how counts depend on Python's version stands in
+JAX's own functions may become a few more; for how counts depend on Python's version, see
 `benchmarks.frame.counting`. What a call does for each array it does in C.
 """
 

@@ -18,7 +18,7 @@ AXES = {"params": 0, "counts": 0, "intermediates": 0}
 
 
 class Programs:
-    """The programs of a test file, each of which is run on both libraries."""
+    """The programs of a test file, each run on both libraries."""
 
     def __init__(self):
         self.all = []

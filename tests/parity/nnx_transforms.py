@@ -43,7 +43,7 @@ class Programs:
 
 
 def same(program, mode):
-    """Runs a program on both; what it returns must be alike.
+    """Runs a program on both; the results must be equal.
 
     Values are compared to a tolerance, keys bit for bit; variables by class and metadata, objects
     by class and attributes, with what they share.

@@ -10,7 +10,7 @@ import pytest
 import weft.nnx
 from tests.keys import draw
 
-# What Flax alone keeps beside the metadata that was given.
+# Flax keeps these in addition to the given metadata.
 OF_FLAX = ("eager_sharding", "hijax", "ref")
 
 

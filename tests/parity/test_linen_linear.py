@@ -16,7 +16,7 @@ def initialized(name, *args, x=X, **kwargs):
 
 
 def counted(calls):
-    """What `dot_general` was called with, noted beside the result."""
+    """Records the arguments of `dot_general` with the result."""
 
     def dot_general(*args, **kwargs):
         calls.append((args[2], *sorted(kwargs)))

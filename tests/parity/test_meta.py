@@ -248,7 +248,7 @@ def test_what_differs():
         flax.remove_axis(0, {NAME: "l"})
     with pytest.raises(ValueError, match="is called 'a', and is to be removed as 'l'"):
         weft.remove_axis(0, {NAME: "l"})
-    # All levels of a nest are told of an axis.
+    # All levels of a nest are notified of an axis.
     told = [
         lib.add_axis(lib.Partitioned(box, ("c", "d")), 0, {NAME: "l"}).value.names
         for lib, box in ((weft_meta, weft), (flax_meta, flax))

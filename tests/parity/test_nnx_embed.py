@@ -71,7 +71,7 @@ def test_prelu(kwargs):
 
 
 FAILURES = {
-    "ids that are no integers": lambda nnx: nnx.Embed(6, 5, rngs=nnx.Rngs(0))(X),
+    "ids that are not integers": lambda nnx: nnx.Embed(6, 5, rngs=nnx.Rngs(0))(X),
     "no streams": lambda nnx: nnx.Embed(6, 5),
 }
 

@@ -15,7 +15,7 @@ from weft import nnx as weft_nnx
 # Flax says of some of its names that they will go; what they do is compared all the same.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-# What Flax alone keeps beside the metadata that was given.
+# Flax keeps these in addition to the given metadata.
 OF_FLAX = ("eager_sharding", "hijax", "ref")
 
 

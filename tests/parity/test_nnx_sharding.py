@@ -14,7 +14,7 @@ from weft.nnx import spmd as weft_spmd
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
-# What Flax alone keeps beside the metadata that was given.
+# Flax keeps these in addition to the given metadata.
 OF_FLAX = ("eager_sharding", "hijax", "ref")
 RULES = (("embed", "model"),)
 

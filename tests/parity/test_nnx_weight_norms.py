@@ -13,7 +13,7 @@ X = draw(3, 4, 3)
 
 
 def model(nnx):
-    """Layers inside of layers, one of them twice, and a matrix that is no parameter."""
+    """Layers inside of layers, one of them twice, and a matrix that is not a parameter."""
 
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -296,7 +296,7 @@ def test_what_differs():
     """Where Flax says nothing, or something else, and Weft helps."""
     ours, theirs = LIBRARIES
     mesh = a_mesh()
-    # Rules that fight, and axes that do not divide, are said; the layout is the same.
+    # Conflicting rules and indivisible axes are reported; the layout is the same.
     with pytest.warns(ShardingWarning, match="fights with another"):
         one = ours.with_logical_constraint(x(), ("a", "d"), RULES, mesh)
     other = theirs.with_logical_constraint(x(), ("a", "d"), RULES, mesh)

@@ -111,7 +111,7 @@ def test_the_model_is_that_of_the_base(tmp_path):
     assert run.seed == 3 and run.init_state_builder.path == str(folder)
     assert without_lora(run.model) == cfg
     assert run.model != cfg
-    # As an export of Weft, which says of which model it is.
+    # As an export of Weft, which names its model.
     file = tmp_path / "base.safetensors"
     save_safetensors(file, {"a": np.ones(1)}, metadata={"model": to_text(cfg)})
     run = load_config("lm-lora", [f"base={file}"])

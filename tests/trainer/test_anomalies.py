@@ -238,7 +238,7 @@ def test_a_norm_that_the_learner_computes_is_computed_once():
         text = jax.jit(f).lower({"w": jnp.ones((64, 64))}).compile().as_text()
         return text[text.index("ENTRY ") :].count('/reduce_sum"')
 
-    # Branches for what does not fit into float32 stand beside the program's entry.
+    # Branches for values beyond float32 are next to the program's entry.
     assert [passes(f) for f in (clipped, judged)] == [1, 1]
 
 
@@ -271,7 +271,7 @@ def test_a_step_that_is_skipped_changes_nothing_and_is_counted(skipped, caplog, 
     assert skipped.recorder.steps == list(range(1, 11))
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(weights(skipped)))
     assert skipped._run_state.get_state()["anomalies"]["skipped"] == 2
-    # On eight devices all decide alike.
+    # On eight devices all decide the same.
     with caplog.at_level(logging.WARNING):
         wide = run(tmp_path, {3: "nan", 5: "zero"}, devices=8, on_undefined="skip")
     assert "The step is skipped; 1 so far." in caplog.text and "; 2 so far." in caplog.text

@@ -241,7 +241,7 @@ def test_the_best_is_kept_while_the_newest_come_and_go(make):
         checkpointer.wait_until_finished()
         left.append(steps_in(checkpointer))
     assert left[2:] == [[2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7]]
-    # What each was worth is known to a process that starts anew.
+    # A restarted process knows the metric of each checkpoint.
     again = make(keep_last_n=1, keep_best=best)
     again.restore(state=target())
     again.save(step=8, state=state_of(8))
@@ -437,7 +437,7 @@ def test_a_save_that_fails_in_the_background_comes_up_and_the_next_goes_on(
         assert checkpointer.save(step=2, state=state_of(2))
         checkpointer._storage._thread.join()
     assert "checkpoint of step 2 could not be written" in caplog.text
-    # It takes no room on the full disk, and what stood stands.
+    # It takes no room on the full disk, and existing checkpoints stay.
     assert os.listdir(checkpointer.config.dir) == ["step_00000001"]
 
     message = r"step 2 could not be saved .*No space left.*Complete checkpoints: 1\. Free disk"
@@ -474,7 +474,7 @@ def test_at_the_end_a_failure_does_not_hide_the_exception_of_the_run(
     assert "step 2" in caplog.text
 
 
-# What lies in a checkpoint, and who is told.
+# The contents of a checkpoint, and its listeners.
 
 
 def test_the_index_describes_the_state(make):

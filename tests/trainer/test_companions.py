@@ -1,4 +1,4 @@
-"""Lines between processes: what is agreed on, and how an end, a silence or a delay is told."""
+"""Lines between processes: agreements, and how an end, a silence or a delay is reported."""
 
 import contextlib
 import json
@@ -164,7 +164,7 @@ def test_no_line_waits_for_the_acknowledgement_of_another_one(three):
 def test_who_is_late_is_named_with_what_it_does_and_shows_where(three, capfd):
     lines = three()
     lines[2].doing = "compiling the step"
-    time.sleep(1.5)  # it is told soon, whatever the time between heartbeats
+    time.sleep(1.5)  # it is reported soon, whatever the time between heartbeats
     calls = [lambda c=c: c.agree(go_on, within_seconds=0.5) for c in lines[:2]]
     for error in at_once(*calls):
         assert isinstance(error, ProcessesNotReadyError)

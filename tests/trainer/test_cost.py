@@ -1,7 +1,7 @@
 """What the same decoder costs in each way of writing, and a step of the trainer, counted.
 
 Counts do not depend on how busy the machine is. The bounds are a tenth above what was counted on
-Python 3.11; how counts depend on its version stands in `benchmarks.frame.counting`.
+Python 3.11; for how counts depend on its version, see `benchmarks.frame.counting`.
 """
 
 import jax
@@ -141,5 +141,5 @@ def step_of_trainer(num_layers, directory):
 def test_a_step_of_the_trainer(tmp_path):
     (calls, instructions), larger = (step_of_trainer(n, tmp_path / str(n)) for n in (1, 3))
     assert calls <= 195 and instructions <= 6300
-    # However many arrays there are: a layer has twelve parameters, of which each is there thrice.
+    # However many arrays there are: a layer has twelve parameters, each present three times.
     assert larger == [calls, instructions]

@@ -124,7 +124,7 @@ def test_the_module_is_found_in_a_loop_over_layers(stacked):
     )
     found = diagnosis.first_module(spoiled, BATCH)
     assert found == "model.repeat.layer.after, a Scaled (forward)"
-    # Of the forward pass, so a loss that is undefined behind all modules is told as such.
+    # Of the forward pass, so a loss that is undefined after all modules is reported as such.
     found = diagnosis.first_module(ones, {**BATCH, "edge": jnp.ones(()) * 2})
     assert found == "the model itself, in its loss"
 

@@ -200,7 +200,7 @@ def test_a_batch_stays_where_it_is_and_one_microbatch_is_alive_at_a_time():
     moved = r"= \S+ (all-gather|all-to-all|collective-permute)"
     assert not re.search(moved, parts.as_text())
     saved = whole.memory_analysis().temp_size_in_bytes - parts.memory_analysis().temp_size_in_bytes
-    # On each device: the activations of all layers, of which an eighth is left.
+    # On each device: an eighth of the activations of all layers remains.
     assert saved > 0.5 * depth * rows // 2 * dim * 4
 
 

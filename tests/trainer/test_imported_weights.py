@@ -1,4 +1,4 @@
-"""A run that begins with imported parameters, and adapters beside them."""
+"""A run that starts with imported parameters and added adapters."""
 
 import json
 

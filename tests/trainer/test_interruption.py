@@ -281,7 +281,7 @@ def test_what_was_compiled_beside_is_what_a_call_uses():
 
 
 class Lost:
-    """Lines to processes of which one is gone."""
+    """Lines to processes, one of them gone."""
 
     def explain(self, error):
         raise ProcessLostError("process 1 of 2 has ended") from error

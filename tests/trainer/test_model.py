@@ -142,7 +142,7 @@ def _at(tree, path):
     ]
 
 
-# State that is no parameter, and noise.
+# State other than parameters, and noise.
 
 
 def logits_loss(x, head, input_batch):
@@ -273,11 +273,11 @@ def test_layers_of_several_libraries_train_in_one_model(tmp_path):
     assert np.any(np.asarray(guest["batch_stats"]["BatchNorm_0"]["mean"]))
 
 
-# What is wrong is said with the path of the model.
+# Errors name the path of the model.
 
 
 class Returns(linen.Module):
-    """Returns what it is told to."""
+    """Returns its argument."""
 
     what: str = "pair"
 

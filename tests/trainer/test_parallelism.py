@@ -25,7 +25,7 @@ from weft.trainer.parallelism import (
     mesh_shape_from_axes,
 )
 
-NUM_LAYERS = 5  # a number that is no other size
+NUM_LAYERS = 5  # unlike every other size
 
 
 def config(prepare=lambda cfg: cfg, /, **axes):

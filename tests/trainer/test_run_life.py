@@ -36,7 +36,7 @@ def test_one_that_does_not_come_to_the_run_is_named_before_anything_waits_for_it
         in_company(Companions(0, {1: here}, names, end_seconds=1e6)),
         run_life(cfg, None),
     ):
-        raise AssertionError("the run goes on without it")
+        raise AssertionError("the run continues without it")
 
 
 def test_a_run_that_is_asked_to_stop_before_or_after_its_steps_is_over(tmp_path):

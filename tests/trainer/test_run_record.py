@@ -32,7 +32,7 @@ class Source(Configurable):
 
 
 class Run(Configurable):
-    """Stands for a trainer: only the fields of its config are looked at."""
+    """Fake trainer: only the fields of its config are read."""
 
     @config_class
     class Config(Configurable.Config):

@@ -145,7 +145,7 @@ def test_averages_become_parameters(saved):
 
 
 def test_converters_and_builders_in_chains(saved):
-    # The averages, of which the run takes one layer under another name.
+    # The averages; the run takes one layer of them under another name.
     chain = ChainConverter.default_config().set(
         converters=[
             EmaParamsConverter.default_config(),

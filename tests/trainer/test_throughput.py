@@ -33,7 +33,7 @@ MODEL = Product.default_config().set(name="model").instantiate(parent=None)
 
 
 class Run:
-    """A run of which each step takes a second, and its start two minutes."""
+    """A run whose steps take a second each, and its start two minutes."""
 
     def __init__(self, directory, step=0, **kwargs):
         self.clock = Clock()
@@ -91,7 +91,7 @@ def test_a_batch_without_tokens_has_examples_only(tmp_path):
 
 def test_a_slow_input_shows_and_is_said_once(tmp_path, caplog):
     run = Run(tmp_path)
-    run.step(waited=100)  # for the first batch, which is no step's
+    run.step(waited=100)  # for the first batch, which belongs to no step
     assert run.step(waited=0.05)["input_wait_seconds"] == pytest.approx(0.05)
     assert not caplog.records
     run.save(seconds=10)

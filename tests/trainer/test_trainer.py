@@ -221,7 +221,7 @@ def test_what_fails_in_the_input_is_raised_and_the_rest_saved(straight, tmp_path
 
 @pytest.fixture
 def failing_at(tmp_path, monkeypatch):
-    """A trainer that saves every second step, some of which cannot be saved."""
+    """A trainer that saves every second step; some saves fail."""
 
     def make(*steps, lacks_room):
         cfg = config(tmp_path)

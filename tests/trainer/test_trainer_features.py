@@ -1,4 +1,4 @@
-"""What a run may do beside plain steps, through the trainer: on a model of two weights."""
+"""Features of a run other than plain steps, through the trainer: on a model of two weights."""
 
 import json
 import shutil
@@ -130,7 +130,7 @@ def reported(directory, name):
 
 
 def everything(directory, **kwargs):
-    """All features at once; with "max", an evaluation of a model that learns is no improvement."""
+    """All features at once; with "max", an evaluation of a model that learns is not an improvement."""
     evalers = {
         "held_out": evaler(EVERY_STEP),
         "best": evaler(BestMetricEvalPolicy.default_config().set(metric=HELD_OUT, mode="max")),

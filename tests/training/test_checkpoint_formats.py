@@ -97,7 +97,7 @@ def test_keys_of_orbax_are_keys(tmp_path):
 
 @pytest.fixture
 def arrays_checkpoint(tmp_path):
-    """A checkpoint whose arrays of several processes stand beside it."""
+    """A checkpoint whose arrays of several processes are next to it."""
     marks = {"w": "//GDAPlaceholder:w", "l": ["//GDAPlaceholder:l/0", 3]}
     save_checkpoint(tmp_path, marks, 7)
     values = {"w": np.arange(8, dtype=np.float32).reshape(4, 2), "l/0": np.ones(2, "bfloat16")}

@@ -284,7 +284,7 @@ def renamed(source, folder, names):
 
 
 def test_a_checkpoint_of_the_model_without_a_head(references, tmp_path):
-    """Published files of GPT-2 are such, and hold masks beside the parameters."""
+    """Published files of GPT-2 have this form, with masks next to the parameters."""
     reference = references("gpt2")
     folder = renamed(reference.folder, tmp_path, lambda name: name.removeprefix("transformer."))
     tensors = load_file(folder / "model.safetensors")

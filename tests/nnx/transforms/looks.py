@@ -12,7 +12,7 @@ from weft import nnx
 
 
 def look(*args, **kwargs):
-    """All that there is to see, as a number that stands for the structure, and the values."""
+    """The structure, as a number, and the values."""
     values, seen = [], {}
     text = str(_described((args, kwargs), values, seen))
     return zlib.crc32(text.encode()) >> 1, values
@@ -71,7 +71,7 @@ def _described(x, values, seen):
         kinds = [(jnp.shape(v), str(jnp.result_type(v))) for v in held]
         return type(x).__name__, parts, str(tree), kinds
     if isinstance(x, dict):
-        # JAX sorts the keys of dicts that are no attributes.
+        # JAX sorts the keys of dicts that are not attributes.
         items = sorted(x.items()) if type(x) is dict else x.items()
         return type(x).__name__, [(str(k), _described(v, values, seen)) for k, v in items]
     if isinstance(x, list | tuple | set | collections.deque):

@@ -338,7 +338,7 @@ def test_a_function_that_sees_something_else_since():
     (f, put), (g, _) = make(), make()
     assert f(Model()) == g(Model()) == 1
     put(5.0)
-    other = Model(jnp.ones(2))  # a shape that is traced anew
+    other = Model(jnp.ones(2))  # a shape that is traced again
     assert g(other).tolist() == [1, 1] and f(other).tolist() == [5, 5]
 
 

@@ -60,7 +60,7 @@ CALLS = {
     "fewer": lambda m, n: call(m),
     "none at all": lambda m, n: call(),
     "in a dict": lambda m, n: call({"m": m, "x": 1.0}),
-    "beside one in a list": lambda m, n: call(m, [n, m]),
+    "next to one in a list": lambda m, n: call(m, [n, m]),
     "in a list by name": lambda m, n: call(m, x=[n]),
     "a state": lambda m, n: call(m, nnx.state(n)),
     "its own state": lambda m, n: call(m, nnx.state(m)),
