@@ -8,7 +8,7 @@ from weft.lifting import Kind
 
 
 class Box:
-    """A dict of arrays that can be written to, and a counter of the writes, which is not an array."""
+    """A writable dict of arrays, and a counter of the writes, which is not an array."""
 
     def __init__(self, **arrays):
         self.arrays = dict(arrays)

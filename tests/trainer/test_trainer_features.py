@@ -130,7 +130,7 @@ def reported(directory, name):
 
 
 def everything(directory, **kwargs):
-    """All features at once; with "max", an evaluation of a model that learns is not an improvement."""
+    """All features at once; with "max", evaluating a model that learns is not an improvement."""
     evalers = {
         "held_out": evaler(EVERY_STEP),
         "best": evaler(BestMetricEvalPolicy.default_config().set(metric=HELD_OUT, mode="max")),
