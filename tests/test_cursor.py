@@ -216,9 +216,9 @@ def test_find():
 
 def test_errors_of_finding():
     c = cursor({"a": {"b": 1}, "c": {"b": 2}})
-    with pytest.raises(CursorFindError, match=r"first of cursor\['a'\]\['b'\], then of cursor\['c"):
+    with pytest.raises(CursorFindError, match=r"first cursor\['a'\]\['b'\], then cursor\['c"):
         c.find(lambda path, value: path.endswith("b"))
-    with pytest.raises(CursorFindError, match=r"True of nothing below cursor, which has \['a', 'c"):
+    with pytest.raises(CursorFindError, match=r"matched nothing below cursor, which has \['a', 'c"):
         c.find(lambda path, value: False)
     for method in (c.find, c.find_all, c.apply_update):
         with pytest.raises(TraverseTreeError, match=r"either an `update_fn` or a `cond_fn`"):

@@ -1,8 +1,4 @@
-"""Names of a package whose modules are imported when one of their names is asked for.
-
-The modules of such a package are used apart: who needs axis metadata from `weft.core` need not wait
-for its scopes and their transformations.
-"""
+"""Lazy imports of a package's modules, so that users of one need not wait for the others."""
 
 import importlib
 import sys
@@ -13,12 +9,10 @@ from typing import Any
 def on_demand(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package.
+    """Returns the `__getattr__` and the `__dir__` of a package.
 
     Args:
-        package: its name.
-        modules: by the name of a module in it, what the package takes from there. The module itself
-            is an attribute of the package as well.
+        modules: names to import from each module, which is an attribute of the package, too.
     """
     places = {name: module for module, names in modules.items() for name in names}
 

@@ -16,7 +16,7 @@ TINY = ["model.decoder.transformer.num_layers=1", "input.source.sequence_length=
 def test_a_recipe_that_fits(capsys):
     assert main(["check", "lm-tiny", *TINY, "--mesh", "fsdp=4,model=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "lm-tiny on fsdp=4 × model=2: 8 virtual devices of the CPU"
+    assert lines[0] == "lm-tiny on fsdp=4 × model=2: 8 virtual CPU devices"
     text = "\n".join(lines)
     table = [line.split() for line in lines]
     assert ["weight", "f32[264,24]", "(model,fsdp)", "1", "3.2", "kB"] in table
@@ -27,7 +27,7 @@ def test_a_recipe_that_fits(capsys):
     assert any(line[:2] == ["all-gather", "fsdp"] for line in table)
     assert any(line[:2] == ["all-reduce", "model"] for line in table)
     assert any(line[:3] == ["state", "and", "batch"] for line in table)
-    assert lines[-1] == "fits: everything divides, and the train step compiles"
+    assert lines[-1] == "fits: all sizes divide evenly, and the train step compiles"
     assert max(map(len, lines)) <= 80
 
 
@@ -98,5 +98,5 @@ def test_a_process_of_its_own_makes_the_devices_that_it_needs(tmp_path):
         env={**os.environ, "PYTHONPATH": os.getcwd()},
         check=True,
     )
-    assert done.stdout.startswith("lm-tiny on data=8 × model=2: 16 virtual devices of the CPU")
+    assert done.stdout.startswith("lm-tiny on data=8 × model=2: 16 virtual CPU devices")
     assert os.listdir(tmp_path) == []

@@ -42,7 +42,7 @@ def test_the_version_is_printed(capsys):
         (["train", "runs/none"], "there is no file or directory 'runs/none'"),
         (["config", "show", "lm-tny"], "Did you mean 'lm-tiny'"),
         (["tabulate", "x"], "unknown recipe 'x'. There are: "),
-        (["sample", "runs/none"], "'runs/none' is no directory"),
+        (["sample", "runs/none"], "'runs/none' is not a directory"),
     ],
 )
 def test_wrong_words_end_with_code_2_and_a_way_out(argv, message, capsys, tmp_path, monkeypatch):

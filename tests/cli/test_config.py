@@ -47,7 +47,7 @@ def test_recipes_files_and_runs_can_be_compared(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1 +", "not how a config is written"),
+        ("1 +", "not a config text"),
         ("os.system('true')", "os.system"),
         ("weft.trainer.trainer.SpmdTrainer.Config(max_stp=3)", "max_stp"),
     ],

@@ -111,8 +111,8 @@ def test_a_hugging_face_checkpoint_is_merged_and_has_the_tokenizer(run, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--to", "m.safetensors", "--dtype", "int8"], "--dtype='int8' is none of float32, bf"),
-        (["--to", "m.safetensors", "--max-file-gb", "0"], "--max-file-gb=0 leaves no room"),
+        (["--to", "m.safetensors", "--dtype", "int8"], "--dtype='int8' is not one of float32, bf"),
+        (["--to", "m.safetensors", "--max-file-gb", "0"], "--max-file-gb=0 is too small"),
         (["--to", "file"], "--to='file' is a file. Name a folder"),
         (["--to", "m.safetensors", "--step", "3"], "no checkpoint of step 3"),
     ],

@@ -34,7 +34,7 @@ def test_it_prints_the_steps_and_the_tree_of_the_newest(tmp_path, capsys):
     steps = [
         line for line in out.splitlines() if line.startswith("step ") and "checkpoints" in line
     ]
-    assert "not whole" not in steps[0] and "not whole: its manifest is missing" in steps[1]
+    assert "incomplete" not in steps[0] and "incomplete: its manifest is missing" in steps[1]
     assert lines["model"] == ["model", "24"]
     assert lines["w"] == ["w", "(2,", "3)", "bfloat16", "(data,", "a×b)", "12"]
     assert lines["b"] == ["b", "(3)", "float32", "12"]
@@ -50,7 +50,7 @@ def test_a_directory_without_checkpoints_is_named(tmp_path, capsys):
 
 def test_what_is_no_directory_is_named(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "none")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", json.dumps({"version": 99, "index": []})])
@@ -72,7 +72,7 @@ def test_every_file_of_every_checkpoint_is_compared_with_its_digest(tmp_path, ca
         write_manifest(str(save(tmp_path, step)), facts={"step": step})
     assert main(["inspect", str(tmp_path), "--verify"]) == 0
     out = capsys.readouterr().out
-    assert out.count("whole: 2 files") == 3 and "damaged" not in out.lower()
+    assert out.count("intact: 2 files") == 3 and "damaged" not in out.lower()
 
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step_00000300" / "index").write_text("[")
@@ -80,6 +80,6 @@ def test_every_file_of_every_checkpoint_is_compared_with_its_digest(tmp_path, ca
     assert main(["inspect", str(tmp_path), "--verify"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("DAMAGED") and lines[1] == "  manifest.json: is missing"
-    assert "step 200" in lines[2] and "whole" in lines[2]
+    assert "step 200" in lines[2] and "intact" in lines[2]
     assert lines[3].endswith("DAMAGED") and lines[4].startswith("  index: has 1 bytes instead of")
-    assert lines[5].startswith("2 of 3 checkpoints are damaged. A run passes over them")
+    assert lines[5].startswith("2 of 3 checkpoints are damaged. A resumed run skips them")

@@ -73,7 +73,9 @@ def test_weights_that_only_the_pods_have_are_left_to_them(capsys):
     assert main(["launch", "k8s", *words]) == 0
     printed = capsys.readouterr()
     assert '- "base=/runs/base"' in printed.out
-    assert "weft launch: not checked, as it is not on this machine: '/runs/base/" in printed.err
+    assert (
+        "weft launch: not checked, because it is not on this machine: '/runs/base/" in printed.err
+    )
     assert main(["launch", "slurm", "-n", "2", "lm-lora", "base=/runs/base"]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

@@ -24,9 +24,9 @@ def test_other_axes_lay_the_transformer_over_them():
 def test_the_hardware():
     rules = [("gpu-.*", (4, 2)), ("tpu-.*", None)]
     assert on_mesh(lm_tiny().set(mesh_rules=rules), selector="gpu-8").mesh_shape == (4, 2)
-    with pytest.raises(CommandLineError, match=r"'cpu': no mesh rule .* for 'gpu-.*', 'tpu-"):
+    with pytest.raises(CommandLineError, match=r"'cpu': no mesh rule .* match 'gpu-.*', 'tpu-"):
         on_mesh(lm_tiny().set(mesh_rules=rules), selector="cpu")
-    with pytest.raises(CommandLineError, match="The rules are for nothing"):
+    with pytest.raises(CommandLineError, match="The rules match nothing"):
         on_mesh(lm_tiny(), selector="cpu")
 
 

@@ -83,7 +83,7 @@ def test_a_finished_run_says_so_and_leaves_a_report(run_dir, capsys):
         "trigram    loss ",
         "held_out at step 60: loss ",
         "below unigram (",
-        "A text that the model begins by itself:",
+        "Unprompted text from the model:",
         "report     run/report.html",
         "tensorboard --logdir run",
         "train lm-tiny dir=run max_step=120",

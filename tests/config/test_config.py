@@ -101,7 +101,7 @@ def test_hasattr_asks_for_fields():
 
 
 def test_a_field_cannot_be_deleted():
-    with pytest.raises(UnknownFieldError, match="fields are set, not deleted"):
+    with pytest.raises(UnknownFieldError, match="fields can be set, but not deleted"):
         del Layer.default_config().dim
 
 

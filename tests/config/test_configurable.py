@@ -87,7 +87,7 @@ def test_a_required_field_is_refused():
     with pytest.raises(RequiredFieldMissingError) as error:
         Whole.default_config().instantiate()
     message = str(error.value)
-    assert message.startswith("dim is still REQUIRED in Whole.Config, which was made at ")
+    assert message.startswith("dim is still REQUIRED in Whole.Config, which was created at ")
     assert "test_configurable.py:" in message
     assert message.endswith("Write cfg.set(dim=…) before cfg.instantiate().")
 

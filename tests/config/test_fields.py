@@ -113,7 +113,7 @@ def test_a_new_default_of_an_unknown_field():
         class Child(Base):
             pass
 
-    assert "no such field to give a default" in str(error.value)
+    assert "no such field to set a default" in str(error.value)
     assert "Did you mean 'bias'?" in str(error.value)
 
 
@@ -137,7 +137,7 @@ def test_a_missing_decorator():
         class Config(Configurable.Config):
             dim: int = 1
 
-    with pytest.raises(MissingConfigClassDecoratorError, match=r"Layer\.Config has no @config_cl"):
+    with pytest.raises(MissingConfigClassDecoratorError, match=r"Layer\.Config is not decorated"):
         Layer.default_config()
 
 

@@ -102,7 +102,7 @@ def test_every_kind_of_parameter():
 def test_a_missing_argument():
     with pytest.raises(RequiredFieldMissingError) as error:
         config_for_class(Schedule).instantiate()
-    assert "peak is still REQUIRED in config_for_class(Schedule), which was made at " in str(
+    assert "peak is still REQUIRED in config_for_class(Schedule), which was created at " in str(
         error.value
     )
     assert "test_functions.py:" in str(error.value)
@@ -267,10 +267,10 @@ def test_the_function_may_be_exchanged_for_one_of_the_same_parameters():
     assert cfg.clone().instantiate() == 6.0
     with pytest.raises(InvalidConfigValueError) as error:
         cfg.fn = gather
-    assert "cannot be turned into a config of gather, which takes other parameters" in str(
+    assert "cannot be turned into a config of gather, which has other parameters" in str(
         error.value
     )
-    assert "Make a new config of it: config_for_function(gather)" in str(error.value)
+    assert "Create a new config: config_for_function(gather)" in str(error.value)
 
 
 def fn_parameter(fn):
@@ -300,7 +300,7 @@ def keys_parameter(keys=()):
         (
             lambda: config_for_function(fn_parameter),
             InvalidConfigNameError,
-            "fn_parameter has a parameter 'fn', but config_for_function keeps",
+            "fn_parameter has a parameter 'fn', a name that config_for_function reserves",
         ),
         (
             lambda: config_for_function(keys_parameter),

@@ -135,8 +135,8 @@ def test_parts_keep_their_identity(cfg):
 @pytest.mark.parametrize(
     ("override", "kind", "message"),
     [
-        ("limit", ConfigOverrideError, "'limit' is no override. Write path=value"),
-        ("=3", ConfigOverrideError, "'=3' is no override"),
+        ("limit", ConfigOverrideError, "'limit' is not an override. Write path=value"),
+        ("=3", ConfigOverrideError, "'=3' is not an override"),
         ("limti=3", UnknownFieldError, "limti=3: unknown field 'limti' in Trainer.Config. Did you"),
         (
             "rate=3",
@@ -169,7 +169,7 @@ def test_parts_keep_their_identity(cfg):
             UnknownFieldError,
             "unknown field 'rate' in config_for_function(sgd)",
         ),
-        ("optimizer=f(", ConfigTextError, "this is not how a config is written"),
+        ("optimizer=f(", ConfigTextError, "this is not a config text"),
         (
             "layers=[3]",
             ConfigTypeError,

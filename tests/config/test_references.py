@@ -197,8 +197,9 @@ def test_a_name_serves_as_the_list_says(name, uses):
 
 def test_what_reads_files_is_configured_only():
     assert refused("weft.input.text.lm_text_source") == (
-        "a text may not name 'weft.input.text.lm_text_source' here: it reads files. Write it as "
-        "config_for_function(weft.input.text.lm_text_source)(…), or set this value in a program."
+        "a text may not name 'weft.input.text.lm_text_source' here, because it reads files. Write "
+        "it as config_for_function(weft.input.text.lm_text_source)(…), or set this value in a "
+        "program."
     )
 
 
@@ -220,7 +221,8 @@ def test_an_allowed_module_does_not_lend_what_it_imports():
 def test_what_acts_outside_of_a_run_says_so():
     name = "weft.trainer.wandb_writer.WandBWriter"
     assert refused(name).startswith(
-        f"a text may not name {name!r}: WandBWriter acts outside of the run, such as by connections"
+        f"a text may not name {name!r}: WandBWriter has effects outside of the run, such as "
+        "connections"
     )
     resolve_reference(name, allow=("weft.trainer.wandb_writer",))
 
@@ -285,7 +287,7 @@ def test_a_misspelt_name_gets_the_nearest():
 
 def test_a_refusal_says_why_and_what_to_write():
     assert refused("my_package.squares", use="target") == (
-        "a text may not name 'my_package.squares' as what it configures: it is neither listed in "
+        "a text may not name 'my_package.squares' as a target of a config: it is neither listed in "
         "weft.config.vocabulary nor a configurable class of an imported module. If you trust it, "
         "allow it: from_text(…, allow=('my_package.squares',)), or --allow my_package.squares on "
         "the command line."

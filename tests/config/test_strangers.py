@@ -167,7 +167,7 @@ def test_no_command_runs_what_the_config_of_a_run_says(
     assert not ran(planted)
     assert code == 2
     error = capsys.readouterr().err
-    assert f"context_manager: a text may not name '{MAP}' as what it configures" in error
+    assert f"context_manager: a text may not name '{MAP}' as a target of a config" in error
     assert "config.txt:" in error
     assert sorted(os.listdir(tmp_path)) == ["evil.npy", "evil_module.py", "run"]
 
@@ -189,8 +189,8 @@ def test_a_text_does_not_decide_what_acts_outside_of_the_run(cls, field, value, 
     text = f"{cls}.Config({field}={value})"
     cfg = from_text(text)
     assert getattr(cfg, field) == getattr(type(cfg)(klass=cfg.klass), field)
-    assert f"text:1: {field}={value} is not taken from a text, as it acts outside" in caplog.text
-    assert f"set it yourself: {field}=… on the command line" in caplog.text
+    assert f"text:1: {field}={value} is ignored in a text, because it has effects" in caplog.text
+    assert f"To set it, pass {field}=… on the command line" in caplog.text
     assert repr(getattr(from_text(text, allow=(cls,)), field)) == value
     caplog.clear()
     from_text(f"{cls}.Config({field}={to_text(getattr(cfg, field))})")
@@ -244,7 +244,7 @@ COMPOSITE = "weft.trainer.base_writer.CompositeWriter"
 )
 def test_the_class_that_is_made_decides_what_is_not_taken(text, caplog):
     assert from_text(text).dir != "/victim"
-    assert "dir='/victim' is not taken from a text" in caplog.text
+    assert "dir='/victim' is ignored in a text" in caplog.text
 
 
 def test_a_subclass_keeps_what_its_bases_hold_back():

@@ -286,7 +286,7 @@ def test_hostile_values_inside_of_a_config(text, tmp_path):
         (
             "value={'a': [functools.partial(numpy.load)]}",
             ConfigReferenceError,
-            "cfg.txt:2: value['a'][0]: a text may not name 'numpy.load' as what functools.partial",
+            "cfg.txt:2: value['a'][0]: a text may not name 'numpy.load' as a target of functools",
         ),
         (
             "value=weft.config.functions.FunctionConfigBase()",
@@ -343,7 +343,7 @@ def test_hostile_values_inside_of_a_config(text, tmp_path):
             ConfigTextError,
             "unreadable('<lambda>') could not be written down. Set this value in a program",
         ),
-        ("value=", ConfigTextError, "cfg.txt:2: this is not how a config is written: invalid syn"),
+        ("value=", ConfigTextError, "cfg.txt:2: this is not a config text: invalid syntax"),
     ],
 )
 def test_an_error_names_the_line(body, kind, message):

@@ -140,7 +140,7 @@ def test_bad_values(make, kind, wrap, where):
         cfg.value = wrap(value)
     assert f"A config cannot hold {kind} in {where}" in str(error.value)
     assert ": got an object of type" in str(error.value)
-    assert "hold the name or the function that makes the object" in str(error.value)
+    assert "store the name of the object or the function that creates it" in str(error.value)
     with pytest.raises(InvalidConfigValueError, match=f"cannot hold {kind}"):
         validate_config_field_value(wrap(value))
 

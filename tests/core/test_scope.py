@@ -169,7 +169,7 @@ def test_a_scope_that_has_ended_is_refused():
     with root.temporary() as same:
         assert same is root and not dense.invalid
     assert root.invalid and dense.invalid
-    message = "the scope '/dense' is used after its end; a scope is for the call it was made for"
+    message = "the scope '/dense' is used after its end; a scope is valid only during its call"
     for use in (
         lambda: dense.push("x"),
         lambda: dense.param("b", lambda key: 0.0),
@@ -255,7 +255,7 @@ def test_writing_to_an_immutable_collection():
 
 
 def test_a_missing_parameter_of_a_scope_that_has_others():
-    message = r"no parameter 'w' in the scope '/'; there are: a, dense; give it to `apply`, or run"
+    message = r"no parameter 'w' in the scope '/'; there are: a, dense; pass it to `apply`, or run"
     with raises(errors.ScopeParamNotFoundError, message):
         bind(VARIABLES).param("w", NORMAL, (2,))
     with raises(LookupError, "no parameter 'w' in the scope '/other'; there are: none"):
@@ -263,7 +263,7 @@ def test_a_missing_parameter_of_a_scope_that_has_others():
 
 
 def test_a_parameter_where_there_are_none():
-    message = "'/dense' was asked for 'w' of the collection 'params', which is empty; give it to"
+    message = "'/dense' has no 'w': the collection 'params' is empty; pass it to"
     with raises(errors.ScopeCollectionNotFound, message):
         bind({"params": {}}).push("dense").param("w", NORMAL, (2,))
 
@@ -332,7 +332,7 @@ def test_flags():
         lambda scope: (scope.get_flag("initializing"), scope.get_flag("x")), flags={"x": 1}
     )(KEY)[0] == (True, 1)
     message = (
-        r"no flag 'y' in the scope '/dense'; there are \['x'\]. Give it to .*flags=\{'y': ...\}"
+        r"no flag 'y' in the scope '/dense'; the flags are \['x'\]. Pass it to .*flags=\{'y': ...\}"
     )
     with raises(errors.ScopeFlagNotFoundError, message):
         bind({}, flags={"x": 1}).push("dense").get_flag("y")
@@ -436,7 +436,7 @@ def test_init_makes_the_collections_that_are_mutable():
     value, variables = init(program)(KEY, 1, y=2)
     assert value == 3 and variables["params"]["w"].shape == (2,)
     assert init(lambda scope: 0, mutable=False)(KEY) == 0
-    with raises(errors.ScopeCollectionNotFound, "'w' of the collection 'params'"):
+    with raises(errors.ScopeCollectionNotFound, "has no 'w': the collection 'params'"):
         init(program, mutable="state")(KEY, 1, y=2)
 
 

@@ -261,9 +261,7 @@ def test_a_scope_cannot_be_returned():
         ReturnedScopeError, match=r"remat: the function returns the scope '/remat\(\)'"
     ):
         lift.remat(lambda scope: scope)(bind({}))
-    with pytest.raises(
-        TypeError, match="a scope ends with the call it was made for, so return arr"
-    ):
+    with pytest.raises(TypeError, match="a scope is valid only during its call, so return arrays"):
         lift.vmap(lambda scope, x: scope.push("a"), {}, {})(bind({}), X)
 
 
@@ -292,7 +290,7 @@ def test_a_collection_that_no_filter_matches():
 
     dense = {"params": {"dense": {"w": jnp.ones(3)}}}
     message = (
-        r"'/vmap\(dense\)' was asked for 'w' of the collection 'params', which is empty; vmap does "
+        r"'/vmap\(dense\)' has no 'w': the collection 'params' is empty; vmap does "
         r"not lift the collection 'params': name it among those it lifts"
     )
     with pytest.raises(ScopeCollectionNotFound, match=message):
@@ -312,7 +310,7 @@ def test_a_missing_parameter_of_a_lifted_scope_that_has_others():
         ScopeParamNotFoundError, match=r"'w' in the scope '/remat\(\)/dense'; there"
     ):
         apply(lift.remat(read))({"params": {"other": 1.0}})
-    message = "which is empty; give it to `apply`, or make the collection mutable"
+    message = "is empty; pass it to `apply`, or make the collection mutable"
     with pytest.raises(ScopeCollectionNotFound, match=message):
         apply(lift.remat(read))({})
 

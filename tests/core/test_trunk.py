@@ -47,7 +47,7 @@ def test_a_value_where_a_dict_should_be_is_named():
     message = r"the collection 'params' has a float at '/lifted/a', where a scope needs a dict"
     with pytest.raises(ScopeTreeError, match=message):
         trunk.entries("params", ("a", "b"))
-    with pytest.raises(ScopeTreeError, match="a variable and a scope have one name"):
+    with pytest.raises(ScopeTreeError, match="a variable and a scope share a name"):
         trunk.put("params", ("a",), "b", 1)
     assert trunk.collections == {"params": {"a": 1.0}}
 

@@ -60,10 +60,10 @@ def test_one_that_is_missing_and_cannot_be_made():
         ScopeVariableNotFoundError, match=r"no variable 'z' .* 'state' .* '/'; there"
     ):
         scope.variable("state", "z", lambda: 0)
-    message = r"'/dense' was asked for 'z' of the collection 'cache', which is empty; give it to"
+    message = r"'/dense' has no 'z': the collection 'cache' is empty; pass it to"
     with pytest.raises(ScopeCollectionNotFound, match=message):
         scope.push("dense").variable("cache", "z", lambda: 0)
-    with pytest.raises(ScopeCollectionNotFound, match="mutable and give an init_fn"):
+    with pytest.raises(ScopeCollectionNotFound, match="mutable and pass an init_fn"):
         bind({}, mutable=True).variable("state", "z")
 
 
@@ -147,7 +147,7 @@ def test_a_parameter_of_another_shape_is_refused():
     dense = bind(params).push("dense")
     message = (
         r"the parameter 'kernel' in the scope '/dense' has shape \(2, 3\), but its initializer "
-        r"makes \(4, 3\); the parameters are of another model"
+        r"returns \(4, 3\); the parameters belong to another model"
     )
     with pytest.raises(ScopeParamShapeError, match=message):
         dense.param("kernel", jax.nn.initializers.ones, (4, 3))
@@ -158,7 +158,7 @@ def test_the_shape_is_checked_in_boxes_and_trees():
     check_shape(bind({}), "w", boxed, jax.nn.initializers.ones, ((3,),), {})
     tree = {"u": jnp.ones(3), "v": jnp.ones(())}
     check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (3,), {})
-    with pytest.raises(ScopeParamShapeError, match=r"has shape \(3,\), but .* makes \(4,\)"):
+    with pytest.raises(ScopeParamShapeError, match=r"has shape \(3,\), but .* returns \(4,\)"):
         check_shape(bind({}), "w", tree, lambda key, n: {"u": jnp.ones(n), "v": 1.0}, (), {"n": 4})
 
 

@@ -16,14 +16,14 @@ def test_all_processes_learn_how_many_they_are():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"command": []}, r"Job 'lm': command is empty\. Write a program .* one by one"),
+        ({"command": []}, r"Job 'lm': command is empty\. Write a program .* separate strings"),
         ({"num_processes": 0}, r"num_processes=0; expected 1 or more"),
         ({"gpus_per_process": -1}, r"gpus_per_process=-1; expected 0 or more"),
         ({"max_tries": 0}, r"max_tries=0; expected 1 or more"),
         ({"grace_seconds": 0}, r"grace_seconds=0; expected a time above 0"),
-        ({"env": {"A-B": "1"}}, r"env names 'A-B', which cannot .* underscores"),
-        ({"env": {"JAX_PROCESS_ID": "1"}}, r"env sets JAX_PROCESS_ID, .* Leave it out"),
-        ({"env": {"WEFT_RENDEZVOUS_TOKEN": "x"}}, r"env sets WEFT_RENDEZVOUS_TOKEN, .* Leave it"),
+        ({"env": {"A-B": "1"}}, r"env has 'A-B', which is not .* underscores"),
+        ({"env": {"JAX_PROCESS_ID": "1"}}, r"env sets JAX_PROCESS_ID, .* Remove it"),
+        ({"env": {"WEFT_RENDEZVOUS_TOKEN": "x"}}, r"env sets WEFT_RENDEZVOUS_TOKEN, .* Remove it"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

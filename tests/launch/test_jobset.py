@@ -116,16 +116,16 @@ def test_the_pods_share_a_secret_of_their_own(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "LM_1"}, r"name='LM_1'; expected small letters, digits and hyphens"),
-        ({"name": "a" * 50}, r"too long: .* more than 63 letters\. Leave out 5\."),
-        ({"namespace": "-x"}, r"namespace='-x'; expected small letters"),
+        ({"name": "LM_1"}, r"name='LM_1'; expected lowercase letters, digits and hyphens"),
+        ({"name": "a" * 50}, r"too long: .* exceed 63 letters\. Remove 5\."),
+        ({"namespace": "-x"}, r"namespace='-x'; expected lowercase letters"),
         ({"volume_claim": "A"}, r"volume_claim='A'; expected"),
         ({"image": "a b"}, r"image='a b'; expected the name of an image"),
         ({"mount_path": "runs"}, r"mount_path='runs'; expected an absolute path"),
         ({"working_dir": "app"}, r"working_dir='app'; expected an absolute path"),
         (
             {"gpus_per_process": 1, "resources": {"nvidia.com/gpu": "1"}},
-            r"resources has nvidia\.com/gpu, and gpus_per_process=1 .* Set one of them",
+            r"resources has nvidia\.com/gpu, but gpus_per_process=1 .* Set one of them",
         ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

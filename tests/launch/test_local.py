@@ -33,7 +33,7 @@ def test_a_failure_is_told_with_its_last_lines(capsys):
     told = capsys.readouterr().err
     assert "weft launch: process 0 of 2 (pid " in told
     assert ") ended with exit code 4 after" in told and "its exit code is 4" in told
-    assert "the last that it printed:\n  [0] step 0\n" in told
+    assert "its last lines:\n  [0] step 0\n" in told
     assert "process 1 was ended by SIGTERM at" in told
 
 
@@ -41,13 +41,13 @@ def test_a_second_try_may_go_well(tmp_path, capsys):
     script = f"[ -e {tmp_path}/seen ] && exit 0; touch {tmp_path}/seen; kill -9 $$"
     assert job(script, num_processes=1, max_tries=3).run() == 0
     told = capsys.readouterr().err
-    assert "was ended by SIGKILL" in told and "starting all of them again" in told
+    assert "was ended by SIGKILL" in told and "restarting all processes" in told
     assert told.count("starting") == 1
 
 
 def test_after_the_last_try_the_code_is_that_of_the_failure(capsys):
     assert job("exit 5", num_processes=1, max_tries=2).run() == 5
-    assert capsys.readouterr().err.count("starting all of them again") == 1
+    assert capsys.readouterr().err.count("restarting all processes") == 1
 
 
 def test_logs_go_to_files(tmp_path, capsys):
@@ -67,5 +67,5 @@ def test_each_process_has_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert two.process_environment(1, "h:1")["CUDA_VISIBLE_DEVICES"] == "6,7"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    with pytest.raises(JobConfigError, match=r"asks for 4 GPUs, and .*4,5,6 has 3\. Ask for fewer"):
+    with pytest.raises(JobConfigError, match=r"needs 4 GPUs, but .*4,5,6 has 3\. Request fewer"):
         two.run()

@@ -172,8 +172,8 @@ def test_processes_that_slurm_starts_find_each_other(cluster):
         ({"nodes": 0}, r"nodes=0 does not divide"),
         ({"name": "my job"}, r"SlurmJob 'my job': name='my job'; expected one word"),
         ({"partition": "a\n#SBATCH --uid=0"}, r"partition=.*expected one word"),
-        ({"time": "8h"}, r"time='8h'; expected a time of Slurm's: 90 \(minutes\), 8:00:00"),
-        ({"sbatch": {"--qos": "x"}}, r"sbatch='--qos'; expected names as in --name=value"),
+        ({"time": "8h"}, r"time='8h'; expected Slurm's time format: 90 \(minutes\), 8:00:00"),
+        ({"sbatch": {"--qos": "x"}}, r"sbatch='--qos'; expected names, as in --name=value"),
         ({"sbatch": {"qos": "a b"}}, r"sbatch\['qos'\]='a b'; expected one word"),
         ({"sbatch": {"time": "1"}, "time": "2"}, r"sbatch sets time, which the job sets itself"),
     ],
@@ -200,7 +200,7 @@ def test_submitit_submits_the_same_directives(cluster):
 
 def test_submitting_says_what_is_missing(cluster, monkeypatch):
     pytest.importorskip("submitit")
-    with pytest.raises(JobConfigError, match=r"max_tries=2, and submitit does not .* \| sbatch"):
+    with pytest.raises(JobConfigError, match=r"max_tries=2, but submitit does not .* \| sbatch"):
         job(max_tries=2).submit(str(cluster / "slurm"))
     program(cluster / "bin", "sbatch", "echo 'no such account' >&2; exit 1")
     with pytest.raises(JobConfigError, match=r"(?s)was not submitted: .*no such account.* job\.sh"):

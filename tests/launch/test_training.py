@@ -122,8 +122,8 @@ def test_two_processes_are_killed_stopped_and_become_one(launch, tmp_path):
     process.send_signal(signal.SIGTERM)
     out = finish(process)
     assert f"process 1 of 2 (pid {second}) was ended by SIGKILL" in out
-    assert "starting all of them again" in out and "resuming from step" in out
-    assert "stopped by SIGTERM, passed on to all; exit codes: process 0: 0, process 1: 0" in out
+    assert "restarting all processes" in out and "resuming from step" in out
+    assert "stopped by SIGTERM, forwarded to all; exit codes: process 0: 0, process 1: 0" in out
     (line,) = [line for line in out.splitlines() if line.startswith("[0] stopped by SIGTERM")]
     stopped = int(line.split("after step ")[1].split(",")[0].replace(",", ""))
     assert saved_steps(run_dir)[-1] == stopped

@@ -15,7 +15,7 @@ def test_what_is_no_module_class_or_function_is_refused(lift):
         TransformTargetError, match="3 cannot be transformed; expected a module class"
     ):
         lift(3)
-    with pytest.raises(TransformTargetError, match=r"transform the class: nn.remat\(Dense\)"):
+    with pytest.raises(TransformTargetError, match=r"transform its class: nn.remat\(Dense\)"):
         lift(Linear())
 
 

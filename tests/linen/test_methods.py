@@ -67,10 +67,11 @@ def test_a_plain_method_makes_nothing():
             return Model(name="inner").layer(x)
 
     with pytest.raises(
-        AssignSubModuleError, match=r"submodule Affine was made in a method of Model inner that.*@c"
+        AssignSubModuleError,
+        match=r"submodule Affine was created in a method of Model inner that.*@c",
     ):
         Outer().init(KEY, X)
-    with pytest.raises(CompactMethodError, match=r"'bias' was asked for.*outermost.*@compact"):
+    with pytest.raises(CompactMethodError, match=r"'bias' was requested.*outermost.*@compact"):
         Model().init(KEY, X, method="bias")
     assert sorted(Model().init(KEY, X)["params"]) == ["Affine_0", "bias"]
 

@@ -89,7 +89,7 @@ def test_parent_and_name_are_given_by_keyword():
 
 @pytest.mark.parametrize("name", ["parent", "name"])
 def test_reserved_fields(name):
-    with pytest.raises(ReservedModuleAttributeError, match=rf"declares.*{name}.*declared anew"):
+    with pytest.raises(ReservedModuleAttributeError, match=rf"declares.*{name}.*redeclared"):
         type("Model", (Module,), {"__annotations__": {name: int}})
 
 
@@ -173,7 +173,7 @@ def test_attributes_are_set_in_setup_only():
         def __call__(self):
             pass
 
-    with pytest.raises(SetAttributeInModuleSetupError, match=r"of Wrong.*'features'.*another name"):
+    with pytest.raises(SetAttributeInModuleSetupError, match=r"of Wrong.*'features'.*rename"):
         Wrong().init(KEY)
     bound = Affine().bind({})
     with pytest.raises(SetAttributeFrozenModuleError, match=r"seen = Array.{,40} was set on"):

@@ -46,7 +46,7 @@ def test_a_call_that_is_refused_has_changed_nothing(transform):
             first.name = second.name = "changed"
             return x
 
-        with pytest.raises(TraceContextError, match="made outside"):
+        with pytest.raises(TraceContextError, match="created outside"):
             change(x, inside, outside)
         assert (inside.name, outside.name) == ("new", "new")
         return x

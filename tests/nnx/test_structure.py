@@ -125,7 +125,9 @@ def test_inside_of_a_jax_trace_objects_of_outside_stay_as_they_are(change):
         change(model)
         return x
 
-    with pytest.raises(TraceContextError, match="was made outside of it, so a tracer would leak"):
+    with pytest.raises(
+        TraceContextError, match="was created outside of it, so a tracer would leak"
+    ):
         f(1.0)
     assert repr(model) == before and EPOCH.now is epoch
 

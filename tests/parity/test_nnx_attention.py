@@ -206,7 +206,7 @@ FAILURES = {
     ),
     "no cache": (
         lambda nnx: attention(nnx, decode=True)(Q[:, :1]),
-        r"has no cache; make one .*layer.init_cache\(\(batch, length, 8\)\)",
+        r"has no cache; create one .*layer.init_cache\(\(batch, length, 8\)\)",
     ),
     "several positions": (
         lambda nnx: cached(nnx)(Q),

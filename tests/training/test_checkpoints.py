@@ -114,7 +114,9 @@ def test_arrays_and_directories_go_with_their_checkpoint(tmp_path):
 def test_directories_of_others_are_not_removed(tmp_path):
     orbax_directory(tmp_path / "checkpoint_2", ["thesis.tex"])
     assert save(tmp_path, 3) == ["checkpoint_2", "checkpoint_3"]
-    with pytest.raises(AlreadyExistsError, match=r"checkpoint_2' already exists and is no check"):
+    with pytest.raises(
+        AlreadyExistsError, match=r"checkpoint_2' already exists and is not a check"
+    ):
         save(tmp_path, 2, overwrite=True)
     assert os.listdir(tmp_path / "checkpoint_2") == ["thesis.tex"]
     assert available_steps(tmp_path) == [2, 3]

@@ -1,7 +1,7 @@
 """The command line: `weft train`, `launch`, `config`, `sample`, `export`, `inspect` and others.
 
-This file reads the arguments and says what went wrong. Each command is a file of its own, imported
-when it is asked for, so that `weft --help` does not wait for JAX.
+Reads the arguments and reports errors. Each command is a module of its own, imported on demand so
+that `weft --help` does not wait for JAX.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from weft.serialization.foreign import printable
 
 __all__ = ["main"]
 
-# The packages of the extra `train`, by the names under which they are imported.
+# Import names of the packages of the extra `train`.
 _TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboardX", "tensorstore")
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
     Args:
-        argv: The arguments, those of the process by default.
+        argv: Defaults to the arguments of the process.
 
     Returns:
         The exit code: 0, 1 if the output cannot be written, 2 for bad input, 130 after Ctrl-C.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(argv, output)
         with contextlib.suppress(OSError):
             output.flush()
-    # A reader that has gone, such as `head`, has seen enough.
+    # The reader, such as `head`, closed the pipe.
     if output.error is None or output.lasts or isinstance(output.error, BrokenPipeError):
         return code
     _print_error(f"the output cannot be written: {output.error.strerror}")
@@ -45,7 +45,7 @@ def _run(argv: Sequence[str] | None, output: Output) -> int:
         arguments = parse_arguments(sys.argv[1:] if argv is None else argv)
         command = importlib.import_module(arguments.command)
         return command.run(arguments)
-    except SystemExit as end:  # argparse has printed help, a version or what is wrong
+    except SystemExit as end:  # argparse has printed help, a version or an error
         return int(end.code or 0)
     except WeftError as error:
         return _refuse(error)
@@ -72,6 +72,6 @@ def _refuse(error: WeftError) -> int:
 
 
 def _print_error(text: str) -> None:
-    # Of a file from elsewhere it may quote what controls a terminal.
+    # Errors about foreign files may quote control characters.
     with contextlib.suppress(OSError):
         print(f"weft: {printable(text)}", file=sys.stderr)

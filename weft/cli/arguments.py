@@ -1,4 +1,4 @@
-"""The arguments of every command. Nothing here is slow to import."""
+"""Argument parsers of all commands. Imports nothing slow."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,21 +7,21 @@ from typing import Any
 import weft
 from weft.errors import CommandLineError
 
-_RECIPE = "a recipe (see `weft recipes`), the text of a config, or the directory of a run"
+_RECIPE = "a recipe (see `weft recipes`), a config file, or the directory of a run"
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the arguments of a command.
+    """Parses the arguments of a command.
 
     Args:
-        argv: Without the name of the program.
+        argv: Excludes the name of the program.
 
     Returns:
-        The arguments; `command` is the module that has a `run` for them.
+        The arguments; `command` is the module whose `run` takes them.
 
     Raises:
         CommandLineError: for an unknown command.
-        SystemExit: from argparse, which has printed what was wrong, or the help that was asked for.
+        SystemExit: from argparse, which has printed help or an error.
     """
     parser, commands = _build_parser()
     if argv and not argv[0].startswith("-") and argv[0] not in commands.choices:
@@ -32,7 +32,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         )
     arguments, rest = parser.parse_known_args(argv)
     if rest:
-        # What stands after an option, argparse does not take for one of the words before it.
+        # argparse does not accept positional arguments after an option.
         words = getattr(arguments, "overrides", getattr(arguments, "recipe_and_overrides", None))
         if words is None or any(word.startswith("-") for word in rest):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -84,8 +84,8 @@ def _add_allow(parser: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a package, module, function or class of yours that the text of a config may name, "
-        "and have called; may be given several times",
+        help="a package, module, function or class of your own that the config text may name "
+        "and call; repeatable",
     )
 
 
@@ -94,28 +94,29 @@ def _add_train(commands: Any) -> None:
         commands,
         "train",
         "train",
-        "train a recipe, or go on with a run",
+        "train a recipe, or continue a run",
         usage="weft train [-h] [--mesh AXIS=SIZE,...] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
         epilog="Examples:\n"
         "  weft train\n"
         "  weft train lm dir=runs/wide model.decoder.dim=256 max_step=2000 seed=1\n"
-        "  weft train lm dir=runs/parallel --mesh fsdp=4,model=2\n\n"
-        "A run whose directory holds a checkpoint goes on from there.",
+        "  weft train lm dir=runs/parallel --mesh fsdp=4,model=2\n"
+        "\n"
+        "If the run's directory holds a checkpoint, training continues from it.",
     )
     train.add_argument(
         "recipe_and_overrides",
         nargs="*",
         metavar="RECIPE path.to.field=value",
-        help=f"{_RECIPE}; the first recipe by default. Then fields of its config to set, such as "
-        "dir=runs/name, max_step=1000, seed=1",
+        help=f"{_RECIPE}; defaults to the first recipe. Followed by config fields to set, such "
+        "as dir=runs/name, max_step=1000, seed=1",
     )
     _add_mesh(train)
     _add_allow(train)
 
 
 def _add_launch(commands: Any) -> None:
-    summary = "train with several processes: on this machine, by Slurm, or by Kubernetes"
+    summary = "train with several processes: on this machine, with Slurm, or with Kubernetes"
     launch = commands.add_parser(
         "launch", help=summary, description=summary[0].upper() + summary[1:] + "."
     )
@@ -124,22 +125,23 @@ def _add_launch(commands: Any) -> None:
         places,
         "local",
         "start the processes on this machine",
-        fields="  gpus_per_process=1        GPUs for each; 0, the default, for the CPU\n"
-        "  log_dir=logs              a file per process, instead of lines here\n"
-        "  failure_grace_seconds=5   how long the others may take when one has failed\n",
-        epilog="If one process fails the others are ended, and the exit code is its own. SIGTERM "
-        "and\nCtrl-C are passed on to all: they save, and stop.",
+        fields="  gpus_per_process=1        GPUs per process; default 0, for the CPU\n"
+        "  log_dir=logs              one log file per process, instead of output here\n"
+        "  failure_grace_seconds=5   time for the others to exit after one failed\n",
+        epilog="If one process fails, the others are stopped, and its exit code is returned. "
+        "SIGTERM and\n"
+        "Ctrl-C are forwarded to all processes, which save a checkpoint and stop.",
         examples=["lm-tiny dir=runs/two max_step=40", "--job log_dir=logs lm"],
     )
     slurm = _add_place(
         places,
         "slurm",
         "print a script for sbatch, or submit it",
-        fields="  nodes=2                   how many nodes; by default one per process\n"
+        fields="  nodes=2                   number of nodes; default one per process\n"
         "  gpus_per_process=8  cpus_per_process=32  memory_per_node=400G\n"
         "  time=8:00:00  partition=gpu  account=lab  output=%x-%j.log\n"
         "  sbatch.qos=high           any other option of sbatch\n"
-        "  setup='[\"module load cuda\"]'   lines of the shell that come first\n",
+        "  setup='[\"module load cuda\"]'   shell commands to run first\n",
         epilog="",
         examples=[
             "--job time=8:00:00 --job gpus_per_process=8 lm dir=/shared/lm > job.sh",
@@ -149,15 +151,15 @@ def _add_launch(commands: Any) -> None:
     slurm.add_argument(
         "--submit",
         action="store_true",
-        help="submit it by submitit (pip install 'weft[launch]') and print the job's number",
+        help="submit it with submitit (pip install 'weft[launch]') and print the job's number",
     )
     _add_place(
         places,
         "k8s",
         "print a JobSet manifest for kubectl",
-        fields="  image=registry/weft:1     the container image; this one is needed\n"
-        "  volume_claim=runs  mount_path=/runs    a directory that all pods share\n"
-        "  working_dir=/runs         where they start; by default there\n"
+        fields="  image=registry/weft:1     container image; required\n"
+        "  volume_claim=runs  mount_path=/runs    a directory shared by all pods\n"
+        "  working_dir=/runs         working directory; defaults to mount_path\n"
         "  gpus_per_process=8  resources.memory=400Gi\n"
         "  node_selector={...}  labels={...}  namespace=research\n",
         epilog="",
@@ -178,14 +180,16 @@ def _add_place(
         summary,
         usage=f"weft launch {name} [-h] -n N [--job FIELD=VALUE ...] "
         "[--allow NAME] [RECIPE] [path.to.field=value ...]",
-        epilog="Fields of the job, each with --job:\n"
-        f"{fields}"
-        "  env.NAME=VALUE            a variable for each process\n"
-        "  max_tries=3               start all again when one has failed, so often at most\n"
-        "  grace_seconds=120         how long they may take to save when asked to stop\n"
+        epilog="Job fields, each set with --job:\n"
+        f"{fields}  env.NAME=VALUE            environment variable of each process\n"
+        "  max_tries=3               maximum number of starts; all restart when one "
+        "fails\n"
+        "  grace_seconds=120         time to save after a request to stop\n"
         "  heartbeat_timeout_seconds=100\n"
-        "                            after how long a process that is not heard of is gone\n"
-        "  name=lm                   of the job; that of the recipe by default\n\n"
+        "                            time without a heartbeat after which a process is "
+        "lost\n"
+        "  name=lm                   name of the job; defaults to the recipe's\n"
+        "\n"
         + (f"{epilog}\n\n" if epilog else "")
         + "Examples:\n"
         + "".join(f"  weft launch {name} -n 2 {example}\n" for example in examples),
@@ -197,20 +201,20 @@ def _add_place(
         type=int,
         required=True,
         metavar="N",
-        help="how many processes; each takes its part of every batch",
+        help="number of processes; each gets its shard of every batch",
     )
     place.add_argument(
         "--job",
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="sets a field of the job, see below; may be given several times",
+        help="sets a field of the job, see below; repeatable",
     )
     place.add_argument(
         "recipe_and_overrides",
         nargs="*",
         metavar="RECIPE path.to.field=value",
-        help="as of `weft train`; after all options",
+        help="as in `weft train`; after all options",
     )
     _add_allow(place)
     return place
@@ -223,21 +227,21 @@ def _add_recipes(commands: Any) -> None:
 def _add_config(commands: Any) -> None:
     config = commands.add_parser("config", help="show a config, or compare two")
     actions = config.add_subparsers(metavar="ACTION", required=True)
-    show = _add(actions, "show", "config", "print a config as text that Weft can read back")
+    show = _add(actions, "show", "config", "print a config as text that Weft can read")
     show.set_defaults(action="show")
     show.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     _add_overrides(show)
     show.add_argument(
-        "--defaults", action="store_true", help="print the fields that have their defaults, too"
+        "--defaults", action="store_true", help="also print fields that have their default values"
     )
     show.add_argument(
-        "--origin", action="store_true", help="say after each field which line has set it"
+        "--origin", action="store_true", help="append to each field the line that set it"
     )
     diff = _add(
         actions,
         "diff",
         "config",
-        "print what differs between two configs; exit code 1 if anything does",
+        "print the differences between two configs; exit code 1 if there are any",
     )
     diff.set_defaults(action="diff")
     for name in ("a", "b"):
@@ -249,28 +253,32 @@ def _add_config(commands: Any) -> None:
 def _add_sample(commands: Any) -> None:
     sample = _add(commands, "sample", "sample", "generate text from a trained run")
     sample.add_argument("dir", metavar="DIR", help="the directory of a run")
-    sample.add_argument("--prompt", default="", help="what the text begins with")
-    sample.add_argument("--tokens", type=int, default=256, help="how many to add (%(default)s)")
+    sample.add_argument("--prompt", default="", help="start of the text")
+    sample.add_argument(
+        "--tokens", type=int, default=256, help="maximum number of tokens to generate (%(default)s)"
+    )
     sample.add_argument(
         "--temperature",
         type=float,
         default=0.8,
-        help="0 for the likeliest token each time, 1 for the model's own odds (%(default)s)",
+        help="0 for greedy decoding, 1 for the model's own distribution (%(default)s)",
     )
-    sample.add_argument("--seed", type=int, default=0, help="another text for another number")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the sampling (%(default)s)")
     _add_allow(sample)
 
 
 def _add_inspect(commands: Any) -> None:
     inspect = _add(
-        commands, "inspect", "inspect", "print what a run's checkpoints hold, without loading them"
+        commands,
+        "inspect",
+        "inspect",
+        "print the contents of a run's checkpoints, without loading them",
     )
     inspect.add_argument("dir", metavar="DIR", help="the directory of a run")
     inspect.add_argument(
         "--verify",
         action="store_true",
-        help="read every file of every checkpoint and compare it with its digest; exit with 1 if "
-        "one is damaged",
+        help="verify the digest of every file of every checkpoint; exit code 1 if one is damaged",
     )
 
 
@@ -282,40 +290,43 @@ def _add_export(commands: Any) -> None:
         "write a run's parameters as safetensors, or as a Hugging Face checkpoint",
         epilog="Examples:\n"
         "  weft export runs/lm --to lm.safetensors\n"
-        "  weft export runs/lm-lora --to checkpoints/lm-lora\n\n"
-        "The second one is for causal LMs of the kinds that transformers has: GPT-2, Llama, Qwen.",
+        "  weft export runs/lm-lora --to checkpoints/lm-lora\n"
+        "\n"
+        "The second form supports causal LMs with a counterpart in transformers: "
+        "GPT-2, Llama, Qwen.",
     )
     export.add_argument("dir", metavar="DIR", help="the directory of a run")
     export.add_argument(
         "--to",
         required=True,
         metavar="PATH",
-        help="a file *.safetensors; or a folder, for a Hugging Face checkpoint",
+        help="a *.safetensors file; or a folder, for a Hugging Face checkpoint",
     )
-    export.add_argument(
-        "--step", type=int, help="the step of the checkpoint; the newest by default"
-    )
+    export.add_argument("--step", type=int, help="step of the checkpoint; defaults to the newest")
     export.add_argument(
         "--merge",
         action="store_true",
-        help="add low-rank adapters to the weights, as a Hugging Face checkpoint always does",
+        help="merge low-rank adapters into the weights, as a Hugging Face checkpoint always does",
     )
     export.add_argument(
-        "--dtype", help="convert to it, such as bfloat16; as in the checkpoint by default"
+        "--dtype", help="convert to this dtype, such as bfloat16; defaults to the checkpoint's"
     )
     export.add_argument(
         "--max-file-gb",
         type=float,
         default=5.0,
         metavar="GB",
-        help="larger than this, several files are written (%(default)g)",
+        help="maximum size of a file; larger exports are split (%(default)g)",
     )
     _add_allow(export)
 
 
 def _add_tabulate(commands: Any) -> None:
     tabulate = _add(
-        commands, "tabulate", "tabulate", "print the model as a table, without making its arrays"
+        commands,
+        "tabulate",
+        "tabulate",
+        "print the model as a table, without allocating its arrays",
     )
     tabulate.add_argument("recipe", metavar="RECIPE", help=_RECIPE)
     _add_overrides(tabulate)
@@ -327,7 +338,7 @@ def _add_lr_find(commands: Any) -> None:
         commands,
         "lr-find",
         "lr_find",
-        "suggest a learning rate, from a short run in which it grows",
+        "suggest a learning rate, from a short run with increasing rates",
         usage="weft lr-find [-h] [--min RATE] [--max RATE] [--steps N] [--allow NAME] [RECIPE] "
         "[path.to.field=value ...]",
     )
@@ -336,14 +347,14 @@ def _add_lr_find(commands: Any) -> None:
             f"--{name}",
             type=float,
             default=default,
-            help=f"the rate of the {what} step (%(default)g)",
+            help=f"learning rate of the {what} step (%(default)g)",
         )
-    find.add_argument("--steps", type=int, default=100, help="how many to run (%(default)s)")
+    find.add_argument("--steps", type=int, default=100, help="number of steps (%(default)s)")
     find.add_argument(
         "recipe_and_overrides",
         nargs="*",
         metavar="RECIPE path.to.field=value",
-        help="as of `weft train`; after all options",
+        help="as in `weft train`; after all options",
     )
     _add_allow(find)
 
@@ -352,11 +363,13 @@ def _add_mesh(parser: Any) -> None:
     parser.add_argument(
         "--mesh",
         metavar="AXIS=SIZE,...",
-        help="sizes of the mesh axes, such as data=4,model=2; with fsdp, seq, expert or pipeline "
-        "among them, the transformer is laid over these axes",
+        help="sizes of the mesh axes, such as data=4,model=2; if they include fsdp, seq, "
+        "expert or pipeline, the transformer is sharded over these axes",
     )
     parser.add_argument(
-        "--mesh-selector", metavar="NAME", help="the hardware, for the config's mesh_rules"
+        "--mesh-selector",
+        metavar="NAME",
+        help="name of the hardware, matched against the config's mesh_rules",
     )
 
 
@@ -365,7 +378,7 @@ def _add_check(commands: Any) -> None:
         commands,
         "check",
         "check",
-        "compile a recipe for a mesh, and print how it lies on it; exit code 1 if it does not fit",
+        "compile a recipe for a mesh, and print its sharding; exit code 1 if it does not fit",
         epilog="Examples:\n"
         "  weft check lm --mesh fsdp=4,model=2\n"
         "  weft check lm --mesh data=-1,model=4 --devices v5p-128 --slices 2\n",
@@ -377,9 +390,9 @@ def _add_check(commands: Any) -> None:
     check.add_argument(
         "--devices",
         metavar="N",
-        help="a number of virtual devices of the CPU, or a TPU slice such as v5p-128; by default "
-        "as many as the mesh has",
+        help="a number of virtual CPU devices, or a TPU slice such as v5p-128; defaults to "
+        "the mesh size",
     )
     check.add_argument(
-        "--slices", type=int, default=1, metavar="N", help="how many of them (%(default)s)"
+        "--slices", type=int, default=1, metavar="N", help="number of slices (%(default)s)"
     )

@@ -1,4 +1,4 @@
-"""`weft check`: how a recipe lies over a mesh, compiled for devices that need not be here."""
+"""`weft check`: the sharding of a recipe, compiled for a mesh of devices that may be absent."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ from weft.trainer.training_batches import batch_partition
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what is to be known of a recipe on a mesh; the exit code is 1 if it does not fit."""
+    """Prints layouts, memory and collectives of a recipe; returns 1 if it does not fit the mesh."""
     cfg = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
     cfg = on_mesh(cfg, selector=arguments.mesh_selector, mesh=arguments.mesh)
     devices = get_devices_for_topology(_topology(arguments.devices, cfg), arguments.slices)
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _topology(devices: str | None, cfg: Any) -> str | None:
-    """The name of the topology to compile for; None for the devices of this machine."""
+    """Returns the topology to compile for; None for the devices of this machine."""
     if devices is not None:
         return f"cpu-{devices}" if devices.isdigit() else devices
     shape = cfg.mesh_shape
@@ -63,7 +63,7 @@ def _topology(devices: str | None, cfg: Any) -> str | None:
 def _title(recipe: str, mesh: Any) -> str:
     sizes = [f"{name}={size}" for name, size in mesh.shape.items() if size > 1] or ["1 device"]
     device = mesh.devices.flat[0]
-    kind = "virtual devices of the CPU" if device.platform == "cpu" else device.device_kind
+    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     return f"{recipe} on {' × '.join(sizes)}: {mesh.size} {kind}\n"
 
 
@@ -71,7 +71,7 @@ def _title(recipe: str, mesh: Any) -> str:
 
 
 def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
-    """Prints how parameters and all else lie; returns what does not fit."""
+    """Prints the layouts of all state; returns the problems."""
     model = build_model(cfg)
     learner = cfg.learner.set(name="learner").instantiate(parent=None)
     sizes, rules = dict(mesh.shape), rules_of(cfg)
@@ -80,7 +80,7 @@ def _report_layouts(console: Console, cfg: Any, mesh: Any) -> list[str]:
     rest = array_layouts(specs.learner, sizes)
     kinds = {"parameter": params}
     judged = {"parameters": (specs.model, rules.parameters)}
-    # What lies as the parameters do is said once.
+    # Arrays with the same layouts as the parameters are listed once.
     if rules.gradients != rules.parameters:
         of_gradients = parameter_specs(model, rules.gradients)
         kinds["gradient"] = array_layouts(of_gradients, sizes, rules=rules.gradients)
@@ -108,7 +108,7 @@ def _problems(
     judged: dict[str, tuple[Any, Rules]],
     sizes: dict[str, int],
 ) -> list[str]:
-    """Prints what is to be noted of the rules of each kind; returns what does not fit."""
+    """Prints the warnings about the rules of each kind; returns the problems."""
     problems = [
         f"{kind} {layout.path}: {problem}"
         for kind, layouts in kinds.items()
@@ -137,7 +137,7 @@ def _batch_specs(cfg: Any) -> Any:
 
 
 def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[RenderableType]:
-    """A table of the arrays, and one of the reasons that their last column counts."""
+    """Yields a table of the arrays, and one of the numbered reasons in its last column."""
     reasons = list(dict.fromkeys(layout.reason for layout in layouts if layout.reason))
     columns = ["array", "layout", "by", "per device"]
     table = tree_table(title, columns if reasons else columns[:2] + columns[3:], columns[2:])
@@ -157,7 +157,7 @@ def _layout_tables(title: str, layouts: Sequence[ArrayLayout]) -> Iterator[Rende
         )
     yield table
     if reasons:
-        legend = tree_table("by", ["what has set the layout"], numbers=[])
+        legend = tree_table("by", ["source of the layout"], numbers=[])
         for number, reason in enumerate(reasons, 1):
             legend.add_row(str(number), Text(reason))
         yield legend
@@ -170,7 +170,7 @@ class _Row(NamedTuple):
 
 
 def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
-    """A line for each array, under a line for each module that it is in."""
+    """Yields a line for each array, below a line for its module."""
     before: list[str] = []
     for layout in layouts:
         *above, name = layout.path.split("/")
@@ -185,7 +185,7 @@ def _rows(layouts: Iterable[ArrayLayout]) -> Iterator[_Row]:
 
 
 def _dtype_text(dtype: Any) -> str:
-    """Short, as in HLO: f32, bf16, s32.
+    """Returns the name of a dtype as in HLO: f32, bf16, s32.
 
     >>> import numpy as np
     >>> _dtype_text(np.dtype("float32")), _dtype_text(np.dtype("bool"))
@@ -218,7 +218,7 @@ def _totals(kinds: dict[str, list[ArrayLayout]]) -> Table:
 
 
 def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any]) -> list[str]:
-    """Compiles the train step, and prints what it sends and holds; returns what does not fit."""
+    """Compiles the train step, prints its collectives and memory; returns the problems."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ShardingWarning)
         try:
@@ -237,11 +237,11 @@ def _report_program(console: Console, cfg: Any, mesh: Any, devices: Sequence[Any
 
 
 def _shape_of_program(cfg: Any, mesh: Any, devices: Sequence[Any]) -> dict[str, int]:
-    """The mesh axes that the collectives of a program speak of."""
+    """Returns the mesh axes that the collectives of a program refer to."""
     num_slices = len({getattr(device, "slice_index", None) for device in devices})
     if devices[0].platform != "tpu" or num_slices == 1:
         return dict(mesh.shape)
-    # A TPU's program is that of one slice; what goes between slices is not in it.
+    # A TPU program covers one slice; transfers between slices are not in it.
     hybrid = cfg.mesh_shape
     if not isinstance(hybrid, HybridMeshShape):
         hybrid = over_slices(list(mesh.shape.values()), num_slices)
@@ -249,7 +249,7 @@ def _shape_of_program(cfg: Any, mesh: Any, devices: Sequence[Any]) -> dict[str, 
 
 
 def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, int]) -> Table:
-    """The collectives of one step by kind and mesh axes, those of the most bytes first."""
+    """Returns a table of the collectives of one step by kind and mesh axes, most bytes first."""
     totals: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for collective in collectives:
         axes = collective.axes(mesh_shape)
@@ -258,7 +258,7 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
         total = totals[collective.kind, over, where]
         total[0] += collective.times
         total[1] += collective.times * collective.bytes
-    columns = ["over", "", "times in a step", "bytes per device"]
+    columns = ["over", "", "times per step", "bytes per device"]
     table = tree_table("collective", columns, numbers=columns[2:])
     for key, (times, size) in sorted(totals.items(), key=lambda item: -item[1][1]):
         table.add_row(*key, f"{times:,}", bytes_text(size))
@@ -268,17 +268,15 @@ def _collectives_table(collectives: Iterable[Collective], mesh_shape: dict[str, 
 
 
 def _memory_table(memory: Any) -> Table:
-    """What one device holds while a step runs, as XLA has planned it."""
+    """Returns a table of a device's memory during a step, as planned by XLA."""
     table = tree_table("memory per device", ["bytes"], numbers=["bytes"])
     if memory is None:
-        table.add_row("not known of this kind of device")
+        table.add_row("unknown for this kind of device")
         return table
     parts = {
         "state and batch": memory.argument_size_in_bytes,
-        "results that are not the next state": (
-            memory.output_size_in_bytes - memory.alias_size_in_bytes
-        ),
-        "what is computed in between": memory.temp_size_in_bytes,
+        "other results": (memory.output_size_in_bytes - memory.alias_size_in_bytes),
+        "temporaries": memory.temp_size_in_bytes,
         "program": memory.generated_code_size_in_bytes,
     }
     for name, size in parts.items():
@@ -289,10 +287,10 @@ def _memory_table(memory: Any) -> Table:
 
 def _conclude(console: Console, problems: Sequence[str]) -> int:
     if not problems:
-        console.print("fits: everything divides, and the train step compiles")
+        console.print("fits: all sizes divide evenly, and the train step compiles")
         return 0
     console.print(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}:", style="bold red")
     for problem in problems:
         console.print(f"  {problem}", soft_wrap=True, markup=False)
-    console.print("Change a size, the mesh, or what has set the layout.")
+    console.print("Change a size, the mesh, or the source of the layout.")
     return 1

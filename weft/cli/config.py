@@ -7,7 +7,7 @@ from weft.config import diff, to_text
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a config, or what differs between two of them."""
+    """Prints a config, or the differences between two."""
     if arguments.action == "show":
         config = load_config(arguments.recipe, arguments.overrides, allow=arguments.allow)
         print(to_text(config, omit_defaults=not arguments.defaults, origins=arguments.origin))

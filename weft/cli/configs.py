@@ -1,4 +1,4 @@
-"""From what people write to a trainer config: a recipe's name, a file, a run's directory."""
+"""Trainer configs from a recipe's name, a file or a run's directory."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,18 +13,18 @@ from weft.trainer.trainer_config_modifier import apply_config_modifiers
 
 
 def load_config(name: str, overrides: Iterable[str] = (), *, allow: Sequence[str] = ()) -> Any:
-    """Makes the config that a name stands for, and lets its modifiers change it.
+    """Loads a config, and applies its modifiers.
 
     Args:
-        name: A recipe; or the path of a file that holds the text of a config; or a run's directory.
-        overrides: Strings `path=value`. Of a recipe, those that name one of its arguments, such as
-            `data_dir=texts`, are given to it.
-        allow: What texts may name besides the usual, as of `weft.config.from_text`.
+        name: A recipe, the path of a config file, or a run's directory.
+        overrides: Strings `path=value`. If they name an argument of the recipe, such as
+            `data_dir=texts`, they are passed to it.
+        allow: See `weft.config.from_text`.
 
     Raises:
         UnknownConfigError: if there is no such recipe, file or directory.
-        CommandLineError: if the directory is not that of a run, or the file cannot be read.
-        ConfigError: if the text is not that of a config, or an override does not fit.
+        CommandLineError: if the directory is not a run's, or the file cannot be read.
+        ConfigError: for an invalid config text or override.
     """
     recipes = named_trainer_configs()
     if name in recipes:
@@ -43,23 +43,18 @@ def load_config(name: str, overrides: Iterable[str] = (), *, allow: Sequence[str
 
 
 def load_run(name: str, overrides: Sequence[str] = (), *, allow: Sequence[str] = ()) -> Any:
-    """Makes a config as `load_config` does, of a run that will write in the config's `dir`.
-
-    Args:
-        name: as of `load_config`.
-        overrides: as of `load_config`.
-        allow: as of `load_config`.
+    """Loads the config of a run that will write to `dir`. Takes the arguments of `load_config`.
 
     Raises:
-        CommandLineError: if the directory is that of a file's text alone. The file may come from
-            elsewhere, so whoever runs it names the directory.
+        CommandLineError: if only a file sets `dir`. Files may come from elsewhere, so the user has
+            to name the directory.
     """
     config = load_config(name, overrides, allow=allow)
     named = any(override.partition("=")[0].strip() == "dir" for override in overrides)
     if name not in named_trainer_configs() and not Path(name).is_dir() and not named:
         raise CommandLineError(
-            f"{name!r} would write in dir={config.dir!r}. A file does not decide where: add "
-            "dir=PATH to the command line."
+            f"{name!r} would write to dir={config.dir!r}, but a file must not choose the "
+            "directory: add dir=PATH to the command line."
         )
     return config
 
@@ -68,8 +63,8 @@ def run_config(directory: str, *, allow: Sequence[str] = ()) -> Any:
     """Reads the config of a run.
 
     Args:
-        directory: The run's.
-        allow: as of `load_config`.
+        directory: The run's directory.
+        allow: See `weft.config.from_text`.
 
     Raises:
         CommandLineError: if it is not the directory of a run.
@@ -77,10 +72,10 @@ def run_config(directory: str, *, allow: Sequence[str] = ()) -> Any:
     """
     path = Path(directory, CONFIG_FILE)
     if not path.is_file():
-        what = "has no run in it" if Path(directory).is_dir() else "is no directory"
+        what = "has no run in it" if Path(directory).is_dir() else "is not a directory"
         raise CommandLineError(
-            f"{directory!r} {what}: there is no {path}. Name the directory of a run, "
-            "the value of `dir` that it was trained with."
+            f"{directory!r} {what}: there is no {path}. Name the directory of a run, the value "
+            "of `dir` that it was trained with."
         )
     return _read(path, allow).set(dir=directory)
 

@@ -1,8 +1,7 @@
-"""How a run looks while it runs: a live display on a terminal, lines of text elsewhere.
+"""Progress of a run: a live display on a terminal, lines of text elsewhere.
 
-Both are listeners of the trainer. What is said once (the model, evaluations, where it was saved) is
-a line in both; what changes with each step is redrawn in place on a terminal, and elsewhere a line
-every few seconds.
+Both are listeners of the trainer. They print one-time events (the model, evaluations, saves) as
+lines. Per-step values are redrawn in place on a terminal, and printed every few seconds elsewhere.
 """
 
 import math
@@ -27,25 +26,24 @@ _METRICS = ("loss", "bits_per_byte", "accuracy")
 
 
 def make_display(console: Console, dir: str) -> "Display":
-    """The display that suits a console.
+    """Returns the display that suits a console.
 
     Args:
-        console: Where to write.
-        dir: The directory of the run, as the person wrote it.
+        console: The output.
+        dir: The directory of the run, as the user wrote it.
     """
     live = console.is_terminal and not console.is_dumb_terminal
     return LiveDisplay(console, dir) if live else LineDisplay(console, dir)
 
 
 class Display(RunListener):
-    """What both displays share. Use it in a `with` block.
+    """Base of both displays. Use it in a `with` block.
 
     Attributes:
-        evals: For each evaler the step at which it ran last, and its scalars "loss" and
-            "bits_per_byte" as far as it has them.
-        resumed_from: The step of the checkpoint that the run went on from, or None.
-        ended: The last step and the reason, as of `RunListener.on_end`.
-        parameters: How many the model has.
+        evals: Per evaler its last step, and its scalars, such as "loss" and "bits_per_byte".
+        resumed_from: The step of the restored checkpoint, or None.
+        ended: The last step and the reason, see `RunListener.on_end`.
+        parameters: Number of parameters of the model.
     """
 
     def __init__(self, console: Console, dir: str):
@@ -64,7 +62,7 @@ class Display(RunListener):
         pass
 
     def say(self, line: str) -> None:
-        """Prints a line that stays."""
+        """Prints a permanent line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def on_start(self, trainer: Any, resumed_from: int | None) -> None:
@@ -114,11 +112,11 @@ class Display(RunListener):
 
     @property
     def is_saved(self) -> bool:
-        """Whether there is a checkpoint of the run that has ended."""
+        """True if the ended run has a checkpoint."""
         return self._has_started or bool(self.ended and self.ended[0])
 
     def say_stopped(self) -> None:
-        """Says after which step the run was asked to stop."""
+        """Prints the step after which the run was asked to stop."""
         assert self.ended is not None
         step, reason = self.ended
         if self.is_saved:
@@ -127,12 +125,12 @@ class Display(RunListener):
             self.say(f"\nstopped by {reason} before there was anything to save")
 
     def _show(self, reading: Reading, *, last: bool = False) -> None:
-        """Shows a reading; `last` for that of the last step."""
+        """Shows a reading."""
         raise NotImplementedError
 
 
 class LineDisplay(Display):
-    """Lines of text: the first step, one every ten seconds, the last step."""
+    """Display that prints lines: the first step, one every ten seconds, the last step."""
 
     def __init__(self, console: Console, dir: str, clock: Callable[[], float] = time.monotonic):
         super().__init__(console, dir)
@@ -146,7 +144,7 @@ class LineDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A bar and a line of numbers, redrawn four times a second."""
+    """Display that redraws a bar and a line of numbers four times a second."""
 
     def __init__(self, console: Console, dir: str):
         super().__init__(console, dir)
@@ -194,7 +192,7 @@ def _is_spec(x: Any) -> bool:
 
 
 def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
-    """What a reading says, in pieces.
+    """Returns the parts of a status line.
 
     >>> reading_texts(Reading(20, 2.5, 3.6, 12_345.6, 75.0), 100)
     ['step 20/100', 'loss 2.500', '3.60 bits per byte', '12,346 tokens/s', '1:15 left']
@@ -213,7 +211,7 @@ def reading_texts(reading: Reading, max_step: float = math.inf) -> list[str]:
 
 
 def loss_text(values: Mapping[str, float]) -> str:
-    """A loss as a person reads it.
+    """Formats a loss.
 
     >>> loss_text({"loss": 1.5, "bits_per_byte": 2.164})
     'loss 1.500, 2.16 bits per byte'
@@ -229,7 +227,7 @@ def loss_text(values: Mapping[str, float]) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Seconds as `m:ss`, or with hours.
+    """Formats seconds as `m:ss`, or `h:mm:ss`.
 
     >>> duration_text(75), duration_text(3_675)
     ('1:15', '1:01:15')
@@ -240,7 +238,7 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """A number of bytes with a unit.
+    """Formats a number of bytes.
 
     >>> bytes_text(999), bytes_text(12_300_000)
     ('999 bytes', '12.3 MB')

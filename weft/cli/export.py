@@ -25,7 +25,7 @@ _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Writes the files, and says which."""
+    """Writes the files, and prints their names."""
     cfg = run_config(arguments.dir, allow=arguments.allow)
     _check(arguments)
     model: Any
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = save_safetensors(
             arguments.to,
             params,
-            # What the names are of: a file is of use without the run.
+            # Describes the model, so that the file is useful without the run.
             metadata={"weft": weft.__version__, "model": to_text(model_cfg)},
             max_shard_bytes=max_shard_bytes,
         )
@@ -60,11 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.dtype is not None and arguments.dtype not in _FLOATS:
         raise CommandLineError(
-            f"--dtype={arguments.dtype!r} is none of {', '.join(_FLOATS)}. Write --dtype bfloat16."
+            f"--dtype={arguments.dtype!r} is not one of {', '.join(_FLOATS)}. Write --dtype "
+            "bfloat16."
         )
     if not arguments.max_file_gb > 0:
         raise CommandLineError(
-            f"--max-file-gb={arguments.max_file_gb:g} leaves no room. Give more than 0."
+            f"--max-file-gb={arguments.max_file_gb:g} is too small; expected more than 0."
         )
     if Path(arguments.to).is_file() and not arguments.to.endswith(".safetensors"):
         raise CommandLineError(
@@ -78,13 +79,13 @@ def _converter(dtype: str) -> Any:
 
 
 def _longest(cfg: Any) -> int:
-    """How long the sequences are that the run was trained on; 2048 if the config does not say."""
+    """Returns the length of the training sequences; 2048 if the config does not set it."""
     lengths = values_named("sequence_length", cfg.input).values()
     return max((n for n in lengths if isinstance(n, int)), default=2048)
 
 
 def _copy_tokenizer(cfg: Any, folder: Path) -> list[Path]:
-    """Copies the tokenizer's file, where it is one that transformers reads."""
+    """Copies the tokenizer's file if transformers can read it."""
     tokenizers = [getattr(t, "path", None) for t in values_named("tokenizer", cfg.input).values()]
     source = Path(next((path for path in tokenizers if isinstance(path, str)), ""))
     if source.name != "tokenizer.json":

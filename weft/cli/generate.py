@@ -1,4 +1,4 @@
-"""Text from a trained language model."""
+"""Text generation with a trained language model."""
 
 from typing import Any
 
@@ -16,11 +16,7 @@ from weft.trainer.run_record import values_named
 
 
 def find_tokenizer(cfg: Any) -> Any | None:
-    """The tokenizer that a config's data is read with, None if there is none.
-
-    Args:
-        cfg: A trainer's config.
-    """
+    """Returns the tokenizer of the input of a trainer's config, or None."""
     found = values_named("tokenizer", cfg.input)
     return maybe_instantiate(next(iter(found.values()))) if found else None
 
@@ -35,38 +31,38 @@ def generate(
     temperature: float,
     seed: int,
 ) -> str:
-    """Samples what a language model adds to a prompt.
+    """Samples a continuation of a prompt.
 
     Args:
         model: A causal language model.
         params: Its parameters.
-        tokenizer: From text to ids and back.
-        prompt: What the text begins with; may be empty.
-        num_tokens: How many tokens to add, at most: the model may end the text.
-        temperature: Divides the logits; 0 takes the likeliest token each time.
-        seed: Decides what is drawn.
+        tokenizer: Converts between text and ids.
+        prompt: The start of the text; may be empty.
+        num_tokens: Maximum number of tokens; the model may end the text earlier.
+        temperature: Divides the logits; 0 for greedy decoding.
+        seed: Seed of the sampling.
 
     Returns:
-        The added text.
+        The continuation, without the prompt.
 
     Raises:
         CommandLineError: if the model does not generate text, or a number is out of range.
     """
     if not generates(model):
         raise CommandLineError(
-            f"{type(model).__name__} generates no text. Sample from a run of a language model: of "
-            "the hierarchy, or with a method `predict(input_batch)` that returns the `logits` for "
-            "`input_ids`."
+            f"{type(model).__name__} generates no text. Sample from a run of a language model: "
+            "one of the hierarchy, or one with a method `predict(input_batch)` that returns "
+            "the `logits` for `input_ids`."
         )
     if num_tokens < 1 or temperature < 0:
         raise CommandLineError(
-            f"--tokens={num_tokens} --temperature={temperature:g}: there must be at least one "
-            "token to add, and the temperature may not be below 0."
+            f"--tokens={num_tokens} --temperature={temperature:g}: expected at least one "
+            "token, and a temperature of 0 or more."
         )
-    # A document begins with the token that ends the one before.
+    # A document begins with the end token of the previous one.
     ids = np.concatenate([[tokenizer.eos_id], tokenizer.encode(prompt.encode())])
     sample = _by_decoding if hasattr(model, "sample_decode") else _by_predicting
-    # The result leaves out the first token.
+    # The result omits the first token.
     added = sample(model, params, ids, num_tokens, temperature, jax.random.key(seed))
     added = np.asarray(added)[len(ids) - 1 :]
     ends = np.flatnonzero((added == tokenizer.eos_id) | (added == tokenizer.pad_id))
@@ -74,18 +70,14 @@ def generate(
 
 
 def generates(model: Module) -> bool:
-    """Whether `generate` can sample from a model.
-
-    Args:
-        model: Of a trainer.
-    """
+    """Returns whether `generate` can sample from a trainer's model."""
     return hasattr(model, "sample_decode") or (isinstance(model, LibraryModel) and model.predicts)
 
 
 def _by_decoding(
     model: Module, params: Any, ids: np.ndarray, num_tokens: int, temperature: float, key: Any
 ) -> Any:
-    """Token after token, by the model's own method."""
+    """Decodes token by token with the model's own method."""
     inputs = {
         "input_batch": {"prefix": jnp.asarray(ids[None], jnp.int32)},
         "max_sequence_length": len(ids) - 1 + num_tokens,
@@ -110,7 +102,7 @@ def _by_decoding(
 def _by_predicting(
     model: Module, params: Any, ids: np.ndarray, num_tokens: int, temperature: float, key: Any
 ) -> Any:
-    """Token after token, by the logits for all so far: a model without a cache has no other way."""
+    """Predicts each token from all earlier ones, for models without a cache."""
     modify = scale_by(temperature)
 
     def add(at: Any, carried: Any) -> Any:

@@ -1,6 +1,6 @@
-"""`weft inspect`: what a run's newest checkpoint holds, read from its index and not its arrays.
+"""`weft inspect`: the contents of a run's newest checkpoint, read from its index.
 
-With `--verify`: whether every file of every checkpoint is as it was written.
+With `--verify`, checks every file of every checkpoint.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
 class Row(NamedTuple):
-    """A line of the tree.
+    """Line of the tree.
 
     Attributes:
         name: The last part of the path.
-        depth: How many names stand above it.
-        entry: What the index says of it; None for a name that others stand below.
-        bytes: Its size, or that of all below it.
+        depth: Number of names above it.
+        entry: Its entry in the index; None for an inner name.
+        bytes: Its size, or the total size below it.
     """
 
     name: str
@@ -38,9 +38,11 @@ class Row(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the steps of the checkpoints, and the tree of the newest or what is damaged."""
+    """Prints the steps of the checkpoints, then the newest one's tree or the damaged files."""
     if not os.path.isdir(arguments.dir):
-        raise CommandLineError(f"{arguments.dir!r} is no directory. Name the directory of a run.")
+        raise CommandLineError(
+            f"{arguments.dir!r} is not a directory. Name the directory of a run."
+        )
     base_dir = os.path.join(arguments.dir, CHECKPOINTS_DIR)
     found = step_dirs(base_dir)
     if not found:
@@ -52,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _verify(found, console)
     for step, directory in found.items():
         size = sum(os.path.getsize(os.path.join(directory, f)) for f in files_below(directory))
-        state = "" if has_manifest(directory) else "  not whole: its manifest is missing"
+        state = "" if has_manifest(directory) else "  incomplete: its manifest is missing"
         console.print(f"step {step:,}  {directory}  {bytes_text(size)}{state}", soft_wrap=True)
     step, directory = list(found.items())[-1]
     table = tree_table(f"step {step:,}", ["shape", "dtype", "layout", "bytes"], numbers=["bytes"])
@@ -63,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(found: Mapping[int, str], console: Console) -> int:
-    """Says of each checkpoint whether it is whole, and names every file that is not."""
+    """Prints whether each checkpoint is intact, and names every damaged file."""
     damaged = []
     for step, directory in found.items():
         damage = find_damage(directory, step=step)
@@ -71,23 +73,23 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
             damaged.append(step)
         files = list(files_below(directory))
         size = sum(os.path.getsize(os.path.join(directory, f)) for f in files)
-        state = "DAMAGED" if damage else f"whole: {len(files):,} files, {bytes_text(size)}"
+        state = "DAMAGED" if damage else f"intact: {len(files):,} files, {bytes_text(size)}"
         console.print(f"step {step:,}  {directory}  {state}", soft_wrap=True)
         for line in damage:
             console.print(f"  {line}", soft_wrap=True, markup=False)
     if damaged:
         console.print(
-            f"{len(damaged)} of {len(found)} checkpoints are damaged. A run passes over them when "
-            "it goes on; remove them, or bring their files back from a copy."
+            f"{len(damaged)} of {len(found)} checkpoints are damaged. A resumed run skips "
+            "them; delete them, or restore their files from a copy."
         )
     return 1 if damaged else 0
 
 
 def tree_rows(index: Any) -> Iterator[Row]:
-    """The lines of the tree of a checkpoint.
+    """Yields the lines of the tree of a checkpoint.
 
     Args:
-        index: Pairs of a path and what stands there, as of `read_index_file`.
+        index: Pairs of path and entry, from `read_index_file`.
 
     >>> index = [("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})]
     >>> [(row.name, row.depth, row.bytes) for row in tree_rows(index)]

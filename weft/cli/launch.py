@@ -1,4 +1,4 @@
-"""`weft launch`: trains a recipe with several processes, here or by a scheduler."""
+"""`weft launch`: trains a recipe with several processes, here or through a scheduler."""
 
 import argparse
 import os
@@ -20,7 +20,7 @@ JOBS: dict[str, type[Job]] = {"local": LocalJob, "slurm": SlurmJob, "k8s": JobSe
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the processes, or prints what starts them."""
+    """Runs the processes, or prints the input of a scheduler."""
     job = make_job(arguments)
     if isinstance(job, LocalJob):
         go_on_without_output()
@@ -33,24 +33,21 @@ def run(arguments: argparse.Namespace) -> int:
         print(job.yaml(), end="")
         if job.config.volume_claim is None and job.config.num_processes > 1:
             print(
-                "weft launch: these pods share no directory, and a run needs one. Name a claim "
-                "that all of them can write: --job volume_claim=NAME",
+                "weft launch: these pods share no directory, but a run needs one. Name a "
+                "claim that all of them can write to: --job volume_claim=NAME",
                 file=sys.stderr,
             )
     return 0
 
 
 def make_job(arguments: argparse.Namespace) -> Any:
-    """The job that the arguments of `weft launch` describe.
+    """Creates the job that the arguments of `weft launch` describe.
 
-    A recipe or a field that is not there shows here, before anything has been started. Weights
-    that the recipe reads may be on the pods' volume alone.
-
-    Args:
-        arguments: of the command line.
+    Validates the recipe and its fields before anything is started, except for weights that may
+    exist only on the pods' volume.
 
     Raises:
-        WeftError: for what does not fit.
+        WeftError: for invalid arguments.
     """
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     try:
@@ -58,7 +55,9 @@ def make_job(arguments: argparse.Namespace) -> Any:
     except WeightsReadError as error:
         if arguments.where != "k8s":
             raise
-        print(f"weft launch: not checked, as it is not on this machine: {error}", file=sys.stderr)
+        print(
+            f"weft launch: not checked, because it is not on this machine: {error}", file=sys.stderr
+        )
     here = arguments.where == "local"
     program = [sys.executable, "-m", "weft"] if here else ["weft"]
     options = [word for name in arguments.allow for word in ("--allow", name)]
@@ -72,10 +71,7 @@ def make_job(arguments: argparse.Namespace) -> Any:
 
 
 def job_name(recipe: str) -> str:
-    """A name for the job that trains a recipe, such as every scheduler takes.
-
-    Args:
-        recipe: as people write it.
+    """Returns a job name for a recipe that is valid for every scheduler.
 
     >>> job_name("lm-tiny"), job_name("configs/Wide_1.txt")
     ('lm-tiny', 'wide-1')

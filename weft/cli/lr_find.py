@@ -1,4 +1,4 @@
-"""`weft lr-find`: a learning rate for a recipe, from a short run whose rate grows."""
+"""`weft lr-find`: a learning rate for a recipe, from a short run with increasing rates."""
 
 import argparse
 
@@ -14,7 +14,7 @@ _BAR = 40
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the losses by rate, and the rate at which they fall fastest."""
+    """Prints the loss per learning rate, and the rate at which it falls fastest."""
     recipe, overrides = split_arguments(arguments.recipe_and_overrides)
     search = find_learning_rate(
         load_config(recipe, overrides, allow=arguments.allow),
@@ -25,18 +25,14 @@ def run(arguments: argparse.Namespace) -> int:
     console = table_console()
     console.print(loss_table(search))
     console.print(
-        f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a peak to begin "
-        f"with for {', '.join(search.fields)}."
+        f"The loss falls fastest at a learning rate of {search.suggestion:.2g}, a good first "
+        f"peak value for {', '.join(search.fields)}."
     )
     return 0
 
 
 def loss_table(search: LearningRateSearch) -> Table:
-    """The smoothed losses as a table with a bar for each of some rates.
-
-    Args:
-        search: What was found.
-    """
+    """Returns a table of smoothed losses, with a bar for each sampled rate."""
     table = Table("rate", "loss", "", box=None)
     low, high = min(search.smoothed), max(search.smoothed)
     last = len(search.rates) - 1

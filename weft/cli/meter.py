@@ -1,7 +1,7 @@
-"""What a display shows of a step: values read late, so that no step waits for them.
+"""Readings of a run's steps, delayed so that no step waits for them.
 
-A step's loss is on a device, and reading it waits for the step. So a reading is taken two steps
-later, when the device has others to work on.
+Reading a loss from a device blocks until its step ends. A reading is therefore taken two steps
+later, when the device has further steps queued.
 """
 
 import math
@@ -21,15 +21,14 @@ _FEWEST = 5
 
 
 class Reading(NamedTuple):
-    """What is known of a step.
+    """Measurements of a step.
 
     Attributes:
-        step: Which.
-        loss: Its loss, nats per token for a language model.
+        loss: In nats per token for a language model.
         bits_per_byte: None if the model does not report them.
-        tokens_per_second: Over the last steps; None for data without tokens, or too early to tell.
-        seconds_left: Until the last step; None for a run without one, or too early to tell.
-        examples_per_second: As `tokens_per_second`, for data without tokens.
+        tokens_per_second: Over the last steps; None for data without tokens, or too early.
+        seconds_left: Until the last step; None for an unlimited run, or too early.
+        examples_per_second: Like `tokens_per_second`, for data without tokens.
     """
 
     step: int
@@ -45,7 +44,7 @@ class Meter:
 
     Args:
         max_step: The last step; may be infinite.
-        clock: Seconds.
+        clock: Returns seconds.
     """
 
     def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
@@ -58,15 +57,12 @@ class Meter:
         self._speed: float | None = None
 
     def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
-        """Takes note of a step that was started.
+        """Records a started step, and returns the reading of an earlier one, if available.
 
         Args:
             step: Its number.
-            outputs: "loss" and "summaries".
+            outputs: Has "loss" and "summaries".
             batch: Its input.
-
-        Returns:
-            The reading of an earlier step, if there is one.
         """
         if isinstance(batch, Mapping) and "input_ids" in batch:
             self._tokens_per_step = int(np.prod(np.shape(batch["input_ids"])))
@@ -77,15 +73,15 @@ class Meter:
         return self._read() if len(self._waiting) > _DELAY else None
 
     def last(self) -> Reading | None:
-        """Waits for the newest step and reads it; None if it was read already."""
+        """Waits for the newest step and reads it; returns None if it was read already."""
         reading = None
         while self._waiting:
-            # They were ready before, so the clock says nothing of how long they took.
+            # They were ready before, so the clock does not measure their duration.
             reading = self._read(timed=False)
         return reading
 
     def pause(self) -> None:
-        """Says that something other than steps took time, such as evaluation."""
+        """Excludes the time of other work, such as evaluation, from the speed."""
         self._recent.clear()
 
     def _read(self, timed: bool = True) -> Reading:
@@ -115,7 +111,7 @@ class Meter:
             self._speed = (last - first) / (end - start)
 
     def _seconds_left(self, step: int, now: float) -> float | None:
-        """By the time that steps took so far, with the evaluations and savings between them."""
+        """Estimates the remaining time, including evaluations and saves."""
         assert self._first is not None
         first, start = self._first
         if step - first < _FEWEST or math.isinf(self._max_step):
@@ -124,7 +120,7 @@ class Meter:
 
 
 def scalar(summaries: Any, name: str) -> Any:
-    """The summary of that name that lies least deep, None if there is none.
+    """Returns the outermost summary of that name, or None.
 
     >>> scalar({"decoder": {"loss": 1.0}, "learner": {"x": {"loss": 2.0}}}, "loss")
     1.0

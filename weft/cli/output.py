@@ -1,7 +1,7 @@
-"""What a command prints, also where it cannot: the reader has gone, the disk is full, no output.
+"""Standard output that tolerates a closed pipe, a full disk or a missing stream.
 
-A command that only prints ends there: with its code where the reader, such as `head`, has seen
-enough, and else with code 1 and the reason. A training continues without output, and saves.
+After a failed write, a command that only prints ends: with its own code if the reader, such as
+`head`, closed the pipe, else with code 1 and the reason. A training continues and saves.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ logger = logging.getLogger(__name__)
 
 
 class Output:
-    """Standard output while a command runs.
+    """Standard output of a command.
 
     Args:
-        stream: what it was before; None if the process was started without (`>&-`).
+        stream: The original stream; None if the process was started without (`>&-`).
 
     Attributes:
-        error: why nothing more is printed; None if all was.
-        lasts: whether the command continues then.
+        error: The reason why output is dropped, or None.
+        lasts: Whether the command continues without output.
     """
 
     def __init__(self, stream: TextIO | None):
         if stream is None:
-            # It takes the lowest number that is free: else a file of the run would be number 1, and
-            # have in it what libraries print.
-            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - until the end
+            # Takes the lowest free number: else a file of the run would be number 1 and receive the
+            # output of libraries.
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - open until the end
         self._stream = stream
         self.error: OSError | None = None
         self.lasts = False
@@ -37,12 +37,12 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Prints a text, or drops it."""
+        """Writes a text, or drops it."""
         self._try("write", text)
         return len(text)
 
     def flush(self) -> None:
-        """Has all that was written arrive."""
+        """Flushes the stream, or drops its buffer."""
         self._try("flush")
 
     def _try(self, method: str, *args: Any) -> None:
@@ -55,17 +55,17 @@ class Output:
             self._drop()
             if not self.lasts:
                 raise
-            logger.warning("nothing more is printed, as the output takes nothing: %s", error)
+            logger.warning("no further output, as the stream cannot be written: %s", error)
 
     def _drop(self) -> None:
-        """Drops what has not arrived: else it would fail again at the exit."""
-        with contextlib.suppress(OSError, ValueError):  # there may be no file behind it
+        """Discards buffered text, which would fail again at exit."""
+        with contextlib.suppress(OSError, ValueError):  # the stream may have no file descriptor
             devnull = os.open(os.devnull, os.O_WRONLY)
             os.dup2(devnull, self._stream.fileno())
             os.close(devnull)
 
 
 def go_on_without_output() -> None:
-    """Lets the command that runs continue when nobody can read what it prints."""
+    """Lets the running command continue when its output cannot be written."""
     if isinstance(sys.stdout, Output):
         sys.stdout.lasts = True

@@ -1,4 +1,4 @@
-"""`weft sample`: text from the newest checkpoint of a run."""
+"""`weft sample`: text from a run's newest checkpoint."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ from weft.trainer.run_record import CHECKPOINTS_DIR
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the prompt and what the model adds to it."""
+    """Prints the prompt and its continuation."""
     cfg = run_config(arguments.dir, allow=arguments.allow)
     tokenizer = find_tokenizer(cfg)
     if tokenizer is None:
@@ -41,13 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
-    """Builds the model of a run and restores its parameters, on one device.
+    """Builds the model of a run and restores its parameters on one device.
 
-    Where the learner keeps a moving average of the parameters, it is that.
+    Restores the moving average of the parameters if the learner keeps one.
 
     Args:
         cfg: The trainer's config, with the run's directory.
-        step: The step of the checkpoint; None for the newest that is whole.
+        step: The step of the checkpoint; None for the newest complete one.
 
     Returns:
         The model and its parameters.
@@ -75,6 +75,6 @@ def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
         checkpointer.stop()
     if restored is None:
         raise CheckpointNotFoundError(
-            f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it further."
+            f"the run in {cfg.dir!r} has not saved a checkpoint yet. Train it longer."
         )
     return model, state["learner"]["ema"]["ema"] if averaged else state["model"]

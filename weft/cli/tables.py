@@ -1,4 +1,4 @@
-"""Tables without lines, which a terminal shows and a script can cut by columns."""
+"""Tables without borders, which scripts can split by columns."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -7,30 +7,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# A pipe has no width; this is enough for the paths of deep models.
+# A pipe has no width; this suffices for the paths of deep models.
 _WIDTH_OF_PIPES = 200
 
 
 class _Console(Console):
-    """Standard output; `weft.cli` decides what happens if nobody reads it."""
+    """Console on standard output; `weft.cli` handles broken pipes."""
 
     def on_broken_pipe(self) -> None:
-        """Raises it again, where the library would end the process."""
+        """Reraises the error, where the library would end the process."""
         raise
 
 
 def table_console() -> Console:
-    """Where tables are printed: standard output, without highlighting."""
+    """Returns a console on standard output, without highlighting."""
     return _Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_PIPES)
 
 
 def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table whose first column holds indented names.
+    """Creates a table whose first column holds indented names.
 
     Args:
-        title: Of the first column.
-        columns: The titles of the others.
-        numbers: Which of them hold numbers, to be set to the right.
+        title: Title of the first column.
+        columns: Titles of the other columns.
+        numbers: Titles of the right-aligned columns.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(title, no_wrap=True)
@@ -41,7 +41,7 @@ def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Ta
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape in brackets.
+    """Formats a shape.
 
     >>> shape_text([2, 3])
     '(2, 3)'
@@ -50,7 +50,7 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def layout_text(axes: Iterable[Any] | None) -> str:
-    """The mesh axes of each axis, `-` for none; nothing if no axis is laid over the mesh.
+    """Formats a layout: the mesh axes per dimension, `-` for none; "" if fully replicated.
 
     >>> layout_text([None, "model", ("data", "fsdp")]), layout_text([None, None])
     ('(-, model, data×fsdp)', '')
@@ -63,7 +63,7 @@ def layout_text(axes: Iterable[Any] | None) -> str:
 
 
 def count_text(count: float) -> str:
-    """A large number with a unit; nothing for 0.
+    """Formats a large number with a unit; "" for 0.
 
     >>> count_text(950), count_text(12_340_000), count_text(0)
     ('950', '12.3M', '')

@@ -1,4 +1,4 @@
-"""`weft tabulate`: a model as a table, from the specs of its parameters and a trace of its loss."""
+"""`weft tabulate`: a model as a table, from its parameter specs and a trace of its loss."""
 
 import argparse
 import math
@@ -20,12 +20,12 @@ from weft.trainer.state import parameter_specs
 
 
 class Row(NamedTuple):
-    """A module, or a parameter of one.
+    """Row of a module or of one of its parameters.
 
     Attributes:
-        path: From the model, its parts joined by `/`; empty for the model.
-        kind: The name of the module's class; empty for a parameter.
-        specs: The spec of the parameter, or those of all below the module.
+        path: Path within the model, joined by `/`; empty for the model.
+        kind: Name of the module's class; empty for a parameter.
+        specs: Spec of the parameter, or specs of all parameters below the module.
     """
 
     path: str
@@ -54,12 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator[Row]:
-    """A row for each module that has parameters, in itself or below, and for each of these.
+    """Yields a row for each module that has parameters, and for each of these.
 
     Args:
-        path: Of the module.
-        module: The module; None for one that a layer keeps to itself.
-        specs: Of its parameters, nested as its modules are.
+        path: Path of the module.
+        module: The module; None for one that a layer hides.
+        specs: Specs of its parameters, nested like its modules.
     """
     yield Row(path, type(module).__name__ if module else "", _leaves(specs))
     for name, child in specs.items():
@@ -71,12 +71,12 @@ def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator
 
 
 def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
-    """The operations of the loss of one example, by the path of the parameter.
+    """Counts the operations of the loss of one example, by parameter path.
 
     Args:
-        cfg: The trainer's config, whose input tells what a batch looks like.
+        cfg: The trainer's config, whose input provides the batch's shapes.
         model: The model.
-        specs: Of its parameters.
+        specs: Specs of its parameters.
     """
     batch = cfg.input.set(name="input").instantiate(parent=None).element_spec()
     params = jax.tree.map(
@@ -99,7 +99,7 @@ def _totals(specs: Any, flops: Flops) -> Iterator[str]:
     beside = f", and {of_state:,} values of state" if of_state else ""
     yield f"{_values(leaves) - of_state:,} parameters{beside}, {bytes_text(size)}"
     of_activations = (
-        f"of which {count_text(flops[None])} are products of activations, as in attention; "
+        f"including {count_text(flops[None])} for products of activations, as in attention; "
         if flops[None]
         else ""
     )
@@ -117,7 +117,7 @@ def _cells(row: Row) -> tuple[str, str, str]:
 
 
 def _within(path: str | None, above: str) -> bool:
-    """Whether a parameter lies at or below a path; products without one belong to the model."""
+    """Returns whether a parameter's path is at or below `above`; None belongs to the model."""
     return not above or (path is not None and f"{path}/".startswith(f"{above}/"))
 
 

@@ -1,4 +1,4 @@
-"""`weft train`: trains a recipe and says how it went."""
+"""`weft train`: trains a recipe and reports the results."""
 
 import argparse
 import contextlib
@@ -34,11 +34,11 @@ _SAMPLE_TEMPERATURE = 0.8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, or goes on with a run; as one of several processes if the environment says so."""
+    """Trains, or continues a run; as one of several processes if the environment defines them."""
     go_on_without_output()
     with joined_processes():
         code = _train(arguments)
-    if still_compiling():  # it was asked to stop, and the compiler would keep it for minutes
+    if still_compiling():  # asked to stop; the compiler would block for minutes
         with contextlib.suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -64,7 +64,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _train_before(recipe: str, cfg: Any) -> Any | None:
-    """Trains what a run begins with; returns the trainer, None if it was asked to stop."""
+    """Trains what a run starts from; returns the trainer, or None if it was asked to stop."""
     check_run_dir(cfg)
     trainer, display, baselines = _run(recipe, cfg)
     assert display.ended is not None
@@ -77,9 +77,9 @@ def _train_before(recipe: str, cfg: Any) -> Any | None:
 
 
 def _run(recipe: str, cfg: Any) -> tuple[Any, Display, Mapping[str, Baseline]]:
-    """Trains a config, and shows how it goes."""
+    """Trains a config, and displays its progress."""
     trainer = cfg.instantiate(parent=None)
-    # All of them would say the same.
+    # Only one process prints.
     console = Console(highlight=False, quiet=jax.process_index() != 0)
     with make_display(console, cfg.dir) as display:
         display.say(f"weft {weft.__version__}, jax {jax.__version__}: training {recipe}")
@@ -89,13 +89,10 @@ def _run(recipe: str, cfg: Any) -> tuple[Any, Display, Mapping[str, Baseline]]:
 
 
 def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe, the default one if none is named, and the overrides.
-
-    Args:
-        words: The arguments of `weft train`.
+    """Splits the arguments of `weft train` into a recipe, by default the first, and overrides.
 
     Raises:
-        CommandLineError: if there are two names.
+        CommandLineError: for two names.
 
     >>> split_arguments(["lm", "max_step=10"]), split_arguments(["seed=1"])
     (('lm', ['max_step=10']), ('lm', ['seed=1']))
@@ -104,17 +101,17 @@ def split_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
     overrides = [word for word in words if "=" in word]
     if len(names) > 1:
         raise CommandLineError(
-            f"{names[1]!r} is neither the only recipe nor of the form path=value. "
-            f"Write it as weft train {names[0]} path.to.field=value."
+            f"{names[1]!r} is neither the only recipe nor of the form path=value. Write it as "
+            f"weft train {names[0]} path.to.field=value."
         )
     return names[0] if names else RECIPES[0].name, overrides
 
 
-# What is said before.
+# Output before training.
 
 
 def _introduce_corpus(cfg: Any, display: Display) -> Mapping[str, Baseline]:
-    """Says what the data is, and what counting reaches on its held-out part."""
+    """Prints the corpus, and the losses of count-based models on its held-out part."""
     baselines: Mapping[str, Baseline] = {}
     for corpus_cfg in values_named("corpus", cfg.input).values():
         corpus = maybe_instantiate(corpus_cfg)
@@ -137,13 +134,13 @@ def _baseline_text(baseline: Baseline) -> str:
     return loss_text({"loss": baseline.nats_per_token, "bits_per_byte": baseline.bits_per_byte})
 
 
-# What is said after.
+# Output after training.
 
 
 def _conclude(
     trainer: Any, display: Display, baselines: Mapping[str, Baseline], arguments: Sequence[str]
 ) -> int:
-    """Says how it went; returns the exit code."""
+    """Prints the results; returns the exit code."""
     cfg = trainer.config
     assert display.ended is not None
     step, reason = display.ended
@@ -191,7 +188,7 @@ def _judge(display: Display, baselines: Mapping[str, Baseline]) -> None:
 
 
 def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
-    """Prints a generated text, where the model generates any; adds it to those of earlier ends."""
+    """Prints generated text, if the model generates any, with the texts of earlier runs."""
     tokenizer = find_tokenizer(trainer.config)
     if tokenizer is None or not generates(trainer.model):
         return []
@@ -205,7 +202,7 @@ def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
             temperature=_SAMPLE_TEMPERATURE,
             seed=trainer.config.seed,
         )
-    display.say(f"\nA text that the model begins by itself:\n\n{text}")
+    display.say(f"\nUnprompted text from the model:\n\n{text}")
     earlier = read_record(trainer.config.dir).get("samples", [])
     sample = {"step": step, "prompt": "", "text": text}
     return [*(s for s in earlier if s["step"] != step), sample]
@@ -214,7 +211,7 @@ def _sample(trainer: Any, display: Display, step: int) -> list[dict[str, Any]]:
 def _next_commands(
     cfg: Any, arguments: Sequence[str], *, stopped: bool, is_saved: bool
 ) -> list[str]:
-    """What a person would want next, to be copied as it stands."""
+    """Returns commands for the next steps, ready to be copied."""
     weft_command = program("weft")
     go_on = arguments if stopped else _with(arguments, f"max_step={2 * cfg.max_step}")
     commands = [
@@ -232,11 +229,7 @@ def _with(arguments: Sequence[str], override: str) -> list[str]:
 
 
 def program(name: str) -> str:
-    """How to call a program that lies beside this one: by its name if the shell would find it.
-
-    Args:
-        name: Such as "tensorboard".
-    """
+    """Returns the command for a program installed with this one: its name if it is on the PATH."""
     beside, found = os.path.join(os.path.dirname(sys.argv[0]), name), shutil.which(name)
     if not os.path.isfile(beside) or (found and os.path.samefile(found, beside)):
         return name

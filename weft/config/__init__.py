@@ -1,8 +1,8 @@
-"""Configs: trees of named, typed values that objects are made from.
+"""Configs: trees of named, typed values that objects are created from.
 
-A class that derives from `Configurable` declares what it is made from in a nested `Config`;
-functions and classes of other libraries get a config from their signature. Configs are edited
-freely, then `instantiate()` makes an object. Nothing here imports JAX.
+A `Configurable` class declares its parameters in a nested `Config`; functions and classes of other
+libraries get configs from their signatures. After edits, `instantiate()` creates the object. Does
+not import JAX.
 """
 
 from weft.config.config import ConfigBase
@@ -65,7 +65,7 @@ __all__ = [
     "similar_names",
     "validate_config_field_name",
     "validate_config_field_value",
-    # Configs that objects are made from.
+    # Configs of objects.
     "ClassConfigBase",
     "ConfigModifier",
     "ConfigOr",
@@ -76,7 +76,7 @@ __all__ = [
     "config_for_function",
     "maybe_instantiate",
     "maybe_set_config",
-    # Configs and people: text, differences, command lines, where a value comes from.
+    # Text, differences, command lines and origins of configs.
     "ABSENT",
     "Change",
     "ConfigDiff",

@@ -1,15 +1,15 @@
-"""`ConfigBase`: a set of named, typed fields that is edited freely until something is made from it.
+"""`ConfigBase`: a mutable set of named, typed fields.
 
-    cfg = Linear.default_config().set(dim=8)   # fields by name, checked as they are set
-    cfg.init = other_cfg                       # by value: cfg.init is a copy from here on
-    wide = cfg.clone(dim=64)                   # and so is this
+    cfg = Linear.default_config().set(dim=8)   # fields by name, checked when set
+    cfg.init = other_cfg                       # by value: cfg.init is a copy
+    wide = cfg.clone(dim=64)                   # also a copy
 
-A config is a tree: configs hold configs, also in lists and dicts. It knows of each value the line
-that set it, and of itself the path from the outermost config that it was put in, for errors.
+Configs form a tree, also through lists and dicts. For errors, a config stores its path from the
+root and the source line that set each value.
 
-The fields are what stands in the instance's `__dict__`; the rest is in slots. A *view*
-(`_frozen_view`) is a config whose own fields cannot be set and whose values are copied from another
-config when they are first read: reading `self.config` costs little, and changes no module.
+Fields are in the instance's `__dict__`, everything else is in slots. A *view* (`_frozen_view`) is a
+config with read-only fields whose values are copied from another config on first access, which
+makes `self.config` cheap to read.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ class ConfigBase(ConfigNode):
     """Base of all config classes.
 
     Args:
-        **values: values of fields; the others take their defaults.
+        **values: values of fields; others take their defaults.
 
     Raises:
-        MissingConfigClassDecoratorError: if the class has no @config_class above it.
+        MissingConfigClassDecoratorError: if the class lacks @config_class.
     """
 
     __slots__ = ("__dict__", "__weakref__", "_frozen", "_origins", "_place", "_source")
-    __hash__ = None  # type: ignore[assignment]  # a config can be changed
+    __hash__ = None  # type: ignore[assignment]  # configs are mutable
 
     __config_fields__: "dict[str, Field]" = {}
 
@@ -59,14 +59,14 @@ class ConfigBase(ConfigNode):
     def _field_values(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in sorted(self._fields())}
 
-    # Setting and reading fields.
+    # Field access.
 
     def __setattr__(self, name: str, value: Any) -> None:
         field = self._field(name)
         path = join_path(self._place, f".{name}")
         if self._frozen:
             raise FrozenConfigError(
-                f"{self._title()} is frozen, since an object was made from it: cannot set "
+                f"{self._title()} is frozen, because an object was created from it: cannot set "
                 f"{path!r} to {value!r:.80}. Change a copy: cfg = self.config.clone({name}=…)."
             )
         check_value(value, path)
@@ -80,7 +80,7 @@ class ConfigBase(ConfigNode):
             self._origins[name] = origin
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached where the instance holds no such value: a view's unread field, or an error.
+        # Only called if the instance lacks the value: a view's unread field, or an error.
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__qualname__!r} object has no attribute {name!r}")
         field = self._field(name)
@@ -90,8 +90,8 @@ class ConfigBase(ConfigNode):
 
     def __delattr__(self, name: str) -> None:
         raise UnknownFieldError(
-            f"{self._title()} cannot do without {name!r}: fields are set, not deleted. "
-            "Set it to None or REQUIRED."
+            f"{self._title()} needs {name!r}: fields can be set, but not deleted. Set it to "
+            "None or REQUIRED."
         )
 
     def _field(self, name: str) -> Field:
@@ -112,7 +112,7 @@ class ConfigBase(ConfigNode):
         """Sets fields by name and returns the config itself.
 
         Raises:
-            UnknownFieldError: for a name that is no field; nothing has been set then.
+            UnknownFieldError: for an unknown name; no field is set then.
             InvalidConfigValueError: for a value that a config, or this field, cannot hold.
         """
         for name in kwargs:
@@ -122,7 +122,7 @@ class ConfigBase(ConfigNode):
         return self
 
     def clone(self, **kwargs: Any) -> Self:
-        """Returns an independent copy, in which `kwargs` are set."""
+        """Returns an independent copy with the fields `kwargs` set."""
         return self._copy_to(self._place).set(**kwargs)
 
     def keys(self) -> list[str]:
@@ -130,7 +130,7 @@ class ConfigBase(ConfigNode):
         return sorted(self._fields())
 
     def items(self) -> list[tuple[str, Any]]:
-        """Returns names and values of the fields, sorted by name."""
+        """Returns (name, value) pairs of the fields, sorted by name."""
         return list(self._field_values().items())
 
     # Copies.
@@ -190,9 +190,9 @@ class ConfigBase(ConfigNode):
         """Returns one `path: value` per leaf of the config, sorted by field name.
 
         Args:
-            kv_separator: stands between path and value.
-            field_separator: stands between two leaves.
-            omit_default_values: as in `to_flat_dict`; None and REQUIRED unless given.
+            kv_separator: separator between path and value.
+            field_separator: separator between leaves.
+            omit_default_values: as in `to_flat_dict`; defaults to None and REQUIRED.
         """
         from weft.config.show import debug_string
 
@@ -204,7 +204,7 @@ class ConfigBase(ConfigNode):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields as a dict, in which the configs inside are dicts as well."""
+        """Returns the fields as a dict, with nested configs as dicts."""
         from weft.config.visit import to_dict
 
         return to_dict(self)
@@ -213,7 +213,7 @@ class ConfigBase(ConfigNode):
         """Returns the leaves of the config by path, such as `model.layers[2].rate`.
 
         Args:
-            omit_default_values: fields whose value is their default and one of these are left out.
+            omit_default_values: omits fields whose value is both their default and one of these.
         """
         from weft.config.visit import to_flat_dict
 
@@ -225,14 +225,14 @@ class ConfigBase(ConfigNode):
         enter_fn: Callable[[str, Any, list | None], list | None] | None = None,
         exit_fn: Callable[[str, Any], None] | None = None,
     ) -> None:
-        """Walks over the config and everything in it, depth first, fields sorted by name.
+        """Traverses the config depth first, with fields sorted by name.
 
         Args:
             visit_fn: called with path and value of each leaf.
-            enter_fn: called with path and value of every value, and with the (path, value) pairs
-                of its children, None for a leaf. It returns the pairs to walk instead; None makes
-                the value a leaf.
-            exit_fn: called with path and value of each inner value after its children.
+            enter_fn: called with path and value of every node and the (path, value) pairs of its
+                children, None for a leaf. Returns the pairs to traverse instead; None makes the
+                node a leaf.
+            exit_fn: called with path and value of each inner node after its children.
         """
         from weft.config.visit import visit
 
@@ -244,22 +244,17 @@ class ConfigBase(ConfigNode):
         """Returns the value at a path.
 
         Args:
-            path: names of fields from here, as a sequence or dotted (`model.layers[2].rate`).
+            path: field names, as a sequence or dotted (`model.layers[2].rate`).
 
         Raises:
-            UnknownFieldError: if the path leads nowhere; the message says how far it came.
+            UnknownFieldError: if the path does not exist; names the part that does.
         """
         from weft.config.paths import get_path
 
         return get_path(self, path)
 
     def set_recursively(self, path: str | Sequence[str], *, value: Any) -> None:
-        """Sets the value at a path.
-
-        Args:
-            path: as in `get_recursively`; not empty.
-            value: what to set there.
-        """
+        """Sets the value at a nonempty path. See `get_recursively`."""
         from weft.config.paths import set_path
 
         set_path(self, path, value)

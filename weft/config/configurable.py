@@ -1,4 +1,4 @@
-"""`Configurable`: a class whose objects are made from configs.
+"""`Configurable`: base of classes whose objects are created from configs.
 
     class Linear(Configurable):
         @config_class
@@ -8,7 +8,7 @@
     cfg = Linear.default_config().set(dim=8)    # a partially specified object, as a value
     layer = cfg.instantiate()                   # Linear(cfg)
 
-A config with `instantiate` is a factory: what is called twice makes two objects.
+A config with `instantiate` is a factory: each call creates a new object.
 """
 
 from typing import Any, Generic, TypeVar, Union
@@ -29,10 +29,10 @@ C = TypeVar("C", bound="Configurable")
 
 
 class InstantiableConfig(Generic[T], ConfigBase):
-    """A config that an object of type `T` can be made from."""
+    """Config of an object of type `T`."""
 
     def instantiate(self, **kwargs: Any) -> T:
-        """Makes an object.
+        """Creates the object.
 
         Args:
             **kwargs: further arguments, such as the `parent` of a module.
@@ -46,22 +46,21 @@ class InstantiableConfig(Generic[T], ConfigBase):
 define_fields(InstantiableConfig)
 
 ConfigOr = Union[T, InstantiableConfig[T]]  # noqa: UP007 - `T | X` cannot be subscripted before 3.14
-"""`ConfigOr[Schedule]`: a schedule, or a config that makes one. See `maybe_instantiate`."""
+"""`ConfigOr[Schedule]`: a schedule or its config. See `maybe_instantiate`."""
 
 
 def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) -> None:
-    """Checks that a config can be instantiated: its own fields are set and hold valid values.
+    """Checks that all fields of a config are set and valid.
 
-    What stands deeper is not judged, since the object may complete the configs of its parts.
+    Nested configs are not checked, because the object may complete them.
 
     Args:
         config: the config.
-        given: values that replace those of fields. The config does not hold them, so they may be
-            anything, such as traced arrays.
+        given: values that replace those of fields, of any type, such as traced arrays.
 
     Raises:
         RequiredFieldMissingError: if a field is still REQUIRED.
-        InvalidConfigValueError: for a value that came into a list or dict after it was set.
+        InvalidConfigValueError: for an invalid value in a list or dict.
     """
     given = given or {}
     values = {name: value for name, value in config._field_values().items() if name not in given}
@@ -71,27 +70,27 @@ def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) ->
         paths = ", ".join(join_path(config._place, f".{name}") for name in missing)
         be = "is" if len(missing) == 1 else "are"
         raise RequiredFieldMissingError(
-            f"{paths} {be} still REQUIRED in {config._title()}"
-            f"{f', which was made at {made}' if made else ''}. "
-            f"Write cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
+            f"{paths} {be} still REQUIRED in "
+            f"{config._title()}{f', which was created at {made}' if made else ''}. Write "
+            f"cfg.set({', '.join(f'{name}=…' for name in missing)}) before cfg.instantiate()."
         )
     for name, value in values.items():
-        # Fields were checked as they were set, but lists and dicts may have changed since.
+        # Fields were checked when set, but lists and dicts may have changed since.
         check_value(value, join_path(config._place, f".{name}"))
 
 
 class Configurable:
-    """Base of the classes whose objects are made from configs.
+    """Base of the classes whose objects are created from configs.
 
     Args:
-        config: the config of this object. The object holds a copy, which nothing changes anymore.
+        config: the config of this object, which is copied.
     """
 
     class Config(InstantiableConfig[C]):
-        """What an object of this class is made from.
+        """Configures a Configurable.
 
         Attributes:
-            klass: the class of the object.
+            klass: class of the object.
         """
 
         _target = "klass"
@@ -104,8 +103,8 @@ class Configurable:
 
     define_fields(Config)
 
-    # What the text of a config decides only if its reader allows this class: the names of fields,
-    # such as where to write, or True for all, where objects act outside of a run's directory. See
+    # Fields that the text of a config may set only if its reader allows this class, such as output
+    # paths; True for all, for classes with effects outside of a run's directory. See
     # `weft.config.references`.
     _needs_allow: "bool | tuple[str, ...]" = ()
 
@@ -114,10 +113,10 @@ class Configurable:
 
     @property
     def config(self) -> Any:
-        """A view of the config of this object.
+        """View of the config of this object.
 
-        Its own fields cannot be set. The configs in it are copies: to complete one for a part of
-        this object, `cfg = self.config; part = cfg.part.set(dim=cfg.dim).instantiate()`.
+        Its fields are read-only. Nested configs are copies, which can be completed for a part of
+        this object: `cfg = self.config; part = cfg.part.set(dim=cfg.dim).instantiate()`.
         """
         return self._config._frozen_view()
 
@@ -128,7 +127,7 @@ class Configurable:
         A subclass without a `Config` of its own uses that of its parent.
 
         Raises:
-            MissingConfigClassDecoratorError: if @config_class is missing above `Config`.
+            MissingConfigClassDecoratorError: if `Config` lacks @config_class.
             InvalidConfigClassError: if `Config` does not derive from `Configurable.Config`.
         """
         config_type = cls.Config
@@ -144,12 +143,9 @@ class Configurable:
 
 
 def needs_allow(cls: type) -> "bool | frozenset[str]":
-    """Returns what a text may not decide of a class: the names of fields, or True for all of it.
+    """Returns the names of the fields that a text may not set, or True for all.
 
-    A class keeps what its bases hold back, whatever its own `_needs_allow` adds.
-
-    Args:
-        cls: any class.
+    Includes the fields of all bases.
     """
     kept = [vars(base).get("_needs_allow", ()) for base in cls.__mro__]
     return any(names is True for names in kept) or frozenset(
@@ -160,8 +156,8 @@ def needs_allow(cls: type) -> "bool | frozenset[str]":
 def _reject_object(value: Configurable) -> None:
     kind = type(value).__qualname__
     raise InvalidConfigValueError(
-        f"A config cannot hold an object of type {kind}, since it is made from a config itself. "
-        f"Set its config: {kind}.default_config(), or the object's `.config.clone()`."
+        f"A config cannot hold an object of type {kind}, which is itself created from a "
+        f"config. Set its config: {kind}.default_config(), or the object's `.config.clone()`."
     )
 
 
@@ -171,10 +167,10 @@ register_validator(
 
 
 class ConfigModifier(Configurable):
-    """A change to configs that is itself configured."""
+    """Configurable function that changes configs."""
 
     def __call__(self, cfg: InstantiableConfig) -> InstantiableConfig:
-        """Returns the config that stands for `cfg` from here on; it may be `cfg`, changed.
+        """Returns the replacement of `cfg`, which may be `cfg` itself, changed.
 
         Args:
             cfg: a config, such as that of a trainer.
@@ -183,11 +179,11 @@ class ConfigModifier(Configurable):
 
 
 def maybe_set_config(cfg: Any, **kwargs: Any) -> Any:
-    """Sets those of the given fields that a config has, and returns the config.
+    """Sets the given fields that a config has, and returns the config.
 
     Args:
-        cfg: a config, or anything else, which is returned as it is.
-        **kwargs: values by field name; a name that is no field of `cfg` is passed over.
+        cfg: a config; other values are returned unchanged.
+        **kwargs: values by field name; unknown names are ignored.
     """
     if isinstance(cfg, ConfigBase):
         fields = cfg._fields()

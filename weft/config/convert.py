@@ -1,8 +1,8 @@
-"""Turns a string into a value of a declared type, for what people write on a command line.
+"""Conversion of command-line strings to values of a declared type.
 
-The type decides: `1e-3` is a float for a float field and the text "1e-3" for a string field. Of a
-union the arms other than `str` are tried first. Brackets and quotes are optional where nothing is
-ambiguous: `data,model`, `('data', 'model')` and `[data, model]` give the same tuple.
+`1e-3` is a float for a float field and a string for a string field. The arms of a union are tried
+with `str` last. Unambiguous brackets and quotes are optional: `data,model`, `('data', 'model')` and
+`[data, model]` are the same tuple.
 """
 
 import collections.abc
@@ -21,10 +21,10 @@ _BOOLS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no"
 
 
 class NoConversion(Exception):
-    """The string is no value of the type; who knows the path says so.
+    """Signal that a string is not a value of the type; the caller adds the path.
 
     Args:
-        cause: what reading the string as the text of a value said, where it looked like one.
+        cause: error of the parser, if the string looks like the text of a value.
     """
 
     def __init__(self, cause: ConfigError | None = None):
@@ -33,16 +33,16 @@ class NoConversion(Exception):
 
 
 def convert(text: str, hint: Any, read: Callable[[str], Any], like: Any = None) -> Any:
-    """Returns the value that a string stands for.
+    """Converts a string to a value.
 
     Args:
         text: the string.
         hint: the declared type, resolved.
-        read: reads the text form of a value, for classes, functions and configs.
-        like: a value of the field, such as its default: tells the type where none is declared.
+        read: parses the text of a value, for classes, functions and configs.
+        like: a value of the field, such as its default, which determines an undeclared type.
 
     Raises:
-        NoConversion: if the string is no value of that type.
+        NoConversion: if the string is not a value of that type.
 
     >>> convert("1e-3", float, eval), convert("a,b", tuple[str, ...], eval)
     (0.001, ('a', 'b'))
@@ -82,7 +82,7 @@ def _member(text: str, members: dict[str, Any]) -> Any:
 
 
 def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -> Any:
-    # What accepts any text comes last, what accepts the fewest first.
+    # The most restrictive types first, those that accept any text last.
     ranked = sorted(
         (arm for arm in arms if arm is not RequiredFieldValue),
         key=lambda arm: (arm is str, arm is not type(None), _SCALAR_ORDER.get(arm, 9)),
@@ -97,7 +97,7 @@ def _convert_union(text: str, arms: Sequence[Any], read: Callable[[str], Any]) -
 
 
 def _convert_undeclared(text: str, hint: Any, read: Callable[[str], Any], like: Any) -> Any:
-    """Of a class, a function, a config, or of anything: what the text form says, or the string."""
+    """Converts for a class, function, config or Any: parses the text, or keeps the string."""
     if isinstance(like, str):
         return _to_str(text)
     if isinstance(like, bool):
@@ -106,7 +106,7 @@ def _convert_undeclared(text: str, hint: Any, read: Callable[[str], Any], like: 
         value = read(text)
     except ConfigError as error:
         if "(" in text or _wants_object(hint):
-            # Not just a word: the reader knows what is wrong with it.
+            # More than a word: report the parser's error.
             raise NoConversion(error) from None
         return text
     if not fits(value, hint, configs=True):
@@ -162,7 +162,7 @@ _SCALARS: dict[Any, Callable[[str], Any]] = {
     complex: _to_complex,
     str: _to_str,
 }
-_SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # so that 1 is a number
+_SCALAR_ORDER = {int: 1, float: 2, complex: 3, bool: 4}  # 1 is a number, not a bool
 _CONTAINERS: dict[Any, Callable[[list], Any]] = {
     tuple: tuple,
     collections.abc.Sequence: tuple,
@@ -203,12 +203,12 @@ def _unwrapped(text: str, *brackets: str) -> str:
 
 
 def _is_one_group(text: str) -> bool:
-    """Whether the first bracket is closed by the last, unlike in `(1, 2), (3, 4)`."""
+    """Returns whether the first bracket is closed by the last, unlike in `(1, 2), (3, 4)`."""
     return all(depth > 0 for depth, _ in _depths(text[:-1]))
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
-    """Splits at the separators outside of brackets and quotes; a last empty piece is none."""
+    """Splits at separators outside of brackets and quotes, ignoring a trailing one."""
     pieces, start = [], 0
     for i, (depth, char) in enumerate(_depths(text)):
         if char == separator and depth == 0:
@@ -219,7 +219,7 @@ def _split(text: str, separator: str = ",") -> list[str]:
 
 
 def _depths(text: str) -> list[tuple[int, str]]:
-    """Pairs of how many brackets are open after a character, and the character, "" in quotes."""
+    """Returns pairs of bracket depth and character, with "" for characters in quotes."""
     result, depth, quote = [], 0, ""
     for char in text:
         if quote:

@@ -1,4 +1,4 @@
-"""What is different between two configs, path by path."""
+"""Differences between two configs, by path."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,14 +13,14 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
-"""Stands in a change for the side that has nothing at the path."""
+"""Placeholder for a missing side of a change."""
 
 
 class Change(NamedTuple):
-    """One difference between two configs.
+    """Difference between two configs.
 
     Attributes:
-        path: where, from the two configs.
+        path: path in the configs.
         before: the value in the first, or ABSENT.
         after: the value in the second, or ABSENT.
     """
@@ -43,7 +43,7 @@ def _shown(value: Any) -> str:
 
 
 class ConfigDiff(tuple[Change, ...]):
-    """The changes from one config to another, in the order of the fields; printed one to a line."""
+    """Changes between two configs, in the order of fields; printed one per line."""
 
     __slots__ = ()
 
@@ -54,14 +54,9 @@ class ConfigDiff(tuple[Change, ...]):
 def diff(a: Any, b: Any) -> ConfigDiff:
     """Compares two configs.
 
-    Args:
-        a: the first config.
-        b: the second.
-
     Returns:
-        The changes, as a tuple that is empty (and false) if the configs are equal. Where two
-        configs of different classes stand at a path there is a change for the class, and one for
-        each field in which they differ.
+        The changes; empty (and false) if the configs are equal. Configs of different classes yield
+        a change for the class, and one for each different field.
 
     >>> from weft.config import config_for_class
     >>> cfg = config_for_class(complex).set(real=1.0)
@@ -84,7 +79,7 @@ def _compare(path: str, a: Any, b: Any, changes: list[Change]) -> None:
         return
     if both_configs and type(a) is not type(b):
         changes.append(Change(path, a, b))
-        # The class is what this change is about.
+        # The change already covers the class.
         for opened, config in ((a_parts, a), (b_parts, b)):
             opened.pop(f".{config._target}", None)
     suffixes = [*a_parts, *(s for s in b_parts if s not in a_parts)]

@@ -1,9 +1,8 @@
-"""`@config_class`: turns a class with annotations into a config class, a table of named fields.
+"""`@config_class`: turns an annotated class into a config class.
 
-A field is an annotated name in the class's body. Its default, copied for each config, stands behind
-it; a field without one is REQUIRED. A subclass inherits the fields of its bases and may redeclare
-them, with another type or default. Nothing but fields may stand in a config class: what a config
-does is up to the object that is made from it.
+Each annotated name in the class body is a field. Its value is the default, copied for each config;
+without a value, the field is REQUIRED. Subclasses inherit fields and may redeclare them with
+another type or default. Config classes hold fields only; behavior belongs to the configured object.
 """
 
 import functools
@@ -30,15 +29,15 @@ C = TypeVar("C", bound=type)
 
 
 class Field:
-    """One field of a config.
+    """Field of a config.
 
     Args:
-        name: its name.
-        annotation: its declared type as written, possibly a string; None where there is none.
-        namespace: returns the names that a string annotation may speak of.
-        default: the value that it has at first.
-        factory: makes the default instead, for each config anew.
-        accepts_configs: whether a config may stand for any value, because it is instantiated first.
+        name: name of the field.
+        annotation: declared type, possibly a string; None if undeclared.
+        namespace: returns the names for string annotations.
+        default: the default value.
+        factory: creates the default of each config instead.
+        accepts_configs: whether a config is accepted for any value, since it is instantiated first.
     """
 
     __slots__ = (
@@ -69,12 +68,12 @@ class Field:
         self._factory = factory
 
     def default(self, place: str = "") -> Any:
-        """Returns a fresh copy of the default, which remembers `place` as its path."""
+        """Returns a copy of the default with the path `place`."""
         return copy_value(self._default, place) if self._factory is None else self._factory()
 
     @property
     def hint(self) -> Any:
-        """The declared type with its strings resolved, `Any` where that is not possible (yet)."""
+        """Declared type with strings resolved; `Any` if that is not (yet) possible."""
         if not hasattr(self, "_hint"):
             if self.annotation is None:
                 return Any
@@ -91,18 +90,18 @@ def config_class(cls: C, **kwargs: Any) -> C: ...
 def config_class(cls: None = None, **kwargs: Any) -> Callable[[C], C]: ...
 @dataclass_transform(kw_only_default=True)
 def config_class(cls: Any = None, **kwargs: Any) -> Any:
-    """Makes a config class of a class whose body declares fields.
+    """Turns a class whose body declares fields into a config class.
 
     Args:
-        cls: a subclass of `ConfigBase`, usually of the `Config` of the parent class.
-        **kwargs: new defaults of inherited fields, as `@config_class(bias=False)`.
+        cls: a subclass of `ConfigBase`, usually of the parent class's `Config`.
+        **kwargs: new defaults of inherited fields, such as `@config_class(bias=False)`.
 
     Raises:
         InvalidConfigClassError: if `cls` does not derive from `ConfigBase`.
         InvalidConfigNameError: for a field name that is private, or that `ConfigBase` uses.
         InvalidConfigValueError: for a default that a config cannot hold.
-        NonConfigFieldError: for a method, a property or a value without annotation in the body.
-        UnknownFieldError: for a new default of a field that is not there.
+        NonConfigFieldError: for a method, a property or a value without annotation.
+        UnknownFieldError: for a new default of an unknown field.
 
     >>> from weft.config import Configurable, REQUIRED, Required, config_class
     >>> class Linear(Configurable):
@@ -117,16 +116,16 @@ def config_class(cls: Any = None, **kwargs: Any) -> Any:
         return functools.partial(config_class, **kwargs)
     if not (isinstance(cls, type) and issubclass(cls, ConfigNode)):
         raise InvalidConfigClassError(
-            f"@config_class stands above {_name(cls)}, which does not derive from ConfigBase. "
-            "Write `class Config(Parent.Config):` inside of a Configurable, "
-            "or derive from ConfigBase."
+            f"@config_class decorates {_name(cls)}, which does not derive from ConfigBase. "
+            "Write `class Config(Parent.Config):` inside of a Configurable, or derive from "
+            "ConfigBase."
         )
     _check_body(cls)
     return define_fields(cls, **kwargs)
 
 
 def define_fields(cls: Any, **defaults: Any) -> Any:
-    """`config_class` without the checks of the body, which the classes of this package fail."""
+    """Implements `config_class`, without its checks of the body."""
     fields: dict[str, Field] = {}
     for base in reversed(cls.__mro__[1:]):
         fields |= vars(base).get("__config_fields__", {})
@@ -139,13 +138,13 @@ def define_fields(cls: Any, **defaults: Any) -> Any:
         )
         _check_default(default, cls, name)
         if name in vars(cls):
-            # The instances hold the values; one on the class would answer where none is set.
+            # Instances hold the values; a class attribute would hide that one is unset.
             delattr(cls, name)
     for name, default in defaults.items():
         if name not in fields:
             raise UnknownFieldError(
-                f"@config_class({name}=…) above {_name(cls)}: there is no such field to give "
-                f"a default. {did_you_mean(name, fields)}"
+                f"@config_class({name}=…) of {_name(cls)}: there is no such field to set a "
+                f"default for. {did_you_mean(name, fields)}"
             )
         _check_default(default, cls, name)
         inherited = fields[name]
@@ -168,7 +167,7 @@ _FIELD_SPECIFIERS = (("dataclasses", "Field"), ("attr._make", "_CountingAttr"))
 
 
 def own_annotations(cls: type) -> dict[str, Any]:
-    """Returns the annotations in the body of a class, without those of its bases."""
+    """Returns the annotations in the body of a class, excluding its bases."""
     if sys.version_info >= (3, 14):
         import annotationlib
 
@@ -180,12 +179,12 @@ def fields_of_class(cls: type) -> dict[str, Field]:
     """Returns the fields of a config class by name.
 
     Raises:
-        MissingConfigClassDecoratorError: if @config_class does not stand above this very class.
+        MissingConfigClassDecoratorError: if the class itself lacks @config_class.
     """
     table = cls.__dict__.get("__config_fields__")
     if table is None:
         raise MissingConfigClassDecoratorError(
-            f"{_name(cls)} has no @config_class above it, so its fields are not known. "
+            f"{_name(cls)} is not decorated with @config_class, so its fields are unknown. "
             f"Write @config_class above `class {cls.__name__}` in {cls.__module__}."
         )
     return table
@@ -221,12 +220,10 @@ def _check_body(cls: type) -> None:
 
 
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:
-    """Checks that a field does not hide a method of the configs of a class.
+    """Checks that a field does not hide a method of configs.
 
     Args:
-        name: the name of the field.
-        cls: the config class.
-        what: begins the error: who wants the name.
+        what: start of the error message.
 
     Raises:
         InvalidConfigNameError: for a name such as `set` or `items`.

@@ -1,14 +1,14 @@
-"""Configs of functions and classes that know nothing of configs, made from their signatures.
+"""Configs of functions and classes of other libraries, from their signatures.
 
     cfg = config_for_function(optax.sgd).set(learning_rate=0.1)
     optimizer = cfg.instantiate()               # optax.sgd(learning_rate=0.1, ...)
 
-The parameters are the fields: with their defaults, or REQUIRED. `*args` is a field that holds a
-tuple, `**kwargs` one that holds a dict. Configs among the values are instantiated first, also in
-containers, unless the parameter is declared to be a config.
+The parameters are the fields, with their defaults or REQUIRED. `*args` is a field with a tuple,
+`**kwargs` one with a dict. Configs among the values, also in containers, are instantiated first,
+unless the parameter is declared as a config.
 
-There is no class per function: all such configs share one, whose fields are those of the function
-that an instance holds. So equal configs have equal types, and nothing is kept in a cache.
+All such configs share one class and store the fields of their function in the instance, so equal
+configs have equal types, and no cache is needed.
 """
 
 import functools
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class CallConfig(InstantiableConfig[T]):
-    """A config whose fields are the parameters of what its target field holds."""
+    """Config whose fields are the parameters of its target."""
 
     __slots__ = ("_table",)
 
@@ -69,12 +69,12 @@ class CallConfig(InstantiableConfig[T]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == self._target and value is not self._callable():
-            # The fields follow the signature: only what takes the same parameters may stand in.
+            # The fields follow the signature, so a new target must have the same parameters.
             table = _fields_of(value, type(self))
             if table.keys() != self._fields().keys():
                 raise InvalidConfigValueError(
-                    f"{self._title()} cannot be turned into a config of {_name(value)}, "
-                    "which takes other parameters. Make a new config of it: "
+                    f"{self._title()} cannot be turned into a config of {_name(value)}, which "
+                    "has other parameters. Create a new config: "
                     f"{type(self)._maker}({_name(value)})."
                 )
             super().__setattr__(name, value)
@@ -102,7 +102,7 @@ class CallConfig(InstantiableConfig[T]):
                 continue
             value = kwargs.pop(name) if name in kwargs else self._argument(name, parameter)
             if parameter.kind is parameter.VAR_POSITIONAL:
-                if value:  # then everything before it has to be given by position as well
+                if value:  # then all parameters before it are positional, too
                     args = [*args, *named.values(), *value]
                     named = {}
             elif parameter.kind is parameter.VAR_KEYWORD:
@@ -116,13 +116,13 @@ class CallConfig(InstantiableConfig[T]):
     def _argument(self, name: str, parameter: "inspect.Parameter") -> Any:
         value = getattr(self, name)
         if parameter.default is not parameter.empty and values_equal(value, parameter.default):
-            value = parameter.default  # the very object, since it may be a sentinel
+            value = parameter.default  # the same object, as it may be a sentinel
         value = _own_containers(value)
         return value if _wants_config(self._fields()[name].hint) else maybe_instantiate(value)
 
 
 class FunctionConfigBase(CallConfig[T]):
-    """A config that calls a function. See `config_for_function`.
+    """Config that calls a function. See `config_for_function`.
 
     Attributes:
         fn: the function.
@@ -135,7 +135,7 @@ class FunctionConfigBase(CallConfig[T]):
 
 
 class ClassConfigBase(CallConfig[T]):
-    """A config that makes an object of a class. See `config_for_class`.
+    """Config that creates an object of a class. See `config_for_class`.
 
     Attributes:
         klass: the class.
@@ -152,17 +152,17 @@ for _cls in (CallConfig, FunctionConfigBase, ClassConfigBase):
 
 
 def config_for_function(fn: Callable[..., T]) -> Any:
-    """Makes a config of a function, whose fields are the function's parameters.
+    """Creates a config of a function, whose fields are its parameters.
 
     Args:
-        fn: any callable that has a signature.
+        fn: any callable with a signature.
 
     Returns:
         A `FunctionConfigBase`; its `instantiate()` calls `fn`.
 
     Raises:
         InvalidConfigValueError: if `fn` has no signature.
-        InvalidConfigNameError: if a parameter has a name that every config uses itself.
+        InvalidConfigNameError: for a parameter with a name that configs reserve.
 
     >>> def scale(x: float, *, by: float = 2.0):
     ...     return x * by
@@ -178,18 +178,18 @@ def config_for_function(fn: Callable[..., T]) -> Any:
 
 
 def config_for_class(cls: type[T]) -> Any:
-    """Makes a config of a class, whose fields are the parameters of its constructor.
+    """Creates a config of a class, whose fields are the parameters of its constructor.
 
     Args:
         cls: any class that is not a `Configurable`.
 
     Returns:
-        A `ClassConfigBase`; its `instantiate()` makes an object of `cls`.
+        A `ClassConfigBase`; its `instantiate()` creates an object of `cls`.
 
     Raises:
-        InvalidConfigClassError: if `cls` is a `Configurable`, which has a config class already.
-        InvalidConfigValueError: if `cls` is no class, or has no signature.
-        InvalidConfigNameError: if a parameter has a name that every config uses itself.
+        InvalidConfigClassError: if `cls` is a `Configurable`, which has its own config class.
+        InvalidConfigValueError: if `cls` is not a class, or has no signature.
+        InvalidConfigNameError: for a parameter with a name that configs reserve.
 
     >>> config_for_class(complex).set(imag=1.0)
     config_for_class(complex)(imag=1.0, real=0)
@@ -198,18 +198,14 @@ def config_for_class(cls: type[T]) -> Any:
         raise InvalidConfigValueError(f"config_for_class takes a class, but got {cls!r:.80}.")
     if issubclass(cls, Configurable):
         raise InvalidConfigClassError(
-            f"{_name(cls)} is a Configurable, so it has a config class of its own. "
-            f"Write {_name(cls)}.default_config()."
+            f"{_name(cls)} is a Configurable, so it has its own config class. Write "
+            f"{_name(cls)}.default_config()."
         )
     return ClassConfigBase(cls)
 
 
 def maybe_instantiate(x: Any) -> Any:
-    """Instantiates a config, or the configs in a container; returns anything else as it is.
-
-    Args:
-        x: a config, a list, tuple, dict or record, or any other value.
-    """
+    """Instantiates a config, or the configs in a container; returns other values unchanged."""
     if is_instantiable(x):
         return x.instantiate()
     if isinstance(x, ConfigNode):
@@ -224,7 +220,7 @@ def maybe_instantiate(x: Any) -> Any:
 
 
 def _own_containers(x: Any) -> Any:
-    """Copies lists, dicts and sets, so that what a function does to them changes no config."""
+    """Copies lists, dicts and sets, to protect the config from changes by the function."""
     if type(x) in (list, tuple):
         return type(x)(map(_own_containers, x))
     if type(x) is dict:
@@ -237,7 +233,7 @@ def _step(suffix: str) -> Any:
 
 
 def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Parameter]":
-    import inspect  # here, since it doubles the time that importing this package takes
+    import inspect  # local, since it doubles the import time of this package
 
     try:
         parameters = inspect.signature(target).parameters
@@ -246,13 +242,13 @@ def _parameters(target: Callable, config_type: type) -> "Mapping[str, inspect.Pa
             return parameters
         if not isinstance(target, type) or type(target).__call__ is type.__call__:
             return parameters
-        # What calls the class passes all arguments on; its constructor has their names.
+        # The metaclass forwards all arguments; the constructor has their names.
         _, *own = inspect.signature(target.__init__).parameters.items()
         return dict(own)
     except (TypeError, ValueError) as error:
         raise InvalidConfigValueError(
             f"{config_type._maker} cannot read the parameters of {_name(target)}: {error}. "
-            "Wrap it in a function that names them."
+            "Wrap it in a function with named parameters."
         ) from None
 
 
@@ -261,13 +257,13 @@ def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
     fields = {held: Field(held, default=target)}
     for name, parameter in _parameters(target, config_type).items():
         if name.startswith("_") and parameter.default is not parameter.empty:
-            continue  # not meant for callers
+            continue  # private
         validate_config_field_name(name)
         check_reserved_name(name, config_type, what=f"{_name(target)} has a parameter")
         if name == held:
             raise InvalidConfigNameError(
-                f"{_name(target)} has a parameter {name!r}, but {config_type._maker} keeps what it "
-                "configures under that name. Wrap it in a function that calls it otherwise."
+                f"{_name(target)} has a parameter {name!r}, a name that {config_type._maker} "
+                "reserves for the target. Wrap it in a function that renames the parameter."
             )
         annotation, default = parameter.annotation, parameter.default
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -286,7 +282,7 @@ def _fields_of(target: Callable, config_type: type) -> dict[str, Field]:
 
 
 def _default_factory(target: Any, name: str) -> Callable[[], Any] | None:
-    """What makes a default that the signature of a dataclass or attrs class shows no value of."""
+    """Returns the default factory of a dataclass or attrs field, which no signature shows."""
     for attribute in getattr(target, "__attrs_attrs__", ()):
         factory = getattr(attribute.default, "factory", None)
         if attribute.alias == name and factory and not attribute.default.takes_self:
@@ -305,7 +301,7 @@ def _namespace(target: Any) -> dict[str, Any]:
 
 
 def _wants_config(hint: Any) -> bool:
-    """Whether a parameter is declared to be a config, and nothing else but None."""
+    """Returns whether a parameter is declared as a config, or a config or None."""
     arms = [hint]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         arms = [arm for arm in typing.get_args(hint) if arm is not type(None)]

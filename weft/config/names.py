@@ -1,19 +1,15 @@
-"""Nearest right names, for the errors about wrong ones."""
+"""Suggestions for misspelled names."""
 
 from collections.abc import Iterable
 
 
 def similar_names(name: str, candidates: Iterable[str]) -> list[str]:
-    """Returns the candidates that a reader may have meant by `name`, the nearest first.
-
-    Args:
-        name: the name that was not found.
-        candidates: the names that exist.
+    """Returns the candidates that are similar to `name`, the nearest first.
 
     >>> similar_names("lerning_rate", ["learning_rate", "weight_decay", "b1"])
     ['learning_rate']
     """
-    # Imported here: a program that spells its names right never pays for it.
+    # Local: only needed after a misspelling.
     from difflib import SequenceMatcher
 
     def likeness(candidate: str) -> float:
@@ -28,7 +24,7 @@ def similar_names(name: str, candidates: Iterable[str]) -> list[str]:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Returns the sentence that an error about an unknown name ends with."""
+    """Returns the last sentence of an error about an unknown name."""
     candidates = sorted(candidates)
     near = similar_names(name, candidates)[:3]
     if near:

@@ -1,7 +1,7 @@
-"""Where a config's values were set: the file and line of the statement, remembered per field.
+"""Origins of config values: file and line of the statement that set each field.
 
-The caller's frame is looked up at each assignment, past the frames of this package, which costs
-about a microsecond. Copies keep the origins of what they are copies of.
+Each assignment looks up the caller's frame outside of this package, which takes about a
+microsecond. Copies keep the origins.
 """
 
 import os
@@ -14,11 +14,11 @@ from weft.config.values import ConfigNode
 
 
 class Origin(NamedTuple):
-    """The place in a program, or elsewhere, that a value comes from.
+    """Place where a value was set.
 
     Attributes:
-        file: the path of the file, or what stands for it, such as "command line".
-        line: the line in it, 0 where there are no lines.
+        file: path of the file, or a description such as "command line".
+        line: line number; 0 if there are no lines.
     """
 
     file: str
@@ -33,7 +33,7 @@ class Origin(NamedTuple):
 
 
 def calling_line() -> Origin | None:
-    """Returns the innermost line outside of this package, None at the end of the stack."""
+    """Returns the innermost line outside of this package, or None."""
     frame = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith("weft.config"):
@@ -46,15 +46,14 @@ def origin(config: ConfigNode, path: str | Sequence[Any]) -> Origin | None:
     """Returns where the value at a path was last set.
 
     Args:
-        config: a config.
-        path: a path into it, as of `ConfigBase.get_recursively`. Inside of a list, a dict or a
-            record it is the field around it that was set.
+        path: a path, as in `ConfigBase.get_recursively`. Inside of a list, a dict or a record it
+            refers to the enclosing field.
 
     Returns:
-        The file and line, or None where the field has the default of its class.
+        The file and line, or None for a default.
 
     Raises:
-        UnknownFieldError: if the path leads nowhere.
+        UnknownFieldError: if the path does not exist.
     """
     get_path(config, path)
     owner, steps = split_path(config, path)

@@ -1,8 +1,8 @@
-"""Setting fields by dotted path from strings, as a command line gives them.
+"""Overrides of config fields, as strings from a command line.
 
     apply_overrides(cfg, ["learner.optimizer.learning_rate=3e-4", "model.layers[2].rate=0.1"])
 
-The type that the field declares says how the string is read; see `weft.config.convert`.
+The declared type determines how a string is read; see `weft.config.convert`.
 """
 
 import collections.abc
@@ -34,28 +34,28 @@ def apply_overrides(
     allow: Sequence[str] = (),
     source: str = "override",
 ) -> Config:
-    """Sets fields of a config from strings, all of them or, if one is wrong, none.
+    """Sets fields of a config from strings: all, or none if one is invalid.
 
     Args:
-        cfg: the config; it is changed.
+        cfg: the config, which is changed.
         overrides: strings `path=value`.
-        allow: as of `from_text`: packages that a value may speak of beside the usual ones.
-        source: what `origin` says of the values.
+        allow: names of trusted packages, as in `from_text`.
+        source: name of the origin of the values.
 
     Returns:
         The config itself.
 
     Raises:
         ConfigOverrideError: for a string that is not of the form `path=value`.
-        UnknownFieldError: for a path that leads nowhere.
-        ConfigTypeError: for a value that is not of the declared type.
+        UnknownFieldError: for an unknown path.
+        ConfigTypeError: for a value that does not match the declared type.
 
     >>> from weft.config import config_for_class
     >>> apply_overrides(config_for_class(complex), ["real=1.5"])
     config_for_class(complex)(imag=0, real=1.5)
     """
     overrides = list(overrides)
-    # The copy takes the errors.
+    # Errors only affect the copy.
     for target in (cfg.clone(), cfg):
         for override in overrides:
             _apply(target, override, allow, Origin(source))
@@ -67,7 +67,8 @@ def _apply(cfg: ConfigBase, override: str, allow: Sequence[str], origin: Origin)
     path = path.strip()
     if not equals or not path:
         raise ConfigOverrideError(
-            f"{override!r} is no override. Write path=value, as learner.learning_rate=3e-4."
+            f"{override!r} is not an override. Write path=value, such as "
+            "learner.learning_rate=3e-4."
         )
     try:
         owner, steps = split_path(cfg, path)
@@ -88,7 +89,7 @@ def _apply(cfg: ConfigBase, override: str, allow: Sequence[str], origin: Origin)
 
 
 def _declared(owner: ConfigBase, steps: Sequence[Any]) -> tuple[Any, Any]:
-    """Returns the declared type at steps from a config, and a value to go by where it is `Any`."""
+    """Returns the declared type at a path, and an example value for undeclared types."""
     field = owner._fields()[steps[0]]
     hint, value, like = field.hint, getattr(owner, steps[0]), field.default()
     for step in steps[1:]:
@@ -135,7 +136,7 @@ def _now(owner: ConfigBase, steps: Sequence[Any]) -> str:
 
 
 def _elsewhere(cfg: ConfigBase, path: str) -> str:
-    """Where in the config the last name of a wrong path does exist."""
+    """Names the paths where the last name of a wrong path does exist."""
     name = path.rpartition(".")[2]
     paths = to_flat_dict(cfg, omit_default_values=())
     found = [p for p in paths if p.rpartition(".")[2] == name]

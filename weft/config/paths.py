@@ -1,8 +1,7 @@
 """Paths into a config: `model.layers[2].dropout.rate`, `rules['bias']`.
 
-A path is a sequence of steps: a string is the name of a field or the key of a dict, an integer the
-index into a list or tuple. What is set inside of a container is set through the field that holds
-it, so that the field's type is checked as a whole.
+A path is a sequence of steps: field names or dict keys as strings, indices as integers. Setting a
+value inside a container sets the field around it, whose type is then checked as a whole.
 """
 
 import re
@@ -25,13 +24,10 @@ _STEP = re.compile(
 
 
 def parse_path(path: str | Sequence[Any]) -> list[Any]:
-    """Returns the steps of a path.
-
-    Args:
-        path: the path as text, or its steps, which are returned as they are.
+    """Parses a path into its steps; sequences are returned unchanged.
 
     Raises:
-        UnknownFieldError: if the text is not written as a path is.
+        UnknownFieldError: if the text is malformed.
 
     >>> parse_path("model.layers[2].rules['bias']")
     ['model', 'layers', 2, 'rules', 'bias']
@@ -47,8 +43,8 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
         dot = path[position] == "."
         if match is None or dot != (match["name"] is not None and position > 0):
             raise UnknownFieldError(
-                f"{path!r} is not a path: cannot read {path[position:]!r}. "
-                "Write names with dots and indices in brackets, as model.layers[2].rate."
+                f"{path!r} is not a path: cannot read {path[position:]!r}. Write names with "
+                "dots and indices in brackets, such as model.layers[2].rate."
             )
         steps.append(match["name"] or literal_eval(match["key"]))
         position = match.end()
@@ -56,10 +52,10 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
 
 
 def walk_path(value: Any, path: str | Sequence[Any]) -> list[tuple[str, Any]]:
-    """Returns (path, value) of the start and of everything on the way, the end last.
+    """Returns (path, value) pairs from the start to the end of a path.
 
     Raises:
-        UnknownFieldError: if the path leads nowhere, with how far it led.
+        UnknownFieldError: if the path does not exist; names the part that does.
     """
     trail = [("", value)]
     for step in parse_path(path):
@@ -73,7 +69,7 @@ def walk_path(value: Any, path: str | Sequence[Any]) -> list[tuple[str, Any]]:
 
 
 def _step_into(value: Any, step: Any) -> tuple[str, Any]:
-    """Returns the suffix that a step adds to a path, and the value there."""
+    """Returns the suffix that a step appends to a path, and the value there."""
     if isinstance(value, dict):
         if step in value:
             return f"[{step!r}]", value[step]
@@ -120,10 +116,10 @@ def set_path(config: ConfigNode, path: str | Sequence[Any], value: Any) -> None:
 
 
 def split_path(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, list[Any]]:
-    """Returns the innermost config on a path and the steps from there; the last may be a new key.
+    """Returns the innermost config on a path and the remaining steps; the last may be a new key.
 
     Raises:
-        UnknownFieldError: if the path is empty or leads nowhere.
+        UnknownFieldError: if the path is empty or does not exist.
     """
     steps = parse_path(path)
     if not steps:

@@ -1,4 +1,4 @@
-"""Named trainer configs: functions that make the config of a trainer, found by name in a module."""
+"""Trainer configs by name: functions in a module that create them."""
 
 import functools
 import importlib
@@ -10,27 +10,27 @@ from weft.errors import UnknownConfigError
 
 
 class TrainerConfigFn(Protocol):
-    """Makes the config of a trainer."""
+    """Function that creates a trainer config."""
 
     def __call__(self, data_dir: str | None = None) -> InstantiableConfig:
-        """Returns a fresh config.
+        """Returns a new config.
 
         Args:
-            data_dir: where the data lies, for recipes that read any.
+            data_dir: location of the data, for recipes that read any.
         """
         ...
 
 
 def get_named_trainer_config(config_name: str, *, config_module: str) -> TrainerConfigFn:
-    """Looks a recipe up by its name.
+    """Returns a recipe by name.
 
     Args:
-        config_name: its name.
-        config_module: the dotted name of a module that defines `named_trainer_configs()`, which
-            returns a `TrainerConfigFn` by name.
+        config_name: name of the recipe.
+        config_module: dotted name of a module whose `named_trainer_configs()` returns a
+            `TrainerConfigFn` by name.
 
     Raises:
-        UnknownConfigError: if the module has no recipe of that name, or no recipes at all.
+        UnknownConfigError: if the module has no such recipe, or no recipes.
     """
     module = importlib.import_module(config_module)
     if not hasattr(module, "named_trainer_configs"):
@@ -48,10 +48,10 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
 
 
 def with_overrides(trainer_config_fn: TrainerConfigFn, **kwargs: Any) -> TrainerConfigFn:
-    """Returns a function that makes the same config with some fields set.
+    """Returns a function that creates the same config with some fields changed.
 
     Args:
-        trainer_config_fn: makes the config.
+        trainer_config_fn: creates the config.
         **kwargs: values by field name.
     """
 

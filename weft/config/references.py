@@ -1,18 +1,16 @@
-"""The names by which a text may speak of classes and functions, and what it may do with them.
+"""Rules for dotted names in config texts.
 
-A text may come from a stranger. Neither reading it nor instantiating what was read may run code
-that it chooses. So a dotted name means something in three cases only:
+Texts are untrusted: neither reading nor instantiating one may run code of its choice. A dotted name
+is therefore valid in three cases only:
 
-- it is listed in `weft.config.vocabulary`, function by function, and used as the list says;
-- it is a configurable class, or a class of configs, of Weft or of a module that the program has
-  imported already: their authors made them to be configured. A class whose objects act outside of
-  the run names in `_needs_allow` what a text may not decide;
-- whoever reads the text allows it: `allow=("my_package",)`. That is trust in all that the package
-  or module defines, or in the one function or class that is named.
+- it is listed in `weft.config.vocabulary`, and used as the list permits;
+- it is a configurable class, or a config class, of Weft or of an imported module. A class with
+  effects outside of the run lists in `_needs_allow` the fields that a text may not set;
+- the reader allows it: `allow=("my_package",)` trusts everything that the package or module
+  defines, or the one named function or class.
 
-No module is imported because a text names it, except those of the list, public modules of Weft, and
-what is allowed. Names lead through modules to what these define themselves, never on to modules
-that they have imported.
+A text imports no modules, except listed ones, public modules of Weft, and allowed ones. Names
+resolve through modules to their own definitions, not to modules that they import.
 """
 
 import enum
@@ -29,8 +27,9 @@ from weft.config.vocabulary import BUILTINS, ENUMS, RECORDS, TARGETS, VALUES
 from weft.errors import ConfigReferenceError
 
 Use = Literal["value", "target", "partial", "record"]
-"""What a text does with a name: use it as a value or a class of configs, configure it with
-`config_for_function` or `config_for_class`, bind arguments to it, or fill its fields."""
+"""Use of a name by a text: as a value or config class, configured with `config_for_function` or
+`config_for_class`, with bound arguments, or as a record.
+"""
 
 _LISTED = {
     "value": VALUES,
@@ -43,12 +42,12 @@ _MODULES = frozenset(
     for name in VALUES | TARGETS | RECORDS | ENUMS
     for module in [name[:i] for i, char in enumerate(name) if char == "."]
 )
-# Their modules start processes or are made of commands.
+# Their modules start processes or run commands.
 _NOT_IMPORTABLE = ("weft.cli", "weft.launch")
 
 
 def reference_to(obj: Any) -> str | None:
-    """Returns the public dotted name of a class or function, None where it has none.
+    """Returns the public dotted name of a class or function, or None.
 
     >>> reference_to(int), reference_to(lambda: 1)
     ('int', None)
@@ -64,11 +63,11 @@ def reference_to(obj: Any) -> str | None:
             return name
         if not _is_private(module) and _find(module, name.split(".")) is obj:
             return f"{module}.{name}"
-    # Many libraries define things in private modules and export them from public ones.
+    # Many libraries export definitions of private modules from public ones.
     package = module.partition(".")[0]
     for public in sorted(_loaded_modules(package), key=lambda n: (n.count("."), n)):
         for namespace in _namespaces(public):
-            # What is not a class or function but an object of its own has no name to look for.
+            # Other objects have no name of their own.
             members = vars(_find(public, namespace))
             candidates = [name] if name else [n for n, x in members.items() if x is obj]
             for candidate in candidates:
@@ -103,7 +102,7 @@ _ABSENT = object()
 
 
 def _find(module: str, names: Sequence[str]) -> Any:
-    """Looks names up in a loaded module, running no code: no properties, no `__getattr__`."""
+    """Looks up names in a loaded module without running properties or `__getattr__`."""
     found: Any = sys.modules.get(module, _ABSENT)
     for name in names:
         if isinstance(found, enum.EnumMeta) and name in found.__members__:
@@ -119,15 +118,15 @@ def _find(module: str, names: Sequence[str]) -> Any:
 
 
 def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
-    """Returns the class, function or enum member that a text speaks of.
+    """Returns the class, function or enum member of a dotted name.
 
     Args:
         name: the dotted name.
-        allow: packages, modules, functions or classes that whoever reads the text trusts.
-        use: what the text does with it.
+        allow: trusted packages, modules, functions or classes.
+        use: use of the name by the text.
 
     Raises:
-        ConfigReferenceError: if there is no such thing, or the text may not use it so.
+        ConfigReferenceError: if the name does not exist, or the text may not use it so.
     """
     if name in BUILTINS:
         return BUILTINS[name]
@@ -139,12 +138,7 @@ def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value
 
 
 def is_allowed(cls: type, allow: Sequence[str]) -> bool:
-    """Returns whether whoever reads a text trusts this class or its module.
-
-    Args:
-        cls: the class.
-        allow: as of `resolve_reference`.
-    """
+    """Returns whether the reader of a text trusts a class or its module."""
     return _within(f"{cls.__module__}.{cls.__qualname__}", allow)
 
 
@@ -153,21 +147,21 @@ def _may_use(found: Any, name: str, allow: Sequence[str], use: Use) -> bool:
         return True
     if use == "value" and isinstance(found, enum.Enum):
         return name.rpartition(".")[0] in ENUMS
-    # A call of such a class would go around the checks of the fields that a text sets.
+    # Calling such a class would bypass the checks of its config fields.
     return use == "value" and _is_configurable(found) and not _acts_outside(found, allow)
 
 
 def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use) -> str:
     if found is not _ABSENT and _acts_outside(found, allow):
         return (
-            f"a text may not name {name!r}: {found.__qualname__} acts outside of the run, such as "
-            f"by connections or commands. {_how_to_allow(name)}"
+            f"a text may not name {name!r}: {found.__qualname__} has effects outside of the "
+            f"run, such as connections or commands. {_how_to_allow(name)}"
         )
     if found is not _ABSENT and _within(name, allow):
         return f"a text may not name {name!r}: {name.rpartition('.')[0]} only imports it."
     if name in TARGETS:
         return (
-            f"a text may not name {name!r} here: it reads files. Write it as "
+            f"a text may not name {name!r} here, because it reads files. Write it as "
             f"config_for_function({name})(…), or set this value in a program."
         )
     known = sorted(VALUES | TARGETS | RECORDS)
@@ -191,8 +185,8 @@ def _refusal(found: Any, name: str, module: str, allow: Sequence[str], use: Use)
 
 _AS = {
     "value": "",
-    "target": " as what it configures",
-    "partial": " as what functools.partial binds",
+    "target": " as a target of a config",
+    "partial": " as a target of functools.partial",
     "record": " as a record",
 }
 
@@ -209,7 +203,7 @@ def _is_public(name: str, found: Any) -> bool:
 
 
 def _split(name: str, allow: Sequence[str]) -> tuple[str, list[str]]:
-    """Splits a dotted name into the module, imported if it is on the list, and the rest."""
+    """Splits a dotted name into the module, imported if it is listed, and the rest."""
     names = name.split(".")
     if any(part.startswith("__") for part in names[1:]):
         return "", names
@@ -230,13 +224,13 @@ def _import(module: str, allow: Sequence[str]) -> bool:
         importlib.import_module(module)
     except ImportError as error:
         if error.name is not None and _within(module, (error.name,)):
-            return False  # there is no such module
+            return False  # no such module
         raise ConfigReferenceError(f"{module} cannot be imported: {error}.") from None
     return True
 
 
 def _is_configurable(found: Any) -> bool:
-    # A Configurable, or a config class: what it does was written to be configured.
+    # A Configurable or a config class is intended to be configured.
     return isinstance(found, type) and issubclass(found, ConfigNode | Configurable)
 
 
@@ -245,7 +239,7 @@ def _acts_outside(cls: type, allow: Sequence[str]) -> bool:
 
 
 def _is_at_home(found: Any, name: str) -> bool:
-    """Whether it comes from the package that it was found in, not from one imported there."""
+    """Returns whether an object is defined in the package that it was found in."""
     if isinstance(found, types.ModuleType | types.SimpleNamespace):
         return False
     owner = found if hasattr(found, "__module__") else type(found)

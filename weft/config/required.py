@@ -1,4 +1,4 @@
-"""`REQUIRED`: the value of a field that somebody still has to set."""
+"""`REQUIRED`: placeholder of a field that must be set."""
 
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 
 class RequiredFieldValue:
-    """The type of `REQUIRED`, which is its only instance.
+    """Type of `REQUIRED`, its only instance.
 
-    It is false, so that `cfg.x or fallback` reads a field that is not set yet as absent.
+    It is false, so that `cfg.x or fallback` treats an unset field as absent.
     """
 
     _only: "RequiredFieldValue | None" = None
@@ -37,17 +37,17 @@ class RequiredFieldValue:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RequiredFieldMissingError(
-            "A config field that is still REQUIRED was called as a function. "
-            "Set the field before the config is used."
+            "A config field that is still REQUIRED was called as a function. Set the field "
+            "before the config is used."
         )
 
 
 REQUIRED: Any = RequiredFieldValue()
-"""The default of a field that has no sensible one: `instantiate` refuses it."""
+"""Default of a field without a sensible one; `instantiate` raises an error for it."""
 
 if TYPE_CHECKING:
     # Code reads required fields after they were set, so type checkers see the plain type.
     Required = Union[T, Any]  # noqa: UP007
 else:
     Required = Union[T, RequiredFieldValue]  # noqa: UP007 - `T | X` has no subscript before 3.14
-"""`Required[int]`: an int, or not set yet."""
+"""`Required[int]`: an int, or not yet set."""

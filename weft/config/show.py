@@ -1,4 +1,4 @@
-"""How configs are shown to people: `repr` on one line, `debug_string` with one line per leaf."""
+"""Printed forms of configs: `repr` on one line, `debug_string` with one line per leaf."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ _REPR_LIMIT = 1500
 
 
 def value_repr(value: Any) -> str:
-    """Returns a leaf as a reader would write it: classes and functions by their dotted names."""
+    """Formats a leaf, with dotted names for classes and functions."""
     name = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None)
     if isinstance(name, str) and isinstance(module, str):
@@ -29,7 +29,7 @@ def debug_string(
     field_separator: str,
     omit_default_values: Sequence[Any] | None,
 ) -> str:
-    """Returns one `path: value` per leaf. See `ConfigBase.debug_string`."""
+    """Formats one line per leaf. See `ConfigBase.debug_string`."""
     omitted = (None, REQUIRED) if omit_default_values is None else omit_default_values
     flat = to_flat_dict(config, omit_default_values=omitted)
     lines = [f"{path}{kv_separator}{value_repr(value)}" for path, value in flat.items()]
@@ -37,7 +37,7 @@ def debug_string(
 
 
 def short_repr(value: Any) -> str:
-    """Returns a config on one line; a long one without the fields that have their defaults."""
+    """Formats a config on one line; a long one without fields at their defaults."""
     text = _one_line(value, all_fields=True)
     if len(text) > _REPR_LIMIT:
         text = _one_line(value, all_fields=False)

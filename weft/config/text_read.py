@@ -1,9 +1,8 @@
-"""Reads the text of a config, without evaluating it.
+"""Parser of config texts, which evaluates nothing.
 
-Python's own parser turns the text into a syntax tree; this file gives a meaning to a few of its
-nodes (literals, containers, dotted names, calls of the kinds that `weft.config.text_write` writes)
-and refuses all others. A record is filled field by field, past its constructor, so that no code
-runs. `weft.config.references` decides which names a text may use, and how.
+Accepts only some nodes of Python's syntax tree: literals, containers, dotted names and the calls
+that `weft.config.text_write` writes. Records are filled without their constructors.
+`weft.config.references` restricts names.
 """
 
 import ast
@@ -26,7 +25,7 @@ from weft.config.values import join_path, values_equal
 from weft.config.vocabulary import RECORDS
 from weft.errors import ConfigError, ConfigReferenceError, ConfigTextError
 
-# What `repr` writes in decimal digits; Python refuses to write more.
+# Below the limit of decimal digits at which Python refuses to convert an int.
 _MAX_INT_BITS = 14_000
 _NAMES = {"REQUIRED": REQUIRED, "inf": math.inf, "nan": math.nan}
 
@@ -34,20 +33,19 @@ _NAMES = {"REQUIRED": REQUIRED, "inf": math.inf, "nan": math.nan}
 def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
     """Reads a config from the text that `to_text` wrote.
 
-    No code runs that the text chooses, neither now nor when the config is instantiated. It may name
-    what `weft.config.vocabulary` lists, function by function, and configurable classes of Weft and
-    of modules that the program has imported. Fields that act outside of a run, such as
-    `compilation_cache_dir`, keep their defaults, which is logged. See "Texts from elsewhere" in
-    docs/config.md.
+    Neither reading nor instantiating the config runs code chosen by the text. It may name functions
+    listed in `weft.config.vocabulary`, and configurable classes of Weft and of imported modules.
+    Fields with effects outside of a run, such as `compilation_cache_dir`, keep their defaults, with
+    a log message. See "Texts from elsewhere" in docs/config.md.
 
     Args:
         text: the text.
-        allow: dotted names of further packages, modules, functions or classes that are trusted,
-            such as your own package; they are imported where the text names them.
-        source: what the text is called in errors and as the origin of its values: a file's path.
+        allow: dotted names of further trusted packages, modules, functions or classes, such as your
+            own package; they are imported when the text names them.
+        source: name of the text for errors and origins, such as a file's path.
 
     Raises:
-        ConfigTextError: if this is not how a config is written.
+        ConfigTextError: if the text is malformed.
         ConfigReferenceError: for a name that is unknown, or that the text may not use so.
         UnknownFieldError: for a field that a config does not have.
         InvalidConfigValueError: for a value that a field does not accept.
@@ -62,19 +60,19 @@ def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> 
 
 
 def read_value(text: str, *, allow: Sequence[str] = (), source: str = "text") -> Any:
-    """Reads one value of a config. See `from_text`; with an empty `source` errors name no line."""
+    """Reads a single value, see `from_text`; with an empty `source`, errors have no line."""
     try:
         tree = ast.parse(text.strip(), mode="eval")
         return _Reader(allow, source).read(tree.body)
     except SyntaxError as error:
         where = f"{source}:{error.lineno or 1}: " if source else ""
-        raise ConfigTextError(f"{where}this is not how a config is written: {error.msg}.") from None
+        raise ConfigTextError(f"{where}this is not a config text: {error.msg}.") from None
     except (ValueError, MemoryError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         where = f"{source}: " if source else ""
         raise ConfigTextError(
-            f"{where}cannot read this as a config: {error or 'it is nested too deep'}."
+            f"{where}cannot read this as a config: {error or 'it is nested too deeply'}."
         ) from None
 
 
@@ -103,7 +101,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def _inside(self, suffix: str) -> Iterator[None]:
-        """Reads what lies at a suffix (`.name`, `[2]`) of the present path, for errors."""
+        """Appends a suffix (`.name`, `[2]`) to the current path, for errors."""
         before, self.path = self.path, join_path(self.path, suffix)
         try:
             yield
@@ -165,7 +163,7 @@ class _Reader:
             raise self._error(node, "a name is written with dots only, as package.module.name")
         return ".".join([node.id, *reversed(names)])
 
-    # What looks like a call.
+    # Calls.
 
     def _call(self, node: ast.Call) -> Any:
         if isinstance(node.func, ast.Call):
@@ -187,7 +185,7 @@ class _Reader:
         return self._record(node, cls, name)
 
     def _call_config(self, node: ast.Call, head: ast.Call) -> ConfigBase:
-        """`config_for_function(module.fn)(name=value, …)`."""
+        """Reads `config_for_function(module.fn)(name=value, …)`."""
         makers = {"config_for_function": config_for_function, "config_for_class": config_for_class}
         maker = makers.get(self._dotted(head.func))
         if maker is None or len(head.args) != 1 or head.keywords:
@@ -207,7 +205,7 @@ class _Reader:
         if node.args:
             raise self._error(node, "the fields of a config are given by name, as dim=8")
         named = self._named(node)
-        # The class first, wherever the text has it: it tells which fields are the user's to decide.
+        # The class first, wherever the text has it: it determines the restricted fields.
         for name, child in sorted(named, key=lambda pair: pair[0] != config._target):
             value = self._read_at(f".{name}", child)
             if name == config._target and not _may_be_made(config, value):
@@ -225,7 +223,7 @@ class _Reader:
         return config
 
     def _is_left_out(self, config: ConfigBase, name: str, value: Any) -> bool:
-        """Whether this is the user's to decide: where to write, what to listen to."""
+        """Returns whether a field is the user's to set, such as an output path."""
         made = config._field_values().get(config._target or "")
         if not isinstance(made, type):
             return False
@@ -238,8 +236,8 @@ class _Reader:
     def _say_left_out(self, node: ast.expr, config: ConfigBase, name: str, value: Any) -> None:
         line = f"{self.source}:{node.lineno}: " if self.source else ""
         logging.getLogger(__name__).warning(
-            "%s%s=%.80r is not taken from a text, as it acts outside of the run. If you want it, "
-            "set it yourself: %s=… on the command line, or in a program.",
+            "%s%s=%.80r is ignored in a text, because it has effects outside of the run. To "
+            "set it, pass %s=… on the command line, or set it in a program.",
             *(line, join_path(self.path, f".{name}"), value, join_path(self.path, f".{name}")),
         )
 
@@ -349,7 +347,7 @@ _SPECIAL: dict[str, Callable[[_Reader, ast.Call], Any]] = {
 
 
 def _may_be_made(config: ConfigBase, value: Any) -> bool:
-    """Whether a text may say that this is the class that a config makes an object of."""
+    """Returns whether a text may set this class as the target of a config."""
     is_configurable = isinstance(value, type) and issubclass(value, Configurable)
     return is_configurable and isinstance(config, Configurable.Config)
 

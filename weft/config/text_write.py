@@ -1,4 +1,4 @@
-"""A config as text, in the shape of the Python expression that would make it.
+"""Writer of configs as text, in the form of a Python expression.
 
     weft.trainer.learner.Learner.Config(
         optimizer=config_for_function(optax.sgd)(
@@ -7,9 +7,9 @@
         ),
     )
 
-Fields stand sorted by name, one on a line, so that two texts can be compared line by line. The text
-is never evaluated: `weft.config.text_read` reads it, and reads back an equal config. What has no
-name, such as a lambda, or is an object of some other library, is written as `unreadable('…')`.
+Fields are sorted by name, one per line, so that texts can be compared line by line.
+`weft.config.text_read` reads an equal config from the text, without evaluating it. Values without a
+name, such as lambdas or objects of other libraries, are written as `unreadable('…')`.
 """
 
 import enum
@@ -32,9 +32,8 @@ def to_text(cfg: Any, omit_defaults: bool = False, *, origins: bool = False) -> 
     """Writes a config as text that `from_text` reads back to an equal config.
 
     Args:
-        cfg: a config.
-        omit_defaults: whether fields that have the default of their class are left out.
-        origins: whether a comment after each field says which line set it.
+        omit_defaults: whether to omit fields with the default of their class.
+        origins: whether to append the line that set each field as a comment.
 
     >>> from weft.config import config_for_class
     >>> print(to_text(config_for_class(complex).set(imag=1.5)))
@@ -47,7 +46,7 @@ def to_text(cfg: Any, omit_defaults: bool = False, *, origins: bool = False) -> 
 
 
 def value_text(value: Any) -> str:
-    """Writes any value of a config on one line, without the fields that have their defaults."""
+    """Writes a value on one line, omitting fields with defaults."""
     return _Writer(omit_defaults=True, origins=False, lines=False).write(value)
 
 
@@ -56,7 +55,7 @@ class _Writer:
         self.omit_defaults = omit_defaults
         self.origins = origins
         self.lines = lines
-        self.names: dict[int, str | None] = {}  # by id: a name may take a search
+        self.names: dict[int, str | None] = {}  # by id, to avoid repeated searches
 
     def _name(self, obj: Any) -> str | None:
         if id(obj) not in self.names:
@@ -106,7 +105,7 @@ class _Writer:
         *,
         break_lines: bool = False,
     ) -> str:
-        """Writes children between brackets: on one line where they fit and hold no config."""
+        """Writes children between brackets, on one line if they fit and include no config."""
         inner = [prefix + self.write(child, indent + 4) for prefix, child, _ in items]
         short = ", ".join(inner)
         if opening == "(" and len(inner) == 1:
@@ -124,7 +123,7 @@ class _Writer:
     def _commented(self, text: str, origin: Origin | None) -> str:
         if not self.origins or origin is None:
             return text
-        # The comment belongs to the field, so it stands where the field begins.
+        # The comment belongs to the first line of the field.
         first, *rest = text.split("\n", 1)
         return "\n".join([f"{first}  # {' '.join(str(origin).split())}", *rest])
 
@@ -147,7 +146,7 @@ class _Writer:
         return unreadable(value)
 
     def _head(self, config: ConfigNode) -> str:
-        """What stands before the brackets of a config."""
+        """Returns the text before the brackets of a config."""
         if not _named_by_head(config):
             return self._name(type(config)) or unreadable(type(config))
         made = config._field_values()[config._target or ""]
@@ -166,7 +165,7 @@ def _named_by_head(config: ConfigNode) -> bool:
 
 
 def unreadable(value: Any) -> str:
-    """Returns what stands for a value that a text cannot hold."""
+    """Returns the placeholder of a value that has no text."""
     named = value if hasattr(value, "__qualname__") else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
     return f"unreadable({name if named is value else f'an object of type {name}'!r})"

@@ -1,12 +1,11 @@
-"""Does a value fit the type that its field declares?
+"""Checks of values against declared types of fields.
 
-Only what is certain counts as a misfit: builtin types, their containers and unions, literals,
-enums, records and configs are checked; a class of some library, a protocol or an annotation that
-cannot be resolved accepts everything. The libraries whose types stand there are not imported here.
+Only certain mismatches are errors: builtin types, their containers and unions, literals, enums,
+records and configs are checked; classes of other libraries, protocols and unresolved annotations
+accept everything. Imports no libraries for types.
 
-Departures from Python's typing, all towards what users of configs write: a list may stand for a
-tuple and a tuple for a list, a scalar of any array library for a number, and any config that can be
-instantiated for an object or for another config.
+Departures from Python's typing: lists and tuples are interchangeable, scalars of any array library
+are numbers, and any config that can be instantiated is accepted for an object or another config.
 """
 
 import collections.abc
@@ -26,11 +25,11 @@ if typing.TYPE_CHECKING:
 
 
 def resolve_annotation(annotation: Any, namespace: Callable[[], dict[str, Any]]) -> Any:
-    """Returns a declared type with the names in its strings looked up, None where one is unknown.
+    """Resolves the names in a declared type's strings; returns None if one is unknown.
 
     Args:
-        annotation: the type as written.
-        namespace: returns the names that its strings may speak of.
+        annotation: the declared type.
+        namespace: returns the names.
     """
     if annotation is None or isinstance(annotation, type):
         return annotation
@@ -38,20 +37,20 @@ def resolve_annotation(annotation: Any, namespace: Callable[[], dict[str, Any]])
     try:
         return typing.get_type_hints(holder, namespace(), include_extras=True)["it"]
     except Exception:
-        # A name that is imported for type checkers only, or that is defined later.
+        # Imported for type checkers only, or defined later.
         return None if isinstance(annotation, str) else annotation
 
 
 def check_type(value: Any, field: "Field", path: str, *, title: str) -> None:
-    """Checks a value against the type that its field declares.
+    """Checks a value against the declared type of its field.
 
     Raises:
-        ConfigTypeError: if it does not fit.
+        ConfigTypeError: if it does not match.
     """
     if value is REQUIRED or fits(value, field.hint, configs=field.accepts_configs):
         return
     if values_equal(value, field.default()):
-        return  # the author of the field knows better than its annotation
+        return  # defaults are accepted despite the annotation
     raise ConfigTypeError(
         f"{path}: {title} declares {type_name(field.hint)} there, "
         f"but got {value!r:.80} of type {type_name(type(value))}. {_mend(value, field)}"
@@ -76,17 +75,17 @@ def _mend(value: Any, field: "Field") -> str:
 
 
 def is_instantiable(x: Any) -> bool:
-    """Returns whether `x` is a config that an object can be made from."""
+    """Returns whether `x` is a config that can be instantiated."""
     return isinstance(x, ConfigNode) and hasattr(type(x), "instantiate")
 
 
 def fits(value: Any, hint: Any, *, configs: bool = False) -> bool:
-    """Returns False where `value` certainly is not of the type `hint`.
+    """Returns False if `value` is certainly not of the type `hint`.
 
     Args:
         value: the value.
         hint: a type, resolved.
-        configs: whether a config may stand for any value.
+        configs: whether a config is accepted for any value.
 
     >>> fits(3, float), fits("3", float), fits([1, 2], tuple[int, ...]), fits(None, int | None)
     (True, False, True, True)
@@ -159,7 +158,7 @@ def _fits_class(value: Any, cls: type, args: tuple, configs: bool) -> bool:
 
 
 _NUMBERS: dict[type, tuple[type, ...]] = {
-    # NumPy's scalars are registered with these, its booleans are not.
+    # These are base classes of NumPy's scalars, except of its booleans.
     bool: (bool,),
     int: (numbers.Integral,),
     float: (numbers.Real,),
@@ -187,7 +186,7 @@ def _is_record(cls: type) -> bool:
 
 
 def type_name(hint: Any) -> str:
-    """Returns a type as a reader would write it.
+    """Formats a type.
 
     >>> type_name(int | None), type_name(dict[str, float])
     ('int | None', 'dict[str, float]')

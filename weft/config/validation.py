@@ -1,4 +1,4 @@
-"""Which names a config field may have and which values it may hold."""
+"""Validation of names and values of config fields."""
 
 import _thread
 import functools
@@ -20,18 +20,18 @@ _validators: list[tuple[Callable[[Any], bool], Callable[[Any], None]]] = []
 def register_validator(
     *, match_fn: Callable[[Any], bool], validate_fn: Callable[[Any], None]
 ) -> None:
-    """Adds a rule about values that config fields may hold.
+    """Registers a validator of values of config fields.
 
     Args:
-        match_fn: whether the rule speaks about a value. The rule registered last comes first, and
-            only the first that matches is asked.
-        validate_fn: raises `InvalidConfigValueError` for a value that may not be held.
+        match_fn: returns whether the validator applies to a value. The last registered one that
+            matches is used.
+        validate_fn: raises `InvalidConfigValueError` for an invalid value.
     """
     _validators.append((match_fn, validate_fn))
 
 
 def validate_config_field_name(name: str) -> None:
-    """Checks that a config field may have this name.
+    """Checks the name of a config field.
 
     Raises:
         InvalidConfigNameError: unless `name` is a public Python identifier.
@@ -48,25 +48,24 @@ def validate_config_field_name(name: str) -> None:
 
 
 def validate_config_field_value(value: Any) -> None:
-    """Checks that a config may hold this value, and everything inside of it.
+    """Checks that a config may hold a value and its nested values.
 
     Raises:
-        InvalidConfigValueError: for an instance of a `Configurable`, and for values that stand for
-            a moment of a running program: modules, open files, sockets, threads, processes, locks,
-            queues, generators and iterators, weak references, tracers; also where a method of one,
-            or a partial, holds it.
+        InvalidConfigValueError: for an instance of a `Configurable`, and for runtime objects:
+            modules, open files, sockets, threads, processes, locks, queues, generators and
+            iterators, weak references, tracers; also for their methods, or a partial with one.
     """
     check_value(value, path="")
 
 
 def check_value(value: Any, path: str) -> None:
-    """As `validate_config_field_value`, and the error says where in the config the value is."""
+    """Checks like `validate_config_field_value`, with the path in the error."""
     _check(value, path, ())
 
 
 def _check(value: Any, path: str, around: tuple[int, ...]) -> None:
     if isinstance(value, ConfigNode):
-        return  # its fields were checked as they were set
+        return  # its fields were checked when set
     for match_fn, validate_fn in reversed(_validators):
         if match_fn(value):
             try:
@@ -156,7 +155,7 @@ _KINDS_BY_NAME: dict[str, str] = {
 
 @functools.lru_cache(maxsize=1024)
 def _kind_of(cls: type) -> str | None:
-    """What of a running program the objects of a class are; None for plain values."""
+    """Describes the runtime objects of a class; None for plain values."""
     kind = next((kind for classes, kind in _KINDS if issubclass(cls, classes)), None)
     names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
     return kind or next((_KINDS_BY_NAME[name] for name in names if name in _KINDS_BY_NAME), None)
@@ -174,7 +173,7 @@ def _check_leaf(value: Any, path: str) -> None:
         kind = "a traced array"
     where = f" in {path}" if path else ""
     raise InvalidConfigValueError(
-        f"A config cannot hold {kind}{where}: got an object of type {type(value).__qualname__}. "
-        "A config holds values that can be copied, compared and written down; "
-        "hold the name or the function that makes the object instead."
+        f"A config cannot hold {kind}{where}: got an object of type "
+        f"{type(value).__qualname__}. A config holds values that can be copied, compared and "
+        "written as text; store the name of the object or the function that creates it."
     )

@@ -1,11 +1,11 @@
-"""What a config field's value consists of, how it is copied and when two are equal.
+"""Structure, copies and equality of config values.
 
-A value is a tree. Its inner nodes are configs, dicts, lists, tuples, named tuples, dataclasses and
-attrs instances; everything else is a leaf. `parts` opens a node, and every walk over configs
-(copying, comparing, validating, visiting, writing as text) goes through it.
+A value is a tree whose inner nodes are configs, dicts, lists, tuples, named tuples, dataclasses and
+attrs instances; all other values are leaves. All traversals (copying, comparing, validating,
+visiting, writing as text) use `parts`.
 
-Configs hold values, not references: what is assigned is copied, so that a config that was put in
-two places can be changed in one of them. A leaf that cannot change, or cannot be copied, is shared.
+Assigned values are copied, so that a config assigned twice can be changed independently. Leaves
+that are immutable, or cannot be copied, are shared.
 """
 
 import copy
@@ -17,29 +17,29 @@ from typing import Any
 
 
 class ConfigNode:
-    """What these walks need to know of a config, whose class is defined on top of them."""
+    """Interface of configs that this module needs."""
 
     __slots__ = ()
 
-    # Where each field was set last.
+    # Origin of each field's value.
     _origins: dict[str, Any]
-    # The field that names what is made from the config: its class or function.
+    # The field with the configured class or function.
     _target: str | None = None
 
     def _fields(self) -> dict[str, Any]:
-        """The fields by name, each with a `default()`."""
+        """Returns the fields by name, each with a `default()`."""
         raise NotImplementedError(type(self))
 
     def _field_values(self) -> dict[str, Any]:
-        """The values by field name, sorted by name."""
+        """Returns the values by field name, sorted."""
         raise NotImplementedError(type(self))
 
     def _title(self) -> str:
-        """Its class as errors name it."""
+        """Returns the class name for errors."""
         raise NotImplementedError(type(self))
 
     def _copy_to(self, place: str) -> "ConfigNode":
-        """A copy that knows `place`, its path from the outermost config around it."""
+        """Returns a copy with the path `place`."""
         raise NotImplementedError(type(self))
 
 
@@ -49,7 +49,7 @@ def is_named_tuple(x: Any) -> bool:
 
 
 def is_attrs(x: Any) -> bool:
-    """Returns whether `x` is an instance of an attrs class (a config is none)."""
+    """Returns whether `x` is an instance of an attrs class (configs are not)."""
     return hasattr(type(x), "__attrs_attrs__") and not isinstance(x, ConfigNode)
 
 
@@ -59,13 +59,13 @@ def is_dataclass(x: Any) -> bool:
 
 
 def record_fields(x: Any) -> list[str] | None:
-    """Returns the field names of a named tuple, dataclass or attrs instance, None of others."""
+    """Returns the field names of a named tuple, dataclass or attrs instance, else None."""
     if is_named_tuple(x):
         return list(type(x)._fields)
     if is_attrs(x):
         return [field.name for field in type(x).__attrs_attrs__ if hasattr(x, field.name)]
     if is_dataclass(x):
-        # Pseudo-fields (ClassVar, InitVar) carry another kind; their instances hold no value.
+        # Pseudo-fields (ClassVar, InitVar) have another kind, and no value in instances.
         return [
             name
             for name, field in type(x).__dataclass_fields__.items()
@@ -75,11 +75,7 @@ def record_fields(x: Any) -> list[str] | None:
 
 
 def parts(x: Any) -> list[tuple[str, Any]] | None:
-    """Opens a value.
-
-    Returns:
-        Pairs of a path suffix and a child (`[2]`, `['a']`, `.rate`), or None where `x` is a leaf.
-    """
+    """Returns (path suffix, child) pairs (`[2]`, `['a']`, `.rate`), or None for a leaf."""
     if isinstance(x, ConfigNode):
         return [(f".{name}", child) for name, child in x._field_values().items()]
     if isinstance(x, dict):
@@ -116,16 +112,16 @@ IMMUTABLE = (
     types.MethodType,
     types.ModuleType,
 )
-# Arrays, dtypes, meshes, specs: immutable, and a deep copy of an array would cost device memory.
+# Arrays, dtypes, meshes, specs: immutable, and copies of arrays would use device memory.
 _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
 
 
 def copy_value(x: Any, place: str = "") -> Any:
-    """Copies a value as deep as it can be changed.
+    """Copies the mutable parts of a value.
 
     Args:
         x: the value.
-        place: its path, which the configs in the copy remember for errors.
+        place: path that the copied configs store for errors.
     """
     if isinstance(x, ConfigNode):
         return x._copy_to(place)
@@ -145,7 +141,7 @@ def copy_value(x: Any, place: str = "") -> Any:
     try:
         return copy.deepcopy(x)
     except Exception:
-        # A lock, a handle, a client of some service: it can only be shared.
+        # A lock, a handle or a client cannot be copied.
         return x
 
 
@@ -166,7 +162,7 @@ def _replace_fields(x: Any, changes: dict[str, Any]) -> Any:
         return x._replace(**changes)
     result = copy.copy(x)
     for name, child in changes.items():
-        # Past the __setattr__ of a frozen class: nobody else has seen this copy yet.
+        # Bypasses the __setattr__ of a frozen class, as the copy is not yet shared.
         object.__setattr__(result, name, child)
     return result
 
@@ -176,7 +172,7 @@ def replace_part(x: Any, step: Any, child: Any) -> Any:
 
     Args:
         x: a dict, list, tuple, named tuple, dataclass or attrs instance.
-        step: the key, index or field name of the child.
+        step: key, index or field name of the child.
         child: the new child.
     """
     if isinstance(x, dict):
@@ -189,7 +185,7 @@ def replace_part(x: Any, step: Any, child: Any) -> Any:
 
 
 def values_equal(a: Any, b: Any) -> bool:
-    """Compares two values by what they hold; NaN equals NaN, arrays compare as wholes."""
+    """Compares two values by contents; NaN equals NaN, arrays compare as a whole."""
     if a is b:
         return True
     if isinstance(a, ConfigNode) or isinstance(b, ConfigNode):
@@ -205,7 +201,7 @@ def values_equal(a: Any, b: Any) -> bool:
         if a_parts is not None and b_parts is not None:
             return _all_equal(dict(a_parts), dict(b_parts))
         if _has_identity(a) and hasattr(a, "__dict__"):
-            # Two copies of one plain object are the same value.
+            # Copies of one plain object are equal.
             return _all_equal(vars(a), vars(b))
     if isinstance(a, float) and isinstance(b, float) and a != a and b != b:
         return True
@@ -230,5 +226,5 @@ def _leaves_equal(a: Any, b: Any) -> bool:
 
 
 def _has_identity(x: Any) -> bool:
-    """Whether equality of this class is that of `object`: the same object and nothing else."""
+    """Returns whether a class inherits equality from `object`."""
     return type(x).__eq__ is object.__eq__

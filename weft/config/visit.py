@@ -1,4 +1,4 @@
-"""Walks over everything in a config, and the dicts that such a walk makes."""
+"""Traversals of configs, and conversions to dicts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def visit(
     exit_fn: Callable[[str, Any], None] | None = None,
     path: str = "",
 ) -> None:
-    """Walks over a value, depth first. See `ConfigBase.visit`."""
+    """Traverses a value depth first. See `ConfigBase.visit`."""
     opened = parts(root)
     children = None if opened is None else [(join_path(path, s), child) for s, child in opened]
     if enter_fn is not None:
@@ -31,7 +31,7 @@ def visit(
 
 
 def to_dict(value: Any) -> Any:
-    """Returns a value with every config in it replaced by a dict. See `ConfigBase.to_dict`."""
+    """Converts nested configs to dicts. See `ConfigBase.to_dict`."""
     if isinstance(value, ConfigNode):
         return {name: to_dict(child) for name, child in value._field_values().items()}
     if isinstance(value, dict):
@@ -42,12 +42,12 @@ def to_dict(value: Any) -> Any:
 
 
 def to_flat_dict(root: ConfigNode, *, omit_default_values: Sequence[Any]) -> dict[str, Any]:
-    """Returns the leaves of a config by path. See `ConfigBase.to_flat_dict`."""
+    """Returns the leaves by path. See `ConfigBase.to_flat_dict`."""
     flat: dict[str, Any] = {}
 
     def enter(path: str, value: Any, children: Pairs | None) -> Pairs | None:
         if isinstance(value, ConfigNode):
-            # What is left out is judged by the field, so here and not at the leaf.
+            # Fields are omitted here rather than at leaves, because their defaults matter.
             return [
                 (join_path(path, f".{name}"), child)
                 for name, child in value._field_values().items()

@@ -1,24 +1,22 @@
-"""What the text of a config may name, function by function.
+"""Functions and classes that config texts may name.
 
-A text may come from a stranger, so a name means nothing unless it is listed here, with a reason to
-be: each entry was read, and `tests/config/test_effects.py` calls each with everything that a text
-can hand to it and sees no file written, no process started, no connection opened and no pickle
-read. A whole module is never listed. A name is added where something is needed as a value of a
-config, in one of four tables:
+Texts are untrusted, so each entry was reviewed individually: `tests/config/test_effects.py` calls
+it with all kinds of arguments that a text can contain, and checks that it writes no files, starts
+no processes, opens no connections and reads no pickles. Modules are never listed as a whole. An
+entry belongs to one of four tables:
 
-- `VALUES`: harmless to call with any arguments, so they may be used wherever a value may, be bound
-  by `functools.partial`, and be configured.
-- `TARGETS`: may be configured (`config_for_function`, `config_for_class`) and nothing else: they
-  read files that the text names, as data.
-- `RECORDS`: classes whose fields a text fills, past their constructor, and kinds of numbers.
-- `ENUMS`: whose members may be named.
+- `VALUES`: harmless to call with any arguments, so they may be values, be bound by
+  `functools.partial`, and be configured.
+- `TARGETS`: may only be configured (`config_for_function`, `config_for_class`), since they read
+  files that the text names, as data.
+- `RECORDS`: classes whose fields a text fills without a constructor, and number types.
+- `ENUMS`: classes whose members may be named.
 
-Not listed, whatever they compute: functions that apply an argument to further arguments (`map`,
-`jit`, `partial_eval`, `inject_hyperparams`), and all that write files, load code or objects, start
-processes or open connections.
+Not listed: functions that apply an argument to others (`map`, `jit`, `partial_eval`,
+`inject_hyperparams`), and functions that write files, load code or objects, start processes or open
+connections.
 
-Configurable classes are not listed: deriving from `Configurable` marks a class as made to be
-configured. What such a class may only do if the user says so is in its `_needs_allow`.
+Configurable classes need no entry; their `_needs_allow` restricts texts.
 """
 
 import types
@@ -184,8 +182,8 @@ TARGETS = _names(
 
 RECORDS = _names(
     {
-        # Numbers, `ml_dtypes.bfloat16(1.5)`. Called with some strings they end the process, so they
-        # are not values. The dtype is numpy.dtype('bfloat16') or jax.numpy.bfloat16.
+        # Numbers, `ml_dtypes.bfloat16(1.5)`. Some strings make them crash the process, so they are
+        # not values. The dtype is numpy.dtype('bfloat16') or jax.numpy.bfloat16.
         "ml_dtypes": "bfloat16 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn "
         "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int2 int4 uint2 uint4",
         "weft.hierarchy.base_layer": "RematSpec",

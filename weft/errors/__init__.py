@@ -1,8 +1,7 @@
-"""Every error that Weft raises on purpose.
+"""Errors that Weft raises on purpose.
 
-All of them derive from `WeftError`, and from the builtin a caller would expect (`ValueError`,
-`TypeError`, ...). A message names what was wrong, where, what was expected and the smallest change
-that mends it.
+All derive from `WeftError` and from the builtin that a caller would expect (`ValueError`,
+`TypeError`, ...). A message names what was wrong, where, what was expected and how to fix it.
 """
 
 from weft.errors._base import WeftError as WeftError
@@ -26,4 +25,4 @@ from weft.errors._trees import *
 from weft.errors._weights import *
 
 FlaxError = WeftError
-"""The name under which users of Flax catch every error."""
+"""Alias of `WeftError`, for users of Flax."""

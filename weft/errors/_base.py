@@ -1,22 +1,22 @@
-"""The base of all errors."""
+"""Base class of all errors."""
 
 from typing import Any
 
 
 class WeftError(Exception):
-    """Base of every error that Weft raises on purpose.
+    """Base of the errors that Weft raises on purpose.
 
-    Errors can be pickled and copied, whatever their constructors take: a worker process hands them
-    on, with message and attributes.
+    Errors keep their message and attributes when pickled or copied, whatever their constructors
+    take.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Python would call the constructor with `args`, which here is the message it has written.
+        # Python would call the constructor with `args`, which holds the finished message.
         return _rebuild, (type(self), self.args), self.__dict__.copy()
 
 
 def _rebuild(cls: type[WeftError], args: tuple[Any, ...]) -> WeftError:
-    """Makes an error past the constructors of Weft; only that of the builtin class is called."""
+    """Creates an error without calling Weft's constructors; only the builtin's is called."""
     error = cls.__new__(cls, *args)
     builtin = next(c for c in cls.__mro__ if not issubclass(c, WeftError))
     builtin.__init__(error, *args)

@@ -1,7 +1,7 @@
-"""The errors about recurrent cells of NNX."""
+"""Errors of recurrent NNX cells."""
 
 from weft.errors._base import WeftError
 
 
 class CellDefinitionError(WeftError, NotImplementedError):
-    """A recurrent cell does not define a method that it needs."""
+    """A recurrent cell does not define a required method."""

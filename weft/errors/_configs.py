@@ -1,22 +1,22 @@
-"""The errors about configs."""
+"""Errors of configs."""
 
 from weft.errors._base import WeftError
 
 
 class ConfigError(WeftError):
-    """Base of the errors about configs."""
+    """Base of the errors of configs."""
 
 
 class UnknownFieldError(ConfigError, AttributeError):
-    """A config, or something on a path into it, has no field of that name."""
+    """A config, or a value on a path into it, has no field of that name."""
 
 
 class FrozenConfigError(ConfigError, RuntimeError):
-    """The config of an object that exists already was to be changed."""
+    """The config of an existing object cannot be changed."""
 
 
 class InvalidConfigClassError(ConfigError, TypeError):
-    """A config class does not derive from the config class that it has to extend."""
+    """A config class does not derive from the config class that it must extend."""
 
 
 class InvalidConfigNameError(ConfigError, ValueError):
@@ -28,19 +28,19 @@ class InvalidConfigValueError(ConfigError, TypeError):
 
 
 class ConfigTypeError(InvalidConfigValueError):
-    """A value does not fit the type that its config field declares."""
+    """A value does not match the declared type of its config field."""
 
 
 class ConfigTextError(ConfigError, ValueError):
-    """A text is not written as a config is."""
+    """A text is not a valid config."""
 
 
 class ConfigReferenceError(ConfigTextError):
-    """A text speaks of a class or function that is not there, or that it may not speak of."""
+    """A config text names a class or function that does not exist or is not allowed."""
 
 
 class ConfigModifierError(ConfigError, ValueError):
-    """A config modifier finds nothing to change where it was told to, or changes it wrongly."""
+    """A config modifier finds nothing to change at its path, or changes it wrongly."""
 
 
 class ConfigOverrideError(ConfigError, ValueError):
@@ -56,7 +56,7 @@ class UnknownConfigError(ConfigError, KeyError):
 
 
 class MissingConfigClassDecoratorError(ConfigError, TypeError):
-    """A config class was used that `@config_class` does not stand above."""
+    """A config class lacks the decorator `@config_class`."""
 
 
 class NonConfigFieldError(ConfigError, ValueError):

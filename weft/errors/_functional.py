@@ -1,4 +1,4 @@
-"""The errors of the mathematics of layers."""
+"""Errors of the mathematics of layers."""
 
 from weft.errors._base import WeftError
 
@@ -8,7 +8,7 @@ class ArgumentShapeError(WeftError, ValueError):
 
 
 class ArgumentValueError(WeftError, ValueError):
-    """An argument has a value that the function has no meaning for."""
+    """An argument has a value that the function does not accept."""
 
 
 class UnknownActivationError(ArgumentValueError):

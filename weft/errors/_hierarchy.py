@@ -1,4 +1,4 @@
-"""The errors of the module hierarchy."""
+"""Errors of the module hierarchy."""
 
 from weft.errors._base import WeftError
 from weft.errors._configs import ConfigError
@@ -9,15 +9,15 @@ class ChildNameConflictError(WeftError, ValueError):
 
 
 class ModuleNameError(WeftError, ValueError):
-    """A name of a module or a context that cannot be part of a path."""
+    """The name of a module or context cannot be part of a path."""
 
 
 class ContextTransformError(WeftError, RuntimeError):
-    """An output was added, or a key drawn, inside of a JAX transformation that hands none on."""
+    """An output was added, or a key drawn, inside a JAX transformation that does not return it."""
 
 
 class LoopOutputError(WeftError, ValueError):
-    """A module adds an output in a loop that has no place for one of each iteration."""
+    """A module adds an output in a loop that does not stack outputs over its iterations."""
 
 
 class OutputConflictError(WeftError, ValueError):
@@ -29,15 +29,15 @@ class InvalidDescendantError(WeftError, ValueError):
 
 
 class NoContextError(WeftError, RuntimeError):
-    """Something that belongs to an invocation was asked for outside of one."""
+    """Something that exists only during an invocation was used outside of one."""
 
 
 class ContextStackError(WeftError, ValueError):
-    """The thread's stack of contexts is not as an operation on it needs it."""
+    """The thread's stack of contexts is in an invalid state for the operation."""
 
 
 class MissingStateError(WeftError, KeyError):
-    """A module's state holds no entry of that name."""
+    """A module's state has no entry of that name."""
 
     def __str__(self) -> str:
         # KeyError would show the repr of the message, which hides its line breaks.
@@ -45,24 +45,24 @@ class MissingStateError(WeftError, KeyError):
 
 
 class MissingPrngKeyError(WeftError, ValueError):
-    """Randomness was asked for in an invocation that was given no PRNG key."""
+    """A random operation ran in an invocation without a PRNG key."""
 
 
 class ChildConfigError(WeftError, TypeError):
-    """A child was given as something that is not the config of a module."""
+    """A child was not given as the config of a module."""
 
 
 class LayerConfigError(ConfigError, ValueError):
-    """Fields of a layer's config, each right by itself, do not fit together."""
+    """Fields of a layer's config are valid individually, but not together."""
 
 
 class ParameterSpecError(WeftError, ValueError):
-    """A parameter's specification, its partitioning and its value do not fit together."""
+    """A parameter's spec, partitioning and value contradict each other."""
 
 
 class ParameterInitError(WeftError, ValueError):
-    """No initializer fits a parameter, or the one it has cannot draw it."""
+    """No initializer fits a parameter, or its initializer cannot draw it."""
 
 
 class MetricsError(WeftError, ValueError):
-    """The losses and metrics of a model do not fit together, or find nothing to measure."""
+    """A model's losses and metrics do not fit together, or have nothing to measure."""

@@ -1,31 +1,31 @@
-"""The errors about layers of one library in models of another."""
+"""Errors of layers of one library in models of another."""
 
 from weft.errors._base import WeftError
 
 
 class InteropError(WeftError):
-    """Base of the errors about layers of other libraries."""
+    """Base of the errors of layers of other libraries."""
 
 
 class UnknownLayerError(InteropError, TypeError):
-    """An object is no layer of any library that is known."""
+    """An object is not a layer of any known library."""
 
 
 class MissingLibraryError(InteropError, ImportError):
-    """A library is not installed whose layers are to be used."""
+    """The library of a layer is not installed."""
 
 
 class LayerVariablesError(InteropError, ValueError):
-    """Variables do not fit the layer that they are given to."""
+    """Variables do not fit their layer."""
 
 
 class LayerInputsError(InteropError, TypeError):
-    """The parameters of a layer follow from inputs that were not given."""
+    """A layer's parameters depend on inputs that were not given."""
 
 
 class LayerMethodError(InteropError, AttributeError):
-    """A layer has no method of a name."""
+    """A layer has no method of that name."""
 
 
 class BridgeContextError(InteropError, ValueError):
-    """Something was asked for that is there only while a module of the bridge runs."""
+    """Something that exists only while a module of the bridge runs was used outside of it."""

@@ -1,4 +1,4 @@
-"""The errors about axis metadata and layouts."""
+"""Errors of axis metadata and layouts."""
 
 from weft.errors._base import WeftError
 
@@ -7,7 +7,7 @@ class AxisMetadataError(WeftError, ValueError):
     """The metadata of a variable does not fit the axes of its value.
 
     Attributes:
-        path: whose metadata it is, as far as that is known; whoever knows more prepends it.
+        path: path of the variable, as far as it is known; callers prepend to it.
     """
 
     def __init__(self, message: str, path: str = ""):
@@ -20,20 +20,20 @@ class AxisMetadataError(WeftError, ValueError):
 
 
 class PartitionNameError(AxisMetadataError):
-    """An axis that is to be removed has another name than the one it is to be removed under."""
+    """An axis to be removed has another name than the given one."""
 
 
 class PartitioningUnspecifiedError(PartitionNameError):
-    """An axis that has a name is to be removed, and no name was given."""
+    """An axis to be removed has a name, and no name was given."""
 
 
 class LogicalAxisError(WeftError, ValueError):
-    """Rules for logical axes, or the names that they are for, are not in form or do not agree."""
+    """Rules for logical axes, or axis names, are malformed or contradict each other."""
 
 
 class TopologyError(WeftError, ValueError):
-    """There is no such topology, it cannot be compiled for, or its devices do not fit a shape."""
+    """A topology does not exist, has no compiler here, or its devices do not fit a shape."""
 
 
 class ShardingWarning(WeftError, UserWarning):
-    """A layout over the mesh was asked for and cannot be kept."""
+    """A requested layout over the mesh cannot be kept."""

@@ -1,39 +1,39 @@
-"""The errors about what goes with objects in training: optimizers, averages and metrics."""
+"""Errors of optimizers, averages and metrics."""
 
 from weft.errors._objects import ObjectError
 
 
 class OptimizerCallError(ObjectError, TypeError):
-    """An optimizer was made or called without something that it needs."""
+    """An optimizer was created or called without a required argument."""
 
 
 class GradientStructureError(ObjectError, ValueError):
-    """Gradients do not fit the parameters that an optimizer moves."""
+    """Gradients do not match the parameters of an optimizer."""
 
 
 class OptimizerStateError(ObjectError, ValueError):
-    """The state of an optimizer does not fit the parameters, or what its transformation gives."""
+    """Optimizer state does not match the parameters, or its transformation's state."""
 
 
 class OptimizerWarning(ObjectError, UserWarning):
-    """An optimizer has nothing to move."""
+    """An optimizer has no parameters to update."""
 
 
 class AverageLeafError(ObjectError, TypeError):
-    """Something was to be averaged that is no variable."""
+    """Something that is not a variable cannot be averaged."""
 
 
 class AverageStructureError(ObjectError, ValueError):
-    """Values do not fit the averages that they are to go into."""
+    """Values do not match the structure of their averages."""
 
 
 class MetricArgumentError(ObjectError, TypeError):
-    """A metric was made or updated with arguments that it cannot take."""
+    """A metric was created or updated with invalid arguments."""
 
 
 class MetricValueError(ObjectError, ValueError):
-    """Arrays that a metric was given do not fit together."""
+    """The arrays given to a metric do not fit together."""
 
 
 class MetricMethodError(ObjectError, NotImplementedError):
-    """A kind of metric does not say how it is made, updated, reset or computed."""
+    """A metric class does not define how it is created, updated, reset or computed."""

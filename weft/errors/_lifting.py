@@ -1,38 +1,38 @@
-"""The errors of lifted transformations."""
+"""Errors of lifted transformations."""
 
 from weft.errors._base import WeftError
 
 
 class LiftingError(WeftError):
-    """Base of the errors about state that crosses a JAX transformation."""
+    """Base of the errors of state that crosses a JAX transformation."""
 
 
 class ForkError(LiftingError, ValueError):
-    """State that cannot be split was given the role FORK."""
+    """State that cannot be split has the role FORK."""
 
 
 class AxisSizeError(LiftingError, ValueError):
-    """The sizes of the mapped axes disagree, or none tells the size."""
+    """The sizes of the mapped axes disagree, or no input determines the size."""
 
 
 class RoleError(LiftingError, ValueError):
-    """A group of state was given a role that the transformation does not have."""
+    """A group of state has a role that the transformation does not support."""
 
 
 class TransformArgumentError(LiftingError, ValueError):
-    """A transformation was given an argument that it cannot honour."""
+    """A transformation does not support an argument."""
 
 
 class CallMismatchError(TransformArgumentError, TypeError):
-    """What a transformed function is given or returns does not fit what was said of it."""
+    """The inputs or outputs of a transformed function do not match their declaration."""
 
 
 class TransformOptionError(TransformArgumentError, NotImplementedError):
-    """An option of a transformation that JAX has no longer."""
+    """JAX no longer has that option of a transformation."""
 
 
 class VariableAxisError(LiftingError, ValueError):
-    """A variable came out of a transformation in another way than its collection's axis says."""
+    """A transformation returned a variable that does not fit its collection's axis."""
 
 
 class BranchStructureError(LiftingError, TypeError):
@@ -40,4 +40,4 @@ class BranchStructureError(LiftingError, TypeError):
 
 
 class CarryStructureError(LiftingError, TypeError):
-    """A loop's carry changed its structure, shape or dtype in the body."""
+    """A loop's body changed the structure, shape or dtype of the carry."""

@@ -1,39 +1,39 @@
-"""The errors about objects that transformations take: variables, modules, their state."""
+"""Errors of objects that transformations take: variables, modules and their state."""
 
 from weft.errors._base import WeftError
 
 
 class ObjectError(WeftError):
-    """Base of the errors about objects that transformations take."""
+    """Base of the errors of objects that transformations take."""
 
 
 class TraceContextError(ObjectError, RuntimeError):
-    """An object was changed inside of a transformation that it did not go through."""
+    """An object was changed inside a transformation that it is not an argument of."""
 
     def __init__(self, what: str, transformation: str = "a JAX transformation", known: str = ""):
         super().__init__(
-            f"a {what} is changed inside of {transformation}, but was made outside of it, "
-            "so a tracer would leak; give it to the transformed function as an argument, and "
+            f"a {what} is changed inside of {transformation}, but was created outside of it, "
+            "so a tracer would leak; pass it to the transformed function as an argument, and "
             "return what has changed." + (f" It {known}." if known else "")
         )
 
 
 class ImmutableVariableError(ObjectError, RuntimeError):
-    """A variable was written to that is declared to keep its value."""
+    """An immutable variable was written to."""
 
     def __init__(self, message: str):
         super().__init__(
-            f"a {message} is written to, but it has the metadata mutable=False; keep its value, or "
-            "say variable.set_metadata(mutable=True) first."
+            f"a {message} is written to, but it has the metadata mutable=False; keep its "
+            "value, or call variable.set_metadata(mutable=True) first."
         )
 
 
 class VariableOperationError(ObjectError, NotImplementedError):
-    """An operation that a variable does not have."""
+    """A variable does not support that operation."""
 
 
 class VariableAttributeError(ObjectError, AttributeError):
-    """A variable's value has no such attribute, or an attribute of a variable was to be set."""
+    """A variable's value has no such attribute, or an attribute of a variable cannot be set."""
 
 
 class VariableMetadataError(ObjectError, KeyError):
@@ -44,74 +44,74 @@ class VariableMetadataError(ObjectError, KeyError):
 
 
 class VariableArgumentError(ObjectError, TypeError):
-    """A method of a variable was given what it cannot take."""
+    """A method of a variable got an invalid argument."""
 
 
 class VariableTypeError(ObjectError, ValueError):
-    """The class of a variable is not what it has to be, or is not known by a name."""
+    """A variable's class is not the required one, or has no registered name."""
 
 
 class VariableShapeError(ObjectError, ValueError):
-    """A value does not have the shape that its variable keeps."""
+    """A value does not have the shape of its variable."""
 
 
 class ObjectArgumentError(ObjectError, TypeError):
-    """A function about objects was given what it cannot take."""
+    """A function of objects got an invalid argument."""
 
 
 class AttributeMarkError(ObjectError, ValueError):
-    """An attribute's value does not fit to what was said of it, that it is data or static."""
+    """An attribute's value contradicts its annotation as data or static."""
 
 
 class StateFilterError(ObjectError, ValueError):
-    """Filters do not say of each part of a state to which group it belongs."""
+    """Filters do not assign every part of a state to a group."""
 
 
 class StatePathError(ObjectError, KeyError, ValueError):
-    """A state has nothing at a path."""
+    """A state has no value at a path."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class GraphStructureError(ObjectError, ValueError):
-    """A graph of objects and a state or a description do not fit."""
+    """A graph of objects does not match a state or a graph definition."""
 
 
 class ModuleAttributeNotFoundError(ObjectError, ValueError):
-    """An attribute was to be set that no module has."""
+    """An attribute to be set exists in no module."""
 
 
 class LayerCallError(ObjectError, TypeError):
-    """What stands among the layers of a Sequential cannot be called."""
+    """An element of a Sequential is not callable."""
 
 
 class RngStreamNotFoundError(ObjectError, AttributeError, KeyError):
-    """There is no PRNG stream of a name, and no default."""
+    """There is no PRNG stream of that name, and no default stream."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class InconsistentAliasError(ObjectError, ValueError):
-    """An object is at two places of a call, for which different things were said."""
+    """An object occurs twice in a call, with different annotations."""
 
 
 class SharedObjectError(ObjectError, ValueError):
-    """An object is at two places of a call that takes objects as plain pytrees."""
+    """An object occurs twice in a call that takes objects as plain pytrees."""
 
 
 class CapturedObjectError(ObjectError, ValueError):
-    """An object from outside of a transformed function is among what it returns."""
+    """A transformed function returns an object from outside of it."""
 
 
 class LoopStructureError(ObjectError, ValueError):
-    """The body of a loop changed more of an object than the values of variables."""
+    """The body of a loop changed more of an object than the values of its variables."""
 
 
 class CompiledCallError(ObjectError, TypeError):
-    """A function that was compiled ahead of time is called with other objects or arguments."""
+    """A function compiled ahead of time was called with other objects or arguments."""
 
 
 class BranchObjectsError(ObjectError, TypeError):
-    """Branches change the references or static attributes of an object in different ways."""
+    """Branches change references or static attributes of an object differently."""

@@ -1,14 +1,14 @@
-"""The errors about scopes."""
+"""Errors of scopes."""
 
 from weft.errors._base import WeftError
 
 
 class ScopeError(WeftError):
-    """Base of the errors about scopes and what they hold."""
+    """Base of the errors of scopes and their variables."""
 
 
 class InvalidFilterError(ScopeError, TypeError):
-    """Something that is no filter was given where collections or PRNG streams are named."""
+    """A filter for collections or PRNG streams has an invalid type."""
 
     def __init__(self, filter_like: object, why: str = ""):
         super().__init__(
@@ -23,17 +23,17 @@ class InvalidScopeError(ScopeError, RuntimeError):
 
     def __init__(self, scope_name: str):
         super().__init__(
-            f"the scope {scope_name!r} is used after its end; a scope is for the call it was made "
-            "for: call `init` or `apply` again, and keep variables instead of scopes."
+            f"the scope {scope_name!r} is used after its end; a scope is valid only during its "
+            "call: call `init` or `apply` again, and keep variables instead of scopes."
         )
 
 
-# What is for scopes and not for modules.
+# Transformations of scopes that modules do not have.
 _OF_SCOPES = ("checkify", "eval_shape")
 
 
 class JaxTransformError(ScopeError, RuntimeError):
-    """A scope was changed inside of a JAX transformation that it does not cross."""
+    """A scope was changed inside a JAX transformation that it does not cross."""
 
     def __init__(
         self,
@@ -57,31 +57,31 @@ class JaxTransformError(ScopeError, RuntimeError):
 
 
 class InvalidRngError(ScopeError, ValueError):
-    """A PRNG stream is missing, or a key is no key."""
+    """A PRNG stream is missing, or a key is not a PRNG key."""
 
     def __init__(self, msg: str):
         super().__init__(msg)
 
 
 class NameInUseError(ScopeError, ValueError):
-    """A name in a scope or a module is given a second time."""
+    """A name in a scope or module is used twice."""
 
     def __init__(self, key_type: str, value: str, module_name: str):
         super().__init__(
             f"the name {value!r} is used twice in {module_name!r}, the second time for "
-            f"{key_type!r}; choose another name, or to share what it names use what you have "
-            "(a module can be called twice, a scope pushed with reuse=True)."
+            f"{key_type!r}; choose another name, or to share it, reuse the existing object (a "
+            "module can be called twice, a scope pushed with reuse=True)."
         )
 
 
 class ScopeCollectionNotFound(ScopeError, LookupError):
-    """A variable is asked for in a collection that has none."""
+    """A variable was requested from a collection that is empty or missing."""
 
     def __init__(self, col_name: str, var_name: str, scope_path: str, hint: str = ""):
         super().__init__(
-            f"the scope {scope_path!r} was asked for {var_name!r} of the collection {col_name!r}, "
-            "which is empty; "
-            + (hint or "give it to `apply`, or make the collection mutable and give an init_fn.")
+            f"the scope {scope_path!r} has no {var_name!r}: the collection {col_name!r} is "
+            "empty; "
+            + (hint or "pass it to `apply`, or make the collection mutable and pass an init_fn.")
         )
 
 
@@ -90,8 +90,8 @@ class ScopeParamNotFoundError(ScopeError, LookupError):
 
     def __init__(self, param_name: str, scope_path: str, hint: str = ""):
         super().__init__(
-            f"no parameter {param_name!r} in the scope {scope_path!r}{hint}; give it to `apply`, "
-            "or run `init` again if the model has changed."
+            f"no parameter {param_name!r} in the scope {scope_path!r}{hint}; pass it to "
+            "`apply`, or run `init` again if the model has changed."
         )
 
 
@@ -100,23 +100,24 @@ class ScopeVariableNotFoundError(ScopeError, LookupError):
 
     def __init__(self, name: str, col: str, scope_path: str, hint: str = ""):
         super().__init__(
-            f"no variable {name!r} of the collection {col!r} in the scope {scope_path!r}{hint}; "
-            "give it to `apply`, or make the collection mutable and give an init_fn."
+            f"no variable {name!r} of the collection {col!r} in the scope "
+            f"{scope_path!r}{hint}; pass it to `apply`, or make the collection mutable and "
+            "pass an init_fn."
         )
 
 
 class ScopeFlagNotFoundError(ScopeError, LookupError, ValueError):
-    """A flag is asked for that was not given."""
+    """A requested flag was not given."""
 
     def __init__(self, key: str, scope_path: str, flags: object = ()):
         super().__init__(
-            f"no flag {key!r} in the scope {scope_path!r}; there are {flags}. Give it to `init` or "
-            f"`apply`: flags={{{key!r}: ...}}."
+            f"no flag {key!r} in the scope {scope_path!r}; the flags are {flags}. Pass it to "
+            f"`init` or `apply`: flags={{{key!r}: ...}}."
         )
 
 
 class ScopeNameError(ScopeError, TypeError):
-    """The name of a scope or a variable is no string."""
+    """The name of a scope or variable is not a string."""
 
     def __init__(self, name: object, scope_path: str):
         super().__init__(
@@ -126,39 +127,39 @@ class ScopeNameError(ScopeError, TypeError):
 
 
 class ScopeTreeError(ScopeError, TypeError):
-    """Where a scope looks for its variables there is a value, and no dict."""
+    """A value was found where a scope needs a dict of its variables."""
 
     def __init__(self, col: str, scope_path: str, value: object):
         super().__init__(
-            f"the collection {col!r} has a {type(value).__name__} at {scope_path!r}, where a scope "
-            "needs a dict of its variables; the variables are of another model, or a variable and "
-            "a scope have one name."
+            f"the collection {col!r} has a {type(value).__name__} at {scope_path!r}, where a "
+            "scope needs a dict of its variables; the variables belong to another model, or a "
+            "variable and a scope share a name."
         )
 
 
 class ReturnedScopeError(ScopeError, TypeError):
-    """A function that a transformation runs returns its scope."""
+    """A transformed function returns its scope."""
 
     def __init__(self, transformation: str, scope_path: str):
         super().__init__(
-            f"{transformation}: the function returns the scope {scope_path!r}; a scope ends with "
-            "the call it was made for, so return arrays."
+            f"{transformation}: the function returns the scope {scope_path!r}; a scope is "
+            "valid only during its call, so return arrays."
         )
 
 
 class ScopeParamShapeError(ScopeError, ValueError):
-    """A parameter has another shape than its initializer makes."""
+    """A parameter's shape differs from the one that its initializer returns."""
 
     def __init__(self, param_name: str, scope_path: str, value_shape: object, init_shape: object):
         super().__init__(
-            f"the parameter {param_name!r} in the scope {scope_path!r} has shape {value_shape}, "
-            f"but its initializer makes {init_shape}; the parameters are of another model, or the "
-            "input has another size than at `init`."
+            f"the parameter {param_name!r} in the scope {scope_path!r} has shape "
+            f"{value_shape}, but its initializer returns {init_shape}; the parameters belong "
+            "to another model, or the input has another size than at `init`."
         )
 
 
 class ModifyScopeVariableError(ScopeError, TypeError):
-    """A variable of a collection that is not mutable was written to."""
+    """A variable of an immutable collection was written to."""
 
     def __init__(self, col: str, variable_name: str, scope_path: str, hint: str = ""):
         super().__init__(
@@ -168,7 +169,7 @@ class ModifyScopeVariableError(ScopeError, TypeError):
 
 
 class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
-    """The variables given to `apply` are no mapping of mappings."""
+    """The variables passed to `apply` are not a dict of collections."""
 
     def __init__(self, variables: object = None, col: str | None = None):
         what = "the variables are" if col is None else f"the collection {col!r} is"
@@ -179,22 +180,23 @@ class ApplyScopeInvalidVariablesTypeError(ScopeError, TypeError):
 
 
 class ApplyScopeInvalidVariablesStructureError(ScopeError, ValueError):
-    """The variables given to `apply` have a layer too many."""
+    """The variables passed to `apply` have an extra outer level."""
 
     def __init__(self, variables: object):
         names = sorted(variables) if isinstance(variables, dict) else variables
         super().__init__(
-            'the variables have "params" inside of "params"; the outer dict is one of collections: '
-            f'give variables["params"] instead of what has the collections {names}.'
+            'the variables have "params" inside of "params"; the outer dict is one of '
+            'collections: pass variables["params"] instead of the dict with the collections '
+            f"{names}."
         )
 
 
 class LazyInitError(ScopeError, ValueError):
-    """A variable's initial value depends on an input of which only the shape was given."""
+    """A variable's initial value depends on an input that is only a shape."""
 
     def __init__(self, partial_val: object):
         super().__init__(
-            f"lazy_init cannot compute {partial_val}: its initial value depends on the value of an "
-            "input of which only shape and dtype were given; give that input as an array, or make "
-            "the initializer independent of it."
+            f"lazy_init cannot compute {partial_val}: its initial value depends on the value "
+            "of an input that was given only as shape and dtype; pass that input as an array, "
+            "or make the initializer independent of it."
         )

@@ -1,4 +1,4 @@
-"""The errors of input pipelines, the trainer and the command line."""
+"""Errors of input pipelines, the trainer and the command line."""
 
 from collections.abc import Sequence as _Sequence
 
@@ -6,35 +6,35 @@ from weft.errors._base import WeftError
 
 
 class EmptyCorpusError(WeftError, ValueError):
-    """A corpus, or one of its parts, has no text."""
+    """A corpus, or one of its splits, has no text."""
 
 
 class CorpusReadError(WeftError, OSError):
-    """A file of a corpus cannot be read, or two of them share a name."""
+    """A file of a corpus cannot be read, or two of them have the same name."""
 
 
 class BatchShardingError(WeftError, ValueError):
-    """An input batch cannot be laid over the mesh."""
+    """An input batch cannot be sharded over the mesh."""
 
 
 class NoMeshError(WeftError, RuntimeError, ValueError):
-    """A mesh is needed and none is set."""
+    """No mesh is set, and one is needed."""
 
 
 class InputReadError(WeftError, RuntimeError):
-    """A source of input failed; the message names the file and record, or the place."""
+    """An input source failed; the message names the file and record, or the position."""
 
 
 class InputDatasetError(WeftError, ValueError):
-    """A dataset is of the wrong kind or size for what it is asked to do."""
+    """A dataset has the wrong kind or size for an operation."""
 
 
 class TokenizerError(WeftError, ValueError):
-    """A tokenizer cannot be loaded, or lacks a token that it should have."""
+    """A tokenizer cannot be loaded, or lacks a required token."""
 
 
 class InputDispatchError(WeftError, ValueError):
-    """The sizes and indices by which processes share a batch do not fit together."""
+    """The sizes and indices of the processes' parts of a batch contradict each other."""
 
 
 class MeshError(WeftError, ValueError):
@@ -50,11 +50,11 @@ class UndefinedLossException(WeftError, FloatingPointError):
 
 
 class ModelOutputError(WeftError, TypeError):
-    """The call of a model that is trained returns no loss, or one that is no scalar."""
+    """The call of a trained model returns no loss, or a loss that is not a scalar."""
 
 
 class ModelCallError(WeftError, TypeError):
-    """A model that is trained is to be called with more than a batch."""
+    """A trained model needs more arguments than a batch."""
 
 
 class BatchFieldError(WeftError, KeyError):
@@ -65,23 +65,23 @@ class BatchFieldError(WeftError, KeyError):
 
 
 class ScheduleError(WeftError, ValueError):
-    """The steps and values of a schedule do not fit together."""
+    """The steps and values of a schedule contradict each other."""
 
 
 class OptimizerArgumentError(WeftError, ValueError):
-    """An optimizer was given arguments that do not go together."""
+    """Arguments of an optimizer contradict each other."""
 
 
 class TransformationTypeError(WeftError, TypeError):
-    """Something was to be used as an optimizer that is none."""
+    """Something that is not an optimizer was used as one."""
 
 
 class UpdateRuleError(WeftError, ValueError):
-    """The rules that say how parameters are updated do not fit the parameters or the learners."""
+    """Update rules do not fit the parameters or the learners."""
 
 
 class UntrainableParameterError(WeftError, TypeError):
-    """A parameter of a dtype without gradients was to be trained."""
+    """A parameter without gradients, by its dtype, cannot be trained."""
 
 
 class InplaceUpdateError(WeftError, ValueError):
@@ -89,27 +89,26 @@ class InplaceUpdateError(WeftError, ValueError):
 
 
 class SummaryValueError(WeftError, ValueError):
-    """A summary holds a value that no writer can show."""
+    """A summary has a value that no writer supports."""
 
 
 class MetricCalculatorError(WeftError, ValueError):
-    """A metric calculator does not fit its model, its batches or the calculators beside it."""
+    """A metric calculator does not fit its model, its batches or the other calculators."""
 
 
 class MissingExtraError(WeftError, ImportError):
-    """A package is needed that one of Weft's extras installs."""
+    """A package of one of Weft's extras is not installed."""
 
 
 class CheckpointError(WeftError):
-    """Base of the errors about checkpoints."""
+    """Base of the errors of checkpoints."""
 
 
 class CheckpointSaveError(CheckpointError, RuntimeError):
-    """A checkpoint could not be saved; those before it stand.
+    """A checkpoint could not be saved; earlier checkpoints remain.
 
-    Args:
-        message: the whole text.
-        lacks_room: whether a disk or a quota is full, which a run can outlive.
+    Attributes:
+        lacks_room: whether the disk or a quota is full; a run can continue after that.
     """
 
     def __init__(self, message: str, *, lacks_room: bool = False):
@@ -118,15 +117,14 @@ class CheckpointSaveError(CheckpointError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint in a directory, or none of the step that was asked for."""
+    """A directory has no checkpoint, or none of the requested step."""
 
 
 class DamagedCheckpointError(CheckpointError, RuntimeError):
-    """The files of a checkpoint are not as they were written.
+    """Files of a checkpoint are damaged.
 
-    Args:
-        message: the whole text.
-        damage: a line for each file that is not.
+    Attributes:
+        damage: one line for each damaged file.
     """
 
     def __init__(self, message: str, *, damage: _Sequence[str] = ()):
@@ -135,36 +133,36 @@ class DamagedCheckpointError(CheckpointError, RuntimeError):
 
 
 class CheckpointStructureError(CheckpointError, ValueError):
-    """A checkpoint and the state that it is to be restored to have different structures."""
+    """A checkpoint and the state to be restored have different structures."""
 
 
 class CheckpointStateError(CheckpointError, TypeError):
-    """A state holds something that a checkpoint cannot."""
+    """A state has a value that a checkpoint cannot hold."""
 
 
 class StateBuilderError(CheckpointError, ValueError):
-    """A builder or converter of the initial state does not fit the run, or what it reads."""
+    """A builder or converter of the initial state does not fit the run or its source."""
 
 
 class CheckpointPolicyError(CheckpointError, ValueError):
-    """A save policy asks for something that the run does not have."""
+    """A save policy needs something that the run does not have."""
 
 
 class CommandLineError(WeftError, ValueError):
-    """The arguments of a command name something that is not there, or do not go together."""
+    """Arguments of a command name something that does not exist, or contradict each other."""
 
 
 class TrainStateError(WeftError, ValueError):
-    """Parameters, or their gradients, are not as a train state needs them."""
+    """Parameters or gradients do not fit a train state."""
 
 
 class LossSpikeError(WeftError, ArithmeticError):
-    """The loss rose far above what it was, and the policy of the run is to stop then."""
+    """The loss spiked, and the run's policy is to stop."""
 
 
 class AnomalyPolicyError(WeftError, ValueError):
-    """A policy for undefined losses and spikes asks for what does not go together."""
+    """A policy for undefined losses and spikes contradicts itself."""
 
 
 class StatusPageError(WeftError, OSError):
-    """The page with the status of a run cannot be served."""
+    """The status page of a run cannot be served."""

@@ -1,22 +1,22 @@
-"""The errors about nested dicts, structs, and what is saved of them."""
+"""Errors of nested dicts, structs, serialization and cursors."""
 
 from weft.errors._base import WeftError
 
 
 class StructDefinitionError(WeftError, TypeError):
-    """`struct.dataclass` was given something that is no class."""
+    """The argument of `struct.dataclass` is not a class."""
 
 
 class AbstractPyTreeNodeError(WeftError, NotImplementedError):
-    """`struct.PyTreeNode` itself was to be instantiated."""
+    """`struct.PyTreeNode` itself was instantiated."""
 
 
 class FrozenDictMutationError(WeftError, ValueError, AttributeError):
-    """A FrozenDict was to be changed."""
+    """A FrozenDict cannot be changed."""
 
 
 class NestedDictError(WeftError, TypeError):
-    """A function of nested dicts was given something else."""
+    """The argument of a function of nested dicts is something else."""
 
 
 class FlatDictError(WeftError, ValueError):
@@ -24,11 +24,11 @@ class FlatDictError(WeftError, ValueError):
 
 
 class TraversalError(WeftError, ValueError):
-    """A traversal cannot go into a value, or was given too few or too many values."""
+    """A traversal cannot enter a value, or got too few or too many values."""
 
 
 class SerializationError(WeftError):
-    """Base of the errors about state dicts and their bytes."""
+    """Base of the errors of state dicts and their bytes."""
 
 
 class SerializationHandlerError(SerializationError, ValueError):
@@ -36,27 +36,27 @@ class SerializationHandlerError(SerializationError, ValueError):
 
 
 class StateDictKeyError(SerializationError, ValueError):
-    """Keys of a dict are equal once they are strings."""
+    """Keys of a dict are equal when converted to strings."""
 
 
 class StateDictMismatchError(SerializationError, ValueError):
-    """A state dict and the target that it is to be restored to have different structures."""
+    """A state dict and its target have different structures."""
 
 
 class UnserializableValueError(SerializationError, TypeError):
-    """A value has no form as bytes."""
+    """A value cannot be serialized to bytes."""
 
 
 class DamagedBytesError(SerializationError, ValueError):
-    """Bytes are not as `msgpack_serialize` writes them."""
+    """Bytes are not in the format of `msgpack_serialize`."""
 
 
 class CursorError(WeftError):
-    """Base of the errors about cursors."""
+    """Base of the errors of cursors."""
 
 
 class CursorKeyError(CursorError, KeyError):
-    """A cursor was asked for an entry that is not there."""
+    """A cursor has no entry of that key."""
 
     def __str__(self) -> str:
         # KeyError would show the repr of the message, which hides its line breaks.
@@ -64,50 +64,45 @@ class CursorKeyError(CursorError, KeyError):
 
 
 class CursorIndexError(CursorError, IndexError):
-    """A cursor was asked for, or given, an element beyond the end."""
+    """An index of a cursor is out of range."""
 
 
 class CursorAttributeError(CursorError, AttributeError):
-    """A cursor was asked for, or given, an attribute that is not there."""
+    """A cursor has no attribute of that name."""
 
 
 class CursorTypeError(CursorError, TypeError):
-    """A cursor points to something that cannot be indexed, iterated over or changed."""
+    """The value of a cursor cannot be indexed, iterated over or changed."""
 
 
 class CursorFindError(CursorError, LookupError):
-    """`Cursor.find` found nothing, or more than one thing.
+    """`Cursor.find` found nothing, or more than one match.
 
     Args:
-        cursor: what was found first, if anything.
-        cursor2: what was found second.
-        among: what was there instead.
+        cursor: first match, if any.
+        cursor2: second match.
+        among: description of the searched values, if nothing matched.
     """
 
     def __init__(self, cursor: object = None, cursor2: object = None, among: str = ""):
         if cursor is None:
             super().__init__(
-                f"`cond_fn` was True of nothing{among}; it is called with each path below the "
-                "cursor, joined by '/', and with the value there."
+                f"`cond_fn` matched nothing{among}; it is called with each path below the "
+                "cursor, joined by '/', and with the value at the path."
             )
         else:
             super().__init__(
-                f"`cond_fn` was True of more than one thing, first of {cursor}, then of {cursor2}; "
-                "make it stricter, or use `find_all`."
+                f"`cond_fn` matched more than one value, first {cursor}, then {cursor2}; make "
+                "it stricter, or use `find_all`."
             )
 
 
 class TraverseTreeError(CursorError, TypeError):
-    """A cursor needs a function to visit what is below it with.
-
-    Args:
-        update_fn: what was given to change values with.
-        cond_fn: what was given to find values with.
-    """
+    """A cursor's traversal needs exactly one function."""
 
     def __init__(self, update_fn: object = None, cond_fn: object = None):
         super().__init__(
-            f"a tree is visited with either an `update_fn` or a `cond_fn`, and these are "
-            f"{update_fn!r} and {cond_fn!r}; give a function of a path and a value to "
+            "a tree is traversed with either an `update_fn` or a `cond_fn`, but these are "
+            f"{update_fn!r} and {cond_fn!r}; pass a function of a path and a value to "
             "`apply_update`, or to `find` and `find_all`."
         )

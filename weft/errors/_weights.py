@@ -1,23 +1,23 @@
-"""The errors about weights in the formats of others."""
+"""Errors of weights in formats of other libraries."""
 
 from weft.errors._base import WeftError
 
 
 class WeightsError(WeftError):
-    """Base of the errors about weights in files."""
+    """Base of the errors of weights in files."""
 
 
 class WeightsReadError(WeightsError, OSError):
-    """A file of weights is not there, or is not as it was written."""
+    """A file of weights does not exist, or is damaged."""
 
 
 class WeightsMismatchError(WeightsError, ValueError):
-    """The tensors of a file are not those that are wanted: names, shapes or dtypes differ."""
+    """The tensors of a file differ from the expected ones in name, shape or dtype."""
 
 
 class WeightsWriteError(WeightsError, ValueError):
-    """Something cannot be written as a file of weights."""
+    """A value cannot be written as a file of weights."""
 
 
 class HuggingFaceConfigError(WeightsError, ValueError):
-    """A Hugging Face model has no counterpart, or a model has none in Hugging Face's format."""
+    """A Hugging Face model has no counterpart in Weft, or the reverse."""

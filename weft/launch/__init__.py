@@ -1,6 +1,6 @@
-"""Starting one program as several processes: on this machine, by Slurm, by Kubernetes.
+"""Launchers of one program as several processes: on this machine, with Slurm, with Kubernetes.
 
-A `Job` is a config: a command, how many processes, what each needs. `LocalJob` runs them here,
-`SlurmJob` writes a script for `sbatch`, `JobSetJob` a manifest for `kubectl`. Each process reads in
-`weft.launch.distributed` where it stands among the others, and joins them by `jax.distributed`.
+A `Job` is a config: a command, the number of processes and their resources. `LocalJob` runs it
+here, `SlurmJob` writes a script for `sbatch`, `JobSetJob` a manifest for `kubectl`. Each process
+finds its id with `weft.launch.distributed` and joins the others through `jax.distributed`.
 """

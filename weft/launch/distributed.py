@@ -1,15 +1,14 @@
-"""How a process learns which of several it is, and joins the others.
+"""Process ids from the environment, and the rendezvous of processes.
 
-Where it stands is read from the environment, whoever has set it:
+The variables are, by precedence:
 
     set by                    coordinator                number                id
     a `Job`, or by hand       JAX_COORDINATOR_ADDRESS    JAX_NUM_PROCESSES     JAX_PROCESS_ID
     Slurm, inside of `srun`   first of the step's nodes  SLURM_STEP_NUM_TASKS  SLURM_PROCID
     Kubernetes, indexed jobs  -                          -                     JOB_COMPLETION_INDEX
 
-What stands higher counts. A process of which nothing says that there are others is alone.
-
-Launchers set WEFT_RENDEZVOUS_TOKEN as well, a secret by which process 0 knows the others.
+Without any of them, a process runs alone. Launchers also set WEFT_RENDEZVOUS_TOKEN, a secret that
+process 0 requires of the others.
 """
 
 import contextlib
@@ -42,12 +41,10 @@ _LONGEST_TOKEN = 256
 
 
 class Place(NamedTuple):
-    """Where a process stands among the others.
+    """Id of a process among the processes of a run.
 
     Attributes:
         coordinator: host:port of process 0.
-        num_processes: how many there are.
-        process_id: which one this is.
     """
 
     coordinator: str
@@ -56,13 +53,10 @@ class Place(NamedTuple):
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Where the process of an environment stands; None if it is alone.
-
-    Args:
-        environ: Its variables.
+    """Returns the place of the process with these environment variables; None if it is alone.
 
     Raises:
-        ProcessEnvironmentError: if they do not go together.
+        ProcessEnvironmentError: if the variables contradict each other.
 
     >>> place_of({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "17",
     ...           "SLURM_STEP_NODELIST": "gpu[07-08],big1"})
@@ -85,8 +79,8 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     missing = [n for n in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID) if n not in values]
     if missing:
         raise ProcessEnvironmentError(
-            f"the environment has {_shown(values)} but not {' and '.join(missing)}. Set all three, "
-            f"or none for a process that is alone; `weft launch` does."
+            f"the environment has {_shown(values)} but not {' and '.join(missing)}. Set all "
+            "three, as `weft launch` does, or none for a process that runs alone."
         )
     return _checked(values)
 
@@ -95,24 +89,25 @@ def _checked(values: Mapping[str, str]) -> Place:
     address = values[COORDINATOR_ADDRESS]
     if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]]+):[0-9]{1,5}", address):
         raise ProcessEnvironmentError(
-            f"{COORDINATOR_ADDRESS}={address!r} is not of the form host:port, as 10.0.0.1:1234."
+            f"{COORDINATOR_ADDRESS}={address!r} is not of the form host:port, such as "
+            "10.0.0.1:1234."
         )
     numbers = []
     for name in (NUM_PROCESSES, PROCESS_ID):
         if not re.fullmatch("[0-9]+", values[name]):
-            raise ProcessEnvironmentError(f"{name}={values[name]!r} is not a whole number.")
+            raise ProcessEnvironmentError(f"{name}={values[name]!r} is not an integer.")
         numbers.append(int(values[name]))
     num, index = numbers
     if index >= num:
         raise ProcessEnvironmentError(
-            f"{PROCESS_ID}={index} is not one of {NUM_PROCESSES}={num} processes; they count from "
-            f"0 to {num - 1}."
+            f"{PROCESS_ID}={index} is out of range for {NUM_PROCESSES}={num}; ids count from 0 "
+            f"to {num - 1}."
         )
     return Place(address, num, index)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
-    """What Slurm says of a process that `srun` has started."""
+    """Returns the variables of a process that `srun` started, or None."""
     found = {
         NUM_PROCESSES: environ.get("SLURM_STEP_NUM_TASKS"),
         PROCESS_ID: environ.get("SLURM_PROCID"),
@@ -128,7 +123,7 @@ def _of_slurm(environ: Mapping[str, str]) -> dict[str, str] | None:
 
 
 def slurm_port(job_id: int) -> int:
-    """The port at which the processes of a Slurm job meet; jobs that share nodes differ in it.
+    """Returns the rendezvous port of a Slurm job; jobs that share nodes get different ports.
 
     >>> slurm_port(17)
     61457
@@ -137,7 +132,7 @@ def slurm_port(job_id: int) -> int:
 
 
 def first_host(node_list: str) -> str:
-    """The first of the hosts that Slurm writes in short.
+    """Returns the first host of Slurm's abbreviated list.
 
     >>> first_host("node[003-005,9],big1"), first_host("big1,big2"), first_host("r[1-2]n[5,7]")
     ('node003', 'big1', 'r1n5')
@@ -153,21 +148,21 @@ def _shown(values: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place | None]:
-    """While open, this process is one of several in `jax.distributed`, if its environment says so.
+    """Initializes `jax.distributed` if the environment defines several processes.
 
-    To be opened before JAX is used. An error inside ends a process that has others at once, after
-    it is printed: at its exit it would wait for the others, who wait for it.
+    Must be entered before JAX is used. An error inside is printed and ends the process at once, as
+    a regular exit would wait for the other processes, which wait for this one.
 
     Args:
-        environ: the variables; those of the process by default.
+        environ: the variables; defaults to those of the process.
 
     Yields:
-        Where the process stands, None if it is alone.
+        The place of the process, None if it is alone.
 
     Raises:
-        ProcessEnvironmentError: if the variables do not go together.
+        ProcessEnvironmentError: if the variables contradict each other.
         CoordinatorNotFoundError: if process 0 does not answer.
-        ProcessesNotReadyError: if others do not come; the message names them.
+        ProcessesNotReadyError: if others do not join; the message names them.
     """
     environ = os.environ if environ is None else environ
     place = place_of(environ)
@@ -190,7 +185,7 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
             jax.distributed.initialize(
                 *place,
                 cluster_detection_method="deactivate",
-                # Later than the companions, who name the process that is silent.
+                # Longer than the timeout of the companions, which name the silent process.
                 heartbeat_timeout_seconds=heartbeat_timeout + _JAX_NOTICES_LATER_SECONDS,
             )
             yield place
@@ -218,7 +213,7 @@ def _token(environ: Mapping[str, str]) -> str:
 
 def _leave(error: BaseException, process_id: int) -> None:
     code = 1
-    with contextlib.suppress(OSError):  # nobody may be there to read it
+    with contextlib.suppress(OSError):  # stderr may be closed
         if isinstance(error, WeftError):
             code = 2
             print(f"weft: {error}", file=sys.stderr)
@@ -231,20 +226,21 @@ def _leave(error: BaseException, process_id: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     if process_id == 0:
-        # JAX aborts the others as soon as process 0 is gone; before that they may say why they end.
+        # JAX aborts the others as soon as process 0 exits; this leaves them time to report their
+        # errors.
         time.sleep(_LAST_WORDS_SECONDS)
     os._exit(code)
 
 
 def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS) -> None:
-    """Waits until process 0 listens. JAX would abort the process, in words of its own.
+    """Waits until process 0 listens, for a clearer error than JAX's abort.
 
     Args:
-        place: of this process.
-        timeout_seconds: how long to wait.
+        place: place of this process.
+        timeout_seconds: maximum time to wait.
 
     Raises:
-        CoordinatorNotFoundError: if it does not in that time.
+        CoordinatorNotFoundError: after that time.
     """
     host, _, port = place.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_seconds
@@ -255,9 +251,9 @@ def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise CoordinatorNotFoundError(
-                    f"process {place.process_id} of {place.num_processes} found nobody at "
+                    f"process {place.process_id} of {place.num_processes} could not connect to "
                     f"{place.coordinator} within {timeout_seconds:g} s ({error}). Process 0 "
-                    f"listens there: see in its log whether it started, and whether "
+                    "listens there: check in its log whether it started, and whether "
                     f"{COORDINATOR_ADDRESS} names its host."
                 ) from error
         time.sleep(min(0.1, timeout_seconds))

@@ -1,14 +1,14 @@
-"""`Job`: a command that runs as several processes, as a config.
+"""`Job`: config of a command that runs as several processes.
 
-The processes are alike. What tells them apart is their environment, see `weft.launch.distributed`:
+The processes differ only in their environment, see `weft.launch.distributed`:
 
-    JAX_COORDINATOR_ADDRESS    where process 0 listens, as host:port
-    JAX_NUM_PROCESSES          how many there are
-    JAX_PROCESS_ID             which of them this one is, from 0
-    WEFT_RENDEZVOUS_TOKEN      a secret of this start of the job, without which nobody joins it
+    JAX_COORDINATOR_ADDRESS    host:port of process 0
+    JAX_NUM_PROCESSES          number of processes
+    JAX_PROCESS_ID             id of the process, from 0
+    WEFT_RENDEZVOUS_TOKEN      secret of this start of the job, required to join it
 
-A subclass knows one place to run in, adds what that place asks for to the config, and does the
-starting, or writes down what a scheduler reads.
+Each subclass supports one platform: it adds config fields, and starts the processes or writes the
+input of a scheduler.
 """
 
 import re
@@ -22,50 +22,50 @@ COORDINATOR_ADDRESS = "JAX_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JAX_NUM_PROCESSES"
 PROCESS_ID = "JAX_PROCESS_ID"
 RENDEZVOUS_TOKEN = "WEFT_RENDEZVOUS_TOKEN"
-"""A secret of all processes of a run; process 0 refuses those that have another one."""
+"""Secret of all processes of a run; process 0 rejects others."""
 
 STOPPED_EXIT_CODE = "WEFT_STOPPED_EXIT_CODE"
-"""The exit code with which `weft train` ends when it was asked to stop before its last step; 0 if
-this is not set. A scheduler that starts a job again only when it failed needs another one."""
+"""Exit code of `weft train` after a requested stop before its last step; 0 if unset. Schedulers
+that restart only failed jobs need another code.
+"""
 
 TRY_AGAIN = {STOPPED_EXIT_CODE: "75"}
-"""Variables of processes that are to be started again after a stop: 75 is the usual exit code for
-"failed for now, try again"."""
+"""Variables of processes that restart after a stop; 75 is the usual code of temporary failures."""
 
 HEARTBEAT_TIMEOUT = "WEFT_HEARTBEAT_TIMEOUT_SECONDS"
-"""After how many seconds a silent process counts as gone."""
+"""Seconds without a heartbeat after which a process is lost."""
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class Job(Configurable):
-    """A command that runs as several processes.
+    """Command that runs as several processes.
 
     Raises:
-        JobConfigError: if the config asks for what cannot be started.
+        JobConfigError: for an invalid config.
 
     >>> Job.default_config().set(name="lm", command=["weft", "train"]).instantiate().environment
     {'JAX_NUM_PROCESSES': '1'}
     """
 
-    _needs_allow = True  # it is made of commands
+    _needs_allow = True  # it runs commands
 
     @config_class
     class Config(Configurable.Config):
         """Configures a Job.
 
         Attributes:
-            name: names the job, in logs and for the scheduler.
+            name: name of the job, in logs and for the scheduler.
             command: the program and its arguments, the same for each process.
-            num_processes: how many processes.
-            gpus_per_process: how many GPUs each has for itself; 0 for the CPU, or for other devices
-                that the scheduler is asked for.
-            env: variables for each process, beside those that it inherits.
-            max_tries: how often all processes are started, at most. The next try follows when one
-                of them failed; a training goes on from its last checkpoint.
-            grace_seconds: how long processes that were asked to stop may take to save.
-            heartbeat_timeout_seconds: after how long a process of which the others hear nothing
-                counts as gone. One that ends is noticed at once.
+            num_processes: number of processes.
+            gpus_per_process: GPUs of each process; 0 for the CPU, or for devices that are requested
+                otherwise.
+            env: variables for each process, in addition to the inherited ones.
+            max_tries: maximum number of starts of all processes. They restart when one fails;
+                training continues from its last checkpoint.
+            grace_seconds: time to save after a request to stop.
+            heartbeat_timeout_seconds: time without a heartbeat after which a process is lost. The
+                end of a process is noticed at once.
         """
 
         name: Required[str] = REQUIRED
@@ -82,8 +82,8 @@ class Job(Configurable):
         cfg = self.config
         if not cfg.command:
             raise JobConfigError(
-                f"{self._where('command')} is empty. Write a program and its arguments one by "
-                'one, as command=["weft", "train", "lm"].'
+                f"{self._where('command')} is empty. Write a program and its arguments as "
+                'separate strings, such as command=["weft", "train", "lm"].'
             )
         least_values = {
             "num_processes": 1,
@@ -98,8 +98,8 @@ class Job(Configurable):
                 )
         if not cfg.grace_seconds > 0:
             raise JobConfigError(
-                f"{self._where('grace_seconds')}={cfg.grace_seconds:g}; expected a time above 0, "
-                "in which a process that is to stop can save."
+                f"{self._where('grace_seconds')}={cfg.grace_seconds:g}; expected a time above "
+                "0, in which a process can save before it stops."
             )
         for name in cfg.env:
             self._check_variable(name)
@@ -107,13 +107,14 @@ class Job(Configurable):
     def _check_variable(self, name: str) -> None:
         if not _VARIABLE.fullmatch(name):
             raise JobConfigError(
-                f"{self._where('env')} names {name!r}, which cannot be an environment variable. "
-                "Use letters, digits and underscores, a digit not first."
+                f"{self._where('env')} has {name!r}, which is not a valid name of an "
+                "environment variable. Use letters, digits and underscores, and do not begin "
+                "with a digit."
             )
         if name in (COORDINATOR_ADDRESS, NUM_PROCESSES, PROCESS_ID, RENDEZVOUS_TOKEN):
             raise JobConfigError(
-                f"{self._where('env')} sets {name}, which the job sets itself so that the "
-                "processes find each other. Leave it out."
+                f"{self._where('env')} sets {name}, which the job sets itself to connect its "
+                "processes. Remove it."
             )
 
     def _where(self, field: str) -> str:
@@ -121,7 +122,7 @@ class Job(Configurable):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that are the same for each process."""
+        """Variables that all processes share."""
         cfg = self.config
         variables = {NUM_PROCESSES: str(cfg.num_processes)}
         if cfg.heartbeat_timeout_seconds != type(self).default_config().heartbeat_timeout_seconds:
@@ -133,14 +134,14 @@ def check_text(job: str, field: str, value: Any, pattern: str, expected: str) ->
     """Checks a text that a scheduler reads.
 
     Args:
-        job: says which job, in the error.
-        field: of its config.
-        value: what it holds.
-        pattern: a regular expression for all of it.
-        expected: what the pattern means, in words.
+        job: name of the job, for the error.
+        field: name of the config field.
+        value: its value.
+        pattern: regular expression for the whole value.
+        expected: description of the pattern.
 
     Raises:
-        JobConfigError: if the text is another one.
+        JobConfigError: if the value does not match.
 
     >>> check_text("job", "name", "lm", "[a-z]+", "small letters")
     """

@@ -1,15 +1,14 @@
-"""`JobSetJob`: a manifest for Kubernetes, of the kind JobSet (jobset.x-k8s.io/v1alpha2).
+"""`JobSetJob`: a manifest for Kubernetes, of kind JobSet (jobset.x-k8s.io/v1alpha2).
 
-A JobSet gives its pods stable names in the cluster's DNS, so the processes know where the first one
-is before it runs, and starts all of them anew when one has failed. The manifest is text for
-`kubectl apply -f -`; no client of Kubernetes is needed.
+A JobSet gives its pods stable DNS names, so that processes know the first pod's address before it
+runs, and restarts all pods when one fails. The manifest is text for `kubectl apply -f -`.
 
     JobSet  name
       replicatedJobs[0]  "workers", one Job
         Job  indexed, num_processes pods
-          Pod  one process; JOB_COMPLETION_INDEX says which
+          Pod  one process, numbered by JOB_COMPLETION_INDEX
 
-A Secret goes with it: the token by which the processes know each other.
+A Secret accompanies it, with the rendezvous token of the processes.
 """
 
 import secrets
@@ -24,12 +23,12 @@ _LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _REPLICATED_JOB = "workers"
 _COORDINATOR_PORT = 8476
 _LONGEST_NAME = 63
-# What Kubernetes appends to the name of a pod: a hyphen and five letters.
+# Kubernetes appends a hyphen and five letters to the name of a pod.
 _POD_SUFFIX = 6
 
 
 class JobSetJob(Job):
-    """Processes as pods of Kubernetes.
+    """Processes as Kubernetes pods.
 
     >>> cfg = JobSetJob.default_config().set(name="lm", command=["weft", "train", "lm"])
     >>> cfg.set(image="registry/weft:1").instantiate().manifest()["kind"]
@@ -41,17 +40,17 @@ class JobSetJob(Job):
         """Configures a JobSetJob.
 
         Attributes:
-            image: the container image, which has the command.
-            namespace: where to run; None for kubectl's.
-            resources: what each pod has for itself, by Kubernetes' names, such as {"cpu": "8",
-                "memory": "64Gi", "google.com/tpu": "4"}.
+            image: container image that has the command.
+            namespace: Kubernetes namespace; None for kubectl's default.
+            resources: resources of each pod by Kubernetes name, such as {"cpu": "8", "memory":
+                "64Gi", "google.com/tpu": "4"}.
             node_selector: labels of the nodes that may run a pod.
-            labels: of the JobSet, such as {"kueue.x-k8s.io/queue-name": "research"}.
-            volume_claim: a PersistentVolumeClaim that all pods mount, for the run's directory. Its
-                access mode has to be ReadWriteMany.
-            mount_path: where they mount it.
-            working_dir: where the command runs, and so where relative paths lie; None for
-                `mount_path` with a claim, and for the image's own without.
+            labels: labels of the JobSet, such as {"kueue.x-k8s.io/queue-name": "research"}.
+            volume_claim: PersistentVolumeClaim that all pods mount, for the run's directory; its
+                access mode must be ReadWriteMany.
+            mount_path: mount point of the volume.
+            working_dir: working directory of the command; None for `mount_path` with a claim, and
+                the image's own without.
         """
 
         image: Required[str] = REQUIRED
@@ -66,7 +65,7 @@ class JobSetJob(Job):
     def __init__(self, config: Config):
         super().__init__(config)
         cfg, where = self.config, f"JobSetJob {self.config.name!r}"
-        expected = "small letters, digits and hyphens, the first and last no hyphen"
+        expected = "lowercase letters, digits and hyphens, not starting or ending with a hyphen"
         for field in ("name", "namespace", "volume_claim"):
             value = getattr(cfg, field)
             if value is not None:
@@ -78,32 +77,32 @@ class JobSetJob(Job):
         too_long = len(self._pod_name(cfg.num_processes - 1)) + _POD_SUFFIX - _LONGEST_NAME
         if too_long > 0:
             raise JobConfigError(
-                f"{self._where('name')} is too long: with what Kubernetes appends, the names of "
-                f"the pods would have more than {_LONGEST_NAME} letters. Leave out {too_long}."
+                f"{self._where('name')} is too long: with Kubernetes' suffix, names of pods "
+                f"would exceed {_LONGEST_NAME} letters. Remove {too_long}."
             )
         if cfg.gpus_per_process and "nvidia.com/gpu" in cfg.resources:
             raise JobConfigError(
-                f"{self._where('resources')} has nvidia.com/gpu, and gpus_per_process="
-                f"{cfg.gpus_per_process} asks for it as well. Set one of them."
+                f"{self._where('resources')} has nvidia.com/gpu, but "
+                f"gpus_per_process={cfg.gpus_per_process} requests it, too. Set one of them."
             )
 
     def _pod_name(self, index: int) -> str:
-        """The name of a pod in the cluster's DNS, below that of the JobSet."""
+        """Returns the DNS name of a pod, below that of the JobSet."""
         return f"{self.config.name}-{_REPLICATED_JOB}-0-{index}"
 
     @property
     def coordinator_address(self) -> str:
-        """Where the processes meet: the first pod."""
+        """Address of the first pod."""
         return f"{self._pod_name(0)}.{self.config.name}:{_COORDINATOR_PORT}"
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest, as plain values."""
+        """Returns the manifest as plain values."""
         cfg = self.config
         job = {
             "parallelism": cfg.num_processes,
             "completions": cfg.num_processes,
             "completionMode": "Indexed",
-            # A pod that failed is not replaced alone: the others wait for the one that is gone.
+            # Failed pods are not replaced individually: the others wait for the lost process.
             "backoffLimit": 0,
             "template": {"spec": self._pod()},
         }
@@ -130,7 +129,7 @@ class JobSetJob(Job):
         return f"{self.config.name}-rendezvous"
 
     def secret(self) -> dict[str, Any]:
-        """The Secret that the manifest names, with a new token."""
+        """Returns the Secret of the manifest, with a new token."""
         return {
             "apiVersion": "v1",
             "kind": "Secret",
@@ -146,7 +145,7 @@ class JobSetJob(Job):
         variables = {
             **self.environment,
             COORDINATOR_ADDRESS: self.coordinator_address,
-            # A pod that saved because it was to make way has not done its work: 0 would say so.
+            # A preempted pod that saved has not finished, which exit code 0 would claim.
             **TRY_AGAIN,
         }
         token = {"secretKeyRef": {"name": self._secret_name, "key": "token"}}
@@ -166,7 +165,7 @@ class JobSetJob(Job):
             "containers": [container],
         }
         if resources:
-            # Requests are equal to limits where only these are given.
+            # Requests default to the limits.
             container["resources"] = {"limits": resources}
         if cfg.node_selector:
             pod["nodeSelector"] = dict(cfg.node_selector)
@@ -180,5 +179,5 @@ class JobSetJob(Job):
         return pod
 
     def yaml(self) -> str:
-        """The Secret and the manifest, for `kubectl apply -f -`."""
+        """Returns the Secret and the manifest, for `kubectl apply -f -`."""
         return f"{to_yaml(self.secret())}\n---\n{to_yaml(self.manifest())}\n"

@@ -1,7 +1,6 @@
-"""`LocalJob`: several processes on this machine, which meet on its loopback interface.
+"""`LocalJob`: several processes on this machine, connected through its loopback interface.
 
-To try what several machines would do: the processes share nothing but files and what they send to
-each other. On the CPU they talk by gloo.
+Simulates several machines: processes share only files and messages. On the CPU they use gloo.
 """
 
 import contextlib
@@ -31,9 +30,9 @@ class LocalJob(Job):
         """Configures a LocalJob.
 
         Attributes:
-            log_dir: a directory in which each process prints to a file of its own; None to print
-                all lines here, each behind the number of its process.
-            failure_grace_seconds: how long the others may take to end after one has failed.
+            log_dir: directory of one log file per process; None to print all lines here, prefixed
+                with the process id.
+            failure_grace_seconds: time for the other processes to exit after one failed.
         """
 
         log_dir: str | None = None
@@ -43,7 +42,7 @@ class LocalJob(Job):
         """Runs the processes until all have ended.
 
         Returns:
-            The exit code of all: 0, or that of the first that failed, as a shell counts it.
+            The exit code: 0, or the shell's code of the first process that failed.
 
         Raises:
             JobConfigError: if they cannot be started.
@@ -54,7 +53,7 @@ class LocalJob(Job):
             self._report(outcome)
             if outcome.failed is None or not tries_left:
                 break
-            _say(f"starting all of them again; tries left after this one: {tries_left - 1}")
+            _say(f"restarting all processes; tries left after this one: {tries_left - 1}")
         return outcome.code
 
     def _run_once(self) -> Outcome:
@@ -67,7 +66,7 @@ class LocalJob(Job):
                 os.path.join(cfg.log_dir, f"process-{i:0{width}}.log")
                 for i in range(cfg.num_processes)
             ]
-            _say(f"{cfg.num_processes} process(es), which print to {logs[0]} and beside it")
+            _say(f"{cfg.num_processes} process(es), with logs in {logs[0]} and its siblings")
         group = ProcessGroup(
             cfg.command,
             [
@@ -82,11 +81,11 @@ class LocalJob(Job):
         return group.run()
 
     def process_environment(self, index: int, address: str) -> dict[str, str]:
-        """All variables of a process.
+        """Returns all environment variables of a process.
 
         Args:
-            index: which one.
-            address: where they meet.
+            index: id of the process.
+            address: coordinator address.
 
         Raises:
             JobConfigError: if there are too few GPUs.
@@ -110,27 +109,27 @@ class LocalJob(Job):
         if len(visible) < needed:
             raise JobConfigError(
                 f"{self._where('gpus_per_process')}={cfg.gpus_per_process} for "
-                f"num_processes={cfg.num_processes} asks for {needed} GPUs, and "
-                f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Ask for fewer."
+                f"num_processes={cfg.num_processes} needs {needed} GPUs, but "
+                f"CUDA_VISIBLE_DEVICES={','.join(visible)} has {len(visible)}. Request fewer."
             )
         first = index * cfg.gpus_per_process
         return visible[first : first + cfg.gpus_per_process]
 
     def _report(self, outcome: Outcome) -> None:
-        """Says what was not as it should be."""
+        """Prints failures and stops."""
         if outcome.failed is not None:
             _say(failure_text(outcome, self.config.num_processes))
         elif outcome.stopped_by is not None:
             codes = ", ".join(f"process {e.index}: {e.code}" for e in sorted(outcome.ended))
-            _say(f"stopped by {outcome.stopped_by}, passed on to all; exit codes: {codes}")
+            _say(f"stopped by {outcome.stopped_by}, forwarded to all; exit codes: {codes}")
 
 
 def failure_text(outcome: Outcome, num_processes: int) -> str:
-    """What to tell people of a process that failed, and of the others.
+    """Describes a process that failed, and the ends of the others.
 
     Args:
-        outcome: in which one failed.
-        num_processes: how many there were.
+        outcome: must have a failed process.
+        num_processes: number of processes.
     """
     failed = outcome.failed
     assert failed is not None
@@ -139,7 +138,7 @@ def failure_text(outcome: Outcome, num_processes: int) -> str:
         f"after {failed.seconds:.1f} s; its exit code is {failed.code}"
     ]
     if failed.last_lines:
-        lines.append("the last that it printed:")
+        lines.append("its last lines:")
         lines += [f"  [{failed.index}] {line}" for line in failed.last_lines]
     for other in outcome.ended:
         if other is not failed:
@@ -150,11 +149,11 @@ def failure_text(outcome: Outcome, num_processes: int) -> str:
 def _end(ended: Ended) -> str:
     if ended.signal_name is not None:
         return f"was ended by {ended.signal_name}"
-    return f"ended with exit code {ended.code}" if ended.code else "ended as it should"
+    return f"ended with exit code {ended.code}" if ended.code else "exited normally"
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody may be there to read it
+    with contextlib.suppress(OSError):  # stderr may be closed
         print(f"weft launch: {text}", file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,9 @@
-"""Several processes of this machine as one: they start together and end together.
+"""Groups of processes on this machine that start and end together.
 
-Each is watched by two threads: one reads what it prints, one waits for its end. Ends arrive in a
-queue in the order in which they happened, so that the first to fail is the one that is named. From
-then on the others are asked to stop, since they wait for what will never come; who has not ended
-after a while is killed. A signal that asks this process to stop is passed on to each of them; if it
-is killed itself, the kernel asks them to stop.
+Two threads watch each process: one reads its output, one waits for its end. Ends arrive in a queue
+in order, so that the first failure is the reported one. After a failure the others are asked to
+stop, and killed after a grace period. Signals that ask this process to stop are forwarded to all;
+if it is killed, the kernel asks them to stop.
 """
 
 import collections
@@ -27,15 +26,14 @@ LAST_LINES = 20
 
 
 class Ended(NamedTuple):
-    """A process that has ended.
+    """Process that has ended.
 
     Attributes:
-        index: which one.
-        pid: its id.
-        code: its exit code, as a shell counts: 128 and the signal's number for one that was killed.
-        signal_name: the signal that killed it, if one did.
-        seconds: how long it ran.
-        last_lines: the last of what it printed.
+        index: id within the group.
+        code: exit code as in a shell: 128 plus the signal's number for a killed process.
+        signal_name: the signal that killed it, if any.
+        seconds: running time.
+        last_lines: end of its output.
     """
 
     index: int
@@ -47,12 +45,12 @@ class Ended(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a group of processes ended.
+    """Ends of a group of processes.
 
     Attributes:
-        ended: the processes, in the order in which they ended.
-        failed: the first that failed on its own, None if none did.
-        stopped_by: the name of the signal that asked to stop, None if none did.
+        ended: the processes, in the order of their ends.
+        failed: the first process that failed on its own, if any.
+        stopped_by: name of the signal that requested the stop, if any.
     """
 
     ended: tuple[Ended, ...]
@@ -61,14 +59,14 @@ class Outcome(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The exit code of all: that of the first to fail, or of the first that is not 0."""
+        """Exit code of the group: of the first failed process, or the first that is not 0."""
         if self.failed is not None:
             return self.failed.code
         return next((e.code for e in self.ended if e.code), 0)
 
 
-# Becomes the program, after it has had the kernel send SIGTERM to it when this process ends. A
-# `preexec_fn` would do so without it, but not after a fork of a process with JAX's threads.
+# Makes the kernel send SIGTERM when this process ends, then executes the program. A `preexec_fn`
+# would not need it, but is unsafe after a fork of a process with JAX's threads.
 _PR_SET_PDEATHSIG = 1
 _UNTIL_PARENT_ENDS = f"""
 import ctypes, os, signal, sys
@@ -79,11 +77,7 @@ if os.getppid() == int(sys.argv[1]):  # else it has ended before
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:
-    """A command for a child of this process that is asked to stop when this process is killed.
-
-    Args:
-        command: the program and its arguments.
-    """
+    """Wraps a command so that its process is asked to stop when this process is killed."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _UNTIL_PARENT_ENDS, str(os.getpid()), *command]
@@ -95,10 +89,10 @@ class ProcessGroup:
     Args:
         command: the program and its arguments.
         environments: the variables of each process.
-        say: takes each line that a process prints, with the number of the process.
-        log_paths: the file for each process to print to, instead of lines to `say`.
-        grace_seconds: how long processes may take to end after a signal was passed on.
-        failure_grace_seconds: how long they may take after one of them has failed.
+        say: called with the process id and each line of output.
+        log_paths: output file of each process, instead of `say`.
+        grace_seconds: time to exit after a forwarded signal.
+        failure_grace_seconds: time to exit after another process failed.
     """
 
     def __init__(
@@ -125,7 +119,7 @@ class ProcessGroup:
         self._deadline: float | None = None
 
     def run(self) -> Outcome:
-        """Starts the processes and waits for the end of all.
+        """Starts the processes and waits for all to end.
 
         Raises:
             JobConfigError: if the program cannot be started, or a log cannot be written.
@@ -158,13 +152,14 @@ class ProcessGroup:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    # Ctrl-C on a terminal goes to all of its processes; each is to get it once.
+                    # Ctrl-C on a terminal reaches all processes of its group; each should receive
+                    # it once.
                     start_new_session=True,
                 )
             except OSError as error:
                 raise JobConfigError(
-                    f"command={self._command!r} cannot be started: {error}. Name a program that "
-                    "is on the PATH."
+                    f"command={self._command!r} cannot be started: {error}. Name a program on "
+                    "the PATH."
                 ) from error
         self._processes.append(process)
         threading.Thread(target=self._watch, args=(index, process), daemon=True).start()
@@ -172,7 +167,7 @@ class ProcessGroup:
             reader = threading.Thread(target=self._read, args=(index, process.stdout), daemon=True)
             reader.start()
             self._readers.append(reader)
-        if self._stopped_by is not None:  # it came too late for the signal
+        if self._stopped_by is not None:  # started after the signal
             process.send_signal(signal.Signals[self._stopped_by])
 
     def _open_log(self, path: str) -> Any:
@@ -217,7 +212,7 @@ class ProcessGroup:
 
     def _described(self, index: int, moment: float) -> Ended:
         if self._readers:
-            # A child of its own may hold the pipe open: then what was read so far has to do.
+            # A child process may keep the pipe open: use the lines that were read so far.
             self._readers[index].join(timeout=1)
         process = self._processes[index]
         code, name = process.returncode, None
@@ -229,7 +224,7 @@ class ProcessGroup:
         return Ended(index, process.pid, code, name, moment - self._started, lines)
 
     def _stop_others(self) -> None:
-        """One has failed: the others cannot go on."""
+        """Asks the other processes to stop after a failure."""
         if self._stopped_by is None:
             self._pass_on(signal.SIGTERM)
         self._end_within(self._failure_grace_seconds)
@@ -245,12 +240,12 @@ class ProcessGroup:
         for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)  # it and its children
+                    os.killpg(process.pid, signal.SIGKILL)  # with its children
 
     @contextlib.contextmanager
     def _signals_passed_on(self) -> Iterator[None]:
         def on_signal(number: int, frame: FrameType | None) -> None:
-            # A terminal that was closed: they are to save and stop, as they know how to.
+            # The terminal was closed: the processes should save and stop.
             asked = signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
             self._stopped_by = self._stopped_by or asked.name
             self._end_within(self._grace_seconds)
@@ -260,7 +255,7 @@ class ProcessGroup:
             yield
             return
         numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` sets it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under `nohup`
             numbers.append(signal.SIGHUP)
         previous = {number: signal.signal(number, on_signal) for number in numbers}
         try:
@@ -271,18 +266,14 @@ class ProcessGroup:
 
 
 def last_lines(path: str) -> tuple[str, ...]:
-    """The last lines of a file that may be large.
-
-    Args:
-        path: of the file.
-    """
+    """Returns the last lines of a file that may be large."""
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 64_000))
         return tuple(file.read().decode(errors="replace").splitlines()[-LAST_LINES:])
 
 
 class PrefixedLines:
-    """Prints lines of several processes, each behind the number of its process.
+    """Printer of lines of several processes, prefixed with the process id.
 
     >>> say = PrefixedLines(12)
     >>> say(3, "step 1")
@@ -300,5 +291,5 @@ class PrefixedLines:
                 return
             try:
                 print(f"[{index:{self._width}}] {line}", file=sys.stdout, flush=True)
-            except OSError:  # the reader, such as `head` or a terminal, is gone; training goes on
+            except OSError:  # the reader, such as `head`, closed the pipe; training continues
                 self._readable = False

@@ -1,8 +1,7 @@
-"""`SlurmJob`: a script for `sbatch`, in which `srun` starts the processes.
+"""`SlurmJob`: a script for `sbatch` that starts the processes with `srun`.
 
-One node's death, or one process's, ends the step (`--kill-on-bad-exit`). Before the time limit the
-processes get a SIGTERM, early enough to save; with `max_tries` the job then stands in the queue
-again, and goes on where it was.
+The end of one node or process ends the step (`--kill-on-bad-exit`). Processes get a SIGTERM in time
+to save before the time limit; with `max_tries`, the job is then requeued and continues.
 """
 
 import shlex
@@ -13,7 +12,7 @@ from weft.config import config_class
 from weft.errors import JobConfigError, MissingExtraError
 from weft.launch.job import COORDINATOR_ADDRESS, RENDEZVOUS_TOKEN, TRY_AGAIN, Job, check_text
 
-# Drawn when the job starts, so that it is in no file; srun hands it on to the processes.
+# Drawn when the job starts, so that it is not stored in a file; srun passes it to the processes.
 _TOKEN_LINE = f'export {RENDEZVOUS_TOKEN}="$(od -An -N16 -tx1 /dev/urandom | tr -d " \\n")"'
 _TIME = r"\d+|\d+:\d\d(:\d\d)?|\d+-\d\d?(:\d\d){0,2}"
 
@@ -31,15 +30,15 @@ class SlurmJob(Job):
         """Configures a SlurmJob.
 
         Attributes:
-            nodes: over how many nodes the processes are spread; None for one process per node.
-            time: the time limit, as Slurm writes it: 90 (minutes), 8:00:00, 2-12:00:00.
-            partition: where to run; None for the cluster's default.
-            account: who pays; None for the person's default.
-            cpus_per_process: CPU cores for each.
-            memory_per_node: such as 64G.
-            output: the file of all output, with Slurm's patterns: %x the name, %j the job's number.
+            nodes: number of nodes; None for one process per node.
+            time: time limit in Slurm's format: 90 (minutes), 8:00:00, 2-12:00:00.
+            partition: Slurm partition; None for the cluster's default.
+            account: billed account; None for the user's default.
+            cpus_per_process: CPU cores of each process.
+            memory_per_node: memory of each node, such as 64G.
+            output: output file, with Slurm's patterns: %x for the name, %j for the job's number.
             sbatch: further options of sbatch by name, such as {"qos": "high", "exclusive": ""}.
-            setup: lines of the shell before the processes start, such as "module load cuda".
+            setup: shell commands to run before the processes start, such as "module load cuda".
         """
 
         nodes: int | None = None
@@ -59,25 +58,25 @@ class SlurmJob(Job):
         if nodes < 1 or cfg.num_processes % nodes:
             raise JobConfigError(
                 f"{self._where('nodes')}={cfg.nodes} does not divide "
-                f"num_processes={cfg.num_processes}; each node runs equally many."
+                f"num_processes={cfg.num_processes}; all nodes run the same number."
             )
         where = f"SlurmJob {cfg.name!r}"
-        one_word = ("one word: a directive of sbatch ends at a space", r"[^\s'\"\\]+")
+        one_word = ("one word, since a directive of sbatch ends at a space", r"[^\s'\"\\]+")
         for field in ("name", "partition", "account", "output", "memory_per_node"):
             value = getattr(cfg, field)
             if value is not None:
                 check_text(where, field, value, one_word[1], one_word[0])
         for name, value in cfg.sbatch.items():
-            check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names as in --name=value")
+            check_text(where, "sbatch", name, r"[a-z][a-z0-9-]*", "names, as in --name=value")
             check_text(where, f"sbatch[{name!r}]", value, r"[^\s'\"\\]*", one_word[0])
         if cfg.time is not None:
-            expected = "a time of Slurm's: 90 (minutes), 8:00:00 or 2-12:00:00"
+            expected = "Slurm's time format: 90 (minutes), 8:00:00 or 2-12:00:00"
             check_text(where, "time", cfg.time, _TIME, expected)
         both = sorted(self._own_directives().keys() & cfg.sbatch.keys())
         if both:
             raise JobConfigError(
-                f"{self._where('sbatch')} sets {', '.join(both)}, which the job sets itself. Use "
-                "the job's own field for it."
+                f"{self._where('sbatch')} sets {', '.join(both)}, which the job sets itself. "
+                "Use the job's own field."
             )
 
     def _nodes(self) -> int:
@@ -98,18 +97,18 @@ class SlurmJob(Job):
             "account": cfg.account,
             "output": cfg.output,
             "open-mode": "append",
-            # To the processes, not to the script.
+            # Sent to the processes, not to the script.
             "signal": f"TERM@{round(cfg.grace_seconds)}",
             "requeue": "" if cfg.max_tries > 1 else None,
         }
         return {name: str(value) for name, value in wanted.items() if value is not None}
 
     def directives(self) -> dict[str, str]:
-        """The options of sbatch by name; "" for one that takes no value."""
+        """Options of sbatch by name; "" for options without a value."""
         return {**self._own_directives(), **self.config.sbatch}
 
     def script(self) -> str:
-        """The script, for `sbatch`."""
+        """Returns the script for `sbatch`."""
         cfg = self.config
         lines = ["#!/bin/bash"]
         for name, value in self.directives().items():
@@ -123,7 +122,7 @@ class SlurmJob(Job):
             _TOKEN_LINE,
             "",
         ]
-        # Without --export, what is set above would depend on the cluster's defaults.
+        # Without --export, the variables above would depend on the cluster's defaults.
         lines += [
             f"srun {' '.join(self._srun_options())} --label --export=ALL "
             f"{shlex.join(cfg.command)} && exit 0",
@@ -139,7 +138,7 @@ class SlurmJob(Job):
 
     def _srun_options(self) -> list[str]:
         cores = self.config.cpus_per_process
-        # Since Slurm 22.05, srun does not take them from sbatch: a process would have one core.
+        # Since Slurm 22.05, srun does not inherit them from sbatch: processes would get one core.
         of_cores = [] if cores is None else [f"--cpus-per-task={cores}"]
         return ["--kill-on-bad-exit=1", *of_cores]
 
@@ -148,35 +147,35 @@ class SlurmJob(Job):
         return list({**self.environment, **again}.items())
 
     def submit(self, folder: str = "slurm") -> str:
-        """Submits the job by submitit, from a machine that has `sbatch`.
-
-        Inside of it the processes learn from Slurm's own variables where they meet.
+        """Submits the job with submitit, from a machine that has `sbatch`.
 
         Args:
-            folder: where submitit keeps its files and the logs of each process.
+            folder: directory of submitit's files and each process's logs.
 
         Returns:
             The job's number.
 
         Raises:
             MissingExtraError: if submitit is not installed.
-            JobConfigError: if there is no Slurm here, it refuses, or `max_tries` is above 1.
+            JobConfigError: if Slurm is missing or rejects the job, or `max_tries` is above 1.
         """
         try:
             import submitit
         except ModuleNotFoundError as error:
             raise MissingExtraError(
                 "submitting needs the package 'submitit', which the extra `launch` installs: "
-                "pip install 'weft[launch]'. Or submit the script: weft launch slurm … | sbatch"
+                "pip install 'weft[launch]'. Or submit the script: weft launch slurm … | "
+                "sbatch"
             ) from error
         if self.config.max_tries > 1:
             raise JobConfigError(
-                f"{self._where('max_tries')}={self.config.max_tries}, and submitit does not start "
-                "again what failed. Submit the script, which does: weft launch slurm … | sbatch"
+                f"{self._where('max_tries')}={self.config.max_tries}, but submitit does not "
+                "restart failed jobs. Submit the script, which does: weft launch slurm … | "
+                "sbatch"
             )
         given = self.directives()
         nodes, per_node = int(given.pop("nodes")), int(given.pop("ntasks-per-node"))
-        del given["output"]  # submitit names the logs, and reads them
+        del given["output"]  # submitit manages the logs
         exports = [f"export {name}={shlex.quote(value)}" for name, value in self._variables()]
         try:
             executor = submitit.SlurmExecutor(folder)
@@ -191,6 +190,6 @@ class SlurmJob(Job):
             return executor.submit(subprocess.check_call, list(self.config.command)).job_id
         except (OSError, RuntimeError) as error:
             raise JobConfigError(
-                f"{self._where('command')} was not submitted: {error}. Submit from a machine of "
-                "the cluster, or take the script there: weft launch slurm … > job.sh"
+                f"{self._where('command')} was not submitted: {error}. Submit from a machine "
+                "of the cluster, or copy the script there: weft launch slurm … > job.sh"
             ) from error

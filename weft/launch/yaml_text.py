@@ -1,7 +1,7 @@
-"""Plain values as YAML, for manifests.
+"""YAML text of plain values, for manifests.
 
-Mappings, lists, strings, numbers, booleans and None are all there is. A string that a reader of
-YAML could take for something else, or for markup, is quoted as JSON quotes it, which YAML reads.
+Supports mappings, lists, strings, numbers, booleans and None. Ambiguous strings are quoted as in
+JSON, which is valid YAML.
 """
 
 import json
@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
-# JSON leaves these as they are, and YAML allows them only when they are escaped.
+# JSON leaves these unescaped, but YAML requires escapes.
 _NOT_PRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
-# Those of YAML 1.1 as well: many tools read that.
+# Includes those of YAML 1.1, which many tools read.
 _WORDS_WITH_MEANING = frozenset(["true", "false", "yes", "no", "on", "off", "y", "n", "null"])
 
 
 def to_yaml(value: Any, indent: int = 0) -> str:
-    """A value as YAML text.
+    """Formats nested plain values as YAML.
 
     Args:
-        value: mappings, sequences and plain values, nested.
-        indent: how many spaces each line begins with.
+        value: mappings, sequences and plain values.
+        indent: number of leading spaces of each line.
 
     >>> print(to_yaml({"kind": "Job", "spec": {"args": ["train", "seed=1"], "on": 3, "env": {}}}))
     kind: Job

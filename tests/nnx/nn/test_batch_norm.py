@@ -100,7 +100,5 @@ def test_errors():
     with pytest.raises(ArgumentShapeError, match=r"features \(axis 2\) are 6; make the layer with"):
         layer(X)
     assert (layer.mean[...] == 0).all()
-    with pytest.raises(
-        MissingModeError, match=r"BatchNorm .*use_running_average=None itself; give"
-    ):
+    with pytest.raises(MissingModeError, match=r"BatchNorm .*use_running_average=None itself; set"):
         BatchNorm(6, use_running_average=None, rngs=RNGS)(X)
