@@ -2,6 +2,8 @@
 
 A module is a Python object with variables and modules as attributes. To JAX it is a pytree; the
 transformations here, with the signatures of JAX's, propagate changes of a module to the caller.
+
+Outside transformations, `graph` arguments are ignored: references are always kept.
 """
 
 from __future__ import annotations

@@ -123,19 +123,14 @@ def put_together(
     existing: Mapping[int, Any] = _NOTHING,
     known: Mapping[int, Any] = _NOTHING,
 ) -> tuple[Any, list[Any]]:
-    """Builds the graph of a description and values.
+    """Builds the graph of a description and values; returns the outermost object, and all by index.
 
     Args:
-        graphdef: description of the graph.
-        leaves: for each of its values a variable, which is copied, or a variable's value. A copy
-            keeps the variable's `jax.Ref`.
+        leaves: for each value a variable, which is copied with its `jax.Ref`, or a variable's
+            value.
         share: whether to use the given variables themselves.
-        existing: objects to reuse, by index; they get the described attributes, and variables keep
-            their values.
+        existing: objects to update by index; variables keep their values.
         known: objects of other descriptions that this one refers to, by index.
-
-    Returns:
-        The outermost object, and all objects by index.
 
     Raises:
         GraphStructureError: if the number of values is wrong, or a referenced object is unknown.

@@ -38,16 +38,15 @@ def capture(
 
     Args:
         fn: function, module or method. If omitted, the result is a decorator.
-        *var_types: kinds of variables, one returned state each. A variable goes to the first kind
-            that it is an instance of.
+        *var_types: kinds of variables, one state each; the first that a variable is an instance of.
         init: initial values of variables by path, such as perturbations.
         method_outputs: kind under which to sow each method's result, by method name.
 
     Raises:
         ObjectArgumentError: if a kind is not a class of variables, or `fn` is not callable.
-        GraphStructureError: if `init` has a path without a module or a value that is not a
-            variable, if two arguments sow at the same path, or if a module merged inside a JAX
-            transformation sows and its state is not returned.
+        GraphStructureError: if `init` does not fit the modules, if two arguments sow at the same
+            path, or if a module merged inside a JAX transformation sows and its state is not
+            returned.
 
     Example:
         >>> from weft import nnx
@@ -158,7 +157,6 @@ def _set(x: Pytree, captured: Captured | None) -> None:
 
 
 def _clean(result: Any) -> None:
-    """Removes the capture attributes from copies of modules in the function's result."""
     is_object = lambda x: isinstance(x, Pytree)  # noqa: E731
     for root in jax.tree.leaves(result, is_leaf=is_object):
         for _, x in modules_of(root) if is_object(root) else ():

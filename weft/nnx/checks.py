@@ -38,7 +38,6 @@ def check_pytree(pytree: Any) -> None:
 
 
 def _has_data(value: Any) -> bool:
-    """Returns whether a value contains data; an empty list or dict does not."""
     if isinstance(value, Pytree) and isinstance(value, list | dict):
         return any(_has_data(below) for _, below in value._items())
     return is_data(value)

@@ -36,7 +36,6 @@ class SplitContext:
     """Context that splits objects; objects split before in the context become references.
 
     Attributes:
-        ctxtag: tag of the update context, or None.
         ref_index: indices of the objects seen.
         is_inner: whether it is inside the transformation; None without an update context.
     """
@@ -89,7 +88,6 @@ class MergeContext:
     """Context that merges objects; references resolve to objects merged before in the context.
 
     Attributes:
-        ctxtag: tag of the update context, or None.
         index_ref: objects that were created, by index.
         is_inner: whether it is inside the transformation; None without an update context.
     """
@@ -167,9 +165,7 @@ _OPEN = _Open()
 def update_context(tag: Hashable) -> Iterator[UpdateContext]:
     """Connects split and merge contexts, so that a transformation's results update its inputs.
 
-    Args:
-        tag: tag for the split and merge contexts; a nested context hides an outer one with the same
-            tag.
+    A nested context hides an outer one with the same tag.
 
     Example:
         >>> import jax
@@ -218,11 +214,8 @@ def current_update_context(tag: Hashable) -> UpdateContext:
 def split_context(ctxtag: Hashable | None = None) -> Iterator[SplitContext]:
     """Splits several objects, each shared part once.
 
-    Args:
-        ctxtag: tag of an update context to connect to.
-
     Raises:
-        GraphStructureError: if there is no update context with the tag.
+        GraphStructureError: if there is no update context with the tag `ctxtag`.
 
     Example:
         >>> from weft import nnx

@@ -12,12 +12,7 @@ import numpy as np
 
 
 def shown(x: Any, inside: frozenset[int] = frozenset()) -> str:
-    """Returns the text of an object, with the sizes of its variables.
-
-    Args:
-        x: object, state, variable or value.
-        inside: ids of the enclosing objects.
-    """
+    """Returns the text of an object, with the sizes of its variables."""
     from weft.nnx.pytree import Pytree
     from weft.nnx.state import State
     from weft.nnx.variables import Variable

@@ -25,9 +25,8 @@ NAMES = ("sharding", "sharding_names")
 class use_eager_sharding(Setting, default=True):
     """Setting: whether new variables with the metadata `out_sharding` are sharded at once.
 
-    Args:
-        value: new setting of this thread; limited to the block or call in a `with` statement or as
-            a decorator. A variable's metadata `eager_sharding` takes precedence.
+    It applies to this thread, or to the block or call as a context manager or decorator. A
+    variable's metadata `eager_sharding` takes precedence.
 
     Example:
         >>> import jax.numpy as jnp
@@ -51,9 +50,6 @@ def using_eager_sharding() -> bool:
 def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
     """Returns metadata in which the layout of the value is called `out_sharding`.
 
-    Args:
-        what: name of the variable, for errors.
-
     Raises:
         AxisMetadataError: if the layout has a wrong type.
     """
@@ -75,10 +71,7 @@ def named_layout(metadata: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def laid_out(value: Any, metadata: dict[str, Any], what: str) -> Any:
-    """Places the value of a new variable on its mesh.
-
-    Args:
-        what: name of the variable, for errors.
+    """Places the value of a new variable on its mesh; `what` names it in errors.
 
     Raises:
         NoMeshError: if there is no mesh.

@@ -27,11 +27,9 @@ class EMA(Pytree):
         params: model or state that provides the initial values.
         decay: weight of the old average in an update; an array if it should change.
         only: filter of the variables.
-        graph: ignored, see `nnx.split`.
 
     Attributes:
         params: averages, variables at the model's paths.
-        filter: the filter; static.
 
     Raises:
         AverageLeafError: if the filter matches an array that is not a variable.
@@ -53,9 +51,6 @@ class EMA(Pytree):
 
     def update(self, updates: Any) -> None:
         """Updates the averages: `average = decay * average + (1 - decay) * value`.
-
-        Args:
-            updates: the model, or a state of it with variables or arrays.
 
         Raises:
             AverageStructureError: if paths or shapes differ from those of the averages.

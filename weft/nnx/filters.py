@@ -106,8 +106,6 @@ class Nothing:
 
 
 class _Combined:
-    """Filter of filters."""
-
     def __init__(self, *filters: Filter):
         self.predicates = tuple(to_predicate(f) for f in filters)
 
@@ -192,7 +190,6 @@ def predicates(filters: Sequence[Filter]) -> tuple[Predicate, ...]:
 
 
 def _literal(where: AnyValue) -> AnyValue:
-    """Returns a filter as users write it."""
     match where:
         case OfType():
             return where.type

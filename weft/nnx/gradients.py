@@ -15,10 +15,7 @@ from weft.nnx.variables import Variable
 def gradients_like(parameters: Mapping[Path, Any], grads: Any, wrt: Filter) -> State:
     """Returns the values of gradients, as a state with the paths of the parameters.
 
-    Args:
-        parameters: variables or arrays to update.
-        grads: gradients: a state, nested dicts or a model, of variables or arrays.
-        wrt: filter of the parameters; gradients that it does not match are ignored.
+    `grads` is a state, nested dicts or a model; those that `wrt` does not match are ignored.
 
     Raises:
         GradientStructureError: if paths or shapes of gradients and parameters differ.

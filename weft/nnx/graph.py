@@ -2,8 +2,7 @@
 
 The description, a `GraphDef`, has each object's class, static attributes, and positions of other
 attributes: objects, variables, plain values, or references to earlier objects, which preserve
-sharing and cycles. It is compared by value. The values are the variables and arrays in traversal
-order.
+sharing. It is compared by value. The values are variables and arrays in traversal order.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ class GraphDef:
     Attributes:
         root: definition of the outermost object.
         paths: paths of the values.
-        outer: index pairs (here, before) of objects that `nnx.unflatten` updates instead of
-            creating.
+        outer: index pairs (here, before) of objects that `nnx.unflatten` updates.
     """
 
     def __init__(self, root: Any, paths: Sequence[Path], outer: Mapping[int, int] = _NOTHING):
@@ -187,8 +185,6 @@ class Flat:
 
 
 class _Walk:
-    """Traversal of a graph."""
-
     def __init__(self, with_metadata: bool, known: Mapping[Any, int]) -> None:
         self.with_metadata = with_metadata
         self.index = {id(x): i for x, i in known.items()}
@@ -254,7 +250,6 @@ class _Walk:
         return self.describe(value, path, (x, name), is_data=True)
 
     def _index(self, x: Any, path: Path) -> Any:
-        """Returns a new index for an object, or a reference if it has one."""
         new = self.next
         index = self.index.setdefault(id(x), new)
         if index != new:
@@ -352,12 +347,9 @@ def key_of(key: Any) -> Hashable:
 
 
 def take_apart(x: Any, with_metadata: bool = True, known: Mapping[Any, int] = _NOTHING) -> Flat:
-    """Splits a graph into a description and values.
+    """Splits a graph into a description, by default with variables' metadata, and values.
 
-    Args:
-        x: object, variable, or pytree of them.
-        with_metadata: whether the description includes the metadata of variables.
-        known: indices of objects of another description, which this one refers to.
+    `known` has indices of objects of another description that this one refers to.
     """
     walk = _Walk(with_metadata, known)
     root = walk.describe(x, ())
@@ -428,12 +420,7 @@ def changing_values(flat: Flat) -> tuple[Same, ...]:
 
 
 def unhashable_values(graphdef: GraphDef, is_unchanged: bool = False) -> list[Any]:
-    """Returns the unhashable static values of a description, which can change.
-
-    Args:
-        graphdef: description.
-        is_unchanged: whether to omit those changed since they were described.
-    """
+    """Returns the unhashable static values; with `is_unchanged`, without changed ones."""
     parts = (part for part in _parts(graphdef.root) if isinstance(part, Fixed))
     of = [part for part in parts if not is_hashable(part.value)]
     return [part.value for part in of if not is_unchanged or Fixed(part.value) == part]
@@ -459,9 +446,6 @@ def with_static_values(graphdef: GraphDef, values: Iterable[Any]) -> GraphDef:
 
 def iter_graph(node: Any, /, *, graph: bool | None = None) -> Iterator[tuple[Path, Any]]:
     """Yields each object and value of a graph once with its path, inner ones first.
-
-    Args:
-        graph: ignored; references are kept either way.
 
     Example:
         >>> from weft import nnx
@@ -497,10 +481,7 @@ def iter_module_children(
 def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
     """Returns the paths of objects and variables that occur more than once in a graph.
 
-    Args:
-        node: object, or pytree of objects. Contents of a repeated object count below its first path
-            only.
-        only: filter of the objects to report.
+    Contents of a repeated object count below its first path only; `only` filters the objects.
 
     Example:
         >>> from weft import nnx
@@ -529,9 +510,7 @@ def find_duplicates(node: Any, /, *, only: Any = ...) -> list[list[Path]]:
 def recursive_map(f: Callable[[Path, Any], Any], node: Any, /, *, graph: bool | None = None) -> Any:
     """Returns a copy of a graph with `f(path, x)` in place of each object and value, inner first.
 
-    Args:
-        f: returns the replacement; objects and variables passed to it are copies.
-        graph: ignored, see `iter_graph`.
+    Objects and variables passed to `f` are copies.
 
     Example:
         >>> from weft import nnx

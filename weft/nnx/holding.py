@@ -25,16 +25,13 @@ def vars_as(
     only: Filter = ...,
     allow_duplicates: bool = False,
 ) -> A:
-    """Returns a copy of an object that holds its variables differently.
+    """Returns a copy of an object that holds its variables differently, and shares unaffected ones.
 
     Args:
-        node: object, or pytree of objects. Variables that need no change are shared with the copy.
-        hijax: alias of `ref`.
-        ref: whether to hold values in a `jax.Ref` (`weft.nnx.references`).
+        ref: whether to hold values in a `jax.Ref` (`weft.nnx.references`); `hijax` is an alias.
         mutable: whether values can be changed.
         only: filter of the variables.
-        allow_duplicates: whether a variable may occur twice; arguments of JAX functions may not
-            repeat a `jax.Ref`.
+        allow_duplicates: whether a variable may occur twice, which JAX rejects for a `jax.Ref`.
 
     Raises:
         GraphStructureError: if a variable occurs twice.

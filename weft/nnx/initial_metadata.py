@@ -1,8 +1,4 @@
-"""Initializers with metadata.
-
-An initializer of `with_metadata` returns a value with metadata for the variable that is made from
-it.
-"""
+"""Initializers that return a value with metadata for the variable made from it."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ def variable_type_from_name(
 ) -> type[Variable[Any]]:
     """Returns the kind of variable with a name.
 
-    Args:
-        base: base of a new class.
-        allow_register: whether to create a class for an unknown name.
+    With `allow_register`, creates a class, derived from `base`, for an unknown name.
 
     Raises:
         VariableTypeError: if the name is unknown.
@@ -67,10 +65,7 @@ def variable_type_from_name(
 
 
 def variable_name_from_type(typ: type[Variable[Any]], /, *, allow_register: bool = False) -> str:
-    """Returns the name of a kind of variable.
-
-    Args:
-        allow_register: whether a class without a name is registered under its class name.
+    """Returns the name of a kind of variable; with `allow_register`, registers the class name.
 
     Raises:
         VariableTypeError: if it has no name.

@@ -89,10 +89,7 @@ def _argument(metric: Metric, name: str, given: dict[str, Any]) -> Any:
 
 
 class Average(Metric):
-    """Mean of all values.
-
-    Args:
-        argname: name of the keyword argument of the values.
+    """Mean of all values of the keyword argument `argname`.
 
     Attributes:
         total: sum of the values.
@@ -141,7 +138,6 @@ class Average(Metric):
 
 
 def _mask(metric: Metric, given: Any, values: Array) -> Bool[Array, "..."]:
-    """Returns the mask broadcast to the values."""
     mask = _argument(metric, "mask", {"mask": given}).astype(bool)
     fits = mask.ndim <= values.ndim and all(
         m in (1, n) for m, n in zip(mask.shape[::-1], values.shape[::-1], strict=False)
@@ -166,11 +162,8 @@ class Statistics:
 class Welford(Metric):
     """Mean, deviation and error of all values, in one pass (Welford, 1962; Chan et al., 1979).
 
-    Args:
-        argname: name of the keyword argument of the values.
-
     Attributes:
-        count: number of values.
+        count: number of values, those of the keyword argument `argname`.
         mean: their mean.
         m2: sum of squared deviations from the mean.
 
@@ -220,12 +213,11 @@ class Welford(Metric):
 
 
 class Accuracy(Average):
-    """Fraction of correct predictions.
+    """Fraction of correct predictions, from `logits` and `labels`; `argname` is ignored.
 
     Args:
         threshold: for two classes, the logit from which on the prediction is 1; by default the
             prediction is the class of the largest logit.
-        argname: ignored; the arguments are `logits` and `labels`.
 
     Raises:
         MetricArgumentError: if the threshold is not a float.
@@ -285,10 +277,7 @@ class Accuracy(Average):
 
 
 class MultiMetric(Metric):
-    """Several metrics, updated together.
-
-    Args:
-        **metrics: metrics by name; each becomes an attribute.
+    """Several metrics, updated together; each becomes an attribute.
 
     Raises:
         MetricArgumentError: if one is not a metric, or has the name of a method.
@@ -324,11 +313,9 @@ class MultiMetric(Metric):
             metric.reset()
 
     def update(self, **updates: Any) -> None:
-        """Updates all metrics.
+        """Updates all metrics with those arguments that they know.
 
-        Args:
-            **updates: arguments of the metrics; each takes those that it knows. `mask` can map
-                names of metrics to masks; the others then have none.
+        `mask` can map names of metrics to masks; the others then have none.
 
         Raises:
             MetricArgumentError: if such a mapping names an unknown metric.

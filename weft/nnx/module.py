@@ -44,8 +44,6 @@ _RUNNING = _Running()
 
 
 def _named_call(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a class's `__call__` to run in the module's named scope while JAX traces."""
-
     @functools.wraps(fn)
     def in_scope(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if not is_tracing():
@@ -108,16 +106,13 @@ class Module(Pytree):
         reduce_fn: Callable[[Any, Any], Any] = _append,
         init_fn: Callable[[], Any] = tuple,
     ) -> bool:
-        """Stores a value in a variable of the module.
+        """Stores a value in a variable; returns False if `nnx.capture` omits its kind.
 
         Args:
             variable_type: class of the variable, or its name (see `variable_type_from_name`).
             name: name of the attribute.
             reduce_fn: combines the stored value and the new one; by default appends to a tuple.
             init_fn: makes the initial value.
-
-        Returns:
-            Whether the value was stored: not in `nnx.capture` without this kind.
 
         Raises:
             GraphStructureError: if the attribute exists and is not such a variable.
@@ -141,7 +136,6 @@ class Module(Pytree):
         Args:
             name: name of the variable; the first call creates it.
             value: an array; use the returned one in its place.
-            variable_type: class of the variable or its name.
 
         Raises:
             GraphStructureError: if the attribute exists and is not such a variable.
@@ -172,33 +166,20 @@ class Module(Pytree):
         graph: bool | None = None,
         **attributes: Any,
     ) -> None:
-        """Sets attributes of this module and its submodules that have them.
-
-        Args:
-            *filters: filters of the modules; all by default.
-            raise_if_not_found: whether an attribute that no module has is an error.
-            graph: ignored, see `nnx.split`.
+        """Sets attributes of this module and its submodules that have them and match the filters.
 
         Raises:
-            ModuleAttributeNotFoundError: if no module has one of them.
+            ModuleAttributeNotFoundError: if no module has one of them, if `raise_if_not_found`.
         """
         _set_attributes(self, filters, raise_if_not_found, attributes)
 
     def train(self, **attributes: Any) -> None:
-        """Sets `deterministic` and `use_running_average` to False in all modules that have them.
-
-        Args:
-            **attributes: additional attributes to set.
-        """
+        """Sets `deterministic` and `use_running_average` to False, and `attributes` as given."""
         modes = {"deterministic": False, "use_running_average": False}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
 
     def eval(self, **attributes: Any) -> None:
-        """Sets `deterministic` and `use_running_average` to True in all modules that have them.
-
-        Args:
-            **attributes: additional attributes to set.
-        """
+        """Sets `deterministic` and `use_running_average` to True, and `attributes` as given."""
         modes = {"deterministic": True, "use_running_average": True}
         self.set_attributes(**{**modes, **attributes}, raise_if_not_found=False)
 
@@ -258,16 +239,12 @@ def with_attributes(
     graph: bool | None = None,
     **attributes: Any,
 ) -> T:
-    """Returns a copy of an object with other attributes, which shares its variables.
+    """Returns a copy of an object with other attributes in modules that `only` matches.
 
-    Args:
-        only: filter of the modules.
-        raise_if_not_found: whether an attribute that no module has is an error.
-        graph: ignored, see `nnx.split`.
-        **attributes: attributes to set.
+    The copy shares the variables.
 
     Raises:
-        ModuleAttributeNotFoundError: if no module has one of them.
+        ModuleAttributeNotFoundError: if no module has one of them, if `raise_if_not_found`.
 
     Example:
         >>> from weft import nnx
@@ -293,16 +270,10 @@ def view(
 ) -> T:
     """Returns a copy of an object in another mode, which shares its variables.
 
-    Each module's `set_view` receives those arguments that it accepts, and sets attributes.
-
-    Args:
-        only: filter of the modules.
-        raise_if_not_found: whether an argument that no module accepts is an error.
-        graph: ignored, see `nnx.split`.
-        **kwargs: arguments of `set_view`.
+    The `set_view` of each module that `only` matches receives those arguments that it accepts.
 
     Raises:
-        ModuleAttributeNotFoundError: if no module accepts one of them.
+        ModuleAttributeNotFoundError: if no module accepts one of them, if `raise_if_not_found`.
 
     Example:
         >>> from weft import nnx
@@ -330,12 +301,7 @@ def view(
 
 
 def view_info(node: Any, /, *, only: Filter = ..., graph: bool | None = None) -> str:
-    """Returns the signatures of `set_view` of the modules in an object, by class.
-
-    Args:
-        only: filter of the modules.
-        graph: ignored, see `nnx.split`.
-    """
+    """Returns the signatures of `set_view` of an object's modules that `only` matches, by class."""
     methods = {type(m): m.set_view for _, m in _with_views(node, only)}
     return "\n".join(
         f"{cls.__qualname__}:\n  set_view{_shown_signature(method)}"

@@ -48,11 +48,7 @@ def _line_number(origin: Origin) -> int:
 
 
 def path_of(x: Any, depth: int = 8) -> str:
-    """Returns the attributes that lead to an object from an unowned one, such as "Model.layer.w".
-
-    Args:
-        depth: maximum number of owners to follow.
-    """
+    """Returns the path to an object from an unowned one at most `depth` up, as "Model.layer.w"."""
     from weft.nnx.pytree import Pytree
 
     name, seen = "", {id(x)}
@@ -68,7 +64,6 @@ def path_of(x: Any, depth: int = 8) -> str:
 
 
 def _owner(x: Any) -> tuple[Any, Any] | None:
-    """Returns an object that has `x` as an attribute or item, and its name there."""
     from weft.nnx.pytree import Pytree
 
     for holder in gc.get_referrers(x):

@@ -127,7 +127,6 @@ def to_tree(
     """Replaces the objects of a tree by their states.
 
     Args:
-        tree: pytree with objects.
         prefix: prefix of the tree, such as axes.
         split_fn: maps a split context, a path, a prefix leaf and an object to the replacement; by
             default `NodeStates` with one state.
@@ -201,7 +200,6 @@ def from_tree(
 def _broadcast(
     prefix: Any, tree: Any, is_leaf: Callable[[Any], bool], number_of_leaves: int
 ) -> list[Any]:
-    """Returns the prefix leaf of each leaf of a tree."""
     if prefix is _MISSING:
         return [0] * number_of_leaves
     is_said = lambda x: x is None or is_leaf(x)  # noqa: E731

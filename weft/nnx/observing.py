@@ -68,9 +68,7 @@ _VISITORS = _Visitors()
 def visited_models(visitor: Callable[[Pytree], None]) -> Iterator[None]:
     """Calls a function with each model that a layer of another library is about to call.
 
-    Args:
-        visitor: called with the model, which is discarded after the call; it may `observe` its
-            parts.
+    The model is discarded after the call; the function may `observe` its parts.
     """
     _VISITORS.stack.append(visitor)
     try:
@@ -105,7 +103,6 @@ def _observed(cls: type, observer: Observer) -> type:
 
 
 def _methods(cls: type) -> dict[str, Any]:
-    """Returns the methods of a class, without those of this library's base classes."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base in _OWN or base.__module__ in ("builtins", "typing"):

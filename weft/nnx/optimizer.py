@@ -64,9 +64,7 @@ class OptVariable(OptState[A]):
 def to_opt_state(tree: Any, shapes: Mapping[Path, tuple[int, ...]] | None = None) -> Any:
     """Returns a transformation's state with variables as leaves.
 
-    Args:
-        tree: the state, with variables for the state of parameters.
-        shapes: shapes of the parameters. State of another shape loses axis names that do not fit.
+    State whose shape differs from its parameter's, in `shapes`, loses axis names that do not fit.
 
     Example:
         >>> import optax
@@ -102,9 +100,7 @@ class Optimizer(Pytree, Generic[M]):
 
     Args:
         model: model, or any pytree of variables.
-        tx: the transformation.
         wrt: filter of the parameters, which are variables or arrays.
-        graph: ignored, see `nnx.split`.
 
     Attributes:
         step: number of updates so far.
@@ -153,16 +149,13 @@ class Optimizer(Pytree, Generic[M]):
         self.opt_state = to_opt_state(tx.init(from_flat_state(parameters)), shapes)
 
     def update(self, model: M, grads: Any = _MISSING, /, **kwargs: Any) -> Any:
-        """Updates the parameters of a model.
+        """Updates the parameters of a model; returns the change of each, a state of arrays.
 
         Args:
             grads: gradients, at the paths of the parameters: a state, nested dicts, or a model.
                 Those that `wrt` does not match are ignored.
-            **kwargs: extra arguments of the transformation, such as `value`; variables in them are
-                passed as values.
-
-        Returns:
-            The change of each parameter, a state of arrays.
+            **kwargs: extra arguments of the transformation, such as `value`, with values for
+                variables.
 
         Raises:
             GradientStructureError: if paths or shapes of gradients and parameters differ.
@@ -233,7 +226,6 @@ def _plain(x: Any) -> Any:
 
 
 def _at(tree: Any, path: Path) -> Any:
-    """Returns the entry of a nested state at a path; a bare variable has the empty path."""
     at = tree.raw_mapping if isinstance(tree, State) else tree
     for part in path:
         at = at[part]

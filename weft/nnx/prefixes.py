@@ -17,13 +17,8 @@ from weft.nnx.variables import Variable
 def prefix(node: Any, filter_map: Any, /, *, graph: bool | None = None) -> Any:
     """Returns a prefix of a tree with an entry for each variable and array, chosen by filters.
 
-    It is usable as `in_axes`, `in_shardings` and `in_specs`.
-
-    Args:
-        node: object, state, or pytree of them.
-        filter_map: mapping from filters to entries, an `nnx.StateAxes`, or a function of a path and
-            a variable or value.
-        graph: ignored, see `nnx.split`.
+    It is usable as `in_axes`, `in_shardings` and `in_specs`. `filter_map` maps filters to entries,
+    or is an `nnx.StateAxes` or a function of a path and a variable or value.
 
     Raises:
         StateFilterError: if no filter matches a value.

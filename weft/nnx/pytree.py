@@ -52,7 +52,6 @@ def _check_static(owner: Any, name: Any, value: Any, mark: bool | None) -> None:
 
 
 def _holds_data(value: Any) -> bool:
-    """Returns whether a value contains data; an empty `List` or `Dict` does not."""
     if type(value) is tuple:
         return any(map(_holds_data, value))
     if type(value) in _CONTAINERS.values():
@@ -80,11 +79,7 @@ def _mark(is_data: bool, value: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
-    """Marks an attribute's value as data.
-
-    Args:
-        value: the value; if omitted, returns a dataclass field whose values are data.
-        **kwargs: passed to `dataclasses.field`.
+    """Marks an attribute's value as data; without a value, returns such a `dataclasses.field`.
 
     Example:
         >>> from weft import nnx
@@ -98,11 +93,7 @@ def data(value: Any = _MISSING, /, **kwargs: Any) -> Any:
 
 
 def static(value: Any = _MISSING, /, **kwargs: Any) -> Any:
-    """Marks an attribute's value as static.
-
-    Args:
-        value: the value; if omitted, returns a dataclass field whose values are static.
-        **kwargs: passed to `dataclasses.field`.
+    """Marks an attribute's value as static; without a value, returns such a `dataclasses.field`.
 
     Raises:
         AttributeMarkError: on assignment, if the value contains data.
@@ -157,10 +148,7 @@ def has_data(value: Any) -> bool:
 def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
     """Makes a class a `dataclasses.dataclass` with the repr of objects.
 
-    Args:
-        cls: the class; fields can use `data(...)` and `static(...)`, also with
-            `dataclasses.dataclass`.
-        **kwargs: passed to `dataclasses.dataclass`.
+    Fields can use `data(...)` and `static(...)`, also with `dataclasses.dataclass` itself.
 
     Example:
         >>> from weft import nnx
@@ -177,7 +165,6 @@ def dataclass(cls: Any = None, /, **kwargs: Any) -> Any:
 
 
 def _marks_of(cls: type) -> dict[str, bool]:
-    """Returns the marks in the fields and annotations of a class."""
     marks = {}
     for name, annotation in vars(cls).get("__annotations__", {}).items():
         if isinstance(annotation, str):
@@ -221,7 +208,6 @@ class Pytree:
             _register(cls)
 
     def _items(self) -> list[tuple[Hashable, Any]]:
-        """Returns the attributes, sorted by name."""
         attributes = dict(vars(self))
         del attributes["_watch"]
         return sorted(attributes.items())
@@ -242,7 +228,6 @@ class Pytree:
 
     @classmethod
     def _made_of(cls, items: Iterable[tuple[Any, Any]], marks: Mapping[str, bool]) -> Any:
-        """Returns an object with these attributes, without `__init__`."""
         made = cls.__new__(cls)
         made._watch.marks.update(marks)
         made._fill(items)
@@ -265,7 +250,6 @@ class Pytree:
         vars(self).update(items)
 
     def _put(self, name: Any, value: Any) -> None:
-        """Replaces an array by another, without a change of structure."""
         vars(self)[name] = value
 
     def _replace(self, items: Sequence[tuple[Any, Any]]) -> None:
@@ -284,7 +268,6 @@ class Pytree:
         marks: dict[str, bool],
         order: Sequence[Hashable] | None,
     ) -> bool:
-        """Returns whether it has exactly these attributes."""
         there = self._items()
         return (
             marks == self._watch.marks
@@ -299,7 +282,6 @@ class Pytree:
         marks: dict[str, bool],
         order: Sequence[Hashable] | None = None,
     ) -> None:
-        """Sets exactly these attributes."""
         there = self._items()
         self._watch.marks = marks
         if order is not None:
@@ -444,12 +426,7 @@ _HOLDING: set[type] = {tuple, Marked}
 
 
 def register_container(kind: type, make: Callable[[Any], Any]) -> None:
-    """Registers the tracked version of a container type for attributes.
-
-    Args:
-        kind: exact type; subclasses are not converted.
-        make: converts a container to its tracked version.
-    """
+    """Registers a tracked version of a container type, excluding subclasses, for attributes."""
     _CONTAINERS[kind] = make
     _HOLDING.add(kind)
 

@@ -21,12 +21,7 @@ from weft.nnx.settings import Setting
 
 @dataclasses.dataclass(frozen=True)
 class VarDefaults(Mapping[str, bool]):
-    """Defaults of new variables.
-
-    Attributes:
-        hijax: alias of `ref`.
-        ref: whether values are held in a `jax.Ref`.
-    """
+    """Defaults of new variables: `ref`, whether to hold values in a `jax.Ref`; alias `hijax`."""
 
     hijax: bool = False
     ref: bool = False
@@ -51,15 +46,10 @@ class VarDefaultsContext(Setting, default=_NONE):
 def var_defaults(
     *, hijax: bool | None = None, ref: bool | None = None
 ) -> VarDefaults | VarDefaultsContext:
-    """Returns or sets defaults of new variables.
+    """Returns the defaults of new variables, or sets them for this thread if arguments are given.
 
-    Args:
-        hijax: alias of `ref`.
-        ref: whether to hold values that are arrays in a `jax.Ref`.
-
-    Returns:
-        The current defaults if no argument is given. Otherwise a setting of this thread; limited to
-        the block or call in a `with` statement or as a decorator.
+    As a context manager or decorator, the result limits the setting to the block or call. `ref`
+    holds arrays in a `jax.Ref`; `hijax` is its alias.
 
     Example:
         >>> from weft import nnx
@@ -97,10 +87,8 @@ def held(value: Any, metadata: Mapping[str, Any]) -> Any:
 def held_at_first(value: Any, metadata: dict[str, Any], given: Mapping[str, Any], what: str) -> Any:
     """Returns the value of a new variable as it is held.
 
-    Args:
-        metadata: metadata of the variable; loses `ref` and `hijax` if the value is not an array.
-        given: metadata that was passed explicitly.
-        what: name of the variable, for errors.
+    If it is not an array, `metadata` loses `ref` and `hijax`; `given` is the explicitly passed
+    part.
 
     Raises:
         VariableArgumentError: if the value is not an array, and `ref=True` was given.

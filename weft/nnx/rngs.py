@@ -221,9 +221,7 @@ class Rngs(Draws):
     def split(self, k: Sizes, /) -> "Rngs":
         """Returns streams per index of new leading axes, from one key of each stream.
 
-        Args:
-            k: sizes of the axes, or sizes by filter; unmatched streams keep their keys and restart
-                their counts.
+        `k` has the sizes, or sizes by filter; unmatched streams keep keys and restart counts.
         """
         return self._each(lambda name, stream: _changed(stream, (name,), split=k))
 
@@ -261,7 +259,6 @@ def _sizes_of(sizes: Any, path: Path, stream: RngStream, unmatched: Any = None) 
 def _changed(
     stream: RngStream, path: Path, split: Any = None, broadcast: Any = None, fork: Filter = None
 ) -> RngStream:
-    """Returns a stream split, broadcast, forked, or restarted with its key."""
     if (sizes := _sizes_of(split, path, stream)) is not None:
         return stream.split(sizes)
     if (sizes := _sizes_of(broadcast, path, stream)) is not None:
@@ -331,7 +328,6 @@ def split_rngs(
         splits: sizes of the axes.
         only: filter of the streams, such as their name.
         squeeze: whether to drop the axis, of size 1.
-        graph: ignored, like `graph_updates`.
 
     Returns:
         Backups for `restore_rngs`; also a context manager that restores them on exit.
@@ -369,13 +365,9 @@ def fork_rngs(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """Forks the PRNG streams of an object, optionally along new leading axes.
+    """Forks the PRNG streams of an object like `split_rngs`, optionally along new leading axes.
 
-    Args:
-        node: see `split_rngs`, also for the result.
-        split: sizes of new leading axes; or sizes by filter, None for no axes, and unmatched
-            streams are unchanged.
-        graph: ignored, like `graph_updates`.
+    `split` has the sizes, or by filter sizes or None for no axes; unmatched streams are unchanged.
     """
     if node is None:
         return _for_the_call(lambda args: fork_rngs(args, split=split))
@@ -411,12 +403,9 @@ def reseed(
     """Sets new keys of PRNG streams in an object, and restarts their counts.
 
     Args:
-        graph: ignored, see `nnx.split`.
-        policy: treatment of split streams: "scalars_only" raises, "match_shape" splits the new key
-            to the same shape; or a function of the stream's path, the new key and the old key's
-            shape that returns the key.
-        **stream_keys: seeds, keys or streams by stream name; each stream of that name receives its
-            own key.
+        policy: for split streams "scalars_only" raises, "match_shape" splits the new key to their
+            shape; or a function of path, new key and old key's shape that returns the key.
+        **stream_keys: seeds, keys or streams by stream name; each stream receives its own key.
 
     Raises:
         InvalidRngError: for a split stream under "scalars_only", or an unknown policy.
@@ -469,7 +458,6 @@ def with_rngs(
         fork: filter of the streams to fork.
         broadcast: sizes of new leading axes to repeat streams along, or sizes by filter.
         only: filter of all streams affected.
-        graph: ignored, like `graph_updates`; only the counts of the original's streams change.
 
     Example:
         >>> rngs = Rngs(0, dropout=1)

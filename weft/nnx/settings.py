@@ -14,12 +14,9 @@ import jax
 
 
 class Setting:
-    """Base class of settings: construction sets the value, `with` limits it to a block.
+    """Base class of settings: construction sets the value in this thread.
 
-    As a decorator, an instance sets the value during calls.
-
-    Args:
-        value: new value in this thread.
+    As a context manager or decorator, an instance limits it to the block or call.
 
     Example:
         >>> class verbosity(Setting, default=0):
@@ -61,7 +58,6 @@ class Setting:
         return list(cls._context.value)
 
     def _undo(self) -> None:
-        """Reverts the effect of construction."""
         if self._before is not None:
             self._context(self._before).__enter__()
             self._before = None

@@ -22,11 +22,7 @@ PLACE = "_captured"
 
 
 class Unreturned(NamedTuple):
-    """Placeholder in an outer variable for a value sown in an inner trace and not yet returned.
-
-    Attributes:
-        before: the previous value, if any.
-    """
+    """Placeholder for a value sown in an inner trace and not yet returned, with a previous one."""
 
     before: tuple[Any, ...]
 
@@ -41,9 +37,6 @@ class Captured(Pytree):
         kinds: kinds of variables to collect, excluding derived kinds.
         outputs: kind for the results of methods, or None.
         left: initial values.
-
-    Attributes:
-        left: variables, one per kind that is collected or has initial values.
     """
 
     def __init__(
@@ -119,7 +112,6 @@ class Captured(Pytree):
         return inner
 
     def _there(self, kind: type[Variable[Any]], name: str) -> Variable[Any] | None:
-        """Returns the variable that has a value of that name."""
         there = next((v for v in self.left if name in _values(v)), None)
         if there is not None and not isinstance(there, kind):
             raise GraphStructureError(

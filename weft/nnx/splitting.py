@@ -73,7 +73,6 @@ def merge(
 
     Args:
         graphdef_or_graphstate: description, or a state from `unpack`, which includes it.
-        *states: states that together have a value for each path of the description.
         copy: whether to copy the states' variables.
         recreate_variables: ignored; values become new variables.
 
@@ -118,15 +117,7 @@ def _check_paths(graphdef: GraphDef, found: Mapping[Path, Any]) -> None:
 
 
 def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
-    """Splits an object into `GraphState`s, which include its description.
-
-    Args:
-        node: object, or pytree of objects.
-        *filters: one state each; without filters, one state with everything.
-        graph: ignored, see `split`.
-
-    Raises:
-        StateFilterError: if no filter matches a value.
+    """Splits an object like `split`, into `GraphState`s, which include its description.
 
     Example:
         >>> from weft import nnx
@@ -140,12 +131,7 @@ def unpack(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
 
 
 def state(node: Any, *filters: Filter, graph: bool | None = None) -> Any:
-    """Returns the variables and arrays of an object, or those that filters match.
-
-    Args:
-        node: object, or pytree of objects.
-        *filters: one state each; unmatched values are omitted.
-        graph: ignored, see `split`.
+    """Returns the variables and arrays of an object, or one state per filter with those it matches.
 
     Example:
         >>> from weft import nnx
@@ -171,7 +157,6 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
     Args:
         variables: whether to copy variables; otherwise they are shared.
         arrays: whether to copy arrays as well.
-        graph: ignored, see `split`.
     """
 
     def copied(x: Any) -> Any:
@@ -190,14 +175,10 @@ def clone(node: T, variables: bool = True, *, arrays: bool = False, graph: bool 
 
 
 def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
-    """Calls a method of a split object, purely.
-
-    Args:
-        graphdef_state: pair of description and state.
+    """Calls a method of a split object, given as a pair of description and state, purely.
 
     Returns:
-        A proxy of the object; calling it, or a method on it, returns the result, and the updated
-        description and state.
+        A proxy of the object; a call of it or its methods returns the result and the new pair.
 
     Example:
         >>> from weft import nnx
@@ -215,8 +196,6 @@ def call(graphdef_state: tuple[GraphDef, Any], /) -> Any:
 
 
 class _Calls:
-    """Attribute path in a split object."""
-
     def __init__(self, graphdef_state: tuple[GraphDef, Any], path: tuple[Any, ...]):
         self._graphdef_state = graphdef_state
         self._path = path
@@ -246,9 +225,7 @@ def map(
 ) -> Any:
     """Returns a copy of an object with `f(path, value)` in place of each variable and array.
 
-    Args:
-        f: returns a variable, or the value of one.
-        graph: ignored, like `recreate_variables`.
+    `f` returns a variable, or the value of one; `recreate_variables` is ignored.
     """
     flat = take_apart(node)
     leaves = [f(path, x) for path, x in zip(flat.graphdef.paths, flat.leaves, strict=True)]
@@ -285,12 +262,9 @@ def flatten(
     """Returns an object as a description and a flat state.
 
     Args:
-        node: object, or pytree of objects.
         with_paths: whether to return a flat state; otherwise a list of variables' values.
-        ref_index: indices of objects in other descriptions that this one refers to; updated with
-            new objects.
+        ref_index: indices of objects in other descriptions; updated with new objects.
         ref_outer_index: indices in another description to record for objects of this one.
-        graph: ignored, see `split`.
 
     Example:
         >>> from weft import nnx
@@ -327,10 +301,8 @@ def unflatten(
 
     Args:
         state: state, or list of values in the order of the description.
-        index_ref: objects of other descriptions that this one refers to, by index; updated with new
-            objects.
-        outer_index_outer_ref: objects to update instead of creating new ones, by recorded index
-            (see `GraphDef.outer`).
+        index_ref: objects of other descriptions by index; updated with new objects.
+        outer_index_outer_ref: objects to update, by recorded index (see `GraphDef.outer`).
         copy_variables: whether to copy the state's variables.
         recreate_variables: ignored, see `merge`.
 

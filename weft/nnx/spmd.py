@@ -1,9 +1,8 @@
 """Layouts of variables over a mesh, also when an axis is added or removed.
 
-A variable's metadata `out_sharding` has one entry per axis of its value. Trees of variables are
-converted to the layouts that `jax.jit`, `jax.device_put` and checkpoints accept. Transformations
-that add or remove an axis call `add_axis` and `remove_axis`, so that metadata and value always have
-equally many.
+A variable's metadata `out_sharding` has one entry per axis of its value. It is converted to layouts
+for `jax.jit`, `jax.device_put` and checkpoints. Transformations that add or remove an axis update
+it by `add_axis` and `remove_axis`.
 """
 
 from __future__ import annotations
@@ -72,9 +71,8 @@ def with_partitioning(
     """Returns an initializer whose values become variables with a layout.
 
     Args:
-        sharding: for each axis of the value a mesh axis or logical name, a tuple of them, or None.
+        sharding: for each axis a mesh axis or logical name, a tuple of them, or None.
         mesh: the mesh, if not that of `jax.set_mesh`.
-        **metadata: other metadata, and hooks (see `Variable`).
 
     Example:
         >>> from weft import nnx
@@ -91,8 +89,6 @@ def _is_variable(x: Any) -> bool:
 
 
 def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
-    """Returns a tree with `make(spec, path)` in place of each value."""
-
     def at(path: Any, x: Any) -> Any:
         def plain(value: Any) -> Any:
             is_kept = is_array(value) or isinstance(value, jax.Ref)
@@ -107,7 +103,6 @@ def _layouts(make: Callable[[PartitionSpec, Any], Any], tree: Any) -> Any:
 
 
 def _pspec_at(path: Any, variable: Variable[Any]) -> PartitionSpec | None:
-    """Returns the layout in the metadata, in mesh axes."""
     try:
         return layout_of(variable._metadata)
     except LogicalAxisError as error:
@@ -130,12 +125,10 @@ def _sharding(mesh: AnyMesh, spec: PartitionSpec, path: Any) -> NamedSharding:
 
 
 def get_partition_spec(tree: Any) -> Any:
-    """Returns the layouts of a tree of variables.
+    """Returns a tree of variables with a `PartitionSpec` in place of each value.
 
-    Returns:
-        The tree with a `PartitionSpec` for each value: `out_sharding` after `sharding_rules` and
-            `logical_axis_rules`; an empty one for an array without layout; None for values that are
-            not arrays.
+    It is `out_sharding` after `sharding_rules` and `logical_axis_rules`; empty for an array without
+    layout; None for values that are not arrays.
 
     Raises:
         LogicalAxisError: if rules are malformed, or a variable's contradict those of the context.
@@ -175,10 +168,7 @@ def get_named_sharding(tree: Any, mesh: AnyMesh) -> Any:
 def abstract_with_sharding(tree: A, graph: bool | None = None) -> A:
     """Returns a copy of a tree with layouts added to abstract values.
 
-    Args:
-        tree: pytree of variables, as from `nnx.eval_shape`. Affected are variables with
-            `out_sharding` whose value is a `jax.ShapeDtypeStruct` without a layout.
-        graph: ignored, see `nnx.split`.
+    Affected are variables with `out_sharding` whose value is a `jax.ShapeDtypeStruct` without one.
 
     Raises:
         NoMeshError: if neither a variable's metadata nor `jax.set_mesh` provides a mesh.
@@ -239,15 +229,10 @@ def lay_out_shapes(tree: Any) -> None:
 def get_abstract_model(
     init_fn: Callable[[], Any], mesh: Mesh, *, graph: bool | None = None
 ) -> tuple[GraphDef, State]:
-    """Returns an abstract model: its description, and a state of shapes with shardings.
+    """Traces `init_fn`, and returns the description and abstract state of its model.
 
-    Args:
-        init_fn: makes the model; it is only traced.
-        mesh: mesh of its variables.
-        graph: ignored, see `nnx.split`.
-
-    Returns:
-        The description, and a state of `jax.ShapeDtypeStruct`s, a target for restoring checkpoints.
+    The state consists of `jax.ShapeDtypeStruct`s with shardings, a target for restoring
+    checkpoints.
 
     Raises:
         MeshError: see `abstract_with_sharding`.
@@ -280,7 +265,7 @@ def get_abstract_model(
 
 
 def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
-    """Updates the metadata of variables whose values have gained an axis, in place.
+    """Updates metadata of variables whose values have gained an axis; returns the tree.
 
     `out_sharding`, and each other tuple in the metadata for which `transform_metadata` has a value,
     gains an entry for the axis. Then the hook `on_add_axis` is called.
@@ -288,12 +273,8 @@ def add_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A:
     Args:
         tree: pytree of variables; some may have no layout.
         index: position of the axis in the new value; -1 is its last axis.
-        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name, the entry that
-            the last `remove_axis` without a name stored is restored, or else the axis is not
-            sharded.
-
-    Returns:
-        The tree.
+        transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name, it gets the
+            entry that the last nameless `remove_axis` stored, or else is not sharded.
 
     Raises:
         AxisMetadataError: if the metadata cannot have an axis there.
@@ -313,13 +294,9 @@ def remove_axis(tree: A, index: int, transform_metadata: Mapping[Any, Any]) -> A
     """Updates metadata of variables whose values have lost an axis; the inverse of `add_axis`.
 
     Args:
-        tree: pytree of variables; some may have no layout.
         index: position of the axis in the old value; -1 is its last axis.
         transform_metadata: `{PARTITION_NAME: name}` names the axis. Without a name, its entry is
             stored for `add_axis`.
-
-    Returns:
-        The tree.
 
     Raises:
         PartitionNameError: if the axis has another name.

@@ -1,8 +1,7 @@
 """States: the contents of a graph of objects, by path.
 
-A `State` is a nested mapping from attribute names to variables and arrays, and a pytree; a
-`FlatState` is a sorted list of paths and values. Both can be split by filters, merged, and
-converted to dicts of plain values.
+A `State` is a nested mapping and a pytree; a `FlatState` is a sorted list of paths and values. Both
+can be split by filters, merged, and converted to dicts of plain values.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ def _sort_key(path: Path) -> tuple[Any, ...]:
 
 
 class State(MutableMapping[Hashable, Any]):
-    """Nested mapping of a graph's variables and arrays.
+    """Nested mapping from attribute names to a graph's variables and arrays.
 
-    Args:
-        mapping: nested mappings, or an iterable of keys and values.
+    `mapping` is a nested mapping, or an iterable of keys and values.
 
     Example:
         >>> from weft import nnx
@@ -133,7 +131,6 @@ def shown_path(path: Path) -> str:
 
 
 def _plain(nested: Any) -> Any:
-    """Returns nested states and dicts as new dicts."""
     if isinstance(nested, State):
         nested = nested._mapping
     return {k: _plain(v) if isinstance(v, State | dict) else v for k, v in nested.items()}
@@ -200,11 +197,7 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class FlatState(list[tuple[Path, Any]]):
-    """List of paths and values, sorted by path.
-
-    Args:
-        sort: whether `items` must still be sorted.
-    """
+    """List of paths and values, sorted by path; sorts `items` if `sort`."""
 
     def __init__(self, items: Iterable[tuple[Path, Any]] = (), /, *, sort: bool = True):
         items = [(tuple(path), value) for path, value in items]
@@ -279,11 +272,7 @@ def to_flat_state(state: Any) -> FlatState:
 
 
 def from_flat_state(flat_state: Any, *, cls: type[State] = State) -> State:
-    """Returns a state from paths and values.
-
-    Args:
-        flat_state: pairs of paths and values, or a mapping.
-        cls: class of the result.
+    """Returns a state of class `cls` from a mapping, or pairs of paths and values.
 
     Raises:
         StatePathError: if a path leads through a value.
@@ -357,11 +346,7 @@ def _value(x: Any) -> Any:
 
 
 def to_pure_dict(state: Any, extract_fn: Callable[[Any], Any] | None = None) -> dict[Hashable, Any]:
-    """Converts a state to nested dicts of plain values.
-
-    Args:
-        extract_fn: maps a variable or array to its replacement; by default its value.
-    """
+    """Converts a state to nested dicts of its values, or of `extract_fn(variable or array)`."""
     extract = extract_fn or _value
     return _plain(map_state(lambda _, x: extract(x), state))
 
@@ -398,11 +383,7 @@ def replace_by_pure_dict(
 
 
 def restore_int_paths(pure_dict: Mapping[Hashable, Any], paths: Any = ()) -> dict[Hashable, Any]:
-    """Converts string keys such as "0" back to integers, after reading from a file.
-
-    Args:
-        paths: paths whose strings are kept.
-    """
+    """Converts string keys such as "0", except at `paths`, back to integers after file reads."""
 
     def restored(path: Path) -> Path:
         if path in paths:

@@ -32,12 +32,9 @@ class StateDict(Dict):
 
 
 def kept(tree: Any, make: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """Returns a pytree with variables as leaves, in containers that track changes.
+    """Returns a pytree with variables `make(path, leaf)` as leaves, in change-tracking containers.
 
-    Args:
-        tree: pytree; states become a `StateDict`, lists and dicts a `List` and a `Dict`.
-        make: maps a path and a leaf to its variable.
-        path: path of the tree in a larger one.
+    States become a `StateDict`, lists and dicts a `List` and a `Dict`; `path` prefixes all paths.
 
     Example:
         >>> from weft import nnx
@@ -108,8 +105,7 @@ def matched(tree: Any, values: Any, path: Path = ()) -> Iterator[tuple[Variable[
 def leaves_of(tree: Any, once: bool | None = None) -> dict[Path, Any]:
     """Returns the variables and other leaves of a model, a state or nested dicts, by path.
 
-    Args:
-        once: whether to include only the first path of a repeated variable; by default for objects.
+    With `once`, the default for objects, a repeated variable has only its first path.
 
     Example:
         >>> list(leaves_of({"a": {"b": 1.0}, "c": None}))

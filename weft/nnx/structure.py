@@ -25,12 +25,7 @@ from weft.nnx.naming import changed_elsewhere, origin
 
 
 class _Epoch:
-    """Current epoch, identified by a unique object.
-
-    Attributes:
-        now: the epoch.
-        remembering: caches of object structures, cleared at its end, by id.
-    """
+    """Current epoch, and by id the caches of object structures to clear at its end."""
 
     def __init__(self) -> None:
         self.now = object()
@@ -230,7 +225,6 @@ def fixed(value: Any) -> Fixed:
 
 
 def _is_top_of_library(value: Any) -> bool:
-    """Returns whether a value is a top-level function or class of an imported library."""
     if type(value) is types.FunctionType:
         is_top = value.__closure__ is None and "<locals>" not in value.__qualname__
         return is_top and is_of_library(value)

@@ -1,7 +1,6 @@
 """Tables of objects: inputs and outputs of method calls, and variables.
 
-The model runs abstractly, on a copy with observed methods; it does not change, and nothing is
-computed.
+The model runs abstractly, on a copy with observed methods.
 """
 
 from __future__ import annotations
@@ -103,13 +102,11 @@ def tabulate(
     Args:
         *input_args: arguments of the method; `jax.ShapeDtypeStruct` may replace arrays.
         depth: maximum depth of the objects shown.
-        method: name of the method.
         row_filter: selects calls to show; by default omits those of PRNG streams.
         table_kwargs: passed to `rich.table.Table`.
         column_kwargs: passed to each of its columns.
         console_kwargs: passed to `rich.console.Console`, such as `width`.
-        compute_flops: whether to count the FLOPs of each call.
-        compute_vjp_flops: whether to count the FLOPs of each call's gradient.
+        compute_flops: whether to count the FLOPs of calls; `compute_vjp_flops` of their gradients.
 
     Raises:
         GraphStructureError: if `obj` is not an object.
@@ -244,7 +241,6 @@ def _with_layout(variable: Variable[Any]) -> Any:
 
 
 def _by_kind(x: Any) -> dict[str, list[Any]]:
-    """Returns the values of the variables in an object, by kind."""
     found: dict[str, list[Any]] = {}
     for _, variable in iter_graph(x):
         if isinstance(variable, Variable):
@@ -253,6 +249,5 @@ def _by_kind(x: Any) -> dict[str, list[Any]]:
 
 
 def _kind(variable: Variable[Any]) -> str:
-    """Returns the most general class that states a variable's purpose."""
     classes = [c for c in type(variable).__mro__ if issubclass(c, Variable) and c is not Variable]
     return classes[-1].__name__ if classes else Variable.__name__

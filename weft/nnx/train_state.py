@@ -68,8 +68,7 @@ class TrainState(struct.PyTreeNode):
     def apply(self, state: State | str, *states: State | str) -> Any:
         """Calls a method of the model purely; see `nnx.call`.
 
-        Args:
-            state: state of the model, or the name of a field with one; `states` are merged with it.
+        A state may be given by the name of a field; further states are merged with it.
 
         Example:
             >>> import optax

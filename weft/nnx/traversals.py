@@ -58,11 +58,7 @@ def flatten_to_sequence(
 def unflatten_mapping(
     xs: Mapping[Any, Any] | Iterable[tuple[Any, Any]], /, *, sep: str | None = None
 ) -> Any:
-    """Returns the nested dict of a flat mapping or of pairs.
-
-    Args:
-        xs: leaves by path, a tuple of keys, or a string with `sep`; or pairs of path and leaf.
-        sep: separator of joined paths.
+    """Returns the nested dict of a flat mapping or of pairs; `sep` separates joined paths.
 
     Raises:
         NestedDictError: if `xs` is neither a mapping nor pairs.

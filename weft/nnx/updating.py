@@ -39,7 +39,6 @@ def update(node: Any, state: Any, /, *states: Any) -> None:
 
 
 def _plan_update(x: Any, new: Any, path: Path, changes: list[Callable[[], None]]) -> Any:
-    """Plans changes, and returns the replacement of `x`."""
     if isinstance(x, Variable):
         if isinstance(new, Variable):
             changes.append(lambda: x.update_from_state(new))

@@ -40,7 +40,6 @@ _ARRAYS = (jax.Array, np.ndarray)
 
 
 def _called(hooks: Any, variable: "Variable[Any]", *args: Any) -> Any:
-    """Applies hooks in sequence, each to the previous result."""
     *first, value = args
     for hook in hooks if isinstance(hooks, tuple | list) else (hooks,):
         value = hook(variable, *first, value)
@@ -140,11 +139,7 @@ class Variable(Generic[A]):
         return value
 
     def get_value(self, *, index: Any = _MISSING) -> A:
-        """Returns the value; subclasses may override it, for all reads.
-
-        Args:
-            index: part to return; `...` is all of it.
-        """
+        """Returns the value, or the part at `index`; subclasses may override it, for all reads."""
         value, metadata = self._value, self._metadata
         if metadata:
             if "ref" in metadata or "hijax" in metadata:
@@ -192,7 +187,6 @@ class Variable(Generic[A]):
         return is_asked and isinstance(self._value, jax.Ref)
 
     def _put(self, value: Any) -> None:
-        """Replaces the value, or writes it to the reference."""
         if self._is_held() and not isinstance(value, jax.Ref):
             write(self._value, value, ..., _shown(self))
         else:
@@ -235,11 +229,7 @@ class Variable(Generic[A]):
     def get_metadata(
         self, name: str | None = None, default: Any = _MISSING, *, exclude_required: bool = False
     ) -> Any:
-        """Returns all metadata as a new dict, or the entry `name`.
-
-        Args:
-            default: returned if there is no such entry.
-            exclude_required: ignored; there are no implicit entries.
+        """Returns all metadata as a new dict, or the entry `name`; `exclude_required` is ignored.
 
         Raises:
             VariableMetadataError: if there is no such entry, and no default.
@@ -310,12 +300,7 @@ class Variable(Generic[A]):
     # Copies.
 
     def copy(self: V, value: Any = _MISSING, *, _copy_ref: bool = True, **updates: Any) -> V:
-        """Returns a copy.
-
-        Args:
-            value: value of the copy; by default the same; a `jax.Ref` is copied.
-            **updates: metadata to change.
-        """
+        """Returns a copy, with other value and metadata if given; a `jax.Ref` is copied."""
         new = self._value if value is _MISSING else value
         metadata = {**self._metadata, **updates}
         if metadata:
@@ -402,7 +387,6 @@ class Variable(Generic[A]):
         self.set_value(value)
 
     def _in_shape(self, value: Any) -> Any:
-        """Broadcasts a value to the shape and dtype of the present array."""
         before = self._value
         return _like(before, value) if isinstance(before, _ARRAYS) or self._is_held() else value
 
@@ -471,8 +455,6 @@ def metadata_key(variable: Variable[Any]) -> Fixed:
 
 
 def _register(cls: type[Variable[Any]]) -> None:
-    """Registers variables as pytrees of their values."""
-
     def flatten(x: Variable[Any]) -> tuple[list[Any], Any]:
         return [x._value], metadata_key(x)
 
@@ -489,12 +471,10 @@ _register(Variable)
 
 
 def _read(value: Any) -> Any:
-    """Returns the held value, read from its reference if there is one."""
     return value[...] if isinstance(value, jax.Ref) else value
 
 
 def _as_asked(value: Any, metadata: dict[str, Any], given: dict[str, Any], what: str) -> Any:
-    """Returns the value of a new variable, processed as its metadata requests."""
     if isinstance(value, jax.Ref):
         raise VariableArgumentError(
             f"a {what} was given a jax.Ref; give it the array, and ref=True."
@@ -528,7 +508,6 @@ def _is_array(kind: type) -> bool:
 
 
 def _like(before: Any, value: Any) -> Any:
-    """Broadcasts a value to the previous one's shape and dtype, as array item assignment does."""
     if isinstance(value, Variable):
         value = value.get_value()
     if isinstance(value, jax.Array):

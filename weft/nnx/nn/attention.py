@@ -277,10 +277,7 @@ class MultiHeadAttention(Module):
 
         Raises:
             ArgumentValueError: if values are given without keys.
-            ArgumentShapeError: if the shapes do not match each other, the layer or the cache.
-            MissingModeError: if a mode is neither passed nor set.
             MissingCacheError: if `decode` is set and the layer has no cache.
-            InvalidRngError: if dropout has no stream to draw from.
         """
         if inputs_k is None:
             if inputs_v is not None:
@@ -383,7 +380,6 @@ class MultiHeadAttention(Module):
     def _decode(
         self, query: Array, key: Array, value: Array, mask: Array | None
     ) -> tuple[Array, Array, Array | None]:
-        """Returns keys and values of all positions so far, and the mask that hides the others."""
         of_key, of_value, at = self.cached_key, self.cached_value, self.cache_index
         if of_key is None or of_value is None or at is None:
             raise MissingCacheError(self._shown(), self.in_features)
@@ -399,7 +395,6 @@ class MultiHeadAttention(Module):
         return keys, values, combine_masks(mask, seen, dtype=jnp.bool_)
 
     def _dropout(self, deterministic: bool | None, rngs: Any) -> tuple[bool, Any]:
-        """Returns whether dropout is off, and its key."""
         if self.dropout_rate == 0.0 or mode_of(self, "deterministic", deterministic):
             return True, None
         given = self.rngs if rngs is None else rngs
@@ -407,7 +402,6 @@ class MultiHeadAttention(Module):
 
 
 def _accepted(fn: Callable[..., Array], options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that a function accepts."""
     known = inspect.signature(fn).parameters
     if any(p.kind is p.VAR_KEYWORD for p in known.values()):
         return options

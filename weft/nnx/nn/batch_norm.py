@@ -45,7 +45,6 @@ class BatchNorm(Module):
             `jax.lax.psum`.
         use_fast_variance: whether to compute mean and variance in one reduction.
         promote_dtype: determines the dtype to which input, averages and parameters promote.
-        rngs: its stream `params` draws the parameters.
 
     Example:
         >>> from weft import nnx
@@ -111,10 +110,6 @@ class BatchNorm(Module):
         Args:
             use_running_average: overrides the attribute.
             mask: values included in the statistics; all by default.
-
-        Raises:
-            ArgumentShapeError: if the input has a different number of features.
-            MissingModeError: if `use_running_average` is neither passed nor set.
         """
         use_average = mode_of(self, "use_running_average", use_running_average)
         features = sorted(canonical_axes(self.axis, x.ndim))

@@ -34,7 +34,7 @@ class Conv(Module):
     """Convolution with any number of spatial axes.
 
     The parameters are `kernel`, shape `(*kernel_size, in_features / groups, out_features)`, and
-    `bias`, shape `(out_features,)` or None.
+    `bias`, shape `(out_features,)` or None. Other arguments are those of `Linear`.
 
     Args:
         kernel_size: window size along each spatial axis; a number means one axis.
@@ -45,12 +45,7 @@ class Conv(Module):
         kernel_dilation: dilation of the window.
         feature_group_count: number of channel groups, each convolved separately.
         mask: multiplied with the kernel; has its shape.
-        dtype: computation dtype; by default promoted from input and parameters.
-        precision: precision of the product, as in `jax.lax.conv_general_dilated`.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
-        promote_dtype: casts input and parameters to `dtype`.
-        preferred_element_type: accumulation dtype, as in `jax.lax.conv_general_dilated`.
-        rngs: its stream `params` draws the parameters.
 
     Raises:
         ArgumentShapeError: if the groups do not divide the channels, or the mask's shape is not the
@@ -134,8 +129,6 @@ class Conv(Module):
                 `jax.lax.conv_general_dilated`.
 
         Raises:
-            ArgumentShapeError: if the input has too few axes or other channels, or the mask's shape
-                is not the kernel's.
             ArgumentValueError: if the padding is unknown or not applicable.
         """
         kernel = masked_kernel(self)

@@ -31,7 +31,7 @@ class ConvTranspose(Module):
     """Transposed convolution, a learned upsampling.
 
     The parameters are `kernel`, shape `(*kernel_size, in_features, out_features)`, and `bias`,
-    shape `(out_features,)` or None.
+    shape `(out_features,)` or None. Other arguments are those of `Linear`.
 
     Args:
         kernel_size: window size along each spatial axis; a number means one axis.
@@ -40,13 +40,8 @@ class ConvTranspose(Module):
             applied to the dilated input; see `functional.pad_conv_transpose`.
         kernel_dilation: dilation of the window.
         mask: multiplied with the kernel; has its shape.
-        dtype: computation dtype; by default promoted from input and parameters.
-        precision: precision of the product, as in `jax.lax.conv_general_dilated`.
         transpose_kernel: whether to compute the gradient of the convolution with this kernel, whose
             last axes then are `(out_features, in_features)`.
-        promote_dtype: casts input and parameters to `dtype`.
-        preferred_element_type: accumulation dtype, as in `jax.lax.conv_general_dilated`.
-        rngs: its stream `params` draws the parameters.
 
     Raises:
         ArgumentShapeError: if the mask's shape is not the kernel's.
@@ -120,8 +115,6 @@ class ConvTranspose(Module):
             inputs: array with any number of batch axes.
 
         Raises:
-            ArgumentShapeError: if the input has too few axes or other channels, or the mask's shape
-                is not the kernel's.
             ArgumentValueError: if the padding is unknown.
         """
         kernel = masked_kernel(self)

@@ -33,18 +33,13 @@ class Einsum(Module):
     """Einsum of the input and a kernel.
 
     The parameters are `kernel` and `bias`; the bias has the kernel's axes that the result has, in
-    the result's order.
+    the result's order. Other arguments are those of `Linear`.
 
     Args:
         einsum_str: subscripts of input, kernel and result, such as `"bti,io->bto"`.
         kernel_shape: shape of the kernel, or the size of its only axis.
         bias_shape: shape of the bias, or a size; None for no bias.
-        dtype: computation dtype; by default promoted from input and parameters.
-        precision: precision of the product, as in `jax.numpy.einsum`.
-        promote_dtype: casts input and parameters to `dtype`.
         einsum_op: replaces `jax.numpy.einsum`.
-        preferred_element_type: accumulation dtype, as in `jax.numpy.einsum`.
-        rngs: its stream `params` draws the parameters.
 
     Raises:
         ArgumentValueError: if the subscripts do not name two operands and a result.
@@ -106,7 +101,6 @@ class Einsum(Module):
 
         Raises:
             ArgumentValueError: if the subscripts do not name two operands and a result.
-            ArgumentShapeError: if they do not match the operands' axes.
         """
         subscripts = self.einsum_str if einsum_str is None else einsum_str
         x, kernel, bias = self.promote_dtype(

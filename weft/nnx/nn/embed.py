@@ -28,7 +28,6 @@ class Embed(Module):
         features: size of a vector.
         dtype: dtype of the output; by default that of the table.
         promote_dtype: casts table and query to `dtype`.
-        rngs: its stream `params` draws the table.
 
     Example:
         >>> from weft import nnx

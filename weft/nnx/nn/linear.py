@@ -45,7 +45,6 @@ class Linear(Module):
         dot_general: replaces `jax.lax.dot_general`.
         promote_dtype: casts input and parameters to `dtype`.
         preferred_element_type: accumulation dtype, as in `jax.lax.dot_general`.
-        rngs: its stream `params` draws the parameters.
         kernel_metadata: metadata of the kernel's variable, such as `out_sharding`; `bias_metadata`
             that of the bias.
 
@@ -99,9 +98,6 @@ class Linear(Module):
 
         Args:
             out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-
-        Raises:
-            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         x, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], value_of(self.bias)), dtype=self.dtype
@@ -222,9 +218,6 @@ class LinearGeneral(Module):
 
         Args:
             out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-
-        Raises:
-            ArgumentShapeError: if the input lacks an axis, or one has another size.
         """
         x, kernel, bias = self.promote_dtype(
             (inputs, self.kernel[...], value_of(self.bias)), dtype=self.dtype
@@ -264,7 +257,6 @@ def value_of(bias: Any) -> Any:
 
 
 def _replaced(dot_general: DotGeneral | None) -> DotGeneral | None:
-    """Returns the replacement of JAX's own function, or None."""
     return None if dot_general is lax.dot_general else dot_general
 
 

@@ -36,14 +36,12 @@ class LoRA(Module):
 
     The output is `(x @ lora_a) @ lora_b + base_module(x)`. The parameters are `lora_a`, shape
     `(in_features, lora_rank)`, and `lora_b`, shape `(lora_rank, out_features)`.
+    Other arguments are those of `Linear`.
 
     Args:
         base_module: module called on the same input; by default nothing is added.
-        dtype: computation dtype; by default promoted from input and parameters.
         b_initializer: initializer of `lora_b`; zeros, so that training starts from `base_module`.
         lora_param_type: class of the variables.
-        promote_dtype: casts input and parameters to `dtype`.
-        rngs: its stream `params` draws the parameters.
 
     Raises:
         ArgumentValueError: if `base_module` is not callable.
@@ -105,9 +103,6 @@ class LoRA(Module):
 
         Args:
             **kwargs: passed to `base_module`.
-
-        Raises:
-            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         given, a, b = self.promote_dtype((x, self.lora_a[...], self.lora_b[...]), dtype=self.dtype)
         if given.shape[-1:] != a.shape[:1]:
@@ -183,8 +178,5 @@ class LoRALinear(Linear):
 
         Args:
             out_sharding: sharding of the output, as in `jax.lax.dot_general`.
-
-        Raises:
-            ArgumentShapeError: if the last axis of the input is not of size `in_features`.
         """
         return super().__call__(x, out_sharding=out_sharding) + self.lora(x)

@@ -44,7 +44,6 @@ class LayerNorm(Module):
             `jax.lax.psum`.
         use_fast_variance: whether to compute mean and variance in one reduction.
         promote_dtype: determines the dtype to which input and parameters promote.
-        rngs: its stream `params` draws the parameters.
 
     Example:
         >>> from weft import nnx
@@ -97,9 +96,6 @@ class LayerNorm(Module):
 
         Args:
             mask: values included in the statistics; all by default.
-
-        Raises:
-            ArgumentShapeError: if the input has a different number of features.
         """
         features = sorted(canonical_axes(self.feature_axes, x.ndim))
         dtype, (scale, bias) = promoted(self, x, value_of(self.scale), value_of(self.bias))
@@ -261,7 +257,6 @@ class GroupNorm(Module):
         """Normalizes an input; see `LayerNorm`.
 
         Raises:
-            ArgumentShapeError: if the input has a different number of channels.
             ArgumentValueError: if the last axis is not in `reduction_axes`.
         """
         axes = group_norm_axes(self.reduction_axes, x.shape)
@@ -347,7 +342,6 @@ class InstanceNorm(Module):
         """Normalizes an input; see `LayerNorm`.
 
         Raises:
-            ArgumentShapeError: if the input has a different number of channels.
             ArgumentValueError: if the first axis is in `feature_axes`.
         """
         features, axes = instance_norm_axes(self.feature_axes, x.shape)

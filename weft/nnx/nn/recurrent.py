@@ -130,11 +130,6 @@ class RNN(Module):
 
         Returns:
             The outputs, or the last state and the outputs.
-
-        Raises:
-            ArgumentShapeError: if `seq_lengths` do not match the sequences, or these have too few
-                axes.
-            RngArgumentError: if `rngs` has another type.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -189,7 +184,6 @@ def _step(cell: RNNCellBase, carry: Any, x: Array) -> tuple[Any, Any]:
 def _step_of_same_keys(
     paths: tuple[Path, ...], cell: RNNCellBase, carry: Any, x: Array
 ) -> tuple[Any, Any]:
-    """Applies a step after resetting the streams at some paths."""
     for path, stream in iter_graph(cell):
         if path in paths:
             stream.count.set_value(jnp.zeros_like(stream.count.get_value()))
@@ -221,14 +215,12 @@ def _axis_of_time(cell: RNNCellBase, shape: tuple[int, ...], time_major: bool) -
 
 
 def _stream_of(layer: Module, rngs: Any) -> RngStream | None:
-    """Returns the stream that a layer draws first states from."""
     if isinstance(rngs, bool):
         return RngStream(0, tag="carry") if rngs else None
     return kept_stream(rngs, "carry", type(layer).__name__)
 
 
 def _checked(layer: Any, rngs: Any) -> Any:
-    """Returns the stream of the call, or else that of the layer."""
     if rngs is None:
         return layer.rngs
     if not isinstance(rngs, Rngs | RngStream):
@@ -299,9 +291,6 @@ class Bidirectional(Module):
             initial_carry: pair of first states.
             rngs: streams, or a stream, that draw both first states.
             reverse: no effect, like `keep_order`; accepted for compatibility with `RNN`.
-
-        Raises:
-            RngArgumentError: if `rngs` has another type.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         streams = _checked(self, rngs)

@@ -71,10 +71,8 @@ class Dropout(Module):
             rngs: PRNG streams, one stream or a key to use instead of the layer's own stream.
 
         Raises:
-            MissingModeError: if `deterministic` is neither passed nor set.
             ArgumentValueError: if the rate is not in `[0, 1]`, or `broadcast_dims` are out of
                 range.
-            InvalidRngError: if there is no stream to draw from.
         """
         if mode_of(self, "deterministic", deterministic) or self.rate == 0:
             return inputs

@@ -46,7 +46,6 @@ class SpectralNorm(Module):
             axes but the last are the rows of the matrix.
         update_stats: whether calls store the new vectors and singular values. It is stored negated,
             as `use_running_average`, which `model.train()` and `model.eval()` set.
-        rngs: its stream `params` draws the vectors.
 
     Example:
         >>> from weft import nnx
@@ -90,9 +89,6 @@ class SpectralNorm(Module):
         Args:
             x: input of the layer.
             update_stats: overrides `use_running_average`.
-
-        Raises:
-            ArgumentShapeError: if `error_on_non_matrix` and a parameter has more than two axes.
         """
         if update_stats is None:
             update_stats = not self.use_running_average
@@ -136,7 +132,6 @@ class WeightNorm(Module):
         dtype: dtype to which the normalized weights are rounded; they keep the parameter's dtype.
         variable_filter: filter of the parameters to normalize.
         promote_dtype: casts a normalized weight to the dtype to which it is rounded.
-        rngs: its stream `params` draws the scales, unless all are 1.
 
     Raises:
         ArgumentValueError: if a parameter lacks the `feature_axes`.
