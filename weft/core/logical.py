@@ -2,7 +2,9 @@
 
 A model names its axes, as `("embed", "heads")`; the rules of `weft.core.axis_rules` define their
 layout on a mesh. All rules are applied by `assign`, which returns for each axis the entry of the
-layout and the rules that were used or skipped.
+layout and the rules that were used or skipped. All functions raise LogicalAxisError for invalid
+names or rules and repeated names. Rules and meshes are by default those of the context and of
+`jax.set_mesh`.
 """
 
 import enum
@@ -52,9 +54,6 @@ def assign(names: Iterable[Any], rules: Rules) -> list[Assigned]:
     Args:
         names: for each axis a logical name, None, `PartitionSpec.UNCONSTRAINED`, or a tuple of mesh
             axes, which are used unchanged.
-
-    Raises:
-        LogicalAxisError: if names do not have this form, or are repeated.
     """
     axes = [Assigned(name, None if isinstance(name, str) else name) for name in _checked(names)]
     where = {axis.name: i for i, axis in enumerate(axes) if isinstance(axis.name, str)}
@@ -125,10 +124,6 @@ def logical_to_mesh_axes(
     Args:
         array_dim_names: for each axis a logical name, None, or a tuple of mesh axes, which are used
             unchanged. Names without a rule are not split. None, for no layout, returns None.
-        rules: by default those of the context.
-
-    Raises:
-        LogicalAxisError: if names or rules are invalid, or a name is repeated.
 
     Example:
         >>> logical_to_mesh_axes(("embed", "heads"), [("heads", "model")])
@@ -145,10 +140,6 @@ def names_to_mesh_axes(names: Iterable[Any], rules: AnyRules | None = None) -> P
     Args:
         names: for each axis a name, a tuple of names, or None. Names with a rule are replaced by
             its mesh axes, also in a tuple; names without a rule are mesh axes.
-        rules: by default those of the context.
-
-    Raises:
-        LogicalAxisError: if names or rules are invalid, or a name is repeated.
 
     Example:
         >>> names_to_mesh_axes(("embed", ("data", "fsdp")), [("embed", "model"), ("fsdp", None)])
@@ -189,14 +180,8 @@ def _are_names(x: Any) -> bool:
 def logical_to_mesh(tree: Any, rules: AnyRules | None = None) -> Any:
     """Returns the layouts of a tree of arrays whose axes have logical names.
 
-    Args:
-        tree: a pytree of `PartitionSpec`s or tuples with logical names, as returned by
-            `get_partition_spec` for boxed variables.
-        rules: by default those of the context.
-
-    Raises:
-        LogicalAxisError: if the tree has other leaves, a name is repeated, or the rules are
-            invalid.
+    `tree` contains `PartitionSpec`s or tuples with logical names, as returned by
+    `get_partition_spec` for boxed variables.
 
     Example:
         >>> logical_to_mesh({"w": PartitionSpec("embed"), "step": None}, [("embed", "data")])
@@ -247,16 +232,15 @@ def with_logical_constraint(
 ) -> Any:
     """Lays out a value over a mesh by the logical names of its axes.
 
+    Without rules or a mesh, `x` is returned unchanged.
+
     Args:
         logical_axis_resources: the names of its axes, or a prefix tree of them; None leaves a value
             unchanged.
-        rules: by default those of the context; without any, `x` is returned unchanged.
-        mesh: by default that of `jax.set_mesh`; without either, `x` is returned unchanged.
-        fallback: handling of a name without a mesh axis.
+        fallback: handling of a name without a mesh axis; `RulesFallback.RAISE_ERROR` raises
+            LogicalAxisError.
 
     Raises:
-        LogicalAxisError: for such a name with `RulesFallback.RAISE_ERROR`, and for invalid names or
-            rules.
         MeshError: if the mesh lacks an axis, or there are more names than axes.
 
     Warns:
@@ -311,11 +295,6 @@ class LogicallyPartitioned(Partitioned):
     Attributes:
         value: an array, or a tree of arrays with the same axes.
         names: for each axis a logical name, a tuple of mesh axes, or None.
-        mesh: by default that of `jax.set_mesh`.
-        rules: by default those of the context.
-
-    Raises:
-        LogicalAxisError: if the rules are invalid.
 
     Example:
         >>> box = LogicallyPartitioned(1.0, ("embed",), rules=[("embed", "data")])
@@ -333,12 +312,7 @@ class LogicallyPartitioned(Partitioned):
     def unbox(self, apply_constraint: bool = True) -> Any:
         """Returns the value, laid out by the rules unless `apply_constraint` is False.
 
-        Raises:
-            MeshError: if the mesh lacks an axis, or there are more names than axes.
-
-        Warns:
-            ShardingWarning: if the rules for two names conflict, or a mesh axis does not divide an
-                axis.
+        The errors and warnings are those of `with_logical_constraint`.
         """
         if not apply_constraint:
             return self.value

@@ -189,9 +189,8 @@ def remove_axis(tree: Any, index: int, params: Mapping[Any, Any]) -> Any:
         params: as given to `add_axis`.
 
     Raises:
-        PartitionNameError: if the axis has another name than in `params`; `path` is that of the
-            value.
-        AxisMetadataError: if metadata has no such axis.
+        PartitionNameError: if the axis has another name than in `params`.
+        AxisMetadataError: if metadata has no such axis; `path` is that of the value.
 
     Example:
         >>> box = Partitioned(1.0, ("layers", "data"))
@@ -277,12 +276,11 @@ def checked_names(names: Any) -> tuple[Any, ...]:
 class Partitioned(struct.PyTreeNode, AxisMetadata):
     """Value with the mesh axes that split each of its axes.
 
-    `unbox` lays the value out over `mesh`, or over the mesh of `jax.set_mesh`, if any.
+    `unbox` lays the value out over `mesh`, by default that of `jax.set_mesh`, if any.
 
     Attributes:
         value: an array, or a tree of arrays with the same axes.
         names: for each axis a mesh axis, a tuple of them, or None. Further axes are not split.
-        mesh: by default that of `jax.set_mesh`.
 
     Raises:
         AxisMetadataError: if `names` is not a sequence of names.
@@ -303,14 +301,7 @@ class Partitioned(struct.PyTreeNode, AxisMetadata):
         object.__setattr__(self, "names", checked_names(self.names))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """Returns the value, laid out by the names unless `apply_constraint` is False.
-
-        Raises:
-            MeshError: if the mesh lacks an axis, or there are more names than axes.
-
-        Warns:
-            ShardingWarning: if a mesh axis does not divide an axis of the value.
-        """
+        """Returns the value, laid out by the names unless `apply_constraint` is False."""
         if not apply_constraint:
             return self.value
         return constrain(self.value, self.get_partition_spec(), self.mesh)

@@ -29,6 +29,9 @@ def pack(
 ) -> Callable[..., Any]:
     """Returns a transformation of functions of scopes, based on a function of groups of variables.
 
+    The result takes a scope, or a pytree of scopes, and `args`. A group is a tuple with one dict
+    for each scope that is not below another one.
+
     Args:
         fn: `fn(scope_fn, repack_fn, variable_groups, rng_groups, *args)` returns a pair of its
             result and that of `repack_fn`. `scope_fn(variable_groups, rng_groups,
@@ -40,13 +43,8 @@ def pack(
         rng_filters: PRNG streams of each group.
         enable_kwargs: whether `fn` takes keyword arguments.
 
-    Returns:
-        A function of a scope, or of a pytree of scopes, and of `args`. A group is a tuple with one
-        dict for each scope that is not below another one.
-
     Raises:
-        TransformArgumentError: if `fn` does not accept keyword arguments, or does not return a
-            pair.
+        TransformArgumentError: if `fn` gets unexpected keyword arguments or does not return a pair.
 
     Example:
         >>> from weft.core import init, nn

@@ -220,12 +220,7 @@ class Counts:
 
 
 class Made(NamedTuple):
-    """Scopes in which a scan's body has created state, as paths.
-
-    Attributes:
-        carried: scopes of carried state, created with the keys of the first iteration.
-        shared: scopes of shared state, created with the keys of the run before.
-    """
+    """Scopes in which a scan's body has created carried or shared state, as paths."""
 
     carried: frozenset[Path]
     shared: frozenset[Path]

@@ -34,12 +34,7 @@ class FindingKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Probable mistake in rules.
-
-    Attributes:
-        path: the variable, or "" if the finding concerns a rule.
-        rule: the unused rule, else None.
-    """
+    """Probable mistake in rules: `path` of the variable or "", and the unused `rule` or None."""
 
     kind: FindingKind
     message: str

@@ -254,10 +254,7 @@ class Scope:
         return bound
 
     def rewound(self, rewind_rngs: bool = False) -> "Scope":
-        """Returns this scope without taken names, so that new names share its values.
-
-        With `rewind_rngs`, streams restart too, and draw the same keys again.
-        """
+        """Returns this scope without taken names; with `rewind_rngs`, keys are drawn again."""
         self._check_valid()
         scope = Scope.__new__(Scope)
         scope.__dict__.update(self.__dict__)
@@ -329,16 +326,11 @@ class Scope:
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> Variable[T]:
-        """Returns a reference to a variable, created if it does not exist.
+        """Returns a reference to a variable, created if it does not exist; see `param` for errors.
 
         Args:
             init_fn: computes the first value from `init_args` and `init_kwargs`.
             unbox: whether the reference shows the value without its axis metadata.
-
-        Raises:
-            NameInUseError: if the name is taken.
-            ScopeCollectionNotFound: if the collection is empty here and immutable.
-            ScopeVariableNotFoundError: if the variable does not exist and cannot be created.
         """
         self.reserve(name, col)
         if not self.has_variable(col, name):
@@ -421,9 +413,7 @@ class Scope:
     def make_rng(self, name: str = "params") -> Any:
         """Returns a new key of a stream; `params` replaces a missing one.
 
-        Raises:
-            InvalidRngError: if there is no stream.
-            JaxTransformError: inside of a transformation that does not lift the scope.
+        Raises InvalidRngError if there is no stream.
         """
         stream = name if self.has_rng(name) else "params"
         if not self.has_rng(stream):
@@ -547,13 +537,8 @@ def init(
 ) -> Callable[..., Any]:
     """Returns a function that computes the result of `fn` and the variables that it creates.
 
-    Args:
-        fn: `fn(scope, *args, **kwargs)`.
-        flags: see `Scope.get_flag`; `initializing` is True.
-
-    Returns:
-        `initialize(rngs, *args, **kwargs)`, with a key for the stream `params`, or keys by stream
-        name.
+    The function `initialize(rngs, *args, **kwargs)` takes a key for the stream `params`, or keys by
+    stream name. `fn` is a function `fn(scope, *args, **kwargs)`; the flag `initializing` is True.
 
     Example:
         >>> def scale(scope, x):
@@ -576,9 +561,7 @@ def init(
 def lazy_init(
     fn: Callable[..., Any], mutable: Filter = True, flags: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Returns a function that computes only the variables that `fn` creates; see `init`.
-
-    The function's arguments may be `jax.ShapeDtypeStruct`.
+    """Returns a function that computes only the variables of `init`, for arrays or their shapes.
 
     Raises:
         LazyInitError: if an initial value depends on an input given only as a shape.

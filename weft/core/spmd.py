@@ -2,7 +2,7 @@
 
 A layout may be a `NamedSharding`, a `Format` with one, a `PartitionSpec`, or a tuple of names.
 Unlike in `weft.core.logical`, names without a rule are mesh axes, and each name is translated
-separately: no rule is skipped because of a used mesh axis.
+separately: no rule is skipped because of a used mesh axis. Invalid rules raise LogicalAxisError.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -62,13 +62,9 @@ def without_format(sharding: Any) -> Any:
 def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
     """Maps the entry of each axis of a sharding.
 
-    Args:
-        f: from an entry to an entry.
-        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of entries; otherwise, the result
-            is None.
-
     Returns:
-        A `NamedSharding` over the same mesh, or a `PartitionSpec`.
+        A `NamedSharding` over the same mesh or a `PartitionSpec`; None if `sharding` is neither of
+        these nor a tuple.
 
     Example:
         >>> map_sharding(str.upper, ("data", "model"))
@@ -83,14 +79,7 @@ def map_sharding(f: Callable[[Any], Any], sharding: Any) -> Any:
 
 
 def from_sharding_rules(sharding: Iterable[Any], sharding_rules: AnyRules) -> tuple[Any, ...]:
-    """Translates names to mesh axes by these rules alone.
-
-    Args:
-        sharding: for each axis a name or another entry.
-        sharding_rules: the rules; the last one for a name applies. Names without one are unchanged.
-
-    Raises:
-        LogicalAxisError: if the rules are invalid.
+    """Translates names to mesh axes by these rules alone; the last one for a name applies.
 
     Example:
         >>> from_sharding_rules(("embed", "model", None), [("embed", "data")])
@@ -107,13 +96,10 @@ def _translator(rules: AnyRules) -> Callable[[Any], Any]:
 def apply_rules(sharding: Any, sharding_rules: AnyRules | None) -> Any:
     """Translates a sharding's names to mesh axes, by these rules and those of the context.
 
-    Args:
-        sharding: a `NamedSharding`, a `PartitionSpec` or a tuple of names; otherwise, the result is
-            None.
-        sharding_rules: the rules; names without one, here or in the context, are unchanged.
+    Names without a rule are unchanged; for values that are not shardings, the result is None.
 
     Raises:
-        LogicalAxisError: if the rules are invalid, or those of the context differ.
+        LogicalAxisError: if rules for a name differ from those of the context.
 
     Example:
         >>> apply_rules(("embed", None), [("embed", "data")])

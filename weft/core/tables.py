@@ -114,12 +114,9 @@ def size(tree: Any) -> str:
 
 
 def flops(fn: Callable[..., Any], *args: Any, with_vjp: bool = False) -> int:
-    """Returns the FLOPs that XLA counts in a function.
+    """Returns the FLOPs that XLA counts in a function of trees of arrays or their shapes.
 
-    Args:
-        fn: a function of trees of arrays; only arrays in its result count.
-        *args: trees of arrays or `jax.ShapeDtypeStruct`s.
-        with_vjp: whether to include the gradient of all inputs.
+    With `with_vjp`, includes the gradient of all inputs.
 
     Example:
         >>> flops(lambda x: x @ x, jax.ShapeDtypeStruct((4, 4), "float32")) > 0

@@ -35,12 +35,8 @@ def checkify(
 ) -> Callable[..., tuple[Any, Any]]:
     """Applies `jax.experimental.checkify.checkify` to a function that takes carriers.
 
-    Args:
-        kind, fn, in_axes: see `eval_shape`.
-        errors: enabled checks; None for `checkify.user_checks`.
-
-    Returns:
-        A function that returns a checkify error and the result of `fn`.
+    The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by
+    default `checkify.user_checks`.
     """
     from jax.experimental import checkify as jax_checkify  # imported only if used
 

@@ -37,11 +37,8 @@ def enter_axis(
 ) -> tuple[int, Units]:
     """Returns the size of the mapped axes, and the units with forked keys and without the axis.
 
-    The size is that after metadata hooks, which may change the shapes of values.
-
-    Args:
-        size: the size given by the user, if any.
-        at_least_keys: minimum number of keys to fork from each.
+    The size is that after metadata hooks, which may change the shapes of values. At least
+    `at_least_keys` keys are forked from each.
 
     Raises:
         AxisSizeError: if sizes disagree, an axis does not exist, or the size is unknown.

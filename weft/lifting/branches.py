@@ -38,19 +38,15 @@ def switch(
     in_axes: Any = None,
     names: Sequence[str] | None = None,
 ) -> Callable[..., Any]:
-    """Applies `jax.lax.switch` to functions that take carriers.
+    """Applies `jax.lax.switch` to functions that take carriers, as `call(index, *args)`.
 
     Args:
         branches: functions of the same arguments, with results of the same structure.
         in_axes: a prefix of the arguments; only the filters of `Roles` are used.
         names: names of the branches in errors; by default "branch 0" and so on.
 
-    Returns:
-        `call(index, *args)`.
-
     Raises:
-        BranchStructureError: if the results or final states of branches differ in structure, shape
-            or dtype.
+        BranchStructureError: if results or final states differ in structure, shape or dtype.
     """
     pure = functools.partial(_chosen, kind, branches, names)
     chosen = traced_by_structure(tuple(branches), kind, pure)
@@ -67,13 +63,11 @@ class _Branch:
     """Branch that was traced once; leaves of groups are identified by their paths.
 
     Attributes:
-        static: the collected static half.
         made: each group's new entries with initial values, or None; as in the next two, arrays are
             replaced by numbers of results of the trace.
         left: all entries of each group after the branch.
         returned: the branch's own results.
-        first: the numbers in `made` by path.
-        whole: the numbers in `left` by path.
+        first, whole: the numbers in `made` and in `left` by path.
         changed: paths of changed entries.
         kept: paths of created entries that are unchanged since.
     """

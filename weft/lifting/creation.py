@@ -83,11 +83,7 @@ def is_untraced() -> bool:
 
 
 class Made(NamedTuple):
-    """State created by a run of a body that must exist before the loop.
-
-    Attributes:
-        tree: the structure of a list with the new entries of each group, or None.
-    """
+    """State created by a run of a body: its structure, and the static half of the run."""
 
     tree: Any
     static: Any

@@ -328,12 +328,7 @@ def commit(kind: Kind, outer: Any, results: Results) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Positions of units in a packed tree, with their roles.
-
-    Attributes:
-        tree: the structure of the packed tree, with parcels as leaves.
-        sizes: for each of its leaves the parcel's number of groups; None for other leaves.
-    """
+    """Positions of units in a packed tree, with their roles and the parcels' sizes."""
 
     tree: Any
     sizes: tuple[int | None, ...]

@@ -62,10 +62,7 @@ def shared_by_equal_functions(parts: Any, make: Callable[[], T]) -> T:
 
 
 class AtFirstCall(Generic[T]):
-    """Object that is created, or taken from the cache, at the first use.
-
-    A function may use other values then than at its definition; see `shared_by_equal_functions`.
-    """
+    """Object that is created or found at the first use; see `shared_by_equal_functions`."""
 
     def __init__(self, parts: Any, make: Callable[[], T]):
         self._parts, self._make = parts, make

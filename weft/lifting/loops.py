@@ -42,14 +42,12 @@ def while_loop(
 ) -> Callable[..., Any]:
     """Applies `jax.lax.while_loop` to functions that take carriers.
 
+    The result returns the last values of the carried arguments; changes by `cond_fn` are dropped.
+
     Args:
-        cond_fn: takes the arguments and returns whether to continue. Its changes are dropped.
         body_fn: takes the arguments and returns the next values of the carried ones.
         in_axes: a prefix of the arguments: CARRY or None, or `Roles` for a carrier, with FORK for
             keys.
-
-    Returns:
-        A function that returns the last values of the carried arguments.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.

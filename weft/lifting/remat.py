@@ -22,10 +22,7 @@ def remat(
 ) -> Callable[..., Any]:
     """Applies `jax.checkpoint` to a function that takes carriers.
 
-    Args:
-        prevent_cse: see `jax.checkpoint`; False inside a scan.
-        policy: selects values to store, see `jax.checkpoint_policies`.
-        in_axes: a prefix of the arguments; only the filters of `Roles` are used.
+    `in_axes` is a prefix of the arguments, of whose `Roles` only the filters are used.
     """
 
     def pure(cargo: Cargo) -> Results:

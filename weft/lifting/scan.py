@@ -176,15 +176,10 @@ def iteration(
     static: Any,
     units: Units,
 ) -> tuple[Units, Static, list[Any] | None]:
-    """Runs a loop's body once.
+    """Runs a loop's body once; raises the errors of `scan`.
 
-    Returns:
-        The results, their static half, and created state that must exist before the loop, or None.
-        With created state, the results are unchecked.
-
-    Raises:
-        CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        RoleError: if it returns or changes a value with the role None.
+    Returns the results, their static half, and created state that must exist before the loop, or
+    None. With created state, the results are unchecked.
     """
     cargo = units.cargo(static)
     results = run(kind, lambda args: fn(*args), cargo, out_axes)

@@ -24,12 +24,9 @@ from weft.lifting.stack import with_room
 
 
 def traced_by_structure(fns: Any, options: Any, pure: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of crossing values that is traced once for equal structure.
+    """Returns `pure(static, units, *arrays)` as a function that is traced once for equal structure.
 
-    Args:
-        fns: the user's functions that `pure` calls.
-        options: all other dependencies of `pure`.
-        pure: `pure(static, units, *arrays)`; the result has the same arguments.
+    `fns` are the user's functions that `pure` calls, and `options` its other dependencies.
     """
 
     # Takes leaves instead of trees, since JAX flattens its arguments repeatedly.

@@ -50,18 +50,13 @@ class MultiHeadDotProductAttention(Module):
         broadcast_dropout: whether all examples and heads share a dropout mask.
         dropout_rate: rate for the attention weights.
         deterministic: disables dropout; set here or in the call.
-        precision: see `jax.lax.dot_general`.
-        out_kernel_init: by default `kernel_init`.
-        out_bias_init: by default `bias_init`.
-        attention_fn: replaces `dot_product_attention`; receives those of its options that are among
-            the function's parameters.
+        out_kernel_init, out_bias_init: by default `kernel_init` and `bias_init`.
+        attention_fn: replaces `dot_product_attention`; receives the options among its parameters.
         decode: whether to use a cache, see the module docstring.
         normalize_qk: whether to apply a layer norm to queries and keys (Dehghani et al., 2023).
         force_fp32_for_softmax: whether to compute the softmax in float32.
-        qkv_dot_general: used in `query`, `key` and `value`.
-        out_dot_general: used in `out`.
-        qkv_dot_general_cls: factory that takes precedence over `qkv_dot_general`.
-        out_dot_general_cls: factory that takes precedence over `out_dot_general`.
+        qkv_dot_general, out_dot_general: used in `query`, `key` and `value`, and in `out`.
+        qkv_dot_general_cls, out_dot_general_cls: factories that take precedence over these.
         qk_attn_weights_einsum_cls: factory of the einsum of queries and keys.
         attn_weights_value_einsum_cls: factory of the einsum of weights and values.
 
@@ -120,15 +115,13 @@ class MultiHeadDotProductAttention(Module):
             inputs_v: input of the values; by default `inputs_k`.
             inputs_kv: alternative to `inputs_k`, for both keys and values.
             mask: nonzero where a query may attend to a key.
-            deterministic: overrides the attribute; with dropout, exactly one of the two must be
-                set.
+            deterministic: see the attribute; with dropout, exactly one of the two must be set.
             dropout_rng: key to use instead of the stream `dropout`.
-            sow_weights: whether to store the weights before dropout in the collection
-                `intermediates`.
+            sow_weights: whether to store the weights before dropout, in `intermediates`.
 
         Raises:
-            ArgumentValueError: if inputs or one of the two einsums are given twice or alone, or the
-                features are not divisible by the number of heads.
+            ArgumentValueError: if inputs are given twice, the features are not divisible by the
+                number of heads, or only one of the two einsums is given.
             ArgumentShapeError: if the shapes do not match each other or the cache.
             ParameterGivenTwiceError: if `deterministic` is given twice or not at all.
             InvalidRngError: if there is no stream for dropout.

@@ -111,17 +111,11 @@ def dot_product_attention(
 ) -> Float[Array, "*batch target heads value_dim"]:
     """Returns the values averaged with the attention weights (Vaswani et al., 2017).
 
-    The other options are those of `dot_product_attention_weights`.
+    See `dot_product_attention_weights` for the other arguments and errors.
 
     Args:
-        dtype: dtype of the computation; by default promoted from query, key and value.
         qk_attn_weights_einsum: einsum of queries and keys.
-        attn_weights_value_einsum: einsum of weights and values.
-
-    Raises:
-        ArgumentShapeError: if the shapes do not match.
-        ArgumentValueError: if only one of the two einsums is given, or the key for dropout is
-            missing.
+        attn_weights_value_einsum: einsum of weights and values; give both or neither.
 
     Example:
         >>> import jax.numpy as jnp

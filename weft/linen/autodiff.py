@@ -143,12 +143,8 @@ def value_and_grad(
 ) -> tuple[Any, tuple[Any, ...]]:
     """Applies `jax.value_and_grad` to `fn(module, *primals)`; see `vjp` for the other arguments.
 
-    Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and any auxiliary output.
-
     Returns:
-        The result of `fn` (with `has_aux`, the pair) and a tuple with the gradient of each
-        argument.
+        The scalar result (with `has_aux`, the pair) and a tuple with the gradient of each argument.
     """
     boarding, carriage, primals, _ = board((fn,), mdl, primals)
     options = {"has_aux": has_aux, "reduce_axes": reduce_axes, "variables": variables, "rngs": rngs}

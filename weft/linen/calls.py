@@ -81,9 +81,6 @@ def share_scope(module: Module, other: Module) -> None:
 
     The shared scope is that of `other`, unless `other` is below `module`.
 
-    Raises:
-        CallShareScopeOnUnboundModuleError: if one of them is not bound.
-
     Example:
         >>> import jax
         >>> from weft import linen as nn

@@ -64,8 +64,7 @@ class SimpleCell(RNNCellBase):
     `h' = act(i(x) + h(h))`, with the submodules `i` and `h`.
 
     Attributes:
-        kernel_init: initializer of the input's kernel.
-        recurrent_kernel_init: initializer of the state's kernel.
+        kernel_init, recurrent_kernel_init: initializers of the kernels of input and state.
         dtype: dtype of the computation; by default promoted from inputs and parameters.
         param_dtype: dtype of the parameters and of the first state.
         carry_init: initializer of the first state.
@@ -114,11 +113,8 @@ class GRUCell(RNNCellBase):
     """Gated recurrent unit, `functional.gru_step` (Cho et al., 2014).
 
     The submodules are `ir`, `iz`, `in` for the input and `hr`, `hz`, `hn` for the state, for the
-    reset gate, the update gate and the candidate. See `SimpleCell` for the other attributes.
-
-    Attributes:
-        gate_fn: activation of the gates.
-        activation_fn: activation of the candidate.
+    reset gate, the update gate and the candidate; `activation_fn` is for the candidate. See
+    `SimpleCell` for the other attributes.
 
     Example:
         >>> from weft import linen as nn
@@ -169,10 +165,8 @@ class MGUCell(RNNCellBase):
     and the candidate. See `SimpleCell` for the other attributes.
 
     Attributes:
-        gate_fn: activation of the gate.
-        activation_fn: activation of the candidate.
-        forget_bias_init: initializer of the gate's bias.
-        activation_bias_init: initializer of the candidate's biases.
+        gate_fn, forget_bias_init: activation and bias initializer of the gate.
+        activation_fn, activation_bias_init: activation and bias initializer of the candidate.
         reset_gate: whether the gate also applies to the state's part of the candidate.
 
     Example:

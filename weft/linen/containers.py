@@ -19,9 +19,7 @@ class Sequential(Module):
     """Layer that applies layers in sequence.
 
     A tuple returned by a layer becomes the next layer's arguments, a dict its keyword arguments.
-
-    Attributes:
-        layers: modules and functions; modules are named `layers_{i}` by their position.
+    Modules among the layers are named `layers_{i}` by their position.
 
     Raises:
         ArgumentValueError: if `layers` is not a sequence, or is empty in a call.

@@ -113,8 +113,6 @@ class Conv(_Conv):
         feature_group_count: number of groups of channels, each convolved separately.
         mask: multiplied with the kernel; has its shape.
         dtype: dtype of the computation; by default promoted from input and parameters.
-        precision: see `jax.lax.conv_general_dilated`.
-        promote_dtype: converts input and parameters to the dtype of the computation.
         conv_general_dilated: replaces `jax.lax.conv_general_dilated`.
         conv_general_dilated_cls: factory that takes precedence over `conv_general_dilated`.
 

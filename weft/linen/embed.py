@@ -21,12 +21,10 @@ __all__ = ["Embed"]
 class Embed(Module):
     """Table of learned vectors, one for each id.
 
-    The parameter `embedding`, shape `(num_embeddings, features)`, is an attribute of a bound
-    module.
+    The parameter `embedding`, shape `(num_embeddings, features)`, is an attribute of bound modules.
 
     Attributes:
-        features: the size of a vector.
-        dtype: output dtype; by default that of the table, and in `attend` promoted from query and
+        dtype: output dtype; by default that of the table, in `attend` promoted from query and
             table.
         promote_dtype: converts table and query to the output dtype.
 

@@ -40,7 +40,6 @@ class Dense(Module):
 
     Attributes:
         dtype: dtype of the computation; by default promoted from input and parameters.
-        precision: see `jax.lax.dot_general`.
         promote_dtype: converts input and parameters to the dtype of the computation.
         dot_general: replaces `jax.lax.dot_general`.
         dot_general_cls: factory that takes precedence over `dot_general`; called with the layer.
@@ -99,16 +98,14 @@ class DenseGeneral(Module):
     """Linear map of any axes to any number of axes.
 
     The parameters are `kernel`, shape `(*batch_dims, *axis, *features)`, and `bias`, shape
-    `(*batch_dims, *features)`, with `axis` and `batch_dims` in increasing order. See `Dense` for
-    the other attributes.
+    `(*batch_dims, *features)`, with `axis` and `batch_dims` in increasing order. The initializers
+    create them as a matrix `(batch * input, features)` and a vector. See `Dense` for the other
+    attributes.
 
     Attributes:
         features: sizes of the new axes, which come last.
         axis: axes to contract.
-        batch_dims: leading axes whose positions have separate parameters; they come first in the
-            result.
-        kernel_init: initializer of the kernel as a matrix, shape `(batch * input, features)`.
-        bias_init: initializer of the bias as a vector.
+        batch_dims: leading axes, also in the result, whose positions have separate parameters.
 
     Example:
         >>> layer = DenseGeneral((2, 5), axis=(1, -1))
@@ -184,15 +181,13 @@ class DenseGeneral(Module):
 
 
 class Einsum(Module):
-    """Einsum of the input and a kernel.
+    """Einsum of the input and a kernel of shape `shape`.
 
-    The parameters are `kernel` and `bias`; the bias has the axes of the kernel that are in the
-    result, in the result's order. See `Dense` for the other attributes.
+    The bias has the axes of the kernel that are in the result, in the result's order. See `Dense`
+    for the other attributes.
 
     Attributes:
-        shape: shape of the kernel.
-        einsum_str: subscripts of input, kernel and result, as `"bti,io->bto"`; set here or in the
-            call.
+        einsum_str: subscripts, as `"bti,io->bto"`; set here or in the call.
         preferred_element_type: dtype of the sum, see `jax.numpy.einsum`.
 
     Example:

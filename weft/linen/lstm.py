@@ -31,17 +31,13 @@ class LSTMCell(RNNCellBase):
     """Long short-term memory cell, `functional.lstm_step` (Hochreiter and Schmidhuber, 1997).
 
     The submodules are `ii`, `if`, `ig`, `io` for the input and `hi`, `hf`, `hg`, `ho` for the
-    state: input gate, forget gate, candidate and output gate.
+    state: input gate, forget gate, candidate and output gate. See `SimpleCell` for the other
+    attributes.
 
     Attributes:
-        features: size of the memory and of the output.
         gate_fn: activation of the gates.
         activation_fn: activation of the candidate and of the output.
-        kernel_init: initializer of the input's kernels.
-        recurrent_kernel_init: initializer of the state's kernels.
         bias_init: initializer of the biases of the state's maps; the input's maps have none.
-        dtype: dtype of the computation; by default promoted from inputs and parameters.
-        param_dtype: dtype of the parameters and of the first state.
         carry_init: initializer of the first memory and output, each with its own key.
 
     Example:
@@ -154,15 +150,8 @@ class ConvLSTMCell(RNNCellBase):
 
     The convolutions are the submodules `ih` of the input and `hh` of the state. Their output
     channels are those of the input gate, the candidate, the forget gate (to which 1 is added) and
-    the output gate.
-
-    Attributes:
-        features: channels of the memory and of the output.
-        kernel_size: size along each spatial axis.
-        strides, padding: see `Conv`.
-        dtype: dtype of the computation; by default promoted from inputs and parameters.
-        param_dtype: dtype of the parameters and of the first state.
-        carry_init: initializer of the first memory and output, each with its own key.
+    the output gate. See `Conv` and `LSTMCell` for the attributes; `features` are the channels of
+    memory and output.
 
     Example:
         >>> from weft import linen as nn

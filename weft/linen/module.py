@@ -301,11 +301,7 @@ class Module(ModuleVariables):
     ) -> M:
         """Returns a copy with variables, for use outside of `apply`.
 
-        Args:
-            variables: the collections.
-            *args: ignored, for compatibility with the arguments of `apply`.
-            rngs: a key, or keys by stream name.
-            mutable: collections that can be changed.
+        The arguments are those of `apply`; `args` are ignored.
 
         Example:
             >>> import jax.numpy as jnp

@@ -89,11 +89,7 @@ class LayerNorm(Module):
 class RMSNorm(Module):
     """Division by the root mean square, `functional.rms_norm` (Zhang and Sennrich, 2019).
 
-    See `LayerNorm` for the other attributes.
-
-    Attributes:
-        epsilon: added to the mean square.
-        use_fast_variance: no effect, since there is one statistic.
+    See `LayerNorm` for the attributes; `use_fast_variance` has no effect.
 
     Example:
         >>> import jax
@@ -144,8 +140,7 @@ class GroupNorm(Module):
     Attributes:
         num_groups: number of groups; must be None if `group_size` is set.
         group_size: number of channels per group.
-        reduction_axes: axes that share statistics, including the last; by default all but the
-            first.
+        reduction_axes: must contain the last axis; by default all but the first.
 
     Example:
         >>> import jax
@@ -210,10 +205,7 @@ class GroupNorm(Module):
 class InstanceNorm(Module):
     """Normalization of each channel in each example (Ulyanov et al., 2016).
 
-    See `LayerNorm` for the other attributes.
-
-    Attributes:
-        feature_axes: axes of the channels; all others but the first share statistics.
+    See `LayerNorm` for the attributes; all axes but the first and `feature_axes` share statistics.
 
     Example:
         >>> import jax

@@ -96,9 +96,7 @@ def _map_names(fn: Callable[[Any], Any], names: Any) -> Any:
 class PartitionedVariable(Variable):
     """Variable whose value is laid out by the names of its axes on each read and write.
 
-    Args:
-        axes: for each axis its logical name, or None.
-        fallback: see `with_logical_constraint`.
+    `axes` has for each axis its logical name, or None.
     """
 
     def __init__(

@@ -381,12 +381,8 @@ def board(
 ) -> tuple[Boarding, Carriage, Any, Any]:
     """Extracts the modules from the arguments of lifted functions.
 
-    Args:
-        target: the first argument of the functions, a tree of modules.
-        token: marks the target as inside of a transformed class.
-
-    Returns:
-        The modules, their carriage, and the remaining `args` and `kwargs`.
+    Returns the modules, their carriage, and the remaining `args` and `kwargs`. `token` marks the
+    target as inside of a transformed class.
     """
     _check_target(fns[0], target)
     boarding = Boarding(target, token)

@@ -31,8 +31,7 @@ class RNN(Module):
 
     Attributes:
         cell: the cell; its variables are in the submodule `cell`.
-        time_major: whether time is the first axis; otherwise it follows the batch axes, before the
-            cell's `num_feature_axes`.
+        time_major: whether time is the first axis; otherwise it precedes the `num_feature_axes`.
         return_carry: whether to return the last state too.
         reverse: whether to run from the last position to the first.
         keep_order: whether a reverse run returns outputs in the order of the inputs.
@@ -143,10 +142,8 @@ class Bidirectional(Module):
     """Layer that applies one `RNN` forward and one backward, and merges the outputs.
 
     Attributes:
-        forward_rnn: the submodule that runs forward.
-        backward_rnn: the submodule that runs backward; may be the same module, to share parameters.
-        merge_fn: merges two outputs in the order of the inputs; by default concatenates the last
-            axis.
+        forward_rnn, backward_rnn: the submodules; may be the same module, to share parameters.
+        merge_fn: merges outputs in the order of the inputs; by default concatenates the last axis.
         return_carry: whether to return both last states, as a pair.
 
     Example:

@@ -28,8 +28,7 @@ class State:
     """Part of a module that is not its fields.
 
     Most modules have no submodules and few names, and the garbage collector runs several times per
-    trace. Instances therefore hold only values that differ from the class's, and create containers
-    with their first entry.
+    trace. Instances therefore hold only values that differ from the class's.
 
     Attributes:
         given: original values of fields that hold modules.

@@ -25,12 +25,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass
 class Call:
-    """Recorded call of a method; arrays are `jax.ShapeDtypeStruct`.
-
-    Attributes:
-        fn: the method as a function of the module, without surrounding transformations.
-        variables: the module's variables, of one index if they are mapped.
-    """
+    """Recorded call of a method, with `jax.ShapeDtypeStruct` for arrays; `fn` is untransformed."""
 
     module: "Module"
     path: Path
@@ -130,11 +125,10 @@ def tabulate(
 
     Args:
         rngs: see `Module.init`.
-        depth: maximum depth of listed modules; variables of deeper ones count in the line above
-            them.
+        depth: maximum depth of listed modules; variables of deeper ones count in the line above.
         show_repeated: whether each call of a module has a line.
-        console_kwargs: for `rich.console.Console`, such as `width`.
-        table_kwargs: for `rich.table.Table`.
+        console_kwargs, table_kwargs: for `rich.console.Console`, such as `width`, and
+            `rich.table.Table`.
         compute_flops: whether to count the FLOPs of each call.
         compute_vjp_flops: whether to count the FLOPs of a gradient of each call.
 

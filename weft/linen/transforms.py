@@ -140,13 +140,7 @@ def pmap(
     metadata_params: Mapping[Any, Any] = {},
     methods: Methods = None,
 ) -> Target:
-    """Applies `vmap` with one device for each index; see `weft.core.lift.pmap`.
-
-    Args:
-        target: see `vmap`, also for the other arguments.
-        axis_name: name of the mapped axis for collectives.
-        devices: devices to use, by default the first of `jax.devices()`.
-    """
+    """Applies `vmap` with one device for each index, by default the first of `jax.devices()`."""
     return transformed(
         "Pmap",
         lift.pmap,
@@ -279,9 +273,6 @@ def remat_scan(
         lengths: lengths of the loops, the outermost first; `a * b` iterations store `a + b`
             carries.
         policy: selects further values to store, see `jax.checkpoint_policies`.
-
-    Raises:
-        TransformArgumentError: if `lengths` is empty.
     """
     if not lengths:
         raise TransformArgumentError(
@@ -394,12 +385,8 @@ def checkify(
 ) -> Target:
     """Applies `jax.experimental.checkify.checkify` to a module class or a function of a module.
 
-    Args:
-        errors: enabled checks; None for `checkify.user_checks`.
-        methods: see `vmap`.
-
-    Returns:
-        The class or function; it returns a checkify error and the result.
+    The class or function then returns a checkify error and the result. `errors` are the enabled
+    checks, by default `checkify.user_checks`.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -32,9 +32,8 @@ __all__ = ["SpectralNorm", "WeightNorm"]
 class SpectralNorm(Module):
     """Division of a layer's weights by their largest singular values (Miyato et al., 2018).
 
-    Bounds the Lipschitz constant, as for discriminators of generative adversarial networks. Applies
-    `functional.weight_norm.spectral_norm` to each parameter with at least two axes, and stores its
-    singular value `sigma` and vector `u`.
+    Applies `functional.weight_norm.spectral_norm` to each parameter with at least two axes, and
+    stores its singular value `sigma` and vector `u`.
 
     Attributes:
         layer_instance: the layer, a submodule of the module that creates it.
@@ -111,10 +110,8 @@ class WeightNorm(Module):
         layer_instance: the layer, a submodule of the module that creates it.
         epsilon: added to the squares of norms.
         dtype: dtype of the normalized weights; by default promoted from weights and scales.
-        param_dtype: dtype of the scales.
         use_scale: whether to learn scales; otherwise all norms are 1.
-        feature_axes: axes of a parameter whose positions have separate norms; None for one norm per
-            parameter.
+        feature_axes: axes whose positions have separate norms; None for one norm per parameter.
         variable_filter: substrings of the paths of parameters to normalize, such as
             `layer_instance/kernel`; None for all parameters.
 

@@ -109,10 +109,8 @@ def jvp(
 ) -> tuple[Any, Any]:
     """Applies `jax.jvp` to `fn(scope, *primals)` and returns the result and its tangent.
 
-    Args:
-        scope: the scope, or a pytree of scopes.
-        variable_tangents: tangents of variables, by collection; for several scopes, a pytree of
-            such dicts.
+    `variable_tangents` are tangents of variables, by collection; for several scopes, a pytree of
+    such dicts.
     """
     of_scopes = [
         # Tangents of variables not yet created are empty.

@@ -18,14 +18,9 @@ def cond(
     variables: Filter = True,
     rngs: Filter = True,
 ) -> Any:
-    """Applies `jax.lax.cond` to functions of a scope.
+    """Applies `jax.lax.cond` to functions `fun(scope, *operands)` with equal result structures.
 
-    Args:
-        pred: whether `true_fun` runs.
-        true_fun: `true_fun(scope, *operands)`.
-        false_fun: as `true_fun`, with a result of the same structure. Variables that only one of
-            them creates are created for both.
-        rngs: PRNG streams that both functions see; both draw the same keys.
+    Variables that only one of them creates are created for both, and both draw the same keys.
     """
     in_axes = (shared(variables, rngs), *[None] * len(operands))
     lifted = lifting.cond(ScopeKind("cond"), true_fun, false_fun, in_axes=in_axes)

@@ -24,15 +24,12 @@ def remat(
     static_argnums: int | Sequence[int] = (),
     policy: Callable[..., bool] | None = None,
 ) -> Fn:
-    """Applies `jax.checkpoint` to `fn(scope, *args)`.
+    """Applies `jax.checkpoint` to `fn(scope, *args)`; `concrete` must be False.
 
     Args:
         prevent_cse: see `jax.checkpoint`; False inside a scan.
         static_argnums: arguments that are hashable values, not arrays; 0 is the scope.
         policy: selects values to store, see `jax.checkpoint_policies`.
-
-    Raises:
-        TransformArgumentError: if `concrete` is True.
     """
     if concrete:
         raise TransformArgumentError(
@@ -132,11 +129,8 @@ def checkify(
 ) -> Fn:
     """Applies `jax.experimental.checkify.checkify` to `fn(scope, *args)`.
 
-    Args:
-        errors: enabled checks; None for `checkify.user_checks`.
-
-    Returns:
-        A function that returns a checkify error and the result of `fn`.
+    The result returns a checkify error and the result of `fn`. `errors` are the enabled checks, by
+    default `checkify.user_checks`.
     """
     in_axes = (shared(variables, rngs), None, None)
     lifted = lifting.checkify(ScopeKind("checkify"), spread(fn), errors=errors, in_axes=in_axes)

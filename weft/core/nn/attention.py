@@ -48,7 +48,6 @@ def dot_product_attention(
         dropout_rng: key to use instead of the scope's.
         dropout_rate: rate for the probabilities.
         deterministic: disables dropout.
-        precision: see `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if the shapes do not match.

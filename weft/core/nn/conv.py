@@ -46,7 +46,6 @@ def conv(
             them; requires padding in numbers.
         kernel_dilation: step between two positions of a window along each axis.
         feature_group_count: number of groups of channels, each convolved separately.
-        precision: see `jax.lax.conv_general_dilated`.
 
     Raises:
         ArgumentShapeError: if the number of spatial axes is not that of `kernel_size`, or the

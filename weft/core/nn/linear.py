@@ -34,7 +34,6 @@ def dense(
 
     Args:
         scope: has `kernel`, shape `(input, features)`, and `bias`, shape `(features,)`.
-        precision: see `jax.lax.dot_general`.
 
     Example:
         >>> from weft.core import init

@@ -69,12 +69,6 @@ def pairwise(
         named: values of the queries and of the keys, in this order, by the names of the user's
             arguments; shapes `(batch, *axes)` with or without a last axis of size 1. If None for
             the keys, the queries' values are used.
-        query, key: vectors of all heads.
-        axes: the attended axes.
-
-    Raises:
-        ArgumentShapeError: if the values have other positions.
-        ArgumentValueError: if only the keys have values.
 
     >>> x, ids = jnp.zeros((1, 3, 1, 1)), jnp.array([[1, 1, 2]])
     >>> known = {"segmentation": ids, "key_segmentation": None}

@@ -21,11 +21,7 @@ def dropout(
 ) -> Float[Array, "*shape"]:
     """Applies dropout with probability `rate`, scaling the other elements up.
 
-    Args:
-        scope: provides a key of the stream `dropout`.
-        rate: probability of zero, in `[0, 1]`.
-        deterministic: whether to return the input unchanged.
-        rng: key to use instead of the scope's.
+    The key is `rng` or one of the scope's stream `dropout`; `deterministic` returns the input.
 
     Raises:
         ArgumentValueError: if the rate is not in `[0, 1]`.
