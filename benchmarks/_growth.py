@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import Beside, Curve, number
+from benchmarks.harness import Curve, Relative, number
 
 Points = list[tuple[float, float]]
 Rounds = Mapping[str, list[float]]
@@ -41,19 +41,19 @@ def in_rounds(
 
 
 class Growth:
-    """The times of several things as a number grows, and of each beside that of its base.
+    """The times of several lines as a number grows, and their ratios to a base.
 
     Args:
-        base: what all others stand beside; or by line, what it stands beside.
+        base: the base of all other lines; or a dict from line to base.
     """
 
     def __init__(self, base: str | Mapping[str, str]):
         self._base = base
         self.seconds: dict[str, Points] = {}
-        self.beside: dict[str, list[Beside]] = {}
+        self.relative: dict[str, list[Relative]] = {}
 
     def base(self, line: str) -> str:
-        """What a line stands beside; itself, if it is a base."""
+        """Returns the base of a line; itself, if it is a base."""
         return self._base if isinstance(self._base, str) else self._base.get(line, line)
 
     def add(self, x: float, times: Rounds) -> None:
@@ -63,7 +63,7 @@ class Growth:
             if (base := self.base(line)) != line:
                 ratios = [a / b for a, b in zip(seconds, times[base], strict=True)]
                 point = (x, min(ratios), statistics.median(ratios), max(ratios))
-                self.beside.setdefault(line, []).append(point)
+                self.relative.setdefault(line, []).append(point)
 
     def curve(self, name: str, title: str, *, x: str, per: str, clock: str, unit: str) -> Curve:
         """The curve of the times; `per` names what x counts: "layer"."""
@@ -72,11 +72,11 @@ class Growth:
             for line, points in self.seconds.items()
         }
         said = words(lines, f"{unit} per {per}")
-        for line, points in self.beside.items():
+        for line, points in self.relative.items():
             at, *_, ratio, _ = points[-1]
             said[line] += f"; {number(ratio)} × {self.base(line)} at {at:,g}"
         spoken = [f"{line}: {text}" for line, text in said.items()]
-        return Curve(name, title, x, f"{clock}, {unit}", lines, spoken, self.beside)
+        return Curve(name, title, x, f"{clock}, {unit}", lines, spoken, self.relative)
 
 
 def exponent(points: Points) -> float:

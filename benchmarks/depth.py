@@ -121,7 +121,7 @@ def _nested(library: Library, values: Any, deep: int) -> Program | None:
 
 
 def _by_nesting() -> Curve:
-    """Over raw JAX: in a loop or a map each level of which adds an axis of length 2."""
+    """Over raw JAX: in a loop or a map whose levels each add an axis of length 2."""
     values, growth = decoder_values(1), Growth(RAW.name)
     for deep in range(len(NESTED) + 1):
         axes = sum(kind != "remat" for kind in NESTED[:deep])
@@ -140,10 +140,10 @@ def _by_nesting() -> Curve:
         growth.add(deep, in_rounds(fns, rounds=5))
     said = [
         f"{line}: {first[2]:.2f} × raw JAX without any, {last[2]:.2f} × in {len(NESTED)}"
-        for line, (first, *_, last) in growth.beside.items()
+        for line, (first, *_, last) in growth.relative.items()
     ]
     lines = {
-        line: [(x, ratio) for x, _, ratio, _ in points] for line, points in growth.beside.items()
+        line: [(x, ratio) for x, _, ratio, _ in points] for line, points in growth.relative.items()
     }
     lines = {RAW.name: [(x, 1.0) for x, _ in growth.seconds[RAW.name]], **lines}
     return Curve(
@@ -153,7 +153,7 @@ def _by_nesting() -> Curve:
         "CPU time of Python, times of raw JAX",
         lines,
         said,
-        growth.beside,
+        growth.relative,
     )
 
 

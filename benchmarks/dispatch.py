@@ -1,10 +1,10 @@
-"""What does a call of a jitted step cost in Python, beside `jax.jit` on nested dicts?
+"""What does a call of a jitted step cost in Python, compared with `jax.jit` on nested dicts?
 
 The arrays are so small that Python and the way of the arrays through JAX are what is measured: a
 step that trains a chain of layers, by plain descent with 8 and 100 arrays, by Adam with 301. And
 for objects, whose call is more than that of `jax.jit`, a function that changes each array and does
-little else. All give away what they are given. Beside them stands what none can be faster than: raw
-JAX on slots that are read and written as objects are, and raw JAX beside itself.
+little else. All give away what they are given. The lower bounds are raw
+JAX on slots that are read and written as objects are, and raw JAX against itself.
 """
 
 import operator
@@ -65,7 +65,7 @@ def _floors(question: str, by_hand: Callable[[], Any]) -> tuple[list[Row], dict[
     )
     of_functions = (
         "it is `jax.jit` on nested dicts as the base is, and Weft runs no code in a call (see the "
-        f"counts); the base beside itself measures {number(again.median)} here, and the middle "
+        f"counts); the base against itself measures {number(again.median)} here, and the middle "
         f"half of its ratios lies between {number(again.quartiles[0])} and "
         f"{number(again.quartiles[1])}"
     )

@@ -28,8 +28,8 @@ class Row:
         high: the largest ratio.
         quartiles: those between which the middle half of the ratios lies.
         pairs: how many there were: at least 15, or 1 for what is counted.
-        at_most: what it must reach; None for another library, which is shown beside.
-        note: what a reader should know beside it, such as the times behind the ratio.
+        at_most: what it must reach; None for another library, which is shown for comparison.
+        note: further information, such as the times behind the ratio.
         why: should the target be missed: the floor that was measured, and the reason.
     """
 
@@ -59,7 +59,7 @@ class Row:
 
 
 # Of a point of a curve: x, and the smallest, the middle and the largest ratio to the base there.
-Beside = tuple[float, float, float, float]
+Relative = tuple[float, float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Curve:
 
     Attributes:
         name: of the plot's file, without its suffix.
-        title: what stands above the plot.
+        title: the plot's title.
         x: the horizontal axis, with its unit.
         y: the vertical axis, with its unit.
         lines: by library, its points (x, y).
         words: the slopes, read, a line each: "Weft NNX: linear (x^1.02), 4.7 µs per array".
-        beside: by library, its points beside the base's. Of what is counted the three are equal.
+        relative: points relative to the base, by library. For counts the three are equal.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Curve:
     y: str
     lines: dict[str, list[tuple[float, float]]]
     words: list[str]
-    beside: dict[str, list[Beside]] = dataclasses.field(default_factory=dict)
+    relative: dict[str, list[Relative]] = dataclasses.field(default_factory=dict)
 
 
 def ratios(

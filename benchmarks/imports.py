@@ -1,6 +1,6 @@
 """What does importing cost, and how much does an extra install?
 
-Each import runs in a new process; its CPU time is put beside that of importing JAX. The size of an
+Each import runs in a new process; its CPU time is divided by that of `import jax`. The size of an
 extra is that of all distributions which it brings beyond those that Weft itself needs.
 """
 
@@ -107,7 +107,7 @@ def _megabytes(n: int) -> str:
 
 
 def sizes(of: Distribution) -> Iterator[Row]:
-    """What a distribution needs beside JAX, and what each of its extras adds to that."""
+    """Dependencies of a distribution besides JAX, and those that each extra adds."""
     base = closure(of)
     total, words = _shown(base.values())
     more, missing = {}, []

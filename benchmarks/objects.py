@@ -1,4 +1,4 @@
-"""What do attributes and variables cost, beside the same of plain Python?
+"""What do attributes and variables cost, compared with plain Python?
 
 A plain class has its attributes, and a box with `__getitem__` and `__setitem__` in Python for what
 a variable is read and written by.

@@ -1,6 +1,6 @@
 """How often is a step traced for things that are equal, and is an answer ever another's?
 
-All are counts. Fresh models: 20 that are equal, made anew. Fresh closures: 20 different functions
+All are counts. Fresh models: 20 equal new ones. Fresh closures: 20 different functions
 of the same code in a model; an answer that is not its own function's is wrong. Fresh optimizers: 20
 equal ones. Stale: after a change of structure that a cached call might overlook.
 """
@@ -32,7 +32,7 @@ Count = int | None
 
 
 def _nnx_models(library: Any) -> int:
-    """Traces for models that are made anew, and are equal."""
+    """Traces for new, equal models."""
     traces, expected = [], RAW.chain(_VALUES)(_X)
 
     @library.nnx.jit
@@ -46,7 +46,7 @@ def _nnx_models(library: Any) -> int:
 
 
 def _nnx_optimizers(library: Any) -> int:
-    """Traces of a step for optimizers that are made anew, and are equal."""
+    """Traces of a step for new, equal optimizers."""
     nnx, traces = library.nnx, []
 
     @nnx.jit
@@ -63,7 +63,7 @@ def _nnx_optimizers(library: Any) -> int:
 
 
 def _nnx_closures(library: Any) -> int:
-    """How many functions that are an attribute, each made anew, give another's answer."""
+    """Counts new functions in an attribute that return another one's answer."""
     nnx = library.nnx
 
     class Scaled(nnx.Module):
@@ -149,7 +149,7 @@ def _equinox_closures() -> int:
 
 
 def _held_optimizers(nnx: Any, make: Callable[[], Any]) -> int:
-    """Traces of a step for objects that hold optimizers made anew."""
+    """Traces of a step for objects that hold new optimizers."""
     traces = []
 
     class Training(nnx.Module):
@@ -167,7 +167,7 @@ def _held_optimizers(nnx: Any, make: Callable[[], Any]) -> int:
 
 
 def _jitted_optimizers() -> int:
-    """Traces of a step of `jax.jit` for optimizers of optax, which hold functions made anew."""
+    """Traces of a step of `jax.jit` for optimizers of optax, which hold new functions."""
     traces = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -218,10 +218,10 @@ def _stale(library: Any, cached: bool) -> int:
 def _counts() -> Iterator[tuple[str, str, Count, int]]:
     """Questions, libraries, what was counted and what Weft must reach."""
     models, closures = (
-        f"traces for {FRESH} equal models made anew",
-        f"wrong answers of {FRESH} closures made anew",
+        f"traces for {FRESH} equal new models",
+        f"wrong answers of {FRESH} new closures",
     )
-    optimizers = f"traces for {FRESH} equal optimizers made anew"
+    optimizers = f"traces for {FRESH} equal new optimizers"
     objects = [library for library in libraries() if library.name in nnx_modules()]
     linens = [library for library in libraries() if isinstance(library, Linen)]
     for library in objects:

@@ -1,8 +1,8 @@
-"""What does it cost to trace a decoder, in every way of writing, beside functions of nested dicts?
+"""What does it cost to trace a decoder in each API, compared with functions of nested dicts?
 
 Its layers unrolled; unrolled with each block under its own jit; scanned; and in three
 transformations at once. CPU time of the Python thread, garbage collected before each measurement.
-Last, scanned at the worst depth of Python's stack beside the best: Python keeps frames in pieces,
+Last, scanned at the worst depth of Python's stack against the best: Python keeps frames in pieces,
 and for a call at the end of a piece it asks the system for the next (see `weft.lifting.stack`).
 """
 
@@ -26,7 +26,7 @@ LAYERS = 12
 _OF_ONE = 45  # pairs where one block is traced, which takes so little that noise would tell more
 _IN_JIT = {12: 0.35, 24: 0.20, 48: 0.13}
 _OBJECTS = (
-    "; beyond it, the model is taken apart and made anew inside, and at each call the objects of a "
+    "; beyond it, the model is taken apart and rebuilt inside, and at each call the objects of a "
     "block are compared with those of the call before, where there is no epoch to go by"
 )
 
@@ -70,7 +70,7 @@ def traced(
 
 
 def _by_jit(n: int) -> list[Row]:
-    """Each block under its own jit, against raw JAX without it; raw JAX with it is shown beside."""
+    """Each block under its own jit, against raw JAX without it; raw JAX with it is shown too."""
     values, rows = decoder_values(n), []
     for library in (RAW, *libraries()):
         floor = (

@@ -4,7 +4,7 @@ A line of the table moved when the middle halves of its ratios in the two runs d
 the median changed by more than 5 %. What is counted has no noise, so there any change by more than
 5 % counts.
 
-A line of a curve stands beside that of its base, measured in the same rounds. It moved when in the
+A line of a curve is compared with its base, measured in the same rounds. It moved when in the
 upper half of its points, where the slope is read, all ratios to the base are on the same side of
 those before, at each point, and the medians there changed by more than 5 %.
 """
@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from benchmarks.frame.results import Answer
-from benchmarks.harness import Beside, Row, number
+from benchmarks.harness import Relative, Row, number
 
 SMALLEST = 0.05
 
@@ -46,7 +46,7 @@ def _of_row(row: Row) -> tuple[float, str]:
     return row.median, "counted" if row.pairs == 1 else _range(*row.quartiles)
 
 
-def _of_point(point: Beside) -> tuple[float, str]:
+def _of_point(point: Relative) -> tuple[float, str]:
     _, low, median, high = point
     return median, "counted" if low == high else _range(low, high)
 
@@ -63,8 +63,8 @@ def has_moved(before: Row, after: Row) -> bool:
     return not overlap and abs(after.median - before.median) > SMALLEST * before.median
 
 
-def has_grown_otherwise(before: list[Beside], after: list[Beside]) -> bool:
-    """Whether a line of a curve is another than it was beside its base, beyond the noise of both
+def has_grown_otherwise(before: list[Relative], after: list[Relative]) -> bool:
+    """Whether a line of a curve changed relative to its base, beyond the noise of both
     runs.
     """
     old = {x: ratios for x, *ratios in before}
@@ -99,8 +99,8 @@ class Comparison:
             yield "Nothing of this was committed before."
             return
         yield (
-            f"Beside the last commit: {len(self.moves)} of {len(self.moves) + self.same} lines "
-            "moved beyond noise."
+            f"Compared with the last commit: {len(self.moves)} of "
+            f"{len(self.moves) + self.same} lines moved beyond noise."
         )
         if self.elsewhere:
             yield f"There, another machine answered: {', '.join(self.elsewhere)}."
@@ -128,7 +128,7 @@ def compare(before: dict[str, Answer], after: dict[str, Answer]) -> Comparison:
     )
 
 
-_Line = Row | list[Beside]
+_Line = Row | list[Relative]
 
 
 def _lines(name: str, answers: dict[str, Answer]) -> Iterable[tuple[tuple[str, str], _Line]]:
@@ -136,7 +136,7 @@ def _lines(name: str, answers: dict[str, Answer]) -> Iterable[tuple[tuple[str, s
     for row in answers[name].rows:
         yield (name, row.question), row
     for curve in answers[name].curves:
-        yield from (((name, f"{curve.title}, {of}"), line) for of, line in curve.beside.items())
+        yield from (((name, f"{curve.title}, {of}"), line) for of, line in curve.relative.items())
 
 
 def _move(line: str, before: _Line, after: _Line) -> Move | None:

@@ -13,10 +13,10 @@ from benchmarks.frame.results import RESULTS, ROOT, Answer
 
 PAGE = ROOT / "docs" / "performance.md"
 PLOTS = PAGE.with_suffix("")
-BEGIN, END = "<!-- What stands from here is made by `make bench`. -->", "<!-- To here. -->"
+BEGIN, END = "<!-- `make bench` writes everything from here. -->", "<!-- To here. -->"
 _IN_SHORT = (
-    "The middle ratios, or counts, of all that has a target, by the ways of writing. Raw JAX "
-    "has a number where it is written in the same way, or in one that none can be below."
+    "Median ratios, or counts, of all lines with a target, by API and library. Raw JAX has a "
+    "value if it is written in the same way, or if it is a lower bound."
 )
 NOTHING = "Nothing was measured yet: `make bench` writes the table here."
 
@@ -53,7 +53,7 @@ def _shown(answers: dict[str, Answer]) -> Iterator[str]:
     for name, answer in answers.items():
         yield from (f"### {name}", "", answer.asks, "")
         if answer.rows:
-            names = "what / beside what", *table.COLUMNS[1:]
+            names = "measurement / baseline", *table.COLUMNS[1:]
             lines = (table.cells(row, footnotes) for row in answer.rows)
             yield from _table(names, "|---|--:|--:|--:|--:|---|---|", lines)
         for curve in answer.curves:

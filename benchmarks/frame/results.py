@@ -112,7 +112,7 @@ def parse(text: str) -> dict[str, Answer]:
             place=answer["place"],
             rows=[Row(**{**r, "quartiles": tuple(r["quartiles"])}) for r in answer["rows"]],
             curves=[
-                Curve(**{**c, "lines": _tuples(c["lines"]), "beside": _tuples(c["beside"])})
+                Curve(**{**c, "lines": _tuples(c["lines"]), "relative": _tuples(c["relative"])})
                 for c in answer["curves"]
             ],
         )

@@ -1,4 +1,4 @@
-"""Each question that has a target in one line: what Weft gives, and beside it the others."""
+"""Each question that has a target in one line: Weft's value, and those of the others."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from benchmarks.frame.results import Answer
 from benchmarks.frame.table import Footnotes
 from benchmarks.harness import Row, number
 
-COLUMNS = ("what / beside what", "target", *FAMILIES, "")
+COLUMNS = ("measurement / baseline", "target", *FAMILIES, "")
 
 
 def lines(answers: dict[str, Answer]) -> Iterator[tuple[str, ...]]:

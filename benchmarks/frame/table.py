@@ -68,8 +68,8 @@ def summary(answers: dict[str, Answer]) -> str:
     rows = [row for answer in answers.values() for row in answer.rows]
     counts = collections.Counter(map(verdict, rows))
     parts = [f"{counts[word]} {word}" for word in _COLORS if counts[word] or word != "explained"]
-    beside = f", {counts['']} beside them without a target" if counts[""] else ""
-    return f"{len(rows)} lines: {', '.join(parts)}{beside}."
+    rest = f", {counts['']} without a target" if counts[""] else ""
+    return f"{len(rows)} lines: {', '.join(parts)}{rest}."
 
 
 def misses(answers: dict[str, Answer]) -> Iterator[str]:

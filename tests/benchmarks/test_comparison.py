@@ -25,7 +25,7 @@ def test_what_is_faster_or_slower_beyond_its_noise_is_said_with_both_numbers():
     before = answer(line("a", 1.0, 1.1, 1.2), line("b", 2.0, 2.1, 2.2), line("c", 1.0, 1.5, 2.0))
     after = answer(line("a", 0.5, 0.6, 0.7), line("b", 3.0, 3.1, 3.2), line("c", 1.0, 1.8, 2.2))
     assert said(before, after) == [
-        "Beside the last commit: 2 of 3 lines moved beyond noise.",
+        "Compared with the last commit: 2 of 3 lines moved beyond noise.",
         "worse: b: 2.1 (2.05 … 2.15) -> 3.1 (3.05 … 3.15)",
         "better: a: 1.1 (1.05 … 1.15) -> 0.6 (0.55 … 0.65)",
     ]
@@ -42,11 +42,11 @@ def grown(*ratios, **more):
 def test_a_curve_that_grows_faster_or_slower_is_said_at_its_end():
     flat = [(0.9, 1.0, 1.1)] * 4
     assert said(grown(*flat), grown(*flat)) == [
-        "Beside the last commit: 0 of 1 lines moved beyond noise."
+        "Compared with the last commit: 0 of 1 lines moved beyond noise."
     ]
     steep = grown(*flat[:2], (1.2, 1.4, 1.9), (2.9, 3.0, 3.4))
     assert said(grown(*flat), steep) == [
-        "Beside the last commit: 1 of 1 lines moved beyond noise.",
+        "Compared with the last commit: 1 of 1 lines moved beyond noise.",
         "worse: Calls, Weft at 1,000: 1 (0.9 … 1.1) -> 3 (2.9 … 3.4)",
     ]
     assert said(steep, grown(*flat))[1].startswith("better: Calls, Weft at 1,000: 3 (2.9 … 3.4)")
@@ -89,7 +89,7 @@ def test_lines_that_are_new_or_gone_and_another_machine_are_named():
     before = answer(line("a", 1.0, 1.0), line("old", 1.0, 1.0))
     after = answer(line("a", 1.0, 1.0), line("new", 1.0, 1.0), cpus=8)
     assert said(before, after) == [
-        "Beside the last commit: 0 of 1 lines moved beyond noise.",
+        "Compared with the last commit: 0 of 1 lines moved beyond noise.",
         "There, another machine answered: dispatch.",
         "new: new",
         "gone: old",
@@ -99,7 +99,7 @@ def test_lines_that_are_new_or_gone_and_another_machine_are_named():
 def test_questions_that_were_not_asked_are_not_compared():
     before = answer(line("a", 1.0, 1.0)) | {"depth": Answer("", HERE, [line("d", 1.0, 1.0)])}
     assert said(before, answer(line("a", 1.0, 1.0))) == [
-        "Beside the last commit: 0 of 1 lines moved beyond noise."
+        "Compared with the last commit: 0 of 1 lines moved beyond noise."
     ]
 
 

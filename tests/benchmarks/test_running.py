@@ -133,7 +133,7 @@ def test_the_table_says_where_it_was_measured_and_what_is_met(asked):
     assert "a call, Weft / raw 0.5 0.5 … 0.5 15 ≤ 1 met 1 ms against 1 ms" in lines
     assert "a call, Flax NNX / raw 9 9 … 9 15 9 ms against 1 ms" in lines
     assert "traces 1 counted ≤ 1 met" in lines
-    assert "5 lines: 3 met, 0 missed, 2 beside them without a target." in lines
+    assert "5 lines: 3 met, 0 missed, 2 without a target." in lines
     assert "Calls:" in lines and "Weft: linear" in lines
 
 
@@ -142,7 +142,7 @@ def test_a_run_says_what_moved_since_the_last_commit(asked):
     assert "Nothing of this was committed before." in first.stdout
     assert second.returncode == 0, second.stderr
     lines = second.stdout.splitlines()
-    assert "Beside the last commit: 1 of 2 lines moved beyond noise." in lines
+    assert "Compared with the last commit: 1 of 2 lines moved beyond noise." in lines
     assert "worse: a call, Weft / raw: 0.5 (0.5 … 0.5) -> 1.5 (1.5 … 1.5)" in lines
     assert "gone: traces" in lines
 

@@ -57,7 +57,9 @@ class BoxKind(Kind):
     def fork(self, group, n):
         for name, value in group.items():
             if not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-                raise ForkError(f"{name} is no PRNG key, so it cannot be forked; give it an axis.")
+                raise ForkError(
+                    f"{name} is not a PRNG key, so it cannot be forked; give it an axis."
+                )
         return {name: jax.random.split(key, n) for name, key in group.items()}
 
 

@@ -96,7 +96,7 @@ def test_returned_carriers_have_the_axis_of_out_axes():
                 Box(w=jnp.ones(2))
             ),
             ForkError,
-            "w is no PRNG key",
+            "w is not a PRNG key",
         ),
     ],
 )
