@@ -1,7 +1,6 @@
-"""The mathematics of layers: pure functions of arrays, without state and without configs.
+"""Stateless layer math: pure functions of arrays, shared by all ways of writing a model.
 
-Every way of writing a model declares its parameters and calls these. Statistics and softmaxes are
-computed in float32, and what comes out has the dtype of what went in.
+Statistics and softmaxes are computed in float32; results have the dtype of the inputs.
 """
 
 from weft.functional.activation import ACTIVATIONS, ActivationFn, get_activation_fn

@@ -1,8 +1,7 @@
-"""Activation functions, and the names by which configs call them.
+"""Activation functions, and the names by which configs refer to them.
 
-A name is the path by which one would write the function: `nn.gelu` is `jax.nn.gelu`, `jnp.tanh` is
-`jax.numpy.tanh`. A few that jax does not spell out have names of their own. The table is closed, so
-that a text can never name more than a function of one array.
+A name is the function's usual path: `nn.gelu` is `jax.nn.gelu`, `jnp.tanh` is `jax.numpy.tanh`.
+The table is closed: a name in a config can only select a function of one array.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ def linear(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def exact_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x * Φ(x)` by the error function (Hendrycks and Gimpel, 2016).
-
-    `nn.gelu` is its approximation by a hyperbolic tangent.
-    """
+    """Returns `x * Φ(x)` (Hendrycks and Gimpel, 2016); `nn.gelu` is the tanh approximation."""
     return jax.nn.gelu(x, approximate=False)
 
 
 def quick_gelu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns `x * sigmoid(1.702 * x)`, the approximation of CLIP (Radford et al., 2021)."""
+    """Returns `x * sigmoid(1.702 * x)`, CLIP's approximation (Radford et al., 2021)."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
@@ -83,13 +79,10 @@ ACTIVATIONS: dict[str, ActivationFn] = {
 
 
 def get_activation_fn(name: str) -> ActivationFn:
-    """Returns the activation function of that name.
-
-    Args:
-        name: one of `ACTIVATIONS`.
+    """Returns the activation function with the given name.
 
     Raises:
-        UnknownActivationError: if there is none of that name.
+        UnknownActivationError: if `name` is not one of `ACTIVATIONS`.
 
     >>> get_activation_fn("nn.relu")(jnp.array([-1.0, 2.0])).tolist()
     [0.0, 2.0]

@@ -1,9 +1,8 @@
-"""Dot-product attention, whole and in its three parts: logits, probabilities, context.
+"""Dot-product attention, as a whole and in three parts: logits, probabilities, context.
 
-Queries are `(batch, target, heads, dim)`, keys and values `(batch, source, kv_heads, dim)`. Where
-there are fewer heads of keys than of queries, `heads / kv_heads` consecutive query heads share one
-(Ainslie et al., 2023); keys and values are not repeated for it. Logits and probabilities are
-computed in float32. A step of decoding is the same with one query, and with the cache as keys.
+Queries are `(batch, target, heads, dim)`, keys and values `(batch, source, kv_heads, dim)`. With
+`kv_heads < heads`, `heads / kv_heads` consecutive query heads share a key head (Ainslie et al.,
+2023), without repeating keys and values. Logits and probabilities are computed in float32.
 """
 
 from __future__ import annotations
@@ -39,24 +38,21 @@ def dot_product_attention(
     """Returns `softmax(scale * query · key + bias) · value` (Vaswani et al., 2017).
 
     Args:
-        query: what asks.
-        key: what is compared with the queries.
-        value: what is averaged.
+        query: query vectors.
+        key: key vectors.
+        value: value vectors.
         bias: added to the logits, broadcastable to `(batch, heads, target, source)`.
-        mask: True where a query may attend, likewise. A query that may attend to nothing gets the
-            average of all values.
+        mask: True where a query may attend, same shape as `bias`. A query with no True entry gets
+            the average of all values.
         scale: the factor of the logits; by default `1 / sqrt(dim)`.
-        logit_cap: the logits are squashed to ±`logit_cap` before bias and mask.
-        logit_sink: per head, the logit of something that has no value.
-        dropout_rate: of the probabilities.
-        dropout_key: draws what is dropped.
-        precision: of the multiplications, as in `jax.lax.dot_general`.
-
-    Returns:
-        The context of each query, in the dtype of the values.
+        logit_cap: squashes the logits to ±`logit_cap`, before bias and mask.
+        logit_sink: per head, a logit without a value.
+        dropout_rate: applied to the probabilities.
+        dropout_key: key of the dropout mask.
+        precision: as in `jax.lax.dot_general`.
 
     Raises:
-        ArgumentShapeError: if query heads cannot be shared out evenly among those of the keys.
+        ArgumentShapeError: if the number of query heads is not a multiple of that of key heads.
 
     >>> x = jnp.ones((1, 3, 4, 2))
     >>> dot_product_attention(x, x[:, :, :2], x[:, :, :2]).shape
@@ -85,15 +81,15 @@ def attention_logits(
     """Returns the inner products of all queries and keys.
 
     Args:
-        query: what asks.
-        key: what is compared with the queries.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
+        query: query vectors.
+        key: key vectors.
+        precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype of the products; None for that of query and key.
-        dot_general: multiplies in place of `jax.lax.dot_general`, where batch axes and heads of
-            queries and keys are the same.
+        dot_general: replaces `jax.lax.dot_general` where queries and keys have the same batch axes
+            and heads.
 
     Raises:
-        ArgumentShapeError: if query heads cannot be shared out evenly among those of the keys.
+        ArgumentShapeError: if the number of query heads is not a multiple of that of key heads.
 
     >>> attention_logits(jnp.ones((7, 3, 4, 2)), jnp.ones((7, 5, 2, 2))).shape
     (7, 4, 3, 5)
@@ -116,7 +112,7 @@ def attention_logits(
 
 
 def _multiplies(x: Array, y: Array) -> bool:
-    """Whether a single `dot_general`, which is faster to trace than an einsum, can do it."""
+    """Returns whether a single `dot_general`, faster to trace than an einsum, is enough."""
     return x.dtype == y.dtype and x.shape[:-3] == y.shape[:-3]
 
 
@@ -137,11 +133,8 @@ def attention_probs(
 ) -> Float[Array, "batch heads target source"]:
     """Returns the softmax of `logits + bias` over the source, in float32.
 
-    Args:
-        logits: of each query and key.
-        bias: added to the logits; none by default.
-        logit_sink: per head, a logit that takes part in the sum but has no probability of its
-            own, so that a head may attend to nothing (Xiao et al., 2024).
+    `logit_sink` is one logit per head that takes part in the sum but has no probability of its own,
+    so that a head may attend to nothing (Xiao et al., 2024).
 
     >>> attention_probs(jnp.zeros((1, 1, 1, 3)), logit_sink=jnp.zeros(1)).ravel().tolist()
     [0.25, 0.25, 0.25]
@@ -164,13 +157,9 @@ def attention_context(
     precision: lax.PrecisionLike = None,
     dot_general: Callable[..., Array] | None = None,
 ) -> Float[Array, "*batch target heads dim"]:
-    """Returns the average of the values by the probabilities, in the dtype of the values.
+    """Returns the values averaged by the probabilities, in the dtype of the values.
 
-    Args:
-        probs: of each query and key.
-        value: what is averaged.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        dot_general: see `attention_logits`.
+    `precision` and `dot_general` are those of `attention_logits`.
 
     >>> attention_context(jnp.ones((7, 4, 3, 5)), jnp.ones((7, 5, 2, 6))).shape
     (7, 3, 4, 6)

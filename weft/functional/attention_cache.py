@@ -1,4 +1,4 @@
-"""A cache of keys and values with one position for each step of decoding."""
+"""Key and value cache that grows by one position per decoding step."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def attention_cache_step(
     *,
     layer: str = "attention",
 ) -> tuple[Array, Array, Bool[Array, "*batch 1 1 length"]]:
-    """Returns keys and values with those of one more position, and a mask of what is there.
+    """Returns keys and values extended by one position, and a mask of the filled positions.
 
-    Past the end the last position is overwritten.
+    Past the end, the last position is overwritten.
 
     Args:
-        cached_key: of the positions so far.
-        cached_value: likewise.
-        index: how many positions there are.
-        query: of the new position.
-        key: likewise.
-        value: likewise.
-        layer: who decodes, for errors.
+        cached_key: keys of all positions so far.
+        cached_value: values of all positions so far.
+        index: number of positions so far.
+        query: query of the new position.
+        key: key of the new position.
+        value: value of the new position.
+        layer: name of the decoding layer, for errors.
 
     Raises:
-        ArgumentShapeError: if there is another number of positions than one, or the cache was made
-            for something else.
+        ArgumentShapeError: if there is not exactly one new position, or the cache has another
+            shape.
 
     >>> empty, x = jnp.zeros((1, 3, 1, 1)), jnp.ones((1, 1, 1, 1))
     >>> keys, values, seen = attention_cache_step(empty, empty, 1, x, x, x)

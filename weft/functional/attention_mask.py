@@ -1,9 +1,9 @@
-"""Who attends to whom: masks as functions of positions, and biases made of masks.
+"""Attention masks as functions of positions, and biases computed from masks.
 
-A mask function takes the positions of queries and of keys, which broadcast against each other, and
-says True where the query may attend to the key. It is as cheap for one step of decoding (one query,
-all keys) as for a whole sequence, and never needs a table of all pairs before the positions are
-known. A bias is added to the logits: 0 where the mask is True, `NEG_INF` elsewhere.
+A mask function takes query and key positions, which broadcast against each other, and returns True
+where the query may attend to the key. It serves a single decoding step as well as a whole sequence,
+without a table of all pairs. A bias is added to the logits: 0 where the mask is True, else
+`NEG_INF`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from weft.functional.ranks import same_ndim
 
-# Finite, so that a row in which nothing may be attended to has a softmax and a gradient; so large
-# that a float32 logit disappears in it.
+# Finite, so that a fully masked row has a softmax and a gradient; large enough that adding a
+# float32 logit does not change it.
 NEG_INF = -1e15
 
 MaskFn = Callable[[Array, Array], Array]
@@ -27,7 +27,7 @@ MaskFn = Callable[[Array, Array], Array]
 def causal_mask(
     query_position: Int[Array, "*#shape"], key_position: Int[Array, "*#shape"]
 ) -> Bool[Array, "*shape"]:
-    """Each position attends to itself and to what came before.
+    """Lets each position attend to itself and to earlier positions.
 
     >>> causal_mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
     [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -37,7 +37,7 @@ def causal_mask(
 
 
 def sliding_window_causal_mask(sliding_window_size: int) -> MaskFn:
-    """Each position attends to itself and to the `sliding_window_size` positions before it.
+    """Lets each position attend to itself and to the `sliding_window_size` positions before it.
 
     >>> mask = sliding_window_causal_mask(1)
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
@@ -47,11 +47,11 @@ def sliding_window_causal_mask(sliding_window_size: int) -> MaskFn:
 
 
 def left_right_window_mask(left_context: int | None, right_context: int | None) -> MaskFn:
-    """Each position attends to so many positions on its left and right, and to itself.
+    """Lets each position attend to itself and to a number of positions on its left and right.
 
     Args:
-        left_context: how many earlier positions; None is all.
-        right_context: how many later positions; None is all.
+        left_context: number of earlier positions; None for all.
+        right_context: number of later positions; None for all.
 
     >>> mask = left_right_window_mask(0, 1)
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
@@ -72,7 +72,7 @@ def left_right_window_mask(left_context: int | None, right_context: int | None) 
 
 
 def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
-    """Every position attends to the first `valid_k_len` keys.
+    """Lets every position attend to the first `valid_k_len` keys.
 
     >>> truncated_key_mask(2)(jnp.arange(1)[:, None], jnp.arange(4)[None, :]).astype(int).tolist()
     [[1, 1, 0, 0]]
@@ -87,7 +87,7 @@ def truncated_key_mask(valid_k_len: Int[Array, "*#shape"] | int) -> MaskFn:
 
 
 def and_masks(*mask_fns: MaskFn) -> MaskFn:
-    """Returns the mask that is True where all of the given ones are.
+    """Returns the mask that is True where all of the given masks are.
 
     >>> mask = and_masks(causal_mask, left_right_window_mask(1, None))
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()
@@ -102,7 +102,7 @@ def and_masks(*mask_fns: MaskFn) -> MaskFn:
 
 
 def or_masks(*mask_fns: MaskFn) -> MaskFn:
-    """Returns the mask that is True where one of the given ones is.
+    """Returns the mask that is True where any of the given masks is.
 
     >>> prefix = lambda query, key: (key < 2) & (query >= 0)
     >>> mask = or_masks(causal_mask, prefix)
@@ -133,7 +133,7 @@ def evaluate_mask(
 def segment_mask(
     query_segments: Int[Array, "batch target"], key_segments: Int[Array, "batch source"]
 ) -> Bool[Array, "batch 1 target source"]:
-    """Each position attends to those of its own segment.
+    """Lets each position attend to the positions of its own segment.
 
     >>> ids = jnp.array([[1, 1, 2]])
     >>> segment_mask(ids, ids).astype(int).tolist()

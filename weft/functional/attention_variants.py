@@ -16,11 +16,7 @@ def sigmoid_attention_probs(
 ) -> Float[Array, "batch heads target source"]:
     """Returns the sigmoid of `logits + bias`, in float32 (Ramapuram et al., 2024).
 
-    Each key has a probability of its own; they do not add up to 1.
-
-    Args:
-        logits: of each query and key.
-        bias: added to the logits; none by default.
+    The probabilities of the keys are independent; they do not add up to 1.
 
     >>> sigmoid_attention_probs(jnp.zeros((1, 1, 1, 2))).ravel().tolist()
     [0.5, 0.5]
@@ -46,20 +42,17 @@ def per_dim_scale(
 def relative_to_absolute(
     x: Float[Array, "*batch length 2*length-1"],
 ) -> Float[Array, "*batch length length"]:
-    """Turns the axis of a distance between positions into one of the position itself.
+    """Converts an axis of relative positions into one of absolute positions.
 
-    Args:
-        x: entry `(i, k)` belongs to query `i` and the key at `i + k - (length - 1)`.
-
-    Returns:
-        Shape `(*batch, length, length)`; entry `(i, j)` is that of query `i` and key `j`.
+    Entry `(i, k)` of `x` belongs to query `i` and the key at `i + k - (length - 1)`; entry `(i, j)`
+    of the result to query `i` and key `j`.
 
     >>> relative_to_absolute(jnp.array([[-1, 0, 1], [-1, 0, 1]])).tolist()
     [[0, 1], [-1, 0]]
     """
     length, distances = x.shape[-2:]
-    # Each row is one place further to the left than the row above it: with one entry more per row,
-    # all of them are evenly spaced in memory.
+    # Each row starts one entry further left than the row above: with one more entry per row, all
+    # are evenly spaced in memory.
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     flat = padded.reshape(*x.shape[:-2], length * (distances + 1))
     skewed = flat[..., : length * distances].reshape(*x.shape[:-2], length, distances)
@@ -76,12 +69,12 @@ def xl_attention_logits(
     """Returns logits of content and relative position (Dai et al., 2019, section 3.3).
 
     Args:
-        query: what asks.
-        key: what is compared with the queries.
+        query: query vectors.
+        key: key vectors.
         relative_positions: projected embeddings of `query position - key position`, from
             `length - 1` down to `-(length - 1)`.
-        u: added to the query where it meets contents.
-        v: added to the query where it meets positions.
+        u: added to the query for the product with keys.
+        v: added to the query for the product with `relative_positions`.
     """
     u, v = to_ndim(u, query.ndim), to_ndim(v, query.ndim)
     return attention_logits(query + u, key) + relative_to_absolute(

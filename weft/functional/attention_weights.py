@@ -1,8 +1,8 @@
-"""The probabilities of dot-product attention, in the dtype of queries and keys.
+"""Attention probabilities in the dtype of queries and keys.
 
-`weft.functional.attention` computes logits and probabilities in float32. In half precision that
-doubles the memory of what is usually the largest array of a model; here everything stays in the
-dtype that comes in, or only the softmax is in float32.
+`weft.functional.attention` computes logits and probabilities in float32, which in half precision
+doubles the memory of what is usually a model's largest array. These functions keep the input dtype,
+or compute only the softmax in float32.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def attention_weights(
     """Returns `softmax(query · key / sqrt(dim) + bias)` over the source.
 
     Args:
-        query: what asks.
-        key: what is compared with the queries, of the same dtype.
+        query: query vectors.
+        key: key vectors, of the same dtype.
         bias: added to the logits, broadcastable to `(*batch, heads, target, source)`.
-        mask: where it is False, or 0, a logit is the dtype's lowest number; likewise. A query that
-            may attend to nothing attends to everything alike.
-        float32_softmax: whether to compute the softmax in float32, and return that.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        dot_general: multiplies in place of `jax.lax.dot_general`.
-        einsum: multiplies in place of both, called with subscripts, queries and keys.
+        mask: where it is False or 0, a logit becomes the dtype's lowest number; same shape as
+            `bias`. A fully masked query attends to all keys equally.
+        float32_softmax: whether to compute and return the softmax in float32.
+        precision: as in `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`.
+        einsum: replaces both; called with subscripts, queries and keys.
 
     Raises:
-        ArgumentShapeError: if bias or mask do not broadcast to the logits.
+        ArgumentShapeError: if bias or mask does not broadcast to the logits.
 
     >>> x = jnp.ones((1, 3, 1, 2))
     >>> attention_weights(x, x, mask=jnp.array([True, False, True]))[0, 0, 0].tolist()
@@ -82,13 +82,13 @@ def drop_attention_weights(
     """Zeros weights with probability `rate`, and scales up the others.
 
     Args:
-        weights: of each query and key.
+        weights: attention probabilities.
         rate: in `[0, 1]`.
-        prng_key: draws what is dropped.
-        broadcast: whether all examples and heads drop the same.
+        prng_key: key of the dropout mask.
+        broadcast: whether all examples and heads share one mask.
 
     Raises:
-        ArgumentValueError: if there is no key, or the rate is not in `[0, 1]`.
+        ArgumentValueError: if `prng_key` is missing, or `rate` is not in `[0, 1]`.
 
     >>> import jax
     >>> drop_attention_weights(jnp.ones((1, 1)), rate=1.0, prng_key=jax.random.key(0)).tolist()
@@ -107,16 +107,16 @@ def drop_attention_weights(
 def check_attention_shapes(
     query: Array, key: Array, value: Array | None = None, *, shared_heads: bool = False
 ) -> None:
-    """Refuses queries, keys and values that do not fit each other.
+    """Checks that the shapes of queries, keys and values match.
 
     Args:
         query: shape `(*batch, target, heads, dim)`.
         key: shape `(*batch, source, heads, dim)`.
-        value: shape `(*batch, source, heads, value_dim)`; None if there are none yet.
-        shared_heads: whether there may be fewer heads of keys and values than of queries.
+        value: shape `(*batch, source, heads, value_dim)`, or None.
+        shared_heads: whether keys and values may have fewer heads than queries.
 
     Raises:
-        ArgumentShapeError: if the shapes do not fit.
+        ArgumentShapeError: if the shapes do not match.
     """
     shapes = {"query": query.shape, "key": key.shape}
     if value is not None:

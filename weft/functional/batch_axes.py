@@ -1,4 +1,4 @@
-"""Any number of batch axes, for a function that takes one."""
+"""Adapter for any number of batch axes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxtyping import Array, Num
 def over_batch_axes(
     fn: Callable[[Array], Array], x: Num[Array, "*batch_and_item"], item_ndim: int
 ) -> Num[Array, "*batch_and_result"]:
-    """Calls `fn` with all batch axes of `x` as one, and gives them back to the result.
+    """Calls `fn` with the batch axes of `x` merged into one, and restores them in the result.
 
     Args:
-        fn: takes an array with one batch axis, which comes first, and returns one.
-        x: the input; it may have no batch axis.
-        item_ndim: how many axes come after the batch axes.
+        fn: takes and returns an array whose first axis is the batch axis.
+        x: the input, with zero or more batch axes.
+        item_ndim: number of axes after the batch axes.
 
     >>> import jax.numpy as jnp
     >>> over_batch_axes(lambda x: x.sum(axis=1), jnp.ones((2, 3, 4, 5)), 2).shape

@@ -1,7 +1,7 @@
 """Convolutions over any number of spatial axes.
 
 Arrays are channels-last, `(batch, *spatial, channels)`, and weights `(*window, input / groups,
-output)`. What the names of paddings mean, and the shapes that come out, is in `conv_shape.py`.
+output)`. `conv_shape.py` documents padding names and output shapes.
 """
 
 from __future__ import annotations
@@ -45,23 +45,22 @@ def conv(
 
     Args:
         x: the input.
-        weight: the window's weights.
-        bias: added to each output channel; none by default.
-        strides: the step between two outputs, one number or one per spatial axis.
+        weight: shape `(*window, input / groups, output)`.
+        bias: added to each output channel.
+        strides: one number, or one per spatial axis.
         padding: a name (see `conv_shape.py`) or `(left, right)` per spatial axis.
-        dilation: the step between two positions of one window.
-        input_dilation: the step between two positions of the input, with zeros between them.
-        groups: the channels are cut into so many groups, each convolved by itself.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        preferred_element_type: the dtype of the sum, likewise.
-        conv_general_dilated: convolves in place of `jax.lax.conv_general_dilated`. It is called as
-            that one is, and with `preferred_element_type` and `out_sharding` only where they are
-            given.
-        out_sharding: how the result is laid out, likewise.
+        dilation: step between two positions of one window.
+        input_dilation: step between two positions of the input, with zeros between them.
+        groups: number of channel groups, each convolved separately.
+        precision: as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: as in `jax.lax.conv_general_dilated`.
+        conv_general_dilated: replaces `jax.lax.conv_general_dilated`; receives
+            `preferred_element_type` and `out_sharding` only if they are set.
+        out_sharding: as in `jax.lax.conv_general_dilated`.
 
     Raises:
-        ArgumentShapeError: if the ranks or the channels do not fit.
-        ArgumentValueError: if the padding has no meaning.
+        ArgumentShapeError: if the ranks or the channels do not match.
+        ArgumentValueError: if the padding is unknown.
 
     >>> conv(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2, padding="SAME").shape
     (1, 3, 4)
@@ -108,21 +107,21 @@ def conv_local(
     input_dilation: int | Sequence[int] = 1,
     precision: lax.PrecisionLike = None,
 ) -> Num[Array, "batch *out_spatial output"]:
-    """Convolves the spatial axes of `x` with a weight of its own for each output's position.
+    """Convolves the spatial axes of `x` with separate weights for each output position.
 
     Args:
         x: the input.
-        weight: for each position, of each input channel each position of the window.
-        bias: added to the output; none by default.
-        window: the window's size along each spatial axis.
-        strides: the step between two outputs, one number or one per spatial axis.
+        weight: shape `(*out_spatial, input * prod(window), output)`, input channel before window.
+        bias: added to the output.
+        window: size along each spatial axis.
+        strides: one number, or one per spatial axis.
         padding: `(left, right)` per spatial axis.
-        dilation: the step between two positions of one window.
-        input_dilation: the step between two positions of the input, with zeros between them.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated_local`.
+        dilation: step between two positions of one window.
+        input_dilation: step between two positions of the input, with zeros between them.
+        precision: as in `jax.lax.conv_general_dilated_local`.
 
     Raises:
-        ArgumentShapeError: if there is not a weight for each of the window's numbers.
+        ArgumentShapeError: if the weight's inputs do not match the window and channels.
 
     >>> x, weight = jnp.ones((1, 5, 2)), jnp.ones((3, 3 * 2, 4))
     >>> conv_local(x, weight, window=(3,), padding=((0, 0),)).shape
@@ -164,25 +163,25 @@ def conv_transpose(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
 ) -> Num[Array, "batch *out_spatial output"]:
-    """Convolves `x` with `strides - 1` zeros put between its positions: a learned upsampling.
+    """Convolves `x` with `strides - 1` zeros between its positions: a learned upsampling.
 
     Args:
         x: the input.
-        weight: the window's weights; `(*window, output / groups, input)` with `transpose_kernel`.
-        bias: added to each output channel; none by default.
-        strides: how many outputs there are for each input position.
+        weight: as in `conv`; `(*window, output / groups, input)` with `transpose_kernel`.
+        bias: added to each output channel.
+        strides: number of outputs per input position.
         padding: a name (see `conv_transpose_explicit_padding`), or `(left, right)` per spatial
-            axis, which is added around the input with its zeros.
-        dilation: the step between two positions of one window.
-        groups: the channels are cut into so many groups, each convolved by itself.
-        transpose_kernel: flips the window and swaps its channels, which makes this the gradient of
-            the convolution with that weight.
-        precision: of the multiplication, as in `jax.lax.conv_general_dilated`.
-        preferred_element_type: the dtype of the sum, likewise.
+            axis, added around the dilated input.
+        dilation: step between two positions of one window.
+        groups: number of channel groups, each convolved separately.
+        transpose_kernel: flips the window and swaps its channels, which makes this function the
+            gradient of the convolution with `weight`.
+        precision: as in `jax.lax.conv_general_dilated`.
+        preferred_element_type: as in `jax.lax.conv_general_dilated`.
 
     Raises:
-        ArgumentShapeError: if the ranks or the channels do not fit.
-        ArgumentValueError: if the padding has no meaning.
+        ArgumentShapeError: if the ranks or the channels do not match.
+        ArgumentValueError: if the padding is unknown.
 
     >>> conv_transpose(jnp.ones((1, 5, 2)), jnp.ones((3, 2, 4)), strides=2).shape
     (1, 10, 4)
@@ -215,7 +214,7 @@ def conv_transpose(
 
 
 def _transposed(weight: Array, groups: int) -> Array:
-    """The weight flipped, with inputs and outputs of each group exchanged."""
+    """Returns the weight flipped, with inputs and outputs of each group exchanged."""
     *window, outputs, inputs = weight.shape
     weight = jnp.flip(weight, tuple(range(len(window))))
     weight = weight.reshape(*window, outputs, groups, inputs // groups)

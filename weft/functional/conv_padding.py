@@ -1,16 +1,15 @@
-"""The paddings of convolutions as users of Flax name them.
+"""Convolution paddings by the names that Flax uses.
 
-    VALID       nothing
-    SAME        so much that an input of length `n` gives `ceil(n / stride)` outputs, half on each
-                side, the odd one on the right; SAME_LOWER has it on the left
-    CIRCULAR    the input goes on with its other end
-    REFLECT     the input goes on backwards, from the position after its end
-    CAUSAL      zeros before the input, so that an output sees no later position; for one axis
+    VALID       none
+    SAME        an input of length `n` has `ceil(n / stride)` outputs; half on each side, the odd
+                position on the right (on the left with SAME_LOWER)
+    CIRCULAR    wraps around
+    REFLECT     mirrors the input, without repeating its end
+    CAUSAL      zeros before the input, so that outputs see no later position; one axis only
 
-or a number for each axis, or `(left, right)`, or one number for all. Of a transposed convolution
-there are VALID, SAME and CIRCULAR, and SAME_LOWER is SAME where the strides are 1.
-
-Padding that is not zeros is put around the array itself; the rest is for the convolution to do.
+A number, one number per axis, or `(left, right)` per axis also work. Transposed convolutions accept
+VALID, SAME and CIRCULAR, and SAME_LOWER (as SAME) with strides of 1. Padding other than zeros is
+added to the array itself; the convolution adds zeros.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ def pad_conv(
     dilation: Sequence[int],
     input_dilation: Sequence[int] | None = None,
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
-    """Returns the input of a convolution, and the zeros still to be put around it.
+    """Returns the padded input of a convolution, and the zeros that the convolution must add.
 
     Args:
         x: the input, with any number of batch axes.
-        window, strides, dilation: of the convolution, along each spatial axis.
-        padding: see the module; a name may be in any case.
-        input_dilation: of the convolution; with it, the padding must be VALID or numbers.
+        window, strides, dilation: one number per spatial axis.
+        padding: see the module; names are case-insensitive.
+        input_dilation: requires VALID or numeric padding.
 
     Raises:
-        ArgumentShapeError: if the numbers are not one for each spatial axis.
-        ArgumentValueError: if the padding is unknown, or has no meaning here.
+        ArgumentShapeError: if there is not one number per spatial axis.
+        ArgumentValueError: if the padding is unknown or not supported here.
 
     >>> x, zeros = pad_conv(
     ...     jnp.ones((1, 5, 2)), window=(3,), strides=(1,), padding="CAUSAL", dilation=(2,)
@@ -99,21 +98,21 @@ def pad_conv_transpose(
     dilation: Sequence[int],
     transpose_kernel: bool = False,
 ) -> tuple[Num[Array, "*batch_padded channels"], Pairs]:
-    """Returns the input of a transposed convolution, and the zeros to be put around it.
+    """Returns the padded input of a transposed convolution, and the zeros to add around it.
 
-    CIRCULAR lets what an input reaches beyond one end come in at the other, and keeps
-    `length * stride` outputs, as SAME.
+    CIRCULAR wraps outputs beyond one end to the other, and keeps `length * stride` outputs, like
+    SAME.
 
     Args:
         x: the input, with any number of batch axes.
-        window, strides, dilation: of the convolution, along each spatial axis.
-        padding: see the module; a name may be in any case.
-        transpose_kernel: see `conv_transpose`; CIRCULAR then has the odd output of a window on the
+        window, strides, dilation: one number per spatial axis.
+        padding: see the module; names are case-insensitive.
+        transpose_kernel: see `conv_transpose`; with CIRCULAR, moves a window's odd output to the
             other side.
 
     Raises:
-        ArgumentShapeError: if the numbers are not one for each spatial axis.
-        ArgumentValueError: if the padding is unknown, or has no meaning here.
+        ArgumentShapeError: if there is not one number per spatial axis.
+        ArgumentValueError: if the padding is unknown or not supported here.
 
     >>> x, zeros = pad_conv_transpose(
     ...     jnp.ones((1, 5, 2)), window=(3,), strides=(2,), padding="CIRCULAR", dilation=(1,)
@@ -140,10 +139,10 @@ def pad_conv_transpose(
 
 
 def _circular(span: int, stride: int, is_flipped: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """How much of the input is repeated on each side, and the zeros, of which there are negative.
+    """Returns the input positions to repeat on each side, and the (negative) padding with zeros.
 
-    Without padding, input `i` reaches the outputs from `i * stride` on. Those from `first` on are
-    kept, which centres the window; what is repeated on the left reaches up to them.
+    Without padding, input `i` reaches the outputs from `i * stride` on. Outputs from `first` on are
+    kept, which centres the window; the positions repeated on the left reach up to them.
     """
     first = (max(span - stride, 0) + is_flipped) // 2
     left = -(-(span - 1 - first) // stride)

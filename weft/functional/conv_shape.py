@@ -1,19 +1,18 @@
-"""The arithmetic of a convolution's window: its span, its padding, the shape and padding it leaves.
+"""Convolution window arithmetic: span, padding, output shape and output padding.
 
 Along each spatial axis, output `o` of a convolution sees the padded positions
 
     o * stride, o * stride + dilation, …, o * stride + dilation * (window - 1)
 
-which span `conv_dilate_window` positions. A named padding is a rule for how many positions to add
-on the left and right, and here it never depends on the input's length, so that a stream cut into
-pieces gives the outputs of the whole:
+which span `conv_dilate_window` positions. Named paddings do not depend on the input's length, so
+that a stream convolved in pieces has the outputs of the whole:
 
-    VALID   nothing
-    SAME    span - 1 in all, half on each side, the odd one on the right
-    CAUSAL  span - 1 in all, span - stride of them on the left: an output sees no position after
-            its stride's last. Along the first spatial axis, which is time; SAME along the others.
+    VALID   none
+    SAME    span - 1 in total, half on each side, the odd position on the right
+    CAUSAL  span - 1 in total, span - stride on the left: an output sees no position after its
+            stride. Applies to the first spatial axis, time; the others use SAME.
 
-The SAME of `jax.lax` does depend on the length: `conv_padding_of_length` gives it as pairs.
+The SAME of `jax.lax` does depend on the length: see `conv_padding_of_length`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ def per_axis(sizes: int | Sequence[int] | None, n: int) -> tuple[int, ...]:
 
 
 def conv_dilate_window(*, window: Sequence[int], dilation: Sequence[int] | None) -> tuple[int, ...]:
-    """Returns how many positions the window spans along each axis.
+    """Returns the number of positions that the window spans along each axis.
 
     >>> conv_dilate_window(window=(3, 5), dilation=(2, 1))
     (5, 5)
@@ -61,14 +60,10 @@ def conv_explicit_padding(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the `(left, right)` padding of each spatial axis.
 
-    Args:
-        window: the window's size along each axis.
-        strides: the strides along each axis.
-        padding: a name (see the module), or the answer, which is returned as it is.
-        dilation: along each axis; 1 by default.
+    Pairs given as `padding` are returned unchanged.
 
     Raises:
-        ArgumentShapeError: if the arguments speak of different numbers of axes.
+        ArgumentShapeError: if the arguments have different numbers of axes.
         ArgumentValueError: if the padding is neither a known name nor pairs of sizes.
 
     >>> conv_explicit_padding(window=(5,), strides=(2,), padding="SAME")
@@ -101,16 +96,14 @@ def conv_padding_of_length(
 ) -> tuple[tuple[int, int], ...]:
     """Returns the `(left, right)` padding of each spatial axis, by the names of `jax.lax`.
 
-    SAME pads so much that an input of length `n` gives `ceil(n / stride)` outputs, half on each
-    side, the odd one on the right; SAME_LOWER has the odd one on the left.
-
     Args:
         in_shape: the input's spatial shape.
         window, strides, dilation: as in `conv_explicit_padding`.
-        padding: VALID, SAME or SAME_LOWER, in any case, or the answer.
+        padding: pairs, or a case-insensitive name: VALID, SAME (`ceil(n / stride)` outputs for an
+            input of length `n`, the odd position on the right) or SAME_LOWER (on the left).
 
     Raises:
-        ArgumentShapeError: if the arguments speak of different numbers of axes.
+        ArgumentShapeError: if the arguments have different numbers of axes.
         ArgumentValueError: if the padding is neither a known name nor pairs of sizes.
 
     >>> conv_padding_of_length((6,), window=(3,), strides=(2,), padding="SAME")
@@ -142,11 +135,7 @@ def conv_output_shape(
     padding: ConvPadding,
     dilation: Sequence[int] | None = None,
 ) -> tuple[int | None, ...]:
-    """Returns the spatial shape of a convolution's output.
-
-    Args:
-        in_shape: the input's spatial shape. A size that is None is unknown, and stays None.
-        window, strides, padding, dilation: as in `conv_explicit_padding`.
+    """Returns the spatial shape of a convolution's output; unknown sizes (None) stay None.
 
     >>> conv_output_shape((10, None), window=(3, 3), strides=(2, 1), padding="VALID")
     (4, None)
@@ -167,14 +156,10 @@ def conv_transpose_explicit_padding(
     padding: ConvPadding,
     dilation: Sequence[int] | None = None,
 ) -> tuple[tuple[int, int], ...]:
-    """Returns the padding of a transposed convolution, around the input with its zeros.
+    """Returns the padding of a transposed convolution, around the dilated input.
 
-    VALID keeps every output that an input reaches. SAME and CAUSAL keep `stride` outputs for each
-    input: SAME those in the middle of what it reaches (as `jax.lax.conv_transpose` does), CAUSAL
-    the first ones.
-
-    Args:
-        window, strides, padding, dilation: as in `conv_explicit_padding`.
+    VALID keeps every output that an input reaches. SAME and CAUSAL keep `stride` outputs per input:
+    SAME the middle ones (like `jax.lax.conv_transpose`), CAUSAL the first ones.
 
     >>> conv_transpose_explicit_padding(window=(3,), strides=(2,), padding="SAME")
     ((2, 1),)
@@ -207,11 +192,7 @@ def conv_transpose_output_shape(
     padding: ConvPadding,
     dilation: Sequence[int] | None = None,
 ) -> tuple[int | None, ...]:
-    """Returns the spatial shape of a transposed convolution's output.
-
-    Args:
-        in_shape: the input's spatial shape. A size that is None is unknown, and stays None.
-        window, strides, padding, dilation: as in `conv_explicit_padding`.
+    """Returns the spatial shape of a transposed convolution's output; None stays None.
 
     >>> conv_transpose_output_shape((5, None), window=(3, 3), strides=(2, 1), padding="VALID")
     (11, None)
@@ -236,21 +217,19 @@ def compute_conv_paddings(
     dilation: int | None = None,
     anchor: int | None = None,
 ) -> Num[Array, "batch out_time"]:
-    """Returns which outputs of a convolution over time are padding.
+    """Returns the outputs of a convolution over time that are padding.
 
-    An output is padding where the input under its anchor is: one position of its window.
+    An output is padding if the input under its anchor, one position of its window, is padding.
 
     Args:
-        in_paddings: 1 where the input is padding, 0 elsewhere.
-        window: the window's size in time.
-        stride: the stride in time.
+        in_paddings: 1 where the input is padding, else 0.
+        window, stride, dilation: sizes in time.
         conv_padding: the convolution's padding in time.
-        dilation: in time; 1 by default.
-        anchor: the position in the dilated window. By default the number of positions padded on
-            the left, so that the first output's anchor is the first input.
+        anchor: position in the dilated window. Defaults to the number of positions padded on the
+            left, so that the first output's anchor is the first input.
 
     Raises:
-        ArgumentValueError: if the anchor is not in the window, or left of the default.
+        ArgumentValueError: if the anchor is outside the window, or left of the default.
 
     >>> in_paddings = jnp.array([[0, 0, 0, 1, 1, 1]])
     >>> compute_conv_paddings(in_paddings, window=3, stride=2, conv_padding="SAME").tolist()
@@ -276,17 +255,13 @@ def compute_conv_transpose_paddings(
     dilation: int = 1,
     anchor: int | None = None,
 ) -> Num[Array, "batch out_time"]:
-    """Returns which outputs of a transposed convolution over time are padding.
+    """Returns the outputs of a transposed convolution over time that are padding.
 
-    An output is padding where the input under its anchor is. Between two inputs the anchor counts
-    as under the earlier one, so that each input speaks for `stride` outputs.
-
-    Args:
-        in_paddings: 1 where the input is padding, 0 elsewhere.
-        window, stride, conv_padding, dilation, anchor: as in `compute_conv_paddings`.
+    Like `compute_conv_paddings`. An anchor between two inputs counts as under the earlier one, so
+    that each input decides for `stride` outputs.
 
     Raises:
-        ArgumentValueError: if the anchor is not in the window, or left of the default.
+        ArgumentValueError: if the anchor is outside the window, or left of the default.
 
     >>> in_paddings = jnp.array([[0, 0, 1]])
     >>> compute_conv_transpose_paddings(
@@ -302,7 +277,7 @@ def compute_conv_transpose_paddings(
 
 
 def _anchor_offset(anchor: int | None, *, left: int, window: int, dilation: int) -> int:
-    """The first output's anchor, counted from the first input."""
+    """Returns the first output's anchor, counted from the first input."""
     if anchor is None:
         return 0
     (span,) = conv_dilate_window(window=(window,), dilation=(dilation,))

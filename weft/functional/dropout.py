@@ -1,7 +1,6 @@
-"""Dropping things at random, and scaling up what stays so that the mean is kept.
+"""Random dropping of elements, residual branches (`stochastic_depth`) or tokens (`drop_tokens`).
 
-Elements (`dropout`), whole residual branches (`stochastic_depth`), or tokens (`drop_tokens`). All
-draw from the key they are given; nothing is dropped where the caller does not call them.
+All functions draw from a given key, and always drop: callers skip them at inference.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ def dropout(
     Args:
         x: the input.
         rate: in `[0, 1)`.
-        prng_key: draws the mask.
-        mask: what to keep, broadcastable to `x`, instead of drawing one.
+        prng_key: key of the mask.
+        mask: elements to keep, broadcastable to `x`, instead of a random mask.
 
     Raises:
-        ArgumentValueError: if `rate` is not in `[0, 1)`, or key and mask are both missing.
+        ArgumentValueError: if `rate` is not in `[0, 1)`, or both key and mask are missing.
 
     >>> dropout(jnp.ones(4), rate=0.5, mask=jnp.array([True, False, True, False])).tolist()
     [2.0, 0.0, 2.0, 0.0]
@@ -48,12 +47,7 @@ def dropout(
 def get_dropout_mask(
     shape: Sequence[int], *, prng_key: Key[Array, ""], rate: float
 ) -> Bool[Array, "*shape"]:
-    """Returns True with probability `1 - rate`, for what is kept.
-
-    Args:
-        shape: of the mask.
-        prng_key: draws it.
-        rate: in `[0, 1)`.
+    """Returns a mask that is True (keep) with probability `1 - rate`.
 
     >>> get_dropout_mask((2, 3), prng_key=jax.random.key(0), rate=0.0).all().item()
     True
@@ -65,16 +59,16 @@ def get_dropout_mask(
 def keep_mask(
     key: Key[Array, ""], rate: float, shape: Sequence[int], broadcast_dims: Sequence[int] = ()
 ) -> Bool[Array, "*shape"]:
-    """Returns True for what is kept; for one key, what Flax keeps.
+    """Returns a mask that is True (keep) with probability `1 - rate`, as Flax draws it.
 
     Args:
-        key: draws the mask.
-        rate: the probability of False.
-        shape: of what the mask is for.
-        broadcast_dims: axes along which all is kept or nothing; the mask has size 1 there.
+        key: key of the mask.
+        rate: probability of False.
+        shape: shape of the masked array.
+        broadcast_dims: axes that share one decision; the mask has size 1 there.
 
     Raises:
-        ArgumentValueError: if there are no such axes.
+        ArgumentValueError: if `broadcast_dims` are not axes of `shape`.
 
     >>> keep_mask(jax.random.key(0), 0.0, (2, 3), broadcast_dims=(-1,)).tolist()
     [[True], [True]]
@@ -102,11 +96,11 @@ def stochastic_depth(
     Args:
         x: the branch's output.
         rate: in `[0, 1)`.
-        prng_key: draws what is dropped.
-        mode: `"row"` decides for each example, `"batch"` once for all.
+        prng_key: key of the decision.
+        mode: `"row"` decides per example, `"batch"` once for all.
 
     Raises:
-        ArgumentValueError: if `rate` is not in `[0, 1)`, or `mode` is another.
+        ArgumentValueError: if `rate` is not in `[0, 1)`, or `mode` is unknown.
     """
     if mode not in ("row", "batch"):
         raise ArgumentValueError(f"mode={mode!r} must be 'row' (each example) or 'batch' (all).")
@@ -121,10 +115,10 @@ def get_stochastic_depth_linear_rate(
     """Returns the rate of one of several stages, which grows linearly to `peak_rate` at the last.
 
     Args:
-        peak_rate: the last stage's rate, in `[0, 1)`; None gives None.
-        stage_order: counted from 0, so that a first stage is never dropped, or from 1, so that the
-            last one has the peak rate.
-        num_stages: how many stages there are.
+        peak_rate: the last stage's rate, in `[0, 1)`; None returns None.
+        stage_order: counted from 0, so that the first stage is never dropped, or from 1, so that
+            the last one has the peak rate.
+        num_stages: number of stages.
 
     Raises:
         ArgumentValueError: if `peak_rate` is not in `[0, 1)`.
@@ -145,16 +139,15 @@ def drop_tokens(
     prng_key: Key[Array, ""],
     num_cls_tokens: int = 0,
 ) -> Float[Array, "batch kept dim"]:
-    """Removes a random set of tokens from each example; the others keep their order.
+    """Removes a random set of tokens from each example, in order and without scaling.
 
-    The examples become shorter, so that what follows costs less (Li et al., 2023). Nothing is
-    scaled.
+    Later layers get shorter examples, and cost less (Li et al., 2023).
 
     Args:
         x: the tokens.
         rate: the fraction to remove, in `[0, 1)`; at least one token stays.
-        prng_key: draws what is removed.
-        num_cls_tokens: how many tokens at the front always stay, and do not count.
+        prng_key: key of the choice.
+        num_cls_tokens: number of tokens at the front that always stay, and do not count.
 
     Raises:
         ArgumentValueError: if `rate` is not in `[0, 1)`.
@@ -174,4 +167,4 @@ def drop_tokens(
 
 def _check_rate(rate: float) -> None:
     if not 0 <= rate < 1:
-        raise ArgumentValueError(f"rate={rate!r} must be in [0, 1): at 1 nothing would be left.")
+        raise ArgumentValueError(f"rate={rate!r} must be in [0, 1): a rate of 1 drops everything.")

@@ -1,7 +1,6 @@
-"""The dtype in which a layer computes: its own, or the one that its arrays promote to.
+"""Selection of the dtype in which a layer computes: its own, or the promoted one of its arrays.
 
-Layers multiply and normalise, so what they compute in is a floating-point or complex dtype, also
-where all that comes in are integers.
+It is always a floating-point or complex dtype, even where all inputs are integers.
 """
 
 from collections.abc import Sequence
@@ -18,13 +17,13 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
     """Returns the dtype of a computation.
 
     Args:
-        *args: arrays, or numbers; None counts for nothing.
-        dtype: what to return; by default the dtype that `args` promote to.
-        inexact: whether the dtype must be a floating-point or complex one. Integers alone promote
-            to float32 then.
+        *args: arrays or numbers; None is ignored.
+        dtype: returned if given; by default the dtype that `args` promote to.
+        inexact: whether the dtype must be floating-point or complex; integers alone then promote
+            to float32.
 
     Raises:
-        ArgumentValueError: if `dtype` is not inexact but must be, or there is nothing to go by.
+        ArgumentValueError: if `dtype` must be inexact but is not, or no dtype can be inferred.
 
     >>> canonicalize_dtype(jnp.ones(2, jnp.bfloat16), 1)
     dtype(bfloat16)
@@ -44,12 +43,9 @@ def canonicalize_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool
 
 
 def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = True) -> list[Any]:
-    """Returns the arguments as arrays of one dtype.
+    """Returns the arguments as arrays of one dtype; None stays None.
 
-    Args:
-        *args: arrays, or numbers; None stays None.
-        dtype: of all of them; by default what they promote to.
-        inexact: see `canonicalize_dtype`.
+    `dtype` and `inexact` are those of `canonicalize_dtype`.
 
     Raises:
         ArgumentValueError: see `canonicalize_dtype`.
@@ -63,14 +59,14 @@ def promote_dtype(*args: Any, dtype: DTypeLike | None = None, inexact: bool = Tr
 
 
 def _has(x: Any, dtype: Any) -> bool:
-    """Whether it is an array of JAX that has the dtype, and not only for want of a better one."""
+    """Returns whether `x` is a JAX array of that dtype, and not weakly typed."""
     return getattr(x, "weak_type", True) is False and x.dtype == dtype
 
 
 def _promoted(args: Sequence[Any]) -> Any:
     if not args:
         raise ArgumentValueError(
-            "There is neither a dtype nor an array to take it from: give at least one of them."
+            "The dtype is unknown: neither a dtype nor an array was given; pass at least one."
         )
     common = getattr(args[0], "dtype", None)
     if all(_has(x, common) for x in args):

@@ -22,18 +22,18 @@ RotaryLayout = Literal["interleaved", "half"]
 def lookup(
     table: Float[Array, "vocab dim"], ids: Int[Array, "*shape"], *, out_sharding: Any = None
 ) -> Float[Array, "*shape dim"]:
-    """Returns the rows of the table that the ids name.
+    """Returns the rows of the table at the ids.
 
-    An id that is not in the table gives NaN: it shows, where a row of another id would not. In a
-    table of integers it gives the smallest one.
+    An id outside the table returns NaN, so that the error shows (the smallest integer in an integer
+    table).
 
     Args:
         table: the rows.
-        ids: negative ones count from the end.
-        out_sharding: how the result is laid out, as in `jax.Array.at[].get`.
+        ids: negative ids count from the end.
+        out_sharding: as in `jax.Array.at[].get`.
 
     Raises:
-        ArgumentValueError: if ids of NumPy do not fit into the integers of JAX.
+        ArgumentValueError: if NumPy ids do not fit into JAX's integers.
 
     >>> lookup(jnp.array([[0.0, 1.0], [2.0, 3.0]]), jnp.array([1, 1, 0])).tolist()
     [[2.0, 3.0], [2.0, 3.0], [0.0, 1.0]]
@@ -45,10 +45,10 @@ def lookup(
 
 
 def as_ids(ids: Any) -> Array:
-    """Returns ids as an array of JAX, which has 32 bits for them unless x64 is enabled.
+    """Returns ids as a JAX array, of 32 bits unless x64 is enabled.
 
     Raises:
-        ArgumentValueError: if an id needs more bits; JAX would make another id of it.
+        ArgumentValueError: if an id needs more bits; JAX would change its value.
 
     >>> as_ids([3, 1]).tolist()
     [3, 1]
@@ -60,8 +60,8 @@ def as_ids(ids: Any) -> Array:
             ends = int(ids.min()), int(ids.max())
             if ends[0] < jnp.iinfo(kept).min or ends[1] > jnp.iinfo(kept).max:
                 raise ArgumentValueError(
-                    f"ids of dtype {ids.dtype} lie between {ends[0]} and {ends[1]}, and JAX keeps "
-                    f"{kept} of them, in which they would be other ids; give ids within the table, "
+                    f"ids of dtype {ids.dtype} range from {ends[0]} to {ends[1]}, which do not fit "
+                    f"into {kept}, the dtype JAX converts them to; pass ids within the table, "
                     "or enable jax_enable_x64."
                 )
     return jnp.asarray(ids)
@@ -77,12 +77,7 @@ def attend(
 ) -> Float[Array, "*batch vocab"]:
     """Returns the inner product of `x` with every row: the logits of a model with tied embeddings.
 
-    Args:
-        table: the rows.
-        x: what is compared with them.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        preferred_element_type: the dtype of the sum, likewise.
-        out_sharding: how the result is laid out, likewise.
+    `precision`, `preferred_element_type` and `out_sharding` are those of `jax.lax.dot_general`.
 
     >>> attend(jnp.eye(3), jnp.array([[1.0, 2.0, 3.0]])).tolist()
     [[1.0, 2.0, 3.0]]
@@ -109,7 +104,7 @@ def sinusoidal_positions(
     """Returns sines and cosines of positions at geometric timescales (Vaswani et al., 2017).
 
     The first `dim / 2` numbers are `sin(position / timescale)`, the others the cosines; the
-    timescales run from `min_timescale` to `max_timescale`, both included.
+    timescales run from `min_timescale` to `max_timescale`, both inclusive.
 
     Args:
         positions: in any unit.
@@ -136,15 +131,10 @@ def rotary_sincos(
 ) -> tuple[Float[Array, "*shape half_dim"], Float[Array, "*shape half_dim"]]:
     """Returns sine and cosine of the angles `position * theta ** (-2 i / dim)`.
 
-    They are computed in float32, in which positions are exact up to 2²⁴.
-
-    Args:
-        positions: of the tokens.
-        dim: of the vectors to rotate; even.
-        theta: the base of the frequencies.
+    Computed in float32, in which positions are exact up to 2²⁴.
 
     Raises:
-        ArgumentValueError: if `dim` is odd.
+        ArgumentValueError: if `dim`, the size of the vectors to rotate, is odd.
 
     >>> sin, cos = rotary_sincos(jnp.array([0, 1]), dim=4)
     >>> sin.shape, cos[0].tolist()
@@ -154,14 +144,10 @@ def rotary_sincos(
 
 
 def rotary_frequencies(dim: int, theta: float = 1e4) -> Float[Array, " half_dim"]:
-    """Returns `theta ** (-2 i / dim)`: by how much each pair of dimensions turns per position.
-
-    Args:
-        dim: of the vectors to rotate; even.
-        theta: the base.
+    """Returns `theta ** (-2 i / dim)`, the rotation of each pair of dimensions per position.
 
     Raises:
-        ArgumentValueError: if `dim` is odd.
+        ArgumentValueError: if `dim`, the size of the vectors to rotate, is odd.
     """
     _require_even(dim)
     return theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
@@ -188,15 +174,15 @@ def apply_rotary(
 ) -> Float[Array, "*batch dim"]:
     """Rotates pairs of dimensions of `x` by the angles (Su et al., 2021).
 
-    Pair `i` is `(2 i, 2 i + 1)` in the layout `"interleaved"`, which is RoFormer's own and the one
-    of the RoFormer layers of `weft.hierarchy`; it is `(i, i + dim / 2)` in the layout `"half"`, of
-    Llama's published weights among others. One turns into the other by permuting dimensions.
+    Pair `i` is `(2 i, 2 i + 1)` in the layout `"interleaved"`, used by RoFormer and the RoFormer
+    layers of `weft.hierarchy`, and `(i, i + dim / 2)` in the layout `"half"`, used by Llama's
+    published weights. Permuting dimensions converts between the two.
 
     Args:
-        x: the vectors. With heads, as `(batch, time, heads, dim)`, sines and cosines need the axis
-            of the heads as well: `sin[:, :, None]`.
-        sin: of the angles, broadcastable to `x` but for the last axis, which is half as long.
-        cos: of the angles, likewise.
+        x: the vectors. With heads, `(batch, time, heads, dim)`, sines and cosines need the axis of
+            the heads as well: `sin[:, :, None]`.
+        sin, cos: of the angles, broadcastable to `x` except for the last axis, which is half as
+            long.
         layout: which dimensions are pairs.
 
     Raises:
@@ -231,9 +217,8 @@ def apply_rotary(
 def alibi_slopes(num_heads: int) -> Float[Array, " heads"]:
     """Returns the slope by which each head's logits fall with distance (Press et al., 2022).
 
-    For `2 ** k` heads, the geometric sequence that starts at its own ratio `2 ** (-8 / num_heads)`;
-    for other numbers, that of the next smaller power of two, then every other slope of the next
-    larger one.
+    For `2 ** k` heads, the geometric sequence of ratio and first element `2 ** (-8 / num_heads)`;
+    otherwise that of the next smaller power of two, then every other slope of the next larger one.
 
     >>> alibi_slopes(4).tolist()
     [0.25, 0.0625, 0.015625, 0.00390625]

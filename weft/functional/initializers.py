@@ -1,8 +1,7 @@
-"""First values of parameters: how wide to draw them, and the draw.
+"""Parameter initialization: `jax.nn.initializers` re-exported, plus its building blocks.
 
-What `jax.nn.initializers` has already is re-exported; it makes functions `init(key, shape, dtype)`.
-`fan_sizes` and `draw` are the two halves of variance scaling, for those who know a weight's axes by
-another way than by their places at its end.
+`fan_sizes` and `draw` are the two halves of variance scaling, for weights whose input and output
+axes are not the last two.
 """
 
 from __future__ import annotations
@@ -87,14 +86,8 @@ def fan_sizes(
 ) -> dict[str, float]:
     """Returns a weight's numbers of inputs and outputs, and their mean.
 
-    Axes that are none of the three are a receptive field, as a convolution's window: they count for
-    both.
-
-    Args:
-        shape: of the weight.
-        in_axes: the inputs.
-        out_axes: the outputs.
-        batch_axes: axes along which independent weights lie.
+    Axes not listed are a receptive field, such as a convolution's window, and count for both.
+    `batch_axes` separate independent weights.
 
     >>> fan_sizes((3, 3, 8, 16), in_axes=(2,), out_axes=(3,))
     {'fan_in': 72.0, 'fan_out': 144.0, 'fan_avg': 108.0}
@@ -118,11 +111,11 @@ def draw(
     """Returns random values of mean 0.
 
     Args:
-        prng_key: draws them.
+        prng_key: key of the draw.
         shape: of the values.
         dtype: of the values.
-        distribution: `"truncated_normal"` is cut off at about 2.3 standard deviations: the normal
-            one's 2, widened so that the standard deviation is `scale` again.
+        distribution: `"truncated_normal"` is cut off at about 2.3 standard deviations: at 2 of the
+            original, then widened to the standard deviation `scale`.
         scale: the bound of the uniform distribution, the standard deviation of the others.
 
     Raises:
@@ -142,7 +135,7 @@ def draw(
 
 
 def zeros_init() -> Initializer:
-    """The initializer of zeros, made as the others are.
+    """Returns the initializer of zeros.
 
     >>> zeros_init()(jax.random.key(0), (2,)).tolist()
     [0.0, 0.0]
@@ -151,7 +144,7 @@ def zeros_init() -> Initializer:
 
 
 def ones_init() -> Initializer:
-    """The initializer of ones, made as the others are.
+    """Returns the initializer of ones.
 
     >>> ones_init()(jax.random.key(0), (2,)).tolist()
     [1.0, 1.0]

@@ -1,8 +1,7 @@
 """Linear maps: one contraction of an input with a weight, plus an optional bias.
 
-`dense` contracts the last axis, `dense_general` any axes (several outputs, several heads, batched
-weights), `project` whatever an einsum can say. Each gives the operands' promoted dtype unless
-`preferred_element_type` asks for another.
+`dense` contracts the last axis, `dense_general` any axes, `project` any einsum. The result has the
+operands' promoted dtype unless `preferred_element_type` is set.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ def dense(
     Args:
         x: the input; its last axis is contracted.
         weight: the matrix.
-        bias: added to every row; none by default.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
-        dot_general: multiplies in place of `jax.lax.dot_general`.
-        out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+        bias: added to every row.
+        precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`.
 
     Raises:
         ArgumentShapeError: if the contracted axes differ in size.
@@ -76,18 +73,15 @@ def dense_general(
     Args:
         x: the input.
         weight: shape `(*batch, *contracted, *features)`, in the order of `batch_axes` and `axis`.
-        bias: shape `(*batch, *features)`; none by default.
+        bias: shape `(*batch, *features)`.
         axis: the axes of `x` to contract.
-        batch_axes: axes of `x` along which each position has a weight of its own. They come first
-            in the output.
-        precision: of the multiplication, as in `jax.lax.dot_general`.
-        preferred_element_type: the dtype of the sum, as in `jax.lax.dot_general`.
-        dot_general: multiplies in place of `jax.lax.dot_general`. It is called as that one is, and
-            with `preferred_element_type` and `out_sharding` only where they are given.
-        out_sharding: how the result is laid out, as in `jax.lax.dot_general`.
+        batch_axes: axes of `x` with a separate weight per position; they come first in the output.
+        precision, preferred_element_type, out_sharding: as in `jax.lax.dot_general`.
+        dot_general: replaces `jax.lax.dot_general`; receives `preferred_element_type` and
+            `out_sharding` only if they are set.
 
     Raises:
-        ArgumentShapeError: if the axes that should agree differ in size.
+        ArgumentShapeError: if the contracted or batch axes differ in size.
 
     >>> heads = jnp.ones((8, 4, 2))  # model dim, heads, dim per head
     >>> dense_general(jnp.ones((3, 5, 8)), heads).shape
@@ -134,7 +128,7 @@ def _contract(
     if bias is None:
         return y
     bias = spread(bias, (*weight_batch, *range(x.ndim - len(axes), y.ndim)), y.ndim)
-    is_plain = y.dtype == bias.dtype != bool  # for `lax.add` knows no other dtypes
+    is_plain = y.dtype == bias.dtype != bool  # `lax.add` needs equal dtypes, not bool
     return lax.add(y, bias) if is_plain else y + bias
 
 
@@ -156,19 +150,17 @@ def project(
 ) -> Num[Array, "*output"]:
     """Returns `einsum(subscripts, x, weight) + bias`.
 
-    For contractions whose weight keeps its axes in an order of its own, as an attention's output
-    projection, whose weight is stored like that of its input projections.
+    For weights with another order of axes, such as an attention's output projection, which is
+    stored like the input projections.
 
     Args:
         subscripts: of an einsum over `x` and `weight`.
         x: the input.
         weight: the weight.
-        bias: broadcast against the result's last axes; none by default.
-        precision: of the multiplication, as in `jax.numpy.einsum`.
-        preferred_element_type: the dtype of the sum, as in `jax.numpy.einsum`.
-        einsum: multiplies in place of `jax.numpy.einsum`. It is called as that one is, and with
-            `preferred_element_type` and `out_sharding` only where they are given.
-        out_sharding: how the result is laid out, as in `jax.numpy.einsum`.
+        bias: broadcast against the result's last axes.
+        precision, preferred_element_type, out_sharding: as in `jax.numpy.einsum`.
+        einsum: replaces `jax.numpy.einsum`; receives `preferred_element_type` and `out_sharding`
+            only if they are set.
 
     >>> weight = jnp.ones((8, 4, 2))  # model dim, heads, dim per head
     >>> project("btnh,dnh->btd", jnp.ones((3, 5, 4, 2)), weight).shape
@@ -183,20 +175,15 @@ def project(
 def project_weight_axes(
     subscripts: str, x_ndim: int, weight_ndim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Returns which axes of the weight come out of `project`, and where.
-
-    Args:
-        subscripts: of an einsum over an input and a weight, with its result: `"bi,io->bo"`.
-        x_ndim: the number of the input's axes.
-        weight_ndim: the number of the weight's axes.
+    """Returns which axes of the weight remain in the result of `project`, and where.
 
     Returns:
-        The weight's axes, the same as axes of the result, in whose order they are, and the number
-        of the result's axes.
+        The weight's axes, the corresponding axes of the result in increasing order, and the
+        result's number of axes.
 
     Raises:
-        ArgumentValueError: if the subscripts are not those of two operands and a result.
-        ArgumentShapeError: if they name other numbers of axes.
+        ArgumentValueError: if the subscripts do not name two operands and a result.
+        ArgumentShapeError: if the subscripts name other numbers of axes.
 
     >>> project_weight_axes("btd,dnh->bnth", 3, 3)
     ((1, 2), (1, 3), 4)
@@ -218,7 +205,7 @@ def project_weight_axes(
 
 
 def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]]:
-    """How many axes an ellipsis stands for, and a label for each axis, those counted from right."""
+    """Returns the number of axes of the ellipsis, and one label per axis."""
     before, dots, after = term.partition("...")
     free = ndim - len(before) - len(after)
     if free < 0 or (free and not dots):
@@ -230,7 +217,7 @@ def _labels(term: str, ndim: int, subscripts: str) -> tuple[int, list[str | int]
 
 
 def spread(bias: Num[Array, "*sizes"], axes: Sequence[int], ndim: int) -> Num[Array, "*ones"]:
-    """Returns the bias with `ndim` axes: its own at `axes`, and axes of size 1.
+    """Returns the bias with `ndim` axes: its own at `axes`, and size 1 elsewhere.
 
     >>> spread(jnp.ones((3, 2)), (1, 3), 4).shape
     (1, 3, 1, 2)

@@ -1,6 +1,6 @@
-"""Rotary positions of Llama 3.1: the slow pairs of dimensions are slowed down for long contexts.
+"""Rotary positions of Llama 3.1: slow pairs of dimensions are slowed down for long contexts.
 
-Like YaRN, but pairs are told apart by the length of a whole turn, and logits are not raised.
+Unlike YaRN, it compares full periods with the context, and does not scale logits.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def llama3_frequencies(
     low_freq_factor: float = 1.0,
     high_freq_factor: float = 4.0,
 ) -> Float[Array, " half_dim"]:
-    """Returns by how much each pair of dimensions turns per position.
+    """Returns the rotation of each pair of dimensions per position.
 
     Args:
-        dim: of the vectors to rotate; even.
+        dim: size of the vectors to rotate; even.
         theta: the base of the frequencies.
-        original_max_seq_length: the longest context before the change.
-        scaling_factor: what the frequencies of slow pairs are divided by.
-        low_freq_factor: a pair that turns less often than this within the original context is slow.
-        high_freq_factor: a pair that turns more often than this keeps its frequency; those between
-            are interpolated.
+        original_max_seq_length: the context length before the extension.
+        scaling_factor: divides the frequencies of slow pairs.
+        low_freq_factor: pairs with fewer turns within the original context are slow.
+        high_freq_factor: pairs with more turns keep their frequency; those between are
+            interpolated.
 
     >>> plain = rotary_frequencies(8, 1e4)
     >>> scaled = llama3_frequencies(8, 1e4, original_max_seq_length=100, scaling_factor=4.0)

@@ -1,8 +1,7 @@
-"""Losses of logits and targets, and means over what counts.
+"""Losses of logits and targets, and weighted means, all computed in float32.
 
-Those with one number per example come apart: a function gives the numbers, `weighted_mean` their
-mean. `cross_entropy` and `binary_cross_entropy` do both, and return `(loss, aux)`, where `aux` is a
-dict with the loss of each target. Everything is computed in float32.
+Most functions return one number per example, for `weighted_mean`. `cross_entropy` and
+`binary_cross_entropy` return `(loss, aux)`, where the dict `aux` has the loss of each target.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ def cross_entropy(
 
     Args:
         logits: of each class.
-        target_labels: the right class. A label outside `[0, classes)` does not count.
+        target_labels: the right class; labels outside `[0, classes)` do not count.
         live_targets: the weight of each target; by default 1 where the label is a class, else 0.
         z_loss_scale: the factor of the squared log of the softmax's denominator, which keeps logits
             from drifting (Chowdhery et al., 2022).
-        label_smoothing: how much of each target is spread evenly over all classes (Szegedy et al.,
-            2016).
-        soft_target_labels: the probability of each class, instead of the labels, which then only
-            tell what counts by default. They are not smoothed.
+        label_smoothing: the share of each target that is spread evenly over all classes (Szegedy et
+            al., 2016).
+        soft_target_labels: the probability of each class, not smoothed. Labels then only determine
+            the default of `live_targets`.
 
     Returns:
-        The loss, and a dict of the scalars `total_loss` (the loss once more), `cross_entropy_loss`
-        and `z_loss` (its two parts) and `num_targets` (the sum of the weights), and of the arrays
-        `per_target_loss` (with the z-loss, 0 where the weight is 0) and `live_targets`.
+        The loss, and a dict of the scalars `total_loss` (the same loss), its parts
+        `cross_entropy_loss` and `z_loss`, and `num_targets` (the sum of the weights), and of the
+        arrays `per_target_loss` (with the z-loss, 0 where the weight is 0) and `live_targets`.
 
     >>> logits = jnp.array([[0.0, 0.0], [5.0, 0.0]])
     >>> loss, aux = cross_entropy(logits, jnp.array([1, -1]))
@@ -58,13 +57,13 @@ def cross_entropy(
         targets = soft_target_labels.astype(jnp.float32)
         per_target = log_normalizer * targets.sum(-1) - jnp.sum(targets * logits, axis=-1)
     else:
-        # A comparison and a sum, and no gather: it stays local where classes lie over devices.
+        # A comparison and a sum, not a gather: stays local if classes are sharded over devices.
         hit = target_labels[..., None] == positions(classes, logits.ndim)
         expected = jnp.sum(jnp.where(hit, logits, 0), axis=-1)
         if label_smoothing:
             expected += label_smoothing * (logits.mean(-1) - expected)
         per_target = log_normalizer - expected
-    # Without the factor no square, which may overflow where the loss does not.
+    # Skipped without the factor: the square may overflow where the loss does not.
     z_loss = z_loss_scale * jnp.square(log_normalizer) if z_loss_scale else jnp.zeros_like(live)
     per_target_loss = jnp.where(live > 0, per_target + z_loss, 0)
     loss, num_targets = weighted_mean(per_target_loss, live)
@@ -89,13 +88,11 @@ def binary_cross_entropy(
 
     Args:
         logits: of being true.
-        target_labels: 1 for true, 0 for false, or a probability between. A negative one does not
-            count.
+        target_labels: a probability; negative labels do not count.
         live_targets: the weight of each target; by default 1 where the label is not negative.
 
     Returns:
-        The loss, and a dict of the scalar `num_targets` and the arrays `per_target_loss` and
-        `live_targets`.
+        The loss, and a dict of `num_targets` and the arrays `per_target_loss` and `live_targets`.
 
     >>> loss, _ = binary_cross_entropy(jnp.zeros(2), target_labels=jnp.array([1, 0]))
     >>> round(loss.item(), 3)
@@ -128,11 +125,9 @@ def sigmoid_cross_entropy(
 def categorical_hinge_loss(
     logits: Float[Array, "*batch classes"], targets: Num[Array, "*batch classes"]
 ) -> Float[Array, "*batch"]:
-    """Returns by how much the right class fails to lead the best of the others by 1.
+    """Returns the hinge loss of the right class's lead over the best other class, with margin 1.
 
-    Args:
-        logits: of each class. The best of the others counts as at least 0, as in Keras.
-        targets: one-hot.
+    Targets are one-hot. The best other class counts as at least 0, as in Keras.
 
     >>> logits = jnp.array([[2.0, 0.5], [0.0, 3.0]])
     >>> categorical_hinge_loss(logits, jnp.array([[1, 0], [1, 0]])).tolist()
@@ -157,7 +152,7 @@ def absolute_error(preds: Float[Array, "*shape"], targets: Num[Array, "*shape"])
 def huber_error(
     preds: Float[Array, "*shape"], targets: Num[Array, "*shape"], *, delta: float = 1.0
 ) -> Array:
-    """Returns half the squared error up to `delta`, and grows linearly from there (Huber, 1964).
+    """Returns half the squared error up to `delta`, and a linear error beyond (Huber, 1964).
 
     >>> huber_error(jnp.array([0.5, 3.0]), jnp.zeros(2)).tolist()
     [0.125, 2.5]
@@ -173,12 +168,12 @@ def kl_divergence(
     *,
     is_log_targets: bool = False,
 ) -> Float[Array, "*batch"]:
-    """Returns `Σ p log(p / q)` of targets `p` and predictions `q`; where `p` is 0, nothing.
+    """Returns `Σ p log(p / q)` of targets `p` and predictions `q`, where `0 log 0` is 0.
 
     Args:
         log_predictions: `log q`.
         targets: `p`, or `log p` with `is_log_targets`.
-        is_log_targets: what `targets` are.
+        is_log_targets: whether `targets` are logarithms.
 
     >>> half = jnp.log(jnp.array([0.5, 0.5]))
     >>> round(kl_divergence(half, jnp.array([1.0, 0.0])).item(), 3)
@@ -198,10 +193,9 @@ def weighted_mean(
     """Returns `sum(values * weights) / sum(weights)`, and the sum of the weights.
 
     Args:
-        values: what to average.
-        weights: broadcastable to `values`; all 1 by default. Where a weight is 0, its value may be
-            anything.
-        eps: where the weights sum to less, the mean is 0.
+        values: what to average; ignored, even if not finite, where the weight is 0.
+        weights: broadcastable to `values`; 1 by default.
+        eps: the mean is 0 if the weights sum to less.
 
     >>> mean, weight = weighted_mean(jnp.array([1.0, 5.0]), jnp.array([3, 1]))
     >>> mean.item(), weight.item()
@@ -233,10 +227,10 @@ def contrastive_loss(
     """Returns the cross entropy of finding each query's key among all keys (Oord et al., 2018).
 
     Args:
-        logits: of each query and key; the key of query `i` is key `i`.
-        temperature: the logits are divided by it.
-        key_paddings: True for keys that are none.
-        soft_labels: the probability of each key instead.
+        logits: of each query and key; key `i` belongs to query `i`.
+        temperature: divides the logits.
+        key_paddings: True for padded keys.
+        soft_labels: the probability of each key, instead of one-hot labels.
 
     >>> round(contrastive_loss(jnp.zeros((2, 4))).item(), 3)
     1.386

@@ -1,4 +1,4 @@
-"""Losses of detectors: of classes that are rare, and of boxes."""
+"""Losses for detection: rare classes, and boxes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,10 @@ def focal_loss(
     alpha: float = 0.25,
     gamma: float = 1.5,
 ) -> Float[Array, "*shape"]:
-    """Returns the sigmoid cross entropy, less where the right answer is likely (Lin et al., 2017).
+    """Returns `alpha_t * (1 - p_t) ** gamma * cross_entropy` (Lin et al., 2017).
 
-    It is `alpha_t * (1 - p_t) ** gamma * cross_entropy`, where `p_t` is the probability of the
-    target, and `alpha_t` is `alpha` for true ones and `1 - alpha` for others.
-
-    Args:
-        logits: of being true.
-        targets: 1 for true, 0 for false.
-        alpha: the weight of true targets.
-        gamma: how much likely answers are weakened; not at all at 0.
+    `p_t` is the probability of the target; `alpha_t` is `alpha` for true targets (1), `1 - alpha`
+    for false ones (0). With `gamma=0`, likely answers are not weakened.
 
     >>> focal_loss(jnp.zeros(2), jnp.array([1, 0]), gamma=0.0).round(4).tolist()
     [0.173..., 0.519...]
@@ -39,15 +33,11 @@ def focal_loss(
 def generalized_iou(
     predictions: Float[Array, "*batch 4"], targets: Float[Array, "*batch 4"], *, eps: float = 1e-7
 ) -> Float[Array, "*batch"]:
-    """Returns how much two boxes overlap, from -1 (far apart) to 1 (Rezatofighi et al., 2019).
+    """Returns the overlap of two boxes, from -1 (far apart) to 1 (Rezatofighi et al., 2019).
 
-    The intersection over the union, less the share of the smallest box around both that neither
-    covers.
-
-    Args:
-        predictions: boxes as two opposite corners, the smaller coordinates first.
-        targets: likewise.
-        eps: added to areas that are divided by.
+    It is the intersection over the union, minus the share of the smallest enclosing box that
+    neither covers. Boxes are two opposite corners, the smaller coordinates first; `eps` is added to
+    divisors.
 
     >>> box, other = jnp.array([0.0, 0.0, 1.0, 1.0]), jnp.array([2.0, 0.0, 3.0, 1.0])
     >>> generalized_iou(box[None], jnp.stack([box, other])).round(3).tolist()

@@ -1,4 +1,4 @@
-"""Losses of embeddings: where vectors should lie."""
+"""Losses and similarities of embeddings."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from weft.errors import ArgumentValueError
 
 
 def _unit(x: Float[Array, "*batch dim"], eps: float) -> Float[Array, "*batch dim"]:
-    """Vectors of length 1; of one that is shorter than `eps` the length over `eps`."""
-    # A maximum inside of the root, which has no gradient at 0.
+    """Returns vectors of length 1; those shorter than `eps` are divided by `eps`."""
+    # The maximum is inside the root, which has no gradient at 0.
     return x / jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), eps**2))
 
 
 def nearest_neighbor_entropy_loss(
     embeddings: Float[Array, "batch dim"], *, normalize_embedding: bool = True, eps: float = 1e-8
 ) -> Float[Array, ""]:
-    """Returns the mean of `-log(distance to the nearest other)`: vectors spread evenly.
+    """Returns the mean of `-log(distance to the nearest other)`: low for evenly spread vectors.
 
-    The Kozachenko-Leonenko estimate of differential entropy, up to its sign and a constant
+    This is the Kozachenko-Leonenko estimate of differential entropy, up to sign and a constant
     (Sablayrolles et al., 2019).
 
     Args:
         embeddings: at least two.
-        normalize_embedding: whether to take them to the unit sphere first. Otherwise "nearest" is
-            the one of the largest inner product all the same.
+        normalize_embedding: whether to normalize the vectors first. In both cases, "nearest" means
+            the largest inner product.
         eps: added to distances.
 
     Raises:
@@ -58,12 +58,8 @@ def elementwise_similarity(
 ) -> Float[Array, "*batch dim"]:
     """Returns products of components, which add up to the cosine of two vectors.
 
-    Args:
-        x: vectors.
-        y: vectors.
-        normalize_embedding: whether to take them to the unit sphere first; if not, the products add
-            up to the inner product.
-        eps: the least length to divide by.
+    Without `normalize_embedding`, they add up to the inner product. `eps` is the least length to
+    divide by.
 
     >>> elementwise_similarity(jnp.array([3.0, 4.0]), jnp.array([0.0, 2.0])).round(3).tolist()
     [0.0, 0.80...]
@@ -78,16 +74,15 @@ def activation_flops(
     paddings: Num[Array, " batch"] | None = None,
     sparsity_threshold: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns what a search with these sparse vectors costs, smoothly, and how sparse they are.
+    """Returns a smooth cost of a search with these sparse vectors, and their mean number of zeros.
 
-    The cost is the sum over components of the squared mean magnitude, the expected number of
-    products in an inner product if magnitudes were probabilities (Paria et al., 2020). The sparsity
-    is the mean number of components that are not above the threshold.
+    The cost is the sum over components of the squared mean magnitude: the expected number of
+    products in an inner product if magnitudes were probabilities (Paria et al., 2020).
 
     Args:
         embeddings: vectors.
-        paddings: 1 for vectors that do not count; by default all do.
-        sparsity_threshold: up to which magnitude a component counts as zero.
+        paddings: 1 for vectors that do not count.
+        sparsity_threshold: the largest magnitude that counts as zero.
 
     >>> cost, zeros = activation_flops(jnp.array([[1.0, 0.0], [1.0, 2.0]]))
     >>> cost.item(), zeros.item()
@@ -112,13 +107,13 @@ def with_cosine_margin(
 ) -> Float[Array, "*batch classes"]:
     """Returns `alpha * (cosines - margin * targets)`: the right class must lead by a margin.
 
-    The logits of a softmax cross entropy (Wang et al., 2018, CosFace).
+    These are the logits of a softmax cross entropy (Wang et al., 2018, CosFace).
 
     Args:
         cosines: of an embedding and the vector of each class.
         targets: one-hot, or the probability of each class.
         alpha: the scale of the logits.
-        margin: by how much the right class is held back.
+        margin: subtracted from the right class.
 
     >>> right = jnp.array([1.0, 0.0])
     >>> with_cosine_margin(jnp.array([0.5, 0.5]), right, alpha=10, margin=0.5).tolist()

@@ -1,4 +1,4 @@
-"""Losses of rankings: of two items, the better one should have the larger logit."""
+"""Pairwise ranking losses: the better one of two items should have the larger logit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from jaxtyping import Array, Float, Int
 def rank_pairs(ranks: Int[Array, "batch items"]) -> Float[Array, "batch items items"]:
     """Returns 1 at (b, i, j) if item i is ranked before item j, else 0.
 
-    Args:
-        ranks: from 1, the best; items may share one. A rank of 0 or less leaves an item out.
+    Ranks start at 1, the best, and may be shared. A rank of 0 or less excludes an item.
 
     >>> rank_pairs(jnp.array([[1, 2, 0]])).tolist()
     [[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
@@ -32,8 +31,8 @@ def pairwise_loss(
 
     Args:
         logits: of each item.
-        pair_weights: at (b, i, j), how much it counts that item i is better than item j.
-        loss_scale: a factor of each example's loss, which is no part of the weights.
+        pair_weights: at (b, i, j), the weight of "item i is better than item j".
+        loss_scale: a factor of each example's loss, not included in the weights.
 
     >>> loss, weight = pairwise_loss(
     ...     logits=jnp.zeros((1, 2)), pair_weights=rank_pairs(jnp.array([[1, 2]])),

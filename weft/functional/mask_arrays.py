@@ -1,8 +1,8 @@
-"""Who attends to whom, as arrays for the `mask` of layers.
+"""Attention masks as arrays, for the `mask` of layers.
 
-Where the masks of `attention_mask` are functions of positions, these are tables of all pairs, as
-users of Flax make them. A mask has the shape `(*batch, 1, queries, keys)`, where the 1 stands for
-all heads, and is not 0 where a query may attend to a key.
+These are Flax-style tables of all pairs, unlike the functions of `attention_mask`. A mask has the
+shape `(*batch, 1, queries, keys)`, with 1 for all heads, and is nonzero where a query may attend to
+a key.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def make_attention_mask(
     extra_batch_dims: int = 0,
     dtype: DType = jnp.float32,
 ) -> Num[Array, "*batch 1 queries keys"]:
-    """What a function says of each query and each key.
+    """Returns the values of a function of each query and each key.
 
     Args:
-        query_input: what is known of the queries, such as whether they are padding.
-        key_input: what is known of the keys.
+        query_input: data of the queries, such as whether they are valid.
+        key_input: data of the keys.
         pairwise_fn: of two arrays that broadcast, `(*batch, queries, 1)` and `(*batch, 1, keys)`;
-            by default both must be other than 0.
-        extra_batch_dims: how many axes of size 1 to put in front.
+            by default, both must be nonzero.
+        extra_batch_dims: number of axes of size 1 to prepend.
         dtype: of the mask.
 
     Raises:
-        ArgumentShapeError: if there is no axis of queries or of keys.
+        ArgumentShapeError: if an input has no axes.
 
     >>> valid = jnp.array([1, 1, 0])
     >>> make_attention_mask(valid, valid, dtype=int).tolist()
@@ -61,12 +61,10 @@ def make_attention_mask(
 def make_causal_mask(
     x: Num[Array, "*batch length"], extra_batch_dims: int = 0, dtype: DType = jnp.float32
 ) -> Num[Array, "*batch 1 length length"]:
-    """Each position attends to itself and to what came before.
+    """Returns a mask that lets each position attend to itself and to earlier positions.
 
-    Args:
-        x: has the shape of the positions; its values do not matter.
-        extra_batch_dims: how many axes of size 1 to put in front.
-        dtype: of the mask.
+    Only the shape of `x`, `(*batch, length)`, is used; `extra_batch_dims` axes of size 1 are
+    prepended.
 
     >>> make_causal_mask(jnp.ones(3), dtype=int).tolist()
     [[[1, 0, 0], [1, 1, 0], [1, 1, 1]]]
@@ -78,14 +76,10 @@ def make_causal_mask(
 def combine_masks(
     *masks: Num[Array, "*mask"] | None, dtype: DType = jnp.float32
 ) -> Num[Array, "*mask"] | None:
-    """True where all masks are; None where there are none.
-
-    Args:
-        *masks: of the same number of axes; None counts for nothing.
-        dtype: of the result.
+    """Returns True where all masks are; None if all masks are None.
 
     Raises:
-        ArgumentShapeError: if the masks have other numbers of axes.
+        ArgumentShapeError: if the masks have different numbers of axes.
 
     >>> combine_masks(jnp.array([1, 1, 0]), None, jnp.array([0, 1, 1]), dtype=int).tolist()
     [0, 1, 0]

@@ -1,7 +1,7 @@
-"""Normalisation: what is left of an input when its statistics are taken away.
+"""Normalisation layers' math.
 
-Statistics are computed in float32 (`dtype`) as `statistics.py` says, and so are scale and bias
-applied; the result has the dtype of the input.
+Statistics are computed in float32 (`dtype`, see `statistics.py`), and scale and bias are applied in
+it; the result has the dtype of the input.
 """
 
 from __future__ import annotations
@@ -47,15 +47,13 @@ def layer_norm(
 
     Args:
         x: the input.
-        scale: broadcast against the last axes of `x`; none by default.
-        bias: likewise.
+        scale, bias: broadcast against the last axes of `x`.
         axis: the axis or axes of the statistics.
         eps: added to the variance.
-        where: which values count in the statistics; all by default.
-        axis_name: mapped axes over which the statistics are combined as well.
-        axis_index_groups: of that axis, as in `moments`.
+        where: values that count in the statistics; all by default.
+        axis_name, axis_index_groups: mapped axes to combine statistics over, as in `moments`.
         fast_variance: `fast` of `moments`.
-        dtype: of the computation; None is the dtype of `x`.
+        dtype: of the computation; None for the dtype of `x`.
 
     >>> layer_norm(jnp.array([1.0, 3.0]), eps=0.0).tolist()
     [-1.0, 1.0]
@@ -102,15 +100,14 @@ def rms_norm(
 
     Args:
         x: the input.
-        scale: broadcast against the last axes of `x`; none by default.
+        scale: broadcast against the last axes of `x`.
         axis: the axis or axes of the mean.
         eps: added to the mean square.
         zero_centered: whether `scale` is a difference from 1, so that weight decay pulls the
             factor towards 1.
-        where: which values count in the mean; all by default.
-        axis_name: mapped axes over which the mean is taken as well.
-        axis_index_groups: of that axis, as in `moments`.
-        dtype: of the computation; None is the dtype of `x`.
+        where: values that count in the mean; all by default.
+        axis_name, axis_index_groups: mapped axes to average over, as in `moments`.
+        dtype: of the computation; None for the dtype of `x`.
 
     >>> rms_norm(jnp.array([3.0, 3.0]), jnp.array([0.0, 1.0]), eps=0.0, zero_centered=True).tolist()
     [1.0, 2.0]
@@ -142,23 +139,21 @@ def group_norm(
 
     Args:
         x: the input.
-        scale: per channel; none by default.
-        bias: per channel; none by default.
-        num_groups: how many groups the channels are cut into.
-        axis: the axes that share statistics besides the channels of a group; by default all but
-            the first and the last.
+        scale, bias: per channel.
+        num_groups: number of groups of channels.
+        axis: the axes that share statistics, in addition to the channels of a group; by default
+            all except the first and the last.
         eps: added to the variance.
-        subtract_mean: without it, groups are divided by their root mean square instead.
-        where: which positions, or which of their channels, count in the statistics; all by
-            default.
-        segment_ids: gives each segment of axis 1 statistics of its own; ids in `[0, time]`.
-        axis_name: mapped axes over which the statistics are combined as well, without segments.
+        subtract_mean: if False, groups are divided by their root mean square instead.
+        where: positions, or single channels of them, that count in the statistics.
+        segment_ids: separates the statistics of segments along axis 1; ids in `[0, time]`.
+        axis_name: mapped axes to combine statistics over; not with segments.
         axis_index_groups: of that axis, as in `moments`.
         fast_variance: `fast` of `moments`.
-        dtype: of the computation; None is the dtype of `x`.
+        dtype: of the computation; None for the dtype of `x`.
 
     Raises:
-        ArgumentShapeError: if the channels cannot be cut into equal groups.
+        ArgumentShapeError: if the channels are not a multiple of the groups.
 
     >>> group_norm(jnp.array([[1.0, 3.0, 5.0, 9.0]]), num_groups=2, eps=0.0).tolist()
     [[-1.0, 1.0, -1.0, 1.0]]
@@ -188,15 +183,10 @@ def group_norm(
 
 
 def number_of_groups(channels: int, num_groups: int | None, group_size: int | None) -> int:
-    """Returns into how many groups channels are cut.
-
-    Args:
-        channels: how many there are.
-        num_groups: how many groups; None if `group_size` is given.
-        group_size: how many channels a group has; None if `num_groups` is given.
+    """Returns the number of groups of channels, from `num_groups` or `group_size`.
 
     Raises:
-        ArgumentShapeError: if the channels cannot be cut into equal groups.
+        ArgumentShapeError: if the channels cannot be split into equal groups.
         ArgumentValueError: if not exactly one of the two is given, or it is not positive.
 
     >>> number_of_groups(12, None, 4)
@@ -231,16 +221,14 @@ def batch_norm(
     eps: float = 1e-6,
     dtype: DTypeLike | None = jnp.float32,
 ) -> Float[Array, "*batch channels"]:
-    """Normalises with statistics that are given: a batch's `moments`, or running averages.
+    """Normalises with given statistics: a batch's `moments`, or running averages.
 
     Args:
         x: the input.
-        mean: broadcastable to `x`.
-        variance: broadcastable to `x`.
-        scale: per channel; none by default.
-        bias: per channel; none by default.
+        mean, variance: broadcastable to `x`.
+        scale, bias: per channel.
         eps: added to the variance.
-        dtype: of the computation; None is the dtype of `x`.
+        dtype: of the computation; None for the dtype of `x`.
 
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]
@@ -253,7 +241,7 @@ def batch_norm(
 def l2_normalize(
     x: Float[Array, "*shape"], eps: float = 1e-8, axis: Axes | None = -1
 ) -> Float[Array, "*shape"]:
-    """Returns `x / sqrt(sum(x²) + eps)` along `axis`, or of the whole for None.
+    """Returns `x / sqrt(sum(x²) + eps)` along `axis`; None for all axes.
 
     >>> l2_normalize(jnp.array([0.0, 2.0])).tolist()
     [0.0, 1.0]
@@ -324,6 +312,6 @@ def _affine(y: Array, scale: Array | None, bias: Array | None, dtype: DTypeLike)
 
 
 def _beside(x: Array, y: Array) -> Array:
-    """A scale or bias with the dtype and as many axes as what it is applied to."""
+    """Returns a scale or bias with the dtype and number of axes of the other operand."""
     x = cast(x, y.dtype)
     return x if x.ndim == y.ndim else lax.expand_dims(x, range(y.ndim - x.ndim))

@@ -1,4 +1,4 @@
-"""Which axes of an input share statistics in norms of channels."""
+"""Axes that share statistics in norms of channels."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,9 @@ from weft.functional.statistics import Axes, canonical_axes
 
 
 def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[int, ...]:
-    """Returns the axes that share statistics, where the last one is cut into groups.
+    """Returns the axes that share statistics, the last one split into groups.
 
-    Args:
-        reduction_axes: the axes; None for all but the first.
-        shape: of the input.
+    `reduction_axes` of None means all but the first.
 
     Raises:
         ArgumentValueError: if the last axis is not among them.
@@ -26,7 +24,7 @@ def group_norm_axes(reduction_axes: Axes | None, shape: Sequence[int]) -> tuple[
     if ndim - 1 not in axes:
         raise ArgumentValueError(
             f"reduction_axes={reduction_axes} of an input of shape {tuple(shape)} leave out the "
-            "last axis, whose channels the groups are made of; add -1."
+            "last axis, which holds the channels; add -1."
         )
     return axes
 
@@ -36,12 +34,8 @@ def instance_norm_axes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the axes of the channels in increasing order, and those that share statistics.
 
-    Args:
-        feature_axes: the axes of the channels.
-        shape: of the input, whose first axis is that of the examples.
-
     Raises:
-        ArgumentValueError: if the first axis is one of the channels.
+        ArgumentValueError: if `feature_axes` include the first axis, the batch axis.
 
     >>> instance_norm_axes(-1, (2, 3, 4, 5))
     ((3,), (1, 2))
@@ -50,6 +44,6 @@ def instance_norm_axes(
     if 0 in features:
         raise ArgumentValueError(
             f"feature_axes={feature_axes} of an input of shape {tuple(shape)} include the first "
-            "axis, which is that of the examples; leave it out."
+            "axis, the batch axis; leave it out."
         )
     return features, tuple(a for a in range(1, len(shape)) if a not in features)

@@ -1,7 +1,6 @@
-"""Pooling: the maximum, the minimum, the average or another reduction of each window.
+"""Pooling: maximum, minimum, average or another reduction of each window.
 
-Arrays are channels-last, `(batch, *spatial, channels)`; the names of paddings mean what they mean
-for a convolution (see `conv_shape.py`).
+Arrays are channels-last, `(batch, *spatial, channels)`; padding names are those of `conv_shape.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ def pool(
     strides: Sequence[int] | None = None,
     padding: ConvPadding = "VALID",
 ) -> Num[Array, "batch *out_spatial channels"]:
-    """Returns what a function of two numbers makes of all the numbers of each window.
+    """Reduces the numbers of each window by a function of two numbers.
 
     Args:
         x: the input.
-        initial: what changes no number, as 0 for `jax.lax.add`; padding has this value.
-        reduce: associative, as `jax.lax.add`.
-        window: the window's size along each spatial axis.
-        strides: the step between two windows along each axis; 1 by default.
+        initial: the identity of `reduce`, such as 0 for `jax.lax.add`; the value of padding.
+        reduce: associative, such as `jax.lax.add`.
+        window: size along each spatial axis.
+        strides: step between windows along each axis; 1 by default.
         padding: a name, or `(left, right)` per spatial axis.
 
     Raises:
-        ArgumentShapeError: if the window has not one size per spatial axis.
+        ArgumentShapeError: if `window` does not have one size per spatial axis.
 
     >>> pool(jnp.array([[[2.0], [3.0], [4.0]]]), 1.0, lax.mul, (2,)).ravel().tolist()
     [6.0, 12.0]
@@ -66,16 +65,16 @@ def max_pool(
     strides: Sequence[int] | None = None,
     padding: ConvPadding = "VALID",
 ) -> Num[Array, "batch *out_spatial channels"]:
-    """Returns the largest value of each window. Padding never wins.
+    """Returns the largest value of each window, ignoring padding.
 
     Args:
         x: the input.
-        window: the window's size along each spatial axis.
-        strides: the step between two windows along each axis; 1 by default.
+        window: size along each spatial axis.
+        strides: step between windows along each axis; 1 by default.
         padding: a name, or `(left, right)` per spatial axis.
 
     Raises:
-        ArgumentShapeError: if the window has not one size per spatial axis.
+        ArgumentShapeError: if `window` does not have one size per spatial axis.
 
     >>> max_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
     [1.0, 3.0]
@@ -102,17 +101,9 @@ def avg_pool(
     padding: ConvPadding = "VALID",
     count_include_pad: bool = True,
 ) -> Num[Array, "batch *out_spatial channels"]:
-    """Returns the mean of each window.
+    """Returns the mean of each window. Arguments and errors as in `max_pool`.
 
-    Args:
-        x: the input.
-        window: the window's size along each spatial axis.
-        strides: the step between two windows along each axis; 1 by default.
-        padding: a name, or `(left, right)` per spatial axis.
-        count_include_pad: whether padding counts as zeros, or not at all.
-
-    Raises:
-        ArgumentShapeError: if the window has not one size per spatial axis.
+    `count_include_pad` counts padding as zeros; otherwise it is ignored.
 
     >>> x = jnp.ones((1, 3, 1))
     >>> avg_pool(x, (3,), padding="SAME", count_include_pad=False).ravel().tolist()

@@ -1,7 +1,6 @@
-"""Explicit rank promotion: arrays of fewer axes combined with arrays of more.
+"""Explicit rank promotion.
 
-JAX adds the missing axes itself, unless `jax_numpy_rank_promotion` forbids it, as programs do that
-want to hear of every shape they did not mean.
+JAX adds missing axes itself, unless `jax_numpy_rank_promotion` forbids it.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ from jaxtyping import Array, Num
 
 
 def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]:
-    """Returns `x` with axes of size 1 in front, `ndim` in all; no fewer than it has.
-
-    A scalar stays one: it goes with every shape.
+    """Returns `x` with axes of size 1 prepended, up to at least `ndim`; scalars stay scalars.
 
     >>> to_ndim(jnp.ones(3), 2).shape, to_ndim(jnp.array(1.0), 2).shape
     ((1, 3), ())
@@ -24,7 +21,7 @@ def to_ndim(x: Num[Array, "*shape"], ndim: int) -> Num[Array, "*ones_and_shape"]
 
 
 def same_ndim(*xs: Num[Array, "..."]) -> list[Num[Array, "..."]]:
-    """Returns arrays with axes of size 1 in front, each with as many as the one with most.
+    """Returns arrays with axes of size 1 prepended, up to the largest number of axes.
 
     >>> [x.shape for x in same_ndim(jnp.ones((2, 3)), jnp.ones(3))]
     [(2, 3), (1, 3)]

@@ -1,8 +1,7 @@
-"""Recurrence: one step of a cell, and sequences of different lengths.
+"""Steps of recurrent cells, and sequences of different lengths.
 
-A step takes the state before and what the gates are given, that is the linear maps of input and
-state before any activation, and returns the state after. Where the maps come from is the layer's
-affair: several matrices, one that is cut into pieces, or convolutions.
+A step takes the previous state and the gates' inputs, which are linear maps of input and state
+before any activation, and returns the next state. The layer computes the maps.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def lstm_step(
 
     Args:
         c: the memory.
-        i: what the gate of the input is given.
-        f: what the gate that forgets is given.
-        g: what is to be added to the memory, before its activation.
-        o: what the gate of the output is given.
-        gate_fn: of the gates.
-        activation_fn: of what goes into the memory and comes out of it.
+        i: input gate, before its activation, as all of the following.
+        f: forget gate.
+        g: candidate for the memory.
+        o: output gate.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the candidate and of the output.
 
     >>> c, h = lstm_step(*(jnp.array([x]) for x in (2.0, 0.0, 0.0, 0.0, 100.0)))
     >>> c.tolist(), h.tolist()
@@ -66,9 +65,9 @@ def gru_step(
     Args:
         h: the state.
         from_input: `(ir, iz, in)`, the maps of the input.
-        from_state: `(hr, hz, hn)`, those of the state.
-        gate_fn: of the gates.
-        activation_fn: of the new value.
+        from_state: `(hr, hz, hn)`, the maps of the state.
+        gate_fn: activation of the gates.
+        activation_fn: activation of the new value.
 
     >>> zero, one = jnp.zeros(1), jnp.ones(1)
     >>> gru_step(one, (zero, zero, zero), (zero, zero, zero)).tolist()
@@ -96,10 +95,10 @@ def mgu_step(
     Args:
         h: the state.
         from_input: `(if, in)`, the maps of the input.
-        from_state: `(hf, hn)`, those of the state.
-        gate_fn: of the gate.
-        activation_fn: of the new value.
-        reset_gate: without it, `n = act(in + hn)` (Heck and Salem, 2017).
+        from_state: `(hf, hn)`, the maps of the state.
+        gate_fn: activation of the gate.
+        activation_fn: activation of the new value.
+        reset_gate: if False, `n = act(in + hn)` (Heck and Salem, 2017).
 
     >>> zero, one = jnp.zeros(1), jnp.ones(1)
     >>> mgu_step(one, (zero, zero), (zero, zero)).tolist()
@@ -114,16 +113,16 @@ def mgu_step(
 def flip_sequences(
     x: Num[Array, "*shape"], seq_lengths: Int[Array, "*batch"] | None = None, *, axis: int
 ) -> Num[Array, "*shape"]:
-    """Returns sequences in reverse order; what is behind the end of one stays behind it.
+    """Returns sequences in reverse order; positions after a sequence's end stay in place.
 
     Args:
         x: the sequences.
-        seq_lengths: how many positions of each one count; all by default. Its axes are the first
-            of `x` besides that of time.
-        axis: the axis of time, at most the number of axes of `seq_lengths`.
+        seq_lengths: number of positions per sequence that count; all by default. Its axes are the
+            first axes of `x` without the time axis.
+        axis: the time axis, at most the number of axes of `seq_lengths`.
 
     Raises:
-        ArgumentShapeError: if the lengths are not those of the sequences of `x`.
+        ArgumentShapeError: if the lengths do not match the batch axes of `x`.
 
     >>> flip_sequences(jnp.array([[1, 2, 3, 0]]), jnp.array([3]), axis=1).tolist()
     [[3, 2, 1, 0]]
@@ -140,13 +139,13 @@ def flip_sequences(
 def within_lengths(
     new: Any, old: Any, step: Int[Array, ""], seq_lengths: Int[Array, "*batch"]
 ) -> Any:
-    """Returns the state after a step, which of sequences that are over is the state before.
+    """Returns the state after a step; sequences that have ended keep the state before.
 
     Args:
         new: the state after the step, arrays whose first axes are those of `seq_lengths`.
         old: the state before.
-        step: the position that the step was about, from 0.
-        seq_lengths: how many positions of each sequence count.
+        step: the position of the step, from 0.
+        seq_lengths: number of positions per sequence that count.
 
     >>> new, old = jnp.array([1, 1]), jnp.array([0, 0])
     >>> within_lengths(new, old, jnp.array(2), jnp.array([3, 2])).tolist()
@@ -161,12 +160,7 @@ def within_lengths(
 
 
 def check_lengths(shape: tuple[int, ...], seq_lengths: Array, axis: int) -> None:
-    """Checks that there is one length for each of some sequences.
-
-    Args:
-        shape: of the sequences.
-        seq_lengths: the lengths.
-        axis: the axis of time.
+    """Checks that there is one length per sequence.
 
     Raises:
         ArgumentShapeError: otherwise.

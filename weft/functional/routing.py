@@ -1,11 +1,11 @@
-"""Routing: which expert sees which token, and with what weight.
+"""Routing of tokens to experts.
 
-Each token of a group chooses `k` of the experts by the scores that a router gives it. An expert has
-room for `capacity` tokens of a group. Rooms are given out to all first choices, in the order of the
-tokens, then to all second choices, and so on; a choice that finds no room is dropped, and adds
-nothing to the token's output (GShard: Lepikhin et al., 2021; Switch: Fedus et al., 2022).
+Each token of a group chooses `k` experts by the router's scores. An expert has `capacity` slots per
+group, assigned to all first choices in the order of the tokens, then to all second choices, and so
+on; choices without a slot are dropped, and add nothing to the token's output (GShard: Lepikhin et
+al., 2021; Switch: Fedus et al., 2022).
 
-With `live`, tokens can be left out: padding takes no room and counts in no statistic.
+Tokens that are not `live`, such as padding, take no slot and count in no statistic.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from weft.functional.norm import l2_normalize
 
 
 class Routing(NamedTuple):
-    """The choices of tokens.
+    """The experts that tokens chose.
 
     Attributes:
-        experts: `Int[Array, "*groups tokens k"]`, the chosen experts, the best first.
-        gates: `Float[Array, "*groups tokens k"]`, their weights; 0 where a choice was dropped.
-        positions: `Int[Array, "*groups tokens k"]`, the room of a choice with its expert.
-        kept: `Bool[Array, "*groups tokens k"]`, whether it found room.
+        experts: `Int[Array, "*groups tokens k"]`, the chosen experts, best first.
+        gates: `Float[Array, "*groups tokens k"]`, their weights; 0 for dropped choices.
+        positions: `Int[Array, "*groups tokens k"]`, each choice's slot with its expert.
+        kept: `Bool[Array, "*groups tokens k"]`, whether there was a slot.
     """
 
     experts: Array
@@ -40,17 +40,17 @@ class Routing(NamedTuple):
 def expert_capacity(
     group_size: int, num_experts: int, *, factor: float | None, minimum: int | None = None
 ) -> int:
-    """Returns for how many tokens of a group an expert has room.
+    """Returns an expert's number of slots for the tokens of a group.
 
     Args:
-        group_size: the number of tokens in a group.
-        num_experts: the number of experts.
-        factor: how many times an equal share, `group_size / num_experts`, that is, rounded up.
-            Without it, and without a minimum, there is room for the whole group.
-        minimum: the least number.
+        group_size: number of tokens in a group.
+        num_experts: number of experts.
+        factor: multiple of an equal share, `group_size / num_experts`, rounded up. None, without a
+            minimum, makes slots for the whole group.
+        minimum: the smallest capacity.
 
     Raises:
-        ArgumentValueError: if the number is less than 1.
+        ArgumentValueError: if the result is less than 1.
 
     >>> expert_capacity(10, 4, factor=1.0), expert_capacity(10, 4, factor=None)
     (3, 10)
@@ -63,7 +63,7 @@ def expert_capacity(
         )
     if factor is None:
         return group_size if minimum is None else min(minimum, group_size)
-    # Beyond the whole group there is nobody to take the room.
+    # More slots than the group has tokens would stay empty.
     return min(group_size, max(math.ceil(group_size * factor / num_experts), minimum or 1))
 
 
@@ -75,14 +75,14 @@ def route(
     capacity: int,
     live: Bool[Array, "*groups tokens"] | None = None,
 ) -> Routing:
-    """Gives out the rooms.
+    """Assigns slots to choices.
 
     Args:
-        experts: the choices of each token, all different, the best first.
+        experts: the choices of each token, all different, best first.
         gates: their weights.
-        num_experts: the number of experts.
-        capacity: for how many tokens of a group each has room.
-        live: which tokens take part; all of them by default.
+        num_experts: number of experts.
+        capacity: number of slots of each expert, per group.
+        live: tokens that take part; all by default.
 
     >>> route(jnp.array([[0], [0], [1]]), jnp.ones((3, 1)), num_experts=2, capacity=1).kept[:, 0]
     Array([ True, False,  True], dtype=bool)
@@ -90,7 +90,7 @@ def route(
     chosen = jax.nn.one_hot(experts, num_experts, dtype=jnp.int32)
     if live is not None:
         chosen = chosen * live[..., None, None]
-    # How many choices came before: all tokens' better ones, and earlier tokens' equally good ones.
+    # Number of earlier choices: all tokens' better ones, and earlier tokens' equally good ones.
     by_rank = jnp.moveaxis(chosen, -2, -3)
     queue = by_rank.reshape(*by_rank.shape[:-3], -1, num_experts)
     before = (jnp.cumsum(queue, axis=-2) - queue).reshape(by_rank.shape)
@@ -102,16 +102,10 @@ def route(
 def combine_tensor(
     routing: Routing, *, num_experts: int, capacity: int
 ) -> Float[Array, "*groups tokens experts capacity"]:
-    """Returns the weight of each room of each expert in each token's output.
-
-    Args:
-        routing: the choices.
-        num_experts: the number of experts.
-        capacity: the number of rooms of each.
-    """
+    """Returns the weight of each expert's slots in each token's output."""
     dtype = routing.gates.dtype
     of_expert = jax.nn.one_hot(routing.experts, num_experts, dtype=dtype)
-    # A dropped choice has a position beyond all rooms, or a gate of 0.
+    # A dropped choice has a position beyond all slots, or a gate of 0.
     of_room = jax.nn.one_hot(routing.positions, capacity, dtype=dtype)
     return jnp.einsum("...ske,...skc->...sec", of_expert * routing.gates[..., None], of_room)
 
@@ -119,13 +113,7 @@ def combine_tensor(
 def dispatch_tensor(
     routing: Routing, *, num_experts: int, capacity: int
 ) -> Bool[Array, "*groups tokens experts capacity"]:
-    """Returns which token is in which room of which expert, whatever its weight.
-
-    Args:
-        routing: the choices.
-        num_experts: the number of experts.
-        capacity: the number of rooms of each.
-    """
+    """Returns whether a token occupies a slot of an expert, regardless of its weight."""
     kept = routing._replace(gates=routing.kept.astype(jnp.float32))
     return combine_tensor(kept, num_experts=num_experts, capacity=capacity) > 0
 
@@ -137,13 +125,8 @@ def load_balance_loss(
 ) -> Float[Array, " *groups"]:
     """Returns `num_experts * sum_e f_e * P_e` of each group; 1 if all experts are equally likely.
 
-    `f_e` is the share of choices that went to expert `e`, `P_e` the mean probability the router
-    gave it (Fedus et al., 2022, equations 4 to 6).
-
-    Args:
-        probs: what the router gives.
-        experts: the choices that count as load.
-        live: which tokens count; all of them by default.
+    `f_e` is the share of choices of expert `e`, `P_e` the router's mean probability of it (Fedus et
+    al., 2022, equations 4 to 6). Only `live` tokens count.
 
     >>> load_balance_loss(jnp.full((4, 2), 0.5), jnp.array([[0], [1], [0], [1]])).item()
     1.0
@@ -160,9 +143,7 @@ def router_z_loss(
 ) -> Float[Array, ""]:
     """Returns the mean of `logsumexp(logits) ** 2`, which keeps logits small (Zoph et al., 2022).
 
-    Args:
-        logits: of the router.
-        live: which tokens count; all of them by default.
+    Only `live` tokens count.
 
     >>> round(router_z_loss(jnp.zeros((3, 2))).item(), 4)
     0.4805
@@ -174,12 +155,7 @@ def router_z_loss(
 def over_capacity(
     routing: Routing, live: Bool[Array, "*groups tokens"] | None = None
 ) -> Float[Array, " k"]:
-    """Returns the share of first, second, ... choices that were dropped.
-
-    Args:
-        routing: the choices.
-        live: which tokens count; all of them by default.
-    """
+    """Returns the share of first, second, ... choices of `live` tokens that were dropped."""
     dropped = 1.0 - routing.kept
     return jnp.stack(
         [_token_mean(dropped[..., i], live, axis=None) for i in range(dropped.shape[-1])]
@@ -189,14 +165,10 @@ def over_capacity(
 def limit_to_groups(
     scores: Float[Array, "*tokens experts"], *, num_groups: int, num_kept: int
 ) -> Float[Array, "*tokens experts"]:
-    """Sets the scores to -inf but for the best groups of neighbouring experts.
+    """Sets the scores to -inf except for the `num_kept` best groups of neighbouring experts.
 
-    A group is as good as its two best experts together (DeepSeek-AI, 2024, section 2.1.2).
-
-    Args:
-        scores: of each expert.
-        num_groups: divides the number of experts.
-        num_kept: how many groups a token may choose from.
+    A group's score is the sum of its two best experts' scores (DeepSeek-AI, 2024, section 2.1.2).
+    `num_groups` must divide the number of experts.
 
     >>> limit_to_groups(jnp.array([3.0, 0.0, 2.0, 2.0]), num_groups=2, num_kept=1).tolist()
     [-inf, -inf, 2.0, 2.0]
@@ -209,7 +181,7 @@ def limit_to_groups(
 
 
 def _token_mean(x: Array, live: Array | None, *, axis: int | None) -> Array:
-    """The mean over live tokens, along `axis` or over everything."""
+    """Returns the mean over live tokens, along `axis` or over everything."""
     if live is None:
         return jnp.mean(x, axis=axis)
     weight = live if axis is None else live[..., None]
@@ -219,9 +191,6 @@ def _token_mean(x: Array, live: Array | None, *, axis: int | None) -> Array:
 
 def decorrelation_loss(weight: Float[Array, "dim experts"]) -> Float[Array, ""]:
     """Returns the mean squared cosine between a router's weights of two experts.
-
-    Args:
-        weight: from tokens to the logits of experts.
 
     >>> decorrelation_loss(jnp.array([[1.0, 2.0], [0.0, 0.0]])).item()
     1.0
@@ -237,8 +206,8 @@ class ExpertRows(NamedTuple):
     """The choices of tokens, sorted by expert.
 
     Attributes:
-        choices: `Int[Array, "rows"]`, the number of the choice, `token * k + rank`, of each row.
-        sizes: `Int[Array, "experts"]`, how many rows each expert has, one expert after the other.
+        choices: `Int[Array, "rows"]`, the choice, `token * k + rank`, of each row.
+        sizes: `Int[Array, "experts"]`, each expert's number of rows, in order.
         is_real: `Bool[Array, "rows"]`, whether a row belongs to an expert.
     """
 
@@ -250,13 +219,13 @@ class ExpertRows(NamedTuple):
 def sort_by_expert(
     experts: Int[Array, "tokens k"], *, first: Int[Array, ""] | int, num_experts: int, num_rows: int
 ) -> ExpertRows:
-    """Sorts the choices of some experts; those of others, and what is too much, are left out.
+    """Sorts the choices of some experts; other experts' choices and overflow are dropped.
 
     Args:
         experts: the choices of each token.
-        first: the first of the experts that count.
-        num_experts: how many of them there are.
-        num_rows: how many choices there is room for.
+        first: the first expert to include.
+        num_experts: number of experts to include.
+        num_rows: number of choices that fit.
 
     >>> rows = sort_by_expert(jnp.array([[2], [0], [2], [1]]), first=1, num_experts=2, num_rows=3)
     >>> rows.choices.tolist(), rows.sizes.tolist()

@@ -1,7 +1,6 @@
-"""From logits to a next token: modifiers of logits, and the choice itself.
+"""Sampling of tokens from logits, and logit modifiers.
 
-A modifier is a function of logits `(*batch, vocab)` that returns logits of the same shape; what it
-rules out gets `NEG_INF`. `chain` makes one of several.
+A modifier maps logits `(*batch, vocab)` to logits of the same shape; excluded tokens get `NEG_INF`.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ LogitsToLogitsFn = Callable[[Array], Array]
 def scale_by(
     temperature: float | Float[Array, "*#batch"], *, min_temperature: float = 1e-4
 ) -> LogitsToLogitsFn:
-    """Divides logits by a temperature: below 1 the likely becomes likelier.
+    """Divides logits by a temperature: values below 1 sharpen the distribution.
 
     Args:
-        temperature: one for all, or one for each example of the batch.
-        min_temperature: smaller ones count as this one, at which sampling is all but greedy.
+        temperature: a scalar, or one per example of the batch.
+        min_temperature: lower bound, at which sampling is almost greedy.
 
     >>> scale_by(0.5)(jnp.array([1.0, 2.0])).tolist()
     [2.0, 4.0]
@@ -44,20 +43,20 @@ def scale_by(
 def top_k_logits(
     k: int, *, break_ties: Literal["all", "smallest_index"] = "all"
 ) -> LogitsToLogitsFn:
-    """Rules out all but the `k` largest logits.
+    """Excludes all but the `k` largest logits.
 
     Args:
-        k: how many stay, at least 1; all, if there are not more.
-        break_ties: whether all that equal the k-th stay, or of these those of the smallest index.
+        k: number of logits to keep, at least 1.
+        break_ties: whether to keep all logits equal to the k-th, or those of the smallest index.
 
     Raises:
-        ArgumentValueError: if `k` is less than 1, or `break_ties` is another word.
+        ArgumentValueError: if `k` is less than 1, or `break_ties` is unknown.
 
     >>> (top_k_logits(2)(jnp.array([1.0, 3.0, 2.0])) > NEG_INF).tolist()
     [False, True, True]
     """
     if k < 1:
-        raise ArgumentValueError(f"k={k} must be at least 1: something has to stay.")
+        raise ArgumentValueError(f"k={k} must be at least 1.")
     if break_ties not in ("all", "smallest_index"):
         raise ArgumentValueError(f"break_ties={break_ties!r} must be 'all' or 'smallest_index'.")
 
@@ -73,12 +72,10 @@ def top_k_logits(
 
 
 def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
-    """Rules out all but the fewest tokens whose probabilities reach `p` (Holtzman et al., 2020).
+    """Excludes all but the fewest tokens whose probabilities reach `p` (Holtzman et al., 2020).
 
-    What equals the last of them in probability stays too.
-
-    Args:
-        p: one for all, or one for each example of the batch; at 0 the likeliest stays, at 1 all.
+    Ties with the last of them stay too. `p` is a scalar or one per example of the batch; 0 keeps
+    the likeliest token, 1 keeps all.
 
     >>> logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
     >>> (top_p_logits(0.7)(logits) > NEG_INF).tolist()
@@ -91,7 +88,7 @@ def top_p_logits(p: float | Float[Array, "*#batch"]) -> LogitsToLogitsFn:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probs = jax.nn.softmax(ordered.astype(jnp.float32), axis=-1)
         before = jnp.cumsum(probs, axis=-1) - probs
-        # The likeliest always stays. At 1 all do, although a rounded sum may reach 1 early.
+        # The likeliest token always stays. At 1 all stay, although a rounded sum may reach 1 early.
         likeliest = positions(logits.shape[-1], logits.ndim) == 0
         stays = (before < threshold) | to_ndim(threshold >= 1, logits.ndim) | likeliest
         last = jnp.sum(stays, axis=-1, keepdims=True) - 1
@@ -120,9 +117,7 @@ def sample_token(
 ) -> tuple[Int[Array, "*batch"], Float[Array, "*batch"]]:
     """Returns a token drawn from the softmax of the logits, and its log probability.
 
-    Args:
-        logits: of each token.
-        prng_key: draws it; without one the likeliest token is taken.
+    Without a key, the likeliest token is taken.
 
     >>> token, log_prob = sample_token(jnp.log(jnp.array([0.25, 0.75])), prng_key=None)
     >>> token.item(), round(jnp.exp(log_prob).item(), 2)

@@ -1,4 +1,4 @@
-"""Sizes that are asked for: of features, tables, windows."""
+"""Checks of sizes that users pass: of features, tables, windows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     """Raises unless each size is a positive integer, a sequence of these, or None.
 
     Args:
-        layer: what has the sizes.
+        layer: the layer's name, for errors.
         **sizes: by the names that users know.
 
     Raises:

@@ -1,18 +1,15 @@
-"""Means and variances along axes, of everything or of what counts.
+"""Means and variances along axes, optionally masked.
 
-Mean and mean square come out of one reduction over the stacked pair `(x, x²)`. XLA's CPU backend
-fuses that one into its neighbours, but recomputes the input of two, layer after layer: forward and
-backward of a residual stack of 24 blocks compiled in 3.2 s to 14 thousand operations, against
-11.9 s and 24 thousand with the mean and then the mean squared deviation, and to 82 thousand with
-mean and mean square apart.
+Mean and mean square come from one reduction over the stacked pair `(x, x²)`. XLA's CPU backend
+fuses it into its neighbours, but recomputes the input of two separate reductions layer after layer,
+which multiplies compile time and program size of deep residual stacks.
 
-The difference of mean square and squared mean loses its digits where the mean is large beside the
-deviations, so the first element is subtracted beforehand. It counts as a constant, which changes
-neither the variance nor its gradient. Where even that is not enough, as when the first element is
-far from all others, `fast=False` has the deviations squared and averaged in a second pass.
+The difference of mean square and squared mean loses precision if the mean is large compared with
+the deviations, so the first element is subtracted beforehand, as a constant, which changes neither
+the variance nor its gradient. If the first element is an outlier, use `fast=False`, which averages
+squared deviations in a second pass.
 
-The operations of `deviations` are those of `lax`, whose tracing costs half of what `jnp`'s does:
-norms are much of what is traced of a model.
+`deviations` uses `lax` rather than `jnp` because it traces in half the time.
 """
 
 from __future__ import annotations
@@ -47,13 +44,12 @@ def moments(
     Args:
         x: the values.
         axis: the axis or axes to reduce.
-        where: which values count, broadcastable to `x`; all by default. Where none counts, mean
-            and variance are 0.
-        axis_name: mapped axes over which the statistics are combined as well.
-        axis_index_groups: the groups of indices of that axis which are combined, as in
-            `jax.lax.psum`; all by default.
-        fast: whether mean and variance come out of one reduction.
-        dtype: of the computation and the result; None is the dtype of `x`.
+        where: values that count, broadcastable to `x`; all by default. Without any, mean and
+            variance are 0.
+        axis_name: mapped axes over which to combine the statistics.
+        axis_index_groups: groups of indices of that axis to combine, as in `jax.lax.psum`.
+        fast: whether mean and variance come from one reduction.
+        dtype: of the computation and the result; None for the dtype of `x`.
 
     >>> mean, variance = moments(jnp.array([[1.0, 3.0]]))
     >>> mean.tolist(), variance.tolist()
@@ -78,14 +74,14 @@ def segment_mean(
     axis: Axes,
     where: Bool[Array, "batch time *rest"] | None = None,
 ) -> Float[Array, "batch time *reduced"]:
-    """Returns the mean along `axis`, where each segment of axis 1 has a mean of its own.
+    """Returns the mean along `axis`, separately for each segment of axis 1.
 
     Args:
         x: the values.
-        segment_ids: which segment each position is in; ids in `[0, time]`.
-        axis: the axes to reduce. Axis 1 is one of them; it keeps its size, and each position
-            holds its segment's mean. The others stay with size 1.
-        where: which values count; all by default. A segment without any has mean 0.
+        segment_ids: the segment of each position; ids in `[0, time]`.
+        axis: the axes to reduce, including axis 1, which keeps its size: each position has its
+            segment's mean. The others stay with size 1.
+        where: values that count; all by default. A segment without any has mean 0.
 
     >>> segment_mean(jnp.arange(4.0)[None], segment_ids=jnp.array([[1, 1, 2, 2]]), axis=1).tolist()
     [[0.5, 0.5, 2.5, 2.5]]
@@ -121,9 +117,9 @@ def update_running_average(
     *,
     decay: float | Float[Array, ""],
 ) -> Float[Array, "*shape"]:
-    """Returns `decay * average + (1 - decay) * value`.
+    """Returns `decay * average + (1 - decay) * value`, in the dtype of the average.
 
-    It has the dtype of the average, unless only the value is complex.
+    If only the value is complex, the result is complex too.
 
     >>> update_running_average(jnp.array(1.0), jnp.array(2.0), decay=0.75).item()
     1.25
@@ -135,13 +131,13 @@ def update_running_average(
 def deviations(
     x: Array, axes: tuple[int, ...], where: Array | None = None, *, fast: bool = True
 ) -> tuple[Array, tuple[Array, Array], Array]:
-    """Returns `x - mean`, two parts of which the mean is the sum, and the variance.
+    """Returns `x - mean`, two parts that sum to the mean, and the variance.
 
     Args:
         x: the values, in the dtype of the computation.
         axes: the axes to reduce, not negative. They stay with size 1.
-        where: which values count, broadcastable to `x`; all by default.
-        fast: whether mean and variance come out of one reduction.
+        where: values that count, broadcastable to `x`; all by default.
+        fast: whether mean and variance come from one reduction.
 
     >>> deviation, (first, mean), variance = deviations(jnp.array([1.0, 3.0]), (0,))
     >>> deviation.tolist(), (first + mean).tolist(), variance.tolist()
@@ -197,7 +193,7 @@ def abs_square(x: Array) -> Array:
 
 
 def constant(value: Any, like: Array) -> np.ndarray:
-    """Returns a number as an operand for `lax` beside `like`.
+    """Returns a number as a `lax` operand with the dtype of `like`.
 
     >>> lax.add(jnp.ones(1, jnp.bfloat16), constant(2, jnp.ones(1, jnp.bfloat16))).tolist()
     [3.0]
@@ -206,7 +202,7 @@ def constant(value: Any, like: Array) -> np.ndarray:
 
 
 def real(x: Array) -> Array:
-    """Returns the real part, which of a real array is the array."""
+    """Returns the real part of `x`; a real array is returned unchanged."""
     return lax.real(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
@@ -217,9 +213,9 @@ def mean_of_parts(
     axis_name: str | Sequence[str],
     axis_index_groups: Sequence[Sequence[int]] | None,
 ) -> Callable[[Array], Array]:
-    """Returns a function from a mean of each part along mapped axes to the mean of all parts.
+    """Returns a function from each part's mean to the mean of all parts along mapped axes.
 
-    A part weighs as many values as count in it; arguments as in `moments`.
+    Parts are weighted by their number of counted values; arguments as in `moments`.
     """
     count = _count(x, axes, where)
     psum = functools.partial(lax.psum, axis_name=axis_name, axis_index_groups=axis_index_groups)
@@ -247,17 +243,17 @@ def _sum(x: Array, axes: tuple[int, ...], keepdims: bool = True) -> Array:
 
 
 def _at_least_one(count: Array | float) -> Array | float:
-    """The count as a divisor: what sums to 0 over nothing has mean 0."""
+    """Returns the count as a divisor, at least 1, so that the mean of nothing is 0."""
     return count if isinstance(count, float) else jnp.maximum(count, 1)
 
 
 def cast(x: Array, dtype: DTypeLike | None) -> Array:
-    """Returns `x` in that dtype, or as it is for None."""
+    """Returns `x` in that dtype; unchanged for None."""
     return x if dtype is None or x.dtype == dtype else x.astype(dtype)
 
 
 def statistics_dtype(x: Array, force_float32: bool = True) -> DTypeLike:
-    """Returns the dtype in which statistics of `x` are computed: at least float32 where forced.
+    """Returns the dtype for statistics of `x`: at least float32 if forced.
 
     >>> statistics_dtype(jnp.ones(1, jnp.bfloat16)).name
     'float32'
@@ -268,7 +264,7 @@ def statistics_dtype(x: Array, force_float32: bool = True) -> DTypeLike:
 
 
 def canonical_axes(axis: Axes, ndim: int) -> tuple[int, ...]:
-    """Returns the axes as a tuple, none of them negative.
+    """Returns the axes as a tuple of nonnegative integers.
 
     >>> canonical_axes(-1, 3)
     (2,)

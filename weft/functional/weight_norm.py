@@ -1,4 +1,4 @@
-"""Weights that are functions of other weights: of a given norm, or of norm one."""
+"""Weight and spectral normalization."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ def weight_norm(
     Args:
         weight: the direction.
         scale: the norms, with the axes `feature_axes` in increasing order; 1 by default.
-        feature_axes: the axes along which each position has a norm of its own; None for one norm
-            of the whole weight.
+        feature_axes: the axes with a norm per position; None for one norm of the whole weight.
         eps: added to the square of the norm.
 
     Raises:
-        ArgumentValueError: if the weight has not these axes.
+        ArgumentValueError: if the weight does not have these axes.
 
     >>> weight_norm(jnp.array([[2.0, -5.0]]), jnp.array([3.0, 1.0])).tolist()
     [[3.0, -1.0]]
@@ -44,14 +43,10 @@ def weight_norm(
 
 
 def weight_features(shape: Sequence[int], feature_axes: Axes | None) -> tuple[int, ...]:
-    """Returns the axes of a weight along which there are norms, in increasing order.
-
-    Args:
-        shape: of the weight.
-        feature_axes: the axes in any order, negative or not; None for no axes.
+    """Returns the axes of a weight that have norms, in increasing order; none for None.
 
     Raises:
-        ArgumentValueError: if the weight has not these axes.
+        ArgumentValueError: if the weight does not have these axes.
 
     >>> weight_features((3, 4, 5), (-1, 0))
     (0, 2)
@@ -73,22 +68,19 @@ def spectral_norm(
     n_steps: int = 1,
     eps: float = 1e-12,
 ) -> tuple[Float[Array, "*rows columns"], Float[Array, "1 columns"], Float[Array, ""]]:
-    """Returns a weight divided by its largest singular value (Miyato et al., 2018).
+    """Returns a weight divided by its largest singular value, the next `u`, and that value.
 
-    The value is estimated by power iteration, and is as exact as `u` is near to the first right
-    singular vector. No gradient flows through the iteration, only through `v weight u`.
+    The singular value is estimated by power iteration (Miyato et al., 2018), starting from `u`. No
+    gradient flows through the iteration, only through `v weight u`.
 
     Args:
         weight: a matrix; all axes but the last are its rows.
-        u: a vector to begin with, such as the one returned before.
-        n_steps: how many iterations are done, at least 1.
+        u: an estimate of the first right singular vector, such as the one returned before.
+        n_steps: number of iterations, at least 1.
         eps: added to the squares of norms.
 
-    Returns:
-        The weight, the next `u`, and the singular value.
-
     Raises:
-        ArgumentValueError: if there is no step.
+        ArgumentValueError: if `n_steps` is less than 1.
 
     >>> weight, u = jnp.diag(jnp.array([4.0, 1.0])), jnp.ones((1, 2))
     >>> weight, u, sigma = spectral_norm(weight, u, n_steps=9)
@@ -105,5 +97,5 @@ def spectral_norm(
         u = l2_normalize(v @ fixed, eps, None)
     u, v = lax.stop_gradient((u, v))
     sigma = (v @ matrix @ u.T)[0, 0]
-    # A weight of zeros stays one.
+    # A weight of zeros stays zero.
     return weight / jnp.where(sigma != 0, sigma, 1), u, sigma

@@ -1,4 +1,4 @@
-"""Pooling of inputs with any number of batch axes, as all ways of writing a model offer it."""
+"""Pooling of inputs with any number of batch axes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ def max_pool(
     strides: Sequence[int] | None = None,
     padding: ConvPadding = "VALID",
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """The largest value of each window.
+    """Returns the largest value of each window.
 
     Args:
         inputs: the input, with any number of batch axes.
-        window_shape: the window's size along each spatial axis.
-        strides: the step between two windows along each axis; 1 by default.
-        padding: a name of `conv_padding_of_length`, or `(left, right)` for each spatial
-            axis.
+        window_shape: size along each spatial axis.
+        strides: step between windows along each axis; 1 by default.
+        padding: a name of `conv_padding_of_length`, or `(left, right)` per spatial axis.
 
     Raises:
-        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
+        ArgumentShapeError: if the sizes are for different axes, or the input has fewer.
         ArgumentValueError: if the padding is unknown.
 
     Example:
@@ -47,10 +46,7 @@ def min_pool(
     strides: Sequence[int] | None = None,
     padding: ConvPadding = "VALID",
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """The smallest value of each window.
-
-    Args:
-        inputs, window_shape, strides, padding: as in `max_pool`.
+    """Returns the smallest value of each window. Arguments and errors as in `max_pool`.
 
     Example:
         >>> min_pool(jnp.arange(4.0).reshape(1, 4, 1), (2,), strides=(2,)).ravel().tolist()
@@ -67,17 +63,12 @@ def pool(
     strides: Sequence[int] | None,
     padding: ConvPadding,
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """What a function of two numbers makes of all the numbers of each window.
+    """Reduces the numbers of each window by a function of two numbers.
 
     Args:
-        inputs: the input, with any number of batch axes.
-        init: what changes no number, as 0 for `jax.lax.add`; padding has this value.
-        reduce_fn: associative, as `jax.lax.add`.
-        window_shape, strides, padding: as in `max_pool`.
-
-    Raises:
-        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
-        ArgumentValueError: if the padding is unknown.
+        inputs, window_shape, strides, padding: as in `max_pool`, with its errors.
+        init: the identity of `reduce_fn`, such as 0 for `jax.lax.add`; the value of padding.
+        reduce_fn: associative, such as `jax.lax.add`.
 
     Example:
         >>> from jax import lax
@@ -95,20 +86,12 @@ def avg_pool(
     padding: ConvPadding = "VALID",
     count_include_pad: bool = True,
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """The mean of each window.
+    """Returns the mean of each window.
 
     Args:
-        inputs: the input, with any number of batch axes.
-        window_shape: the window's size along each spatial axis.
-        strides: the step between two windows along each axis; 1 by default.
-        padding: a name of `conv_padding_of_length`, or `(left, right)` for each spatial
-            axis.
-        count_include_pad: whether padding counts as zeros, or not at all. Without it, the result
-            of an input in half precision is in float32.
-
-    Raises:
-        ArgumentShapeError: if the sizes are not for the same axes, or the input has fewer.
-        ArgumentValueError: if the padding is unknown.
+        inputs, window_shape, strides, padding: as in `max_pool`, with its errors.
+        count_include_pad: whether padding counts as zeros. If False, the result of a half-precision
+            input is in float32.
 
     Example:
         >>> x = jnp.arange(4.0).reshape(1, 4, 1)

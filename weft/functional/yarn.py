@@ -1,8 +1,8 @@
-"""YaRN: rotary positions for longer contexts than a model was trained on (Peng et al., 2023).
+"""YaRN: rotary positions for longer contexts than in training (Peng et al., 2023).
 
 Pairs of dimensions that turn often within the original context keep their frequency; those that
 turn less than once have it divided, so that no angle is new to the model; those between are
-interpolated. Because attention spreads over more keys, its logits are raised a little.
+interpolated. Logits are raised a little, because attention spreads over more keys.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def yarn_frequencies(
     beta_fast: float = 32.0,
     beta_slow: float = 1.0,
 ) -> Float[Array, " half_dim"]:
-    """Returns by how much each pair of dimensions turns per position.
+    """Returns the rotation of each pair of dimensions per position.
 
     Args:
-        dim: of the vectors to rotate; even.
+        dim: size of the vectors to rotate; even.
         theta: the base of the frequencies.
-        original_max_seq_length: the longest context in training.
-        scaling_factor: how many times as long the context is now.
-        extrapolation_factor: how far fast pairs keep their frequency; 0 divides those of all.
-        beta_fast: a pair that turns more often than this within the original context is fast.
-        beta_slow: a pair that turns less often than this is slow.
+        original_max_seq_length: the context length in training.
+        scaling_factor: the ratio of the new to the original context length.
+        extrapolation_factor: how far fast pairs keep their frequency; 0 divides all frequencies.
+        beta_fast: pairs with more turns within the original context are fast.
+        beta_slow: pairs with fewer turns are slow.
 
     >>> plain = rotary_frequencies(8)
     >>> scaled = yarn_frequencies(8, original_max_seq_length=64, scaling_factor=4.0)
@@ -56,12 +56,9 @@ def yarn_frequencies(
 
 
 def yarn_magnitude(scaling_factor: float, attn_factor: float = 1.0) -> float:
-    """Returns the factor of sines and cosines, of queries and of keys: `0.1 ln(scaling) + 1`.
+    """Returns the factor of sines and cosines, for queries and keys: `0.1 ln(scaling) + 1`.
 
-    Args:
-        scaling_factor: how many times as long the context is as in training; nothing changes up
-            to 1.
-        attn_factor: a further factor.
+    It is 1 for `scaling_factor <= 1`, and multiplied by `attn_factor`.
 
     >>> yarn_magnitude(1.0), round(yarn_magnitude(4.0), 4)
     (1.0, 1.1386)
