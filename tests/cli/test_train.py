@@ -38,10 +38,10 @@ def folder(tmp_path, monkeypatch):
         ("mesh_shape=2,2,2", "has 3 axes"),
         pytest.param("mesh_shape=1,8", "does not divide over model = 8", marks=eight_devices),
         pytest.param(
-            "input.source.global_batch_size=12", "make it a multiple of 8", marks=eight_devices
+            "input.source.global_batch_size=12", "use a multiple of 8", marks=eight_devices
         ),
         ("input.source.corpus.pattern=none/*", "no text"),
-        ("input.source.sequence_length=1000000", "give more text or a smaller sequence_length"),
+        ("input.source.sequence_length=1000000", "add text or reduce sequence_length"),
     ],
 )
 def test_bad_input_ends_with_code_2_before_any_work(override, message, folder, capsys):

@@ -111,14 +111,14 @@ def test_several_folders_and_files(tmp_path):
 
 def test_empty_corpus_names_the_folder_and_the_pattern(tmp_path):
     (tmp_path / "empty.py").touch()
-    with pytest.raises(EmptyCorpusError, match=r"1 files fit '\*.py' in .*, with 0 bytes") as e:
+    with pytest.raises(EmptyCorpusError, match=r"1 files match '\*.py' in .*, with 0 bytes") as e:
         folder_corpus(str(tmp_path), pattern="*.py")
     assert str(tmp_path) in str(e.value)
     with pytest.raises(
-        EmptyCorpusError, match=r"0 files fit '\*\*/\*' in .*no/such does not exist"
+        EmptyCorpusError, match=r"0 files match '\*\*/\*' in .*no/such does not exist"
     ):
         folder_corpus(str(tmp_path / "no/such"))
-    with pytest.raises(EmptyCorpusError, match=r"0 files fit '\*.nothing'"):
+    with pytest.raises(EmptyCorpusError, match=r"0 files match '\*.nothing'"):
         stdlib_corpus(pattern="*.nothing")
 
 
@@ -177,11 +177,26 @@ def test_rows_of_parquet_files_are_documents(tmp_path):
 
 
 BINARY = {
-    "gzip": (gzip.compress(b"text"), "at byte 0 begins gzip data; unpack it first, as by `gunzip`"),
-    "bzip2": (bz2.compress(b"text"), "begins bzip2 data; unpack it first, as by `bunzip2`"),
-    "xz": (lzma.compress(b"text"), "begins xz data; unpack it first, as by `unxz`"),
-    "zip": (b"PK\x03\x04rest", "begins zip data; unpack it first, as by `unzip`"),
-    "zstd": (b"\x28\xb5\x2f\xfdrest", "begins zstd data; unpack it first, as by `unzstd`"),
+    "gzip": (
+        gzip.compress(b"text"),
+        "gzip data begins at byte 0; unpack it first, for example with `gunzip`",
+    ),
+    "bzip2": (
+        bz2.compress(b"text"),
+        "bzip2 data begins at byte 0; unpack it first, for example with `bunzip2`",
+    ),
+    "xz": (
+        lzma.compress(b"text"),
+        "xz data begins at byte 0; unpack it first, for example with `unxz`",
+    ),
+    "zip": (
+        b"PK\x03\x04rest",
+        "zip data begins at byte 0; unpack it first, for example with `unzip`",
+    ),
+    "zstd": (
+        b"\x28\xb5\x2f\xfdrest",
+        "zstd data begins at byte 0; unpack it first, for example with `unzstd`",
+    ),
     "NUL": (b"some text\0 and more", "byte 9 is 0, as in binary files"),
     "latin": ("text né".encode("latin-1"), r"in UTF-8: byte 6 is 0xe9 .*iconv"),
     "UTF-16": ("text".encode("utf-16"), "byte 3 is 0, as in binary files"),

@@ -102,20 +102,20 @@ def test_default_physical_batch_gives_each_device_a_row():
     ("kwargs", "message"),
     [
         ({"physical_feed_index": 4}, r"physical_feed_index=4 .* num_physical_feeds=4 .* 0 to 3"),
-        ({"logical_feed_indices": [0, 0]}, r"logical_feed_indices=\[0, 0\] are not"),
+        ({"logical_feed_indices": [0, 0]}, r"logical_feed_indices=\[0, 0\] must be"),
         ({"logical_feed_indices": [5]}, r"logical_feed_indices=\[5\].*choose from 0 to 3"),
-        ({"logical_feed_indices": []}, r"logical_feed_indices=\[\] are not at least one"),
+        ({"logical_feed_indices": []}, r"logical_feed_indices=\[\] must be at least one"),
         (
             {"logical_feed_indices": [0, 1, 2]},
-            r"=8 does not divide over 3 logical feeds; make it a multiple, as 9",
+            r"=8 does not divide over 3 logical feeds; use a multiple, such as 9",
         ),
         (
             {"global_physical_batch_size": 10},
-            r"=10 does not divide over 4 physical feeds; make it a multiple, as 12",
+            r"=10 does not divide over 4 physical feeds; use a multiple, such as 12",
         ),
         (
             {"logical_feed_indices": [0], "global_physical_batch_size": 8},
-            r"of 2 rows cannot hold a logical one of 8; make .* at least 32",
+            r"of 2 rows cannot hold a logical one of 8; increase .* at least 32",
         ),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written(cache, monkeypatch):
     (cache / "file").write_text("no folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
     with pytest.raises(
-        InputReadError, match=r"cannot keep \S+/file/weft/kind/\w+ .*set XDG_CACHE_HOME to one"
+        InputReadError, match=r"cannot write \S+/file/weft/kind/\w+ .*set XDG_CACHE_HOME to a"
     ):
         made_once("kind", "key", lambda out: None, num_bytes=None)
 

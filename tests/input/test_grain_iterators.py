@@ -97,7 +97,7 @@ class TestPrefetch:
         assert [int(e["x"][0]) for e in it] == [int(e["x"][0]) for e in plain] == [10, 12, 14, 16]
         assert next(it, None) is None
         it.close()
-        with pytest.raises(InputDatasetError, match=r"iterator is closed; make a new one"):
+        with pytest.raises(InputDatasetError, match=r"iterator is closed; create a new one"):
             next(it)
 
     @pytest.mark.long

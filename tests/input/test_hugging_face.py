@@ -37,7 +37,7 @@ def test_a_split(folder):
     for split in (None, "val"):
         with pytest.raises(InputReadError, match=rf"\['test', 'train'\], not {split!r}; set spl"):
             hugging_face_dataset(str(folder / "splits"), split=split)
-    with pytest.raises(InputReadError, match=r"without splits, so it has no 'train'; leave out"):
+    with pytest.raises(InputReadError, match=r"without splits, so it has no 'train'; omit"):
         hugging_face_dataset(str(folder / "one"), split="train")
 
 

@@ -86,7 +86,7 @@ def test_bad_json_is_named_by_file_line_and_column(tmp_path, line, column, why):
 def test_a_file_that_is_not_there():
     with pytest.raises(InputReadError, match=r"cannot open gone\.txt \(No such file"):
         LineFile("gone.txt")
-    with pytest.raises(InputReadError, match=r"give the path of a file that exists"):
+    with pytest.raises(InputReadError, match=r"pass the path of an existing file"):
         file_fingerprint("gone.txt")
 
 
@@ -104,12 +104,14 @@ def test_a_file_that_is_gone_after_it_was_opened(tmp_path):
     lines = LineFile(path)
     assert len(lines) == 2
     os.remove(path)
-    with pytest.raises(InputReadError, match=rf"cannot read {path} \(No such .*it was there when"):
+    with pytest.raises(InputReadError, match=rf"cannot read {path} \(No such .*it existed when"):
         lines[1]
 
 
 def test_a_gzipped_file_that_is_torn(tmp_path):
     path = write(tmp_path / "a.txt.gz", b"one\ntwo\n" * 1000)
     (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.txt.gz").read_bytes()[:-12])
-    with pytest.raises(InputReadError, match=rf"{path} cannot be unpacked: Compressed file ended"):
+    with pytest.raises(
+        InputReadError, match=rf"{path} cannot be decompressed: Compressed file ended"
+    ):
         len(LineFile(path))

@@ -100,9 +100,7 @@ def test_stream_takes_no_more_memory_than_its_ids_need():
 
 
 def test_too_little_text_says_how_much_there_is():
-    with pytest.raises(
-        EmptyCorpusError, match=r"4 tokens do not fill one sequence of 5; give more"
-    ):
+    with pytest.raises(EmptyCorpusError, match=r"4 tokens do not fill one sequence of 5; add text"):
         pack([[1, 2, 3]], 5, drop_remainder=True)
 
 

@@ -100,7 +100,7 @@ def test_what_tells_data_apart():
 
 def test_files_that_hold_nothing():
     assert list(dataset("", "")) == []
-    with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; give"):
+    with pytest.raises(InputDatasetError, match=r"0 records in 2 files\)\) has no records; pass"):
         _ = dataset("", "")[0]
 
 

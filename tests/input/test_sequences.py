@@ -95,12 +95,12 @@ def test_rows_of_a_mixture_are_those_of_their_sources():
 def test_weights_that_do_not_fit():
     with pytest.raises(InputDatasetError, match=r"3 sources cannot be mixed with weights=\[1\.0\]"):
         make(weights=[1.0])
-    with pytest.raises(InputDatasetError, match=r"weights=\[1\.0, 0\.0, 1\.0\]; give one positive"):
+    with pytest.raises(InputDatasetError, match=r"weights=\[1\.0, 0\.0, 1\.0\]; pass one positive"):
         open_(make(weights=[1.0, 0.0, 1.0]))
 
 
 def test_not_one_batch():
     with pytest.raises(
-        EmptyCorpusError, match=r"^notes gives 44 sequences of 4 tokens, fewer than one batch of 45"
+        EmptyCorpusError, match=r"^notes has 44 sequences of 4 tokens, fewer than one batch of 45"
     ):
         make(global_batch_size=45, name="notes")

@@ -104,7 +104,7 @@ def test_a_mixture_by_weights():
     texts = documents_of(batches(source, 5)[0])
     assert texts.count("a" * 7) == 3 * texts.count("b" * 7) == 60
     with pytest.raises(
-        InputDatasetError, match=r"given for \['a'\], .* are \['a', 'b'\]; give one"
+        InputDatasetError, match=r"given for \['a'\], .* are \['a', 'b'\]; pass one"
     ):
         make(documents=named, weights={"a": 1.0})
 
@@ -121,5 +121,5 @@ def test_errors_name_the_document(tmp_path):
 
 
 def test_no_documents():
-    with pytest.raises(EmptyCorpusError, match=r"^documents has no documents; give it files"):
+    with pytest.raises(EmptyCorpusError, match=r"^documents has no documents; pass files"):
         make(documents=grain.MapDataset.source([]))

@@ -44,7 +44,7 @@ def test_only_some_columns(path):
 
 def test_what_is_no_parquet_file_or_a_damaged_one(path, tmp_path):
     (tmp_path / "text").write_text("no table")
-    with pytest.raises(InputReadError, match=r"text is no Parquet file: ArrowInvalid: Parquet"):
+    with pytest.raises(InputReadError, match=r"text is not a Parquet file: ArrowInvalid: Parquet"):
         ParquetFile(str(tmp_path / "text"))
     content = bytearray((tmp_path / "a.parquet").read_bytes())
     content[4:2000] = bytes(1996)

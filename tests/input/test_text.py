@@ -143,7 +143,7 @@ def test_fields_are_set_by_path():
 
 def test_too_little_text_for_one_batch():
     corpus = Corpus("short", (TextFile("3.py", b"x" * 200),))
-    with pytest.raises(EmptyCorpusError, match=r"'train' part of .*'short'.* gives 3 sequences"):
+    with pytest.raises(EmptyCorpusError, match=r"'train' part of .*'short'.* has 3 sequences"):
         make(corpus=corpus)
 
 
@@ -190,13 +190,11 @@ class TestDocuments:
         rows = self.letters(batches(mixed.source, 8))
         assert sum(letter in "abcd" for letter in rows) == 24
         for weights in ({"a": 1.0}, {"a": 1.0, "b": 1.0, "c": 1.0}):
-            with pytest.raises(InputDatasetError, match=r"the documents are \['a', 'b'\]; give"):
+            with pytest.raises(InputDatasetError, match=r"the documents are \['a', 'b'\]; pass"):
                 self.make(documents=named, weights=weights, is_training=True)
 
     def test_too_few(self, folder):
-        with pytest.raises(
-            EmptyCorpusError, match=r"the text of documents gives 9 sequences of 16"
-        ):
+        with pytest.raises(EmptyCorpusError, match=r"the text of documents has 9 sequences of 16"):
             self.make(is_training=True, global_batch_size=10)
 
     def test_a_tokenizer_decides_what_a_token_is_and_how_many_bytes_it_has(self, folder):

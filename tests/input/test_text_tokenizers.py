@@ -109,12 +109,12 @@ def test_files_that_are_no_tokenizers(kind, folder):
     with pytest.raises(TokenizerError, match=r"cannot read the tokenizer gone \(No such file"):
         kind("gone")
     # Numbers are files that are open already; they stay open.
-    with pytest.raises(TokenizerError, match="is read from a path, but got 0; give the path of"):
+    with pytest.raises(TokenizerError, match="is read from a path, but got 0; pass the path of"):
         kind(0)
     os.fstat(0)
     pytest.importorskip("tokenizers" if kind is HuggingFaceTokenizer else "sentencepiece")
     (folder / "text").write_text("no tokenizer")
-    with pytest.raises(TokenizerError, match=r"text is not (a|an) [\w. ]+: \w+Error: .*; give the"):
+    with pytest.raises(TokenizerError, match=r"text is not (a|an) [\w. ]+: \w+Error: .*; pass the"):
         kind(str(folder / "text"))
 
 
@@ -123,7 +123,7 @@ def test_tokens_that_it_does_not_have(bpe, pieces):
         HuggingFaceTokenizer(bpe, eos_token="</s>")
     with pytest.raises(TokenizerError, match=r"no token '<p>' to be the pad_token; it has '<unk>'"):
         SentencePieceTokenizer(pieces, pad_token="<p>")
-    with pytest.raises(TokenizerError, match=r"are both token 0, so the ends .*leave out pad_tok"):
+    with pytest.raises(TokenizerError, match=r"are both token 0, so ends .*omit pad_tok"):
         HuggingFaceTokenizer(bpe, eos_token="<|end|>", pad_token="<|end|>")
 
 

@@ -99,7 +99,7 @@ def test_a_document_of_another_dataset_is_named_by_its_number():
 def test_no_documents(folder):
     (folder / "a.jsonl").touch()
     with pytest.raises(
-        EmptyCorpusError, match=r"\(0 records in 1 files\)\) has no documents; give"
+        EmptyCorpusError, match=r"\(0 records in 1 files\)\) has no documents; pass"
     ):
         tokens_of_documents(json_lines_dataset("a.jsonl"), Words())
 

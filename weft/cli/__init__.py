@@ -23,9 +23,6 @@ _TRAIN_PACKAGES = ("grain", "orbax", "safetensors", "tensorboardX", "tensorstore
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.
 
-    Args:
-        argv: Defaults to the arguments of the process.
-
     Returns:
         The exit code: 0, 1 if the output cannot be written, 2 for bad input, 130 after Ctrl-C.
     """

@@ -11,13 +11,7 @@ _RECIPE = "a recipe (see `weft recipes`), a config file, or the directory of a r
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments of a command.
-
-    Args:
-        argv: Excludes the name of the program.
-
-    Returns:
-        The arguments; `command` is the module whose `run` takes them.
+    """Parses the arguments of a command; `command` is the module whose `run` takes them.
 
     Raises:
         CommandLineError: for an unknown command.

@@ -19,7 +19,6 @@ def load_config(name: str, overrides: Iterable[str] = (), *, allow: Sequence[str
         name: A recipe, the path of a config file, or a run's directory.
         overrides: Strings `path=value`. If they name an argument of the recipe, such as
             `data_dir=texts`, they are passed to it.
-        allow: See `weft.config.from_text`.
 
     Raises:
         UnknownConfigError: if there is no such recipe, file or directory.
@@ -61,10 +60,6 @@ def load_run(name: str, overrides: Sequence[str] = (), *, allow: Sequence[str] =
 
 def run_config(directory: str, *, allow: Sequence[str] = ()) -> Any:
     """Reads the config of a run.
-
-    Args:
-        directory: The run's directory.
-        allow: See `weft.config.from_text`.
 
     Raises:
         CommandLineError: if it is not the directory of a run.

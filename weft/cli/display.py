@@ -29,7 +29,6 @@ def make_display(console: Console, dir: str) -> "Display":
     """Returns the display that suits a console.
 
     Args:
-        console: The output.
         dir: The directory of the run, as the user wrote it.
     """
     live = console.is_terminal and not console.is_dumb_terminal
@@ -41,9 +40,7 @@ class Display(RunListener):
 
     Attributes:
         evals: Per evaler its last step, and its scalars, such as "loss" and "bits_per_byte".
-        resumed_from: The step of the restored checkpoint, or None.
         ended: The last step and the reason, see `RunListener.on_end`.
-        parameters: Number of parameters of the model.
     """
 
     def __init__(self, console: Console, dir: str):

@@ -31,19 +31,11 @@ def generate(
     temperature: float,
     seed: int,
 ) -> str:
-    """Samples a continuation of a prompt.
+    """Samples a continuation of a prompt, and returns it without the prompt.
 
     Args:
-        model: A causal language model.
-        params: Its parameters.
-        tokenizer: Converts between text and ids.
-        prompt: The start of the text; may be empty.
         num_tokens: Maximum number of tokens; the model may end the text earlier.
         temperature: Divides the logits; 0 for greedy decoding.
-        seed: Seed of the sampling.
-
-    Returns:
-        The continuation, without the prompt.
 
     Raises:
         CommandLineError: if the model does not generate text, or a number is out of range.

@@ -25,10 +25,8 @@ class Row(NamedTuple):
     """Line of the tree.
 
     Attributes:
-        name: The last part of the path.
         depth: Number of names above it.
         entry: Its entry in the index; None for an inner name.
-        bytes: Its size, or the total size below it.
     """
 
     name: str
@@ -87,9 +85,6 @@ def _verify(found: Mapping[int, str], console: Console) -> int:
 
 def tree_rows(index: Any) -> Iterator[Row]:
     """Yields the lines of the tree of a checkpoint.
-
-    Args:
-        index: Pairs of path and entry, from `read_index_file`.
 
     >>> index = [("model/w", {"shape": [2, 3], "dtype": "float32", "spec": None})]
     >>> [(row.name, row.depth, row.bytes) for row in tree_rows(index)]

@@ -31,8 +31,6 @@ def on_mesh(cfg: Any, *, selector: str | None = None, mesh: str | None = None) -
     """Applies the hardware and mesh of the command line to a trainer's config.
 
     Args:
-        cfg: The config, which may be changed.
-        selector: Name of the hardware, for `mesh_rules`.
         mesh: Sizes of mesh axes; other axes of the config get the size 1. If it names axes of
             `ParallelismModifier` that the config lacks, the model is sharded over all of that
             modifier's axes.

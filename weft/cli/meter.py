@@ -28,7 +28,6 @@ class Reading(NamedTuple):
         bits_per_byte: None if the model does not report them.
         tokens_per_second: Over the last steps; None for data without tokens, or too early.
         seconds_left: Until the last step; None for an unlimited run, or too early.
-        examples_per_second: Like `tokens_per_second`, for data without tokens.
     """
 
     step: int
@@ -40,12 +39,7 @@ class Reading(NamedTuple):
 
 
 class Meter:
-    """Takes readings of a run.
-
-    Args:
-        max_step: The last step; may be infinite.
-        clock: Returns seconds.
-    """
+    """Takes readings of a run."""
 
     def __init__(self, max_step: float, clock: Callable[[], float] = time.perf_counter):
         self._max_step = max_step
@@ -57,13 +51,7 @@ class Meter:
         self._speed: float | None = None
 
     def on_step(self, step: int, outputs: Mapping[str, Any], batch: Any) -> Reading | None:
-        """Records a started step, and returns the reading of an earlier one, if available.
-
-        Args:
-            step: Its number.
-            outputs: Has "loss" and "summaries".
-            batch: Its input.
-        """
+        """Records a started step, and returns the reading of an earlier one, if available."""
         if isinstance(batch, Mapping) and "input_ids" in batch:
             self._tokens_per_step = int(np.prod(np.shape(batch["input_ids"])))
         elif fields := jax.tree.leaves(batch):

@@ -46,11 +46,7 @@ def restore_model(cfg: Any, *, step: int | None = None) -> tuple[Module, Any]:
     Restores the moving average of the parameters if the learner keeps one.
 
     Args:
-        cfg: The trainer's config, with the run's directory.
         step: The step of the checkpoint; None for the newest complete one.
-
-    Returns:
-        The model and its parameters.
 
     Raises:
         CheckpointNotFoundError: if the run has not saved yet.

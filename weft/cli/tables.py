@@ -28,8 +28,6 @@ def tree_table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> Ta
     """Creates a table whose first column holds indented names.
 
     Args:
-        title: Title of the first column.
-        columns: Titles of the other columns.
         numbers: Titles of the right-aligned columns.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

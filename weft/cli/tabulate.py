@@ -57,9 +57,7 @@ def rows(path: str, module: Module | None, specs: Mapping[str, Any]) -> Iterator
     """Yields a row for each module that has parameters, and for each of these.
 
     Args:
-        path: Path of the module.
         module: The module; None for one that a layer hides.
-        specs: Specs of its parameters, nested like its modules.
     """
     yield Row(path, type(module).__name__ if module else "", _leaves(specs))
     for name, child in specs.items():
@@ -75,8 +73,6 @@ def forward_flops(cfg: Any, model: Module, specs: Any) -> Flops:
 
     Args:
         cfg: The trainer's config, whose input provides the batch's shapes.
-        model: The model.
-        specs: Specs of its parameters.
     """
     batch = cfg.input.set(name="input").instantiate(parent=None).element_spec()
     params = jax.tree.map(

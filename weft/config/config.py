@@ -190,8 +190,6 @@ class ConfigBase(ConfigNode):
         """Returns one `path: value` per leaf of the config, sorted by field name.
 
         Args:
-            kv_separator: separator between path and value.
-            field_separator: separator between leaves.
             omit_default_values: as in `to_flat_dict`; defaults to None and REQUIRED.
         """
         from weft.config.show import debug_string

@@ -55,7 +55,6 @@ def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) ->
     Nested configs are not checked, because the object may complete them.
 
     Args:
-        config: the config.
         given: values that replace those of fields, of any type, such as traced arrays.
 
     Raises:
@@ -80,18 +79,10 @@ def check_complete(config: ConfigBase, given: "dict[str, Any] | None" = None) ->
 
 
 class Configurable:
-    """Base of the classes whose objects are created from configs.
-
-    Args:
-        config: the config of this object, which is copied.
-    """
+    """Base of the classes whose objects are created from configs."""
 
     class Config(InstantiableConfig[C]):
-        """Configures a Configurable.
-
-        Attributes:
-            klass: class of the object.
-        """
+        """Configures a Configurable."""
 
         _target = "klass"
 
@@ -170,21 +161,12 @@ class ConfigModifier(Configurable):
     """Configurable function that changes configs."""
 
     def __call__(self, cfg: InstantiableConfig) -> InstantiableConfig:
-        """Returns the replacement of `cfg`, which may be `cfg` itself, changed.
-
-        Args:
-            cfg: a config, such as that of a trainer.
-        """
+        """Returns the replacement of `cfg`, which may be `cfg` itself, changed."""
         raise NotImplementedError(type(self))
 
 
 def maybe_set_config(cfg: Any, **kwargs: Any) -> Any:
-    """Sets the given fields that a config has, and returns the config.
-
-    Args:
-        cfg: a config; other values are returned unchanged.
-        **kwargs: values by field name; unknown names are ignored.
-    """
+    """Sets the given fields that a config has, and returns the config."""
     if isinstance(cfg, ConfigBase):
         fields = cfg._fields()
         cfg.set(**{name: value for name, value in kwargs.items() if name in fields})

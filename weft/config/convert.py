@@ -36,8 +36,6 @@ def convert(text: str, hint: Any, read: Callable[[str], Any], like: Any = None) 
     """Converts a string to a value.
 
     Args:
-        text: the string.
-        hint: the declared type, resolved.
         read: parses the text of a value, for classes, functions and configs.
         like: a value of the field, such as its default, which determines an undeclared type.
 

@@ -17,13 +17,7 @@ ABSENT: Any = _Absent()
 
 
 class Change(NamedTuple):
-    """Difference between two configs.
-
-    Attributes:
-        path: path in the configs.
-        before: the value in the first, or ABSENT.
-        after: the value in the second, or ABSENT.
-    """
+    """Difference between two configs."""
 
     path: str
     before: Any

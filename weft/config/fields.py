@@ -32,10 +32,7 @@ class Field:
     """Field of a config.
 
     Args:
-        name: name of the field.
-        annotation: declared type, possibly a string; None if undeclared.
         namespace: returns the names for string annotations.
-        default: the default value.
         factory: creates the default of each config instead.
         accepts_configs: whether a config is accepted for any value, since it is instantiated first.
     """
@@ -221,9 +218,6 @@ def _check_body(cls: type) -> None:
 
 def check_reserved_name(name: str, cls: type, *, what: str) -> None:
     """Checks that a field does not hide a method of configs.
-
-    Args:
-        what: start of the error message.
 
     Raises:
         InvalidConfigNameError: for a name such as `set` or `items`.

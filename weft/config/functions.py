@@ -122,11 +122,7 @@ class CallConfig(InstantiableConfig[T]):
 
 
 class FunctionConfigBase(CallConfig[T]):
-    """Config that calls a function. See `config_for_function`.
-
-    Attributes:
-        fn: the function.
-    """
+    """Config that calls a function. See `config_for_function`."""
 
     _target = "fn"
     _maker = "config_for_function"
@@ -135,11 +131,7 @@ class FunctionConfigBase(CallConfig[T]):
 
 
 class ClassConfigBase(CallConfig[T]):
-    """Config that creates an object of a class. See `config_for_class`.
-
-    Attributes:
-        klass: the class.
-    """
+    """Config that creates an object of a class. See `config_for_class`."""
 
     _target = "klass"
     _maker = "config_for_class"
@@ -153,12 +145,6 @@ for _cls in (CallConfig, FunctionConfigBase, ClassConfigBase):
 
 def config_for_function(fn: Callable[..., T]) -> Any:
     """Creates a config of a function, whose fields are its parameters.
-
-    Args:
-        fn: any callable with a signature.
-
-    Returns:
-        A `FunctionConfigBase`; its `instantiate()` calls `fn`.
 
     Raises:
         InvalidConfigValueError: if `fn` has no signature.
@@ -179,12 +165,6 @@ def config_for_function(fn: Callable[..., T]) -> Any:
 
 def config_for_class(cls: type[T]) -> Any:
     """Creates a config of a class, whose fields are the parameters of its constructor.
-
-    Args:
-        cls: any class that is not a `Configurable`.
-
-    Returns:
-        A `ClassConfigBase`; its `instantiate()` creates an object of `cls`.
 
     Raises:
         InvalidConfigClassError: if `cls` is a `Configurable`, which has its own config class.

@@ -43,14 +43,11 @@ def calling_line() -> Origin | None:
 
 
 def origin(config: ConfigNode, path: str | Sequence[Any]) -> Origin | None:
-    """Returns where the value at a path was last set.
+    """Returns where the value at a path was last set; None for a default.
 
     Args:
         path: a path, as in `ConfigBase.get_recursively`. Inside of a list, a dict or a record it
             refers to the enclosing field.
-
-    Returns:
-        The file and line, or None for a default.
 
     Raises:
         UnknownFieldError: if the path does not exist.

@@ -34,16 +34,10 @@ def apply_overrides(
     allow: Sequence[str] = (),
     source: str = "override",
 ) -> Config:
-    """Sets fields of a config from strings: all, or none if one is invalid.
+    """Sets fields of a config, in place, from strings: all, or none if one is invalid.
 
     Args:
-        cfg: the config, which is changed.
-        overrides: strings `path=value`.
-        allow: names of trusted packages, as in `from_text`.
         source: name of the origin of the values.
-
-    Returns:
-        The config itself.
 
     Raises:
         ConfigOverrideError: for a string that is not of the form `path=value`.

@@ -25,7 +25,6 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
     """Returns a recipe by name.
 
     Args:
-        config_name: name of the recipe.
         config_module: dotted name of a module whose `named_trainer_configs()` returns a
             `TrainerConfigFn` by name.
 
@@ -48,12 +47,7 @@ def get_named_trainer_config(config_name: str, *, config_module: str) -> Trainer
 
 
 def with_overrides(trainer_config_fn: TrainerConfigFn, **kwargs: Any) -> TrainerConfigFn:
-    """Returns a function that creates the same config with some fields changed.
-
-    Args:
-        trainer_config_fn: creates the config.
-        **kwargs: values by field name.
-    """
+    """Returns a function that creates the same config with some fields changed."""
 
     @functools.wraps(trainer_config_fn)
     def overridden(data_dir: str | None = None) -> InstantiableConfig:

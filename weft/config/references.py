@@ -120,11 +120,6 @@ def _find(module: str, names: Sequence[str]) -> Any:
 def resolve_reference(name: str, *, allow: Sequence[str] = (), use: Use = "value") -> Any:
     """Returns the class, function or enum member of a dotted name.
 
-    Args:
-        name: the dotted name.
-        allow: trusted packages, modules, functions or classes.
-        use: use of the name by the text.
-
     Raises:
         ConfigReferenceError: if the name does not exist, or the text may not use it so.
     """

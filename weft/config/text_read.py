@@ -39,7 +39,6 @@ def from_text(text: str, *, allow: Sequence[str] = (), source: str = "text") -> 
     a log message. See "Texts from elsewhere" in docs/config.md.
 
     Args:
-        text: the text.
         allow: dotted names of further trusted packages, modules, functions or classes, such as your
             own package; they are imported when the text names them.
         source: name of the text for errors and origins, such as a file's path.

@@ -25,12 +25,7 @@ if typing.TYPE_CHECKING:
 
 
 def resolve_annotation(annotation: Any, namespace: Callable[[], dict[str, Any]]) -> Any:
-    """Resolves the names in a declared type's strings; returns None if one is unknown.
-
-    Args:
-        annotation: the declared type.
-        namespace: returns the names.
-    """
+    """Resolves the names in a declared type's strings; returns None if one is unknown."""
     if annotation is None or isinstance(annotation, type):
         return annotation
     holder = types.SimpleNamespace(__annotations__={"it": annotation})
@@ -81,11 +76,6 @@ def is_instantiable(x: Any) -> bool:
 
 def fits(value: Any, hint: Any, *, configs: bool = False) -> bool:
     """Returns False if `value` is certainly not of the type `hint`.
-
-    Args:
-        value: the value.
-        hint: a type, resolved.
-        configs: whether a config is accepted for any value.
 
     >>> fits(3, float), fits("3", float), fits([1, 2], tuple[int, ...]), fits(None, int | None)
     (True, False, True, True)

@@ -117,12 +117,7 @@ _SHARED_PACKAGES = frozenset({"jax", "jaxlib", "ml_dtypes"})
 
 
 def copy_value(x: Any, place: str = "") -> Any:
-    """Copies the mutable parts of a value.
-
-    Args:
-        x: the value.
-        place: path that the copied configs store for errors.
-    """
+    """Copies the mutable parts of a value."""
     if isinstance(x, ConfigNode):
         return x._copy_to(place)
     if isinstance(x, IMMUTABLE) or type(x).__module__.partition(".")[0] in _SHARED_PACKAGES:
@@ -172,8 +167,6 @@ def replace_part(x: Any, step: Any, child: Any) -> Any:
 
     Args:
         x: a dict, list, tuple, named tuple, dataclass or attrs instance.
-        step: key, index or field name of the child.
-        child: the new child.
     """
     if isinstance(x, dict):
         return {**x, step: child}

@@ -1,5 +1,3 @@
-"""Errors of recurrent NNX cells."""
-
 from weft.errors._base import WeftError
 
 

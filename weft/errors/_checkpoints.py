@@ -1,5 +1,3 @@
-"""Errors of checkpoints in Flax formats."""
-
 from weft.errors._training import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 
@@ -45,11 +43,7 @@ class MPACheckpointingRequiredError(CheckpointError, ValueError):
 
 
 class MPARestoreTargetRequiredError(CheckpointError, ValueError):
-    """A checkpoint has arrays of several processes, and the target lacks layouts for them.
-
-    Args:
-        key: path of the array in the target; None without a target.
-    """
+    """A checkpoint has arrays of several processes, and the target lacks layouts for them."""
 
     def __init__(self, path: object, step: object, key: object = None):
         lacking = "there is no `target`" if key is None else f"the target has none at {key!r}"

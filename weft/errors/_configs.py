@@ -1,5 +1,3 @@
-"""Errors of configs."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of training features: microbatches, loss scales, early stopping and others."""
-
 from weft.errors._base import WeftError
 
 

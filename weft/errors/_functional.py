@@ -1,5 +1,3 @@
-"""Errors of the mathematics of layers."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of the module hierarchy."""
-
 from weft.errors._base import WeftError
 from weft.errors._configs import ConfigError
 

@@ -1,5 +1,3 @@
-"""Errors of layers of one library in models of another."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of programs that run as several processes."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of calls of NNX layers."""
-
 from weft.errors._base import WeftError
 from weft.errors._scopes import InvalidRngError
 

@@ -1,5 +1,3 @@
-"""Errors of axis metadata and layouts."""
-
 from weft.errors._base import WeftError
 
 

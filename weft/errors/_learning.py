@@ -1,5 +1,3 @@
-"""Errors of optimizers, averages and metrics."""
-
 from weft.errors._objects import ObjectError
 
 

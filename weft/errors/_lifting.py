@@ -1,5 +1,3 @@
-"""Errors of lifted transformations."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of Linen modules."""
-
 import reprlib
 
 from weft.errors._base import WeftError

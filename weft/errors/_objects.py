@@ -1,5 +1,3 @@
-"""Errors of objects that transformations take: variables, modules and their state."""
-
 from weft.errors._base import WeftError
 
 

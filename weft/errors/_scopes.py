@@ -1,5 +1,3 @@
-"""Errors of scopes."""
-
 from weft.errors._base import WeftError
 
 

@@ -1,5 +1,3 @@
-"""Errors of input pipelines, the trainer and the command line."""
-
 from collections.abc import Sequence as _Sequence
 
 from weft.errors._base import WeftError

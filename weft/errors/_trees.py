@@ -1,5 +1,3 @@
-"""Errors of nested dicts, structs, serialization and cursors."""
-
 from weft.errors._base import WeftError
 
 
@@ -76,13 +74,7 @@ class CursorTypeError(CursorError, TypeError):
 
 
 class CursorFindError(CursorError, LookupError):
-    """`Cursor.find` found nothing, or more than one match.
-
-    Args:
-        cursor: first match, if any.
-        cursor2: second match.
-        among: description of the searched values, if nothing matched.
-    """
+    """`Cursor.find` found nothing, or more than one match."""
 
     def __init__(self, cursor: object = None, cursor2: object = None, among: str = ""):
         if cursor is None:

@@ -1,5 +1,3 @@
-"""Errors of weights in formats of other libraries."""
-
 from weft.errors._base import WeftError
 
 

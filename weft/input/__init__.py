@@ -1,10 +1,11 @@
-"""Input: from files on each process to one global batch in the compiled step.
+"""Input pipelines, from files on each process to a global batch in the compiled step.
 
-`Input` is the module; `weft.input.grain` has the one on Grain and the functions for its pipelines,
-`weft.input.files` datasets of the records of files, `weft.input.hugging_face` and `weft.input.tfds`
-those of others, `weft.input.text` and `weft.input.streaming` sources of packed text,
-`weft.input.composite` inputs of inputs, `weft.input.fake` made-up data. They are imported by name,
-so that Grain is loaded only where it is used.
+`Input` is the base module. Grain is only imported by the submodules:
+
+- `weft.input.grain`: an input for Grain datasets, and functions for pipelines;
+- `weft.input.files`, `weft.input.hugging_face`, `weft.input.tfds`: datasets of records;
+- `weft.input.text`, `weft.input.streaming`: sources of packed text;
+- `weft.input.composite`, `weft.input.fake`: combined inputs and fake data.
 """
 
 # The module, and how processes share a batch.

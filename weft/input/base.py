@@ -1,9 +1,9 @@
 """`Input`: the module that yields batches.
 
-A subclass says what one process reads (`dataset`). This base says what becomes of it: `batches`
-makes a batch of the size that this process has to bring, `partition_spec` tells how the batches of
-all processes lie over the mesh as one global batch (see `weft.input.global_batch`), and
-`dispatch_global_batch`, inside the compiled step, turns that into the batch the model sees.
+A subclass defines the `dataset` of one process. From it, `batches` creates this process's part of
+each global batch, `partition_spec` shards the global batch over the mesh (see
+`weft.input.global_batch`), and `dispatch_global_batch` turns it into the model's batch inside the
+compiled step.
 """
 
 import re
@@ -23,7 +23,7 @@ from weft.typing import Nested, Tensor
 
 
 class InputPartitionFn(Protocol):
-    """Constrains how a batch lies over the mesh inside the compiled step."""
+    """Function that constrains the sharding of a batch inside the compiled step."""
 
     def __call__(self, input_batch: Nested[Tensor]) -> Nested[Tensor]:
         """Returns the batch with sharding constraints on some of its leaves."""
@@ -31,11 +31,11 @@ class InputPartitionFn(Protocol):
 
 
 class PathAndRank(NamedTuple):
-    """Which leaves of a batch a rule of `partition_by_path_rank` is for.
+    """Pattern of leaves for `partition_by_path_rank`.
 
     Attributes:
-        path: A regular expression that the whole path, joined by `/`, must match. None: any path.
-        rank: The number of axes. None: any.
+        path: Regular expression for the whole path, joined by `/`. None: any path.
+        rank: Number of axes. None: any.
     """
 
     path: str | None
@@ -45,14 +45,11 @@ class PathAndRank(NamedTuple):
 def partition_by_path_rank(
     path_rank_to_partition: Mapping[PathAndRank, PartitionSpec],
 ) -> InputPartitionFn:
-    """A partition function of rules by path and rank.
+    """Returns a partition function with rules by path and rank; the identity without a mesh.
 
     Args:
-        path_rank_to_partition: The rules. The first that fits a leaf counts; a leaf that none fits
-            is left as it is.
-
-    Returns:
-        A function from a batch to the constrained batch. Where no mesh is set, it changes nothing.
+        path_rank_to_partition: The rules. The first match applies; leaves without a match are
+            unchanged.
 
     >>> partition = partition_by_path_rank({PathAndRank(".*_ids", 2): PartitionSpec("data")})
     >>> partition({"input_ids": np.zeros((2, 3))})["input_ids"].shape
@@ -79,17 +76,17 @@ def partition_by_path_rank(
 
 
 class Input(Module):
-    """Base of the inputs: a subclass defines `dataset`."""
+    """Base of all inputs. Subclasses define `dataset`."""
 
     @config_class
     class Config(Module.Config):
         """Configures an Input.
 
         Attributes:
-            partition_spec: How the global batch lies over the mesh when it enters the step. None:
-                the dispatcher's, or else the rows over all axes of the mesh.
-            input_dispatcher: How processes share a batch. None: each brings equally many rows.
-            input_partitioner: Further constraints on the batch inside the step.
+            partition_spec: Sharding of the global batch at the start of the step. Defaults to the
+                dispatcher's, else rows over all mesh axes.
+            input_dispatcher: Assigns rows to processes. None: each process reads equally many.
+            input_partitioner: Further sharding constraints inside the step.
         """
 
         partition_spec: PartitionSpec | None = None
@@ -104,12 +101,12 @@ class Input(Module):
 
     @property
     def dispatcher(self) -> BaseInputDispatcher | None:
-        """The input dispatcher, if there is one."""
+        """The input dispatcher, or None."""
         return self.children.get("input_dispatcher")  # pyright: ignore[reportReturnType]
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """How the global batch lies over the mesh when it enters the step."""
+        """Sharding of the global batch at the start of the step."""
         spec = self.config.partition_spec
         if spec is not None:
             return spec
@@ -117,22 +114,19 @@ class Input(Module):
 
     @nowrap
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
-        """What this process reads: an iterable of batches of `feed_logical_batch_size` rows.
+        """Returns an iterable of batches with `feed_logical_batch_size` rows for this process.
 
-        Its iterators can be saved if they have `get_state` and `set_state`, and are to be closed if
+        Its iterators can be saved if they have `get_state` and `set_state`, and must be closed if
         they have `close`.
         """
         raise NotImplementedError(type(self))
 
     @nowrap
     def batches(self, it: Iterable[Any]) -> Iterator[Nested[np.ndarray]]:
-        """The batches that this process brings to the global ones, one for each of `it`.
-
-        Args:
-            it: An iterator of `dataset()`.
+        """Yields this process's part of each global batch.
 
         Raises:
-            InputReadError: If reading fails, in place of the batch that could not be read.
+            InputReadError: If reading fails, in place of the failed batch.
         """
         iterator: Any = iter(it)
         while True:
@@ -150,10 +144,10 @@ class Input(Module):
 
     @nowrap
     def dispatch_global_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
-        """The batch that the model sees, inside the compiled step.
+        """Returns the model's batch, inside the compiled step.
 
         Args:
-            global_physical_batch: The rows that all processes brought, as one global array each.
+            global_physical_batch: One global array per leaf, with the rows of all processes.
         """
         batch = global_physical_batch
         if self.dispatcher:
@@ -162,10 +156,10 @@ class Input(Module):
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of what `dataset()` yields in this process. Reads one batch.
+        """Returns shapes and dtypes of the elements of `dataset()`. Reads one batch.
 
         Raises:
-            InputDatasetError: If there is none.
+            InputDatasetError: If the dataset is empty.
         """
         return self._spec_of(self.dataset())
 

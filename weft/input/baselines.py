@@ -1,12 +1,12 @@
-"""What counting reaches: cross-entropies of unigram, bigram and trigram models, to be beaten.
+"""Cross-entropies of unigram, bigram and trigram models, as baselines.
 
-Each order falls back on the one below by the smoothing of Witten and Bell (1991, "The
-zero-frequency problem"), which has nothing to tune. With N(h) the occurrences of a context h and
-T(h) the different tokens seen after it,
+Each order falls back on the next lower one with the smoothing of Witten and Bell (1991, "The
+zero-frequency problem"), which has no hyperparameters. With N(h) the occurrences of a context h and
+T(h) the number of distinct tokens after it,
 
     p(c | h) = (N(h c) + T(h) p(c | shorter h)) / (N(h) + T(h))
 
-and below the unigram stands the uniform distribution.
+The unigram falls back on the uniform distribution.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ NAMES = {1: "unigram", 2: "bigram", 3: "trigram"}
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """How well one order of counts predicts the held-out part.
+    """Held-out losses of one n-gram order.
 
     Attributes:
         order: 1, 2 or 3.
-        nats_per_token: Mean cross-entropy over the targets, ends of files included: what a model's
-            loss is.
-        bits_per_byte: The same total over the bytes of the text.
+        nats_per_token: Mean cross-entropy over the targets, including ends of files, comparable to
+            a model's loss.
+        bits_per_byte: The total, per byte of text.
     """
 
     order: int
@@ -43,16 +43,12 @@ class Baseline:
 
 
 def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Mapping[str, Baseline]:
-    """The baselines of a corpus, from the counts of its training part, on its held-out part.
+    """Computes the baselines "unigram", "bigram" and "trigram" on the held-out part of a corpus.
 
     Args:
-        corpus: Bytes are the tokens; files are separated by an end token, as in the packed
-            sequences.
-        max_train_bytes: Count at most so many bytes, in the order of the files: more change a
-            trigram over bytes little.
-
-    Returns:
-        `{"unigram": ..., "bigram": ..., "trigram": ...}`.
+        corpus: Tokens are bytes; files are separated by an end token, as in packed sequences.
+        max_train_bytes: Maximum number of training bytes to count, which suffice for trigrams of
+            bytes.
 
     Raises:
         EmptyCorpusError: If a part of the corpus has no file.
@@ -77,17 +73,14 @@ def ngram_baselines(corpus: Corpus, *, max_train_bytes: int = 32_000_000) -> Map
 
 
 def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> dict[int, float]:
-    """The summed cross-entropy, in nats, of all but the first held-out token, for each order.
+    """Computes the total cross-entropy, in nats, of all held-out tokens but the first, by order.
 
     Args:
         train: `Int[np.ndarray, "train"]`, ids below `vocab_size`.
         held_out: `Int[np.ndarray, "held_out"]`.
         vocab_size: Size of the alphabet. Memory is `8 * vocab_size**3` bytes.
-
-    Returns:
-        Nats by order, 1 to 3.
     """
-    # The first token once more in front gives every target two tokens of context.
+    # A duplicate of the first token gives every target two tokens of context.
     seen = np.concatenate([train[:1], train]).astype(np.int32)
     asked = np.concatenate([held_out[:1], held_out]).astype(np.int32)
     keys, key_counts = np.unique(_ngrams(asked, 3, vocab_size), return_counts=True)
@@ -103,7 +96,7 @@ def ngram_nats(train: np.ndarray, held_out: np.ndarray, *, vocab_size: int) -> d
         context = key // vocab_size
         n, t = totals[context], kinds[context]
         smoothed = (counts[key] + t * probability) / np.maximum(n + t, 1)
-        # A context never seen says nothing: the shorter one stands.
+        # For an unseen context, use the shorter one.
         probability = np.where(n > 0, smoothed, probability)
         nats[order] = float(-np.sum(key_counts * np.log(probability)))
     return nats
@@ -116,7 +109,7 @@ def _stream(corpus: Corpus, split: Split) -> np.ndarray:
 
 
 def _ngrams(tokens: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
-    """Each n-gram as one number, the last token least significant."""
+    """Encodes each n-gram as one number, the last token least significant."""
     key = tokens[: len(tokens) - order + 1]
     for offset in range(1, order):
         key = key * vocab_size + tokens[offset : len(tokens) - order + 1 + offset]

@@ -1,4 +1,4 @@
-"""Inputs made of other inputs: one after the other, or side by side.
+"""Inputs composed of other inputs, concatenated or zipped.
 
 concatenated: a1 a2 b1 b2 b3        zipped: {a: a1, b: b1} {a: a2, b: b2}
 """
@@ -16,15 +16,15 @@ from weft.typing import Nested
 
 
 class _CompositeInput(Input):
-    """Makes children of inputs; each reads its own part of the data."""
+    """Base of composite inputs, whose children each read their own part of the data."""
 
     @config_class
     class Config(Input.Config):
         """Configures a composite input.
 
         Attributes:
-            is_training: Whether the input is for training. Set in each of `inputs` that has a field
-                of this name.
+            is_training: Whether the input is for training. Set in each of `inputs` that has such a
+                field.
         """
 
         is_training: Required[bool] = REQUIRED
@@ -33,11 +33,11 @@ class _CompositeInput(Input):
         """Adds the inputs as children.
 
         Raises:
-            InputDatasetError: If there is none, or one has a dispatcher of its own.
+            InputDatasetError: If there is none, or one has its own dispatcher.
         """
         if not inputs:
             raise InputDatasetError(
-                f"{self.path()}: inputs is empty, so there are no batches; give at least one input"
+                f"{self.path()}: inputs is empty, so there are no batches; add at least one input"
             )
         added: Any = {}
         for name, cfg in inputs.items():
@@ -46,28 +46,24 @@ class _CompositeInput(Input):
                 child.is_training = self.config.is_training
             if child.input_dispatcher is not None:
                 raise InputDatasetError(
-                    f"{self.path()}: {name!r} has an input_dispatcher; the batches are dispatched "
-                    f"together: set it in {type(self).__name__} instead"
+                    f"{self.path()}: {name!r} has an input_dispatcher; the batches are "
+                    f"dispatched together: set it in {type(self).__name__} instead"
                 )
-            # It says what part of the data each of them reads.
+            # It determines the part of the data that each of them reads.
             child.input_dispatcher = self.config.input_dispatcher
             added[name] = self._add_child(name, child)
         return added
 
 
 class ConcatenatedInput(_CompositeInput):
-    """The batches of several inputs, one input after the other.
+    """Batches of several inputs, one input after the other.
 
-    All but the last must end, or those behind are never read.
+    All inputs but the last must be finite.
     """
 
     @config_class
     class Config(_CompositeInput.Config):
-        """Configures a ConcatenatedInput.
-
-        Attributes:
-            inputs: The inputs, whose batches have equal structures and shapes.
-        """
+        """Configures a ConcatenatedInput."""
 
         inputs: Sequence[InstantiableConfig] = []
 
@@ -77,20 +73,15 @@ class ConcatenatedInput(_CompositeInput):
 
     @nowrap
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
-        """The batches of all inputs."""
         return _Composite(_ConcatenatedIterator, self._inputs)
 
 
 class ZipInput(_CompositeInput):
-    """A batch of each of several inputs, as one dict; it ends with the first that does."""
+    """Dicts with one batch of each input; ends with the first input that ends."""
 
     @config_class
     class Config(_CompositeInput.Config):
-        """Configures a ZipInput.
-
-        Attributes:
-            inputs: The inputs by the names that their batches get.
-        """
+        """Configures a ZipInput."""
 
         inputs: dict[str, InstantiableConfig] = {}
 
@@ -100,12 +91,11 @@ class ZipInput(_CompositeInput):
 
     @nowrap
     def dataset(self) -> Iterable[Nested[np.ndarray]]:
-        """Dicts of the batches of all inputs."""
         return _Composite(_ZipIterator, self._inputs)
 
 
 class _Composite:
-    """A dataset that opens the datasets of its parts when it is iterated over."""
+    """Dataset that opens the datasets of its parts when iterated."""
 
     def __init__(self, iterator_class: "type[_CompositeIterator]", inputs: Mapping[str, Input]):
         self._iterator_class, self._inputs = iterator_class, inputs
@@ -117,7 +107,7 @@ class _Composite:
 
 
 class _CompositeIterator:
-    """Its state is those of its parts, if they have one."""
+    """Iterator whose state consists of the states of its parts, if they have one."""
 
     def __init__(self, parts: Mapping[str, Any]):
         self._parts = dict(parts)
@@ -129,7 +119,7 @@ class _CompositeIterator:
         raise NotImplementedError(type(self))
 
     def __getattr__(self, name: str) -> Any:
-        # Present only if all parts can be saved, which is how an iterator says that it can.
+        # Present only if all parts can be saved, which marks the iterator as savable.
         if name in ("get_state", "set_state") and all(
             hasattr(part, name) for part in self._parts.values()
         ):
@@ -151,7 +141,7 @@ class _CompositeIterator:
 
 class _ConcatenatedIterator(_CompositeIterator):
     def __next__(self) -> Any:
-        # One that has ended says so again, so where it stands need not be remembered.
+        # An ended part ends again, so its position need not be saved.
         for part in self._parts.values():
             try:
                 return next(part)
@@ -162,7 +152,7 @@ class _ConcatenatedIterator(_CompositeIterator):
 
 class _ZipIterator(_CompositeIterator):
     def __next__(self) -> Any:
-        # If one ends, those before it must not have gone on: what is given out is what counts.
+        # If one ends, those before it must not advance: only returned batches count.
         before = self.get_state() if hasattr(self, "get_state") else None
         batch = {}
         for name, part in self._parts.items():

@@ -1,9 +1,8 @@
-"""Text as data: a corpus is a sorted list of files, a hash of all of it, and a split by name.
+"""Corpora: sorted lists of files with a hash and a deterministic split.
 
-A file belongs to the training or to the held-out part by a hash of its name alone, so adding,
-removing or editing one file never moves another. The default corpus is the text every Python
-installation carries: the sources of its standard library. It differs between Python versions, which
-is why `Corpus.record()`, with the hash, belongs in a run's record.
+A hash of a file's name assigns it to the training or the held-out part, so changes of one file
+never move another. The default corpus is the source code of Python's standard library, which
+differs between Python versions; `Corpus.record()` includes the hash for a run's record.
 """
 
 import dataclasses
@@ -21,8 +20,8 @@ from weft.serialization.foreign import open_file
 
 Split = Literal["train", "held_out"]
 
-# Tests, platform-dependent files and what some distributions package apart: without these the text
-# of one Python version is nearly the same on every machine.
+# Tests, platform-dependent files and files that some distributions package separately: without
+# them, the text of a Python version is nearly the same everywhere.
 STDLIB_EXCLUDED = (
     "site-packages",
     "dist-packages",
@@ -43,7 +42,7 @@ STDLIB_EXCLUDED = (
 
 @dataclasses.dataclass(frozen=True)
 class TextFile:
-    """One file of a corpus: its name relative to the corpus, with `/`, and its bytes."""
+    """File of a corpus: its relative name, with `/`, and its bytes."""
 
     name: str
     text: bytes
@@ -53,11 +52,10 @@ class TextFile:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether the file of this name belongs to the held-out part.
+    """Returns whether the file of this name belongs to the held-out part.
 
     Args:
-        name: The file's relative name, with `/`.
-        fraction: Which part of all names is held out, 0 to 1.
+        fraction: Fraction of names to hold out, 0 to 1.
 
     >>> is_held_out("json/decoder.py", 0.0), is_held_out("json/decoder.py", 1.0)
     (False, True)
@@ -68,12 +66,7 @@ def is_held_out(name: str, fraction: float) -> bool:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Corpus:
-    """Files in the order of their names, split into a training and a held-out part.
-
-    Args:
-        name: What the corpus is called in messages and records.
-        files: The files, in any order.
-        held_out_fraction: Which part of the names is held out.
+    """Files sorted by name, with a training and a held-out part.
 
     >>> corpus = Corpus("two", (TextFile("b", b"xy"), TextFile("a", b"z")), held_out_fraction=0.0)
     >>> corpus
@@ -99,10 +92,10 @@ class Corpus:
 
     @functools.cached_property
     def sha256(self) -> str:
-        """The hash of every name and every byte, in order."""
+        """Hash of all names and contents, in order."""
         total = hashlib.sha256()
         for file in self.files:
-            # The lengths keep ("ab", "c") and ("a", "bc") apart.
+            # The lengths distinguish ("ab", "c") from ("a", "bc").
             total.update(f"{len(file.name.encode())} {len(file.text)} {file.name}".encode())
             total.update(file.text)
         return total.hexdigest()
@@ -116,26 +109,26 @@ class Corpus:
         }
 
     def split(self, split: Split) -> tuple[TextFile, ...]:
-        """The files of one part, in order.
+        """Returns the files of one part, in order.
 
         Raises:
-            EmptyCorpusError: If no file fell into that part.
+            EmptyCorpusError: If the part has no files.
         """
         files = self._splits[split]
         if not files:
             raise EmptyCorpusError(
-                f"corpus {self.name!r}: none of its {len(self.files)} files is in the {split!r} "
-                f"part at held_out_fraction={self.held_out_fraction}; give it more files or "
-                "another fraction"
+                f"corpus {self.name!r}: none of its {len(self.files)} files is in the "
+                f"{split!r} part at held_out_fraction={self.held_out_fraction}; add files or "
+                "change the fraction"
             )
         return files
 
     def num_bytes(self, split: Split) -> int:
-        """How many bytes of text one part has."""
+        """Returns the number of bytes of text in one part."""
         return sum(len(file.text) for file in self._splits[split])
 
     def record(self) -> dict[str, str | int | float]:
-        """What a run should remember of its data; plain JSON values."""
+        """Returns a description for a run's record, as JSON values."""
         return {
             "name": self.name,
             "sha256": self.sha256,
@@ -147,14 +140,13 @@ class Corpus:
 
 
 def stdlib_corpus(*, pattern: str = "**/*.py", held_out_fraction: float = 0.1) -> Corpus:
-    """The sources of the running Python's standard library: 500 files, 10 MB of code and prose.
+    """Returns the running Python's standard library: 500 files, 10 MB of code and prose.
 
     Args:
-        pattern: Which files: a glob that the whole relative name must fit; `*` also stands for `/`.
-        held_out_fraction: Which part of the names is held out.
+        pattern: Glob for whole relative names; `*` also matches `/`.
 
     Raises:
-        EmptyCorpusError: If there are none, as where the library is kept in an archive.
+        EmptyCorpusError: If there are no files, for example if the library is an archive.
         CorpusReadError: If a file cannot be read.
 
     >>> stdlib_corpus(pattern="json/*.py").files[0]  # doctest: +ELLIPSIS
@@ -175,24 +167,21 @@ def folder_corpus(
     held_out_fraction: float = 0.1,
     text_key: str = "text",
 ) -> Corpus:
-    """The files below some folders, or these files.
+    """Returns a corpus of files and folders.
 
-    The records of JSON lines (`.jsonl`, `.jsonl.gz`) and of Parquet files (`.parquet`) are
-    documents, each a file of its own, `name#0000000` and so on.
+    Each record of a JSON lines (`.jsonl`, `.jsonl.gz`) or Parquet file (`.parquet`) is a file of
+    its own, named `name#0000000` and so on.
 
     Args:
-        paths: Folders and files. With more than one, names start with the last part of their path.
-        pattern: Which files of a folder: a glob that the whole relative name must fit; `*` also
-            stands for `/`.
-        exclude: Globs; a file is left out if any part of its relative name fits one.
-        held_out_fraction: Which part of the names is held out.
-        text_key: The key of the text in a record.
+        paths: Folders and files. With several, names begin with the last part of their path.
+        pattern: Glob for whole relative names in folders; `*` also matches `/`.
+        exclude: Globs; omits files with any part of their relative name matching one.
 
     Raises:
-        EmptyCorpusError: If no file fits.
+        EmptyCorpusError: If no file matches.
         CorpusReadError: If a file cannot be read, is compressed, binary or not in UTF-8, or two
-            files would have the same name.
-        InputReadError: If a record cannot be read or has no text; it names the record.
+            files have the same name.
+        InputReadError: If a record cannot be read or has no text; names the record.
     """
     roots = [Path(p) for p in ([paths] if isinstance(paths, str) else paths)]
     files: list[TextFile] = []
@@ -207,9 +196,9 @@ def folder_corpus(
     for file in files:
         if file.name in seen:
             raise CorpusReadError(
-                f"two files of {[str(r) for r in roots]} are named {file.name!r} in the corpus; "
-                "names decide the split and must differ: rename one of the folders or give their "
-                "common parent"
+                f"two files of {[str(r) for r in roots]} are named {file.name!r} in the "
+                "corpus; names determine the split and must differ: rename one of the folders "
+                "or pass their common parent"
             )
         seen.add(file.name)
     return _checked(roots[0].name if roots else "", files, held_out_fraction, roots, pattern)
@@ -228,21 +217,21 @@ def _checked(
         missing = [str(root) for root in roots if not root.exists()]
         why = f"; {', '.join(missing)} does not exist" if missing else ""
         raise EmptyCorpusError(
-            f"no text: {len(corpus.files)} files fit {pattern!r} in {where}, with 0 bytes{why}; "
-            "give a folder that holds text, or another pattern"
+            f"no text: {len(corpus.files)} files match {pattern!r} in {where}, with 0 "
+            f"bytes{why}; pass a folder that contains text, or another pattern"
         )
     return corpus
 
 
 def _files_below(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple[str, Path]]:
-    """Relative names and paths."""
+    """Returns relative names and paths."""
 
     def kept(part: str) -> bool:
         return not any(fnmatch.fnmatchcase(part, glob) for glob in exclude)
 
     found = []
     for folder, subfolders, names in os.walk(root):
-        # Pruned, not filtered: a standard library can hold a site-packages of 10,000 files.
+        # Pruned during the walk: a standard library can include a site-packages of 10,000 files.
         subfolders[:] = sorted(filter(kept, subfolders))
         for path in (Path(folder, name) for name in names if kept(name)):
             name = path.relative_to(root).as_posix()
@@ -252,10 +241,10 @@ def _files_below(root: Path, pattern: str, exclude: Sequence[str]) -> list[tuple
 
 
 def _documents(name: str, path: Path, text_key: str) -> list[TextFile]:
-    """A file of text as it is; of a file of records, each."""
+    """Reads a text file, or each record of a file of records."""
     if not name.endswith((".jsonl", ".jsonl.gz", ".parquet")):
         return [TextFile(name, _read(path))]
-    # Not imported before, so that a corpus of text needs no Grain.
+    # Local import, so that a corpus of text does not need Grain.
     from weft.input.files import json_lines_dataset, parquet_dataset
     from weft.input.token_files import document_text
 
@@ -272,7 +261,7 @@ def _fits(name: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(name, glob) for glob in (pattern, pattern.removeprefix("**/")))
 
 
-# How files begin that hold text in another form, and what unpacks them.
+# First bytes of non-text formats, and programs that unpack them.
 _PACKED = {
     b"\x1f\x8b": ("gzip", "gunzip"),
     b"PK\x03\x04": ("zip", "unzip"),
@@ -286,20 +275,19 @@ _PACKED = {
 
 
 def text_fault(data: bytes) -> str | None:
-    r"""What is wrong with data that should be text in UTF-8, and how to fix it; None for text.
+    r"""Returns why data is not text in UTF-8, and how to fix it; None for text.
 
-    A model would learn compressed or binary data as if they were text.
-
-    Args:
-        data: the whole content.
+    Models would learn compressed or binary data like text.
 
     >>> text_fault("né".encode()), text_fault(b"a\0b")
     (None, 'is not text: byte 1 is 0, as in binary files; leave the file out')
     """
     for start, (kind, program) in _PACKED.items():
         if data.startswith(start) and (kind != "bzip2" or data[4:10] == b"1AY&SY"):
-            fix = f"unpack it first, as by `{program}`" if program else "take the text out of it"
-            return f"is not text: at byte 0 begins {kind} data; {fix}, or leave the file out"
+            fix = (
+                f"unpack it first, for example with `{program}`" if program else "extract its text"
+            )
+            return f"is not text: {kind} data begins at byte 0; {fix}, or leave the file out"
     if (at := data.find(b"\0")) >= 0:
         return f"is not text: byte {at:,} is 0, as in binary files; leave the file out"
     try:
@@ -307,8 +295,8 @@ def text_fault(data: bytes) -> str | None:
     except UnicodeDecodeError as error:
         return (
             f"is not text in UTF-8: byte {error.start:,} is 0x{data[error.start]:02x} "
-            f"({error.reason}); convert it, as by `iconv -f ISO-8859-1 -t UTF-8`, or leave the "
-            "file out"
+            f"({error.reason}); convert it, for example with `iconv -f ISO-8859-1 -t UTF-8`, "
+            "or leave the file out"
         )
     return None
 

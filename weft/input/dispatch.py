@@ -1,8 +1,8 @@
-"""Input dispatchers: who reads which rows of a global batch.
+"""Input dispatchers, which assign rows of a global batch to processes.
 
-A *feed* is what one process brings. The *logical* batch is what the model trains on; it comes from
-the logical feeds. The *physical* batch is what enters the compiled step: there each process must
-bring equally many rows, so it may be larger, and rows that are no data are padding.
+A *feed* is the contribution of one process. The *logical* batch is the model's batch, read by the
+logical feeds. The *physical* batch enters the compiled step, where each process must contribute
+equally many rows; it may be larger, with padding rows.
 
     4 processes, global logical batch of 2, logical feeds 0 and 1
 
@@ -27,58 +27,53 @@ from weft.hierarchy.module import Module, nowrap
 from weft.input.global_batch import current_mesh, input_partition_spec, starts_of
 from weft.typing import Nested, Tensor
 
-# Which logical row each physical row holds, -1 for padding. It travels with the batch, because the
-# order of rows in a global array is that of the mesh's devices, which need not be that of
-# processes.
+# The logical row of each physical row, -1 for padding. It is part of the batch, because the rows of
+# a global array are ordered by the mesh's devices, which may differ from the order of processes.
 LOGICAL_ROW_KEY = "_logical_row"
 
 
 class BaseInputDispatcher(Module):
-    """What an `Input` asks of its dispatcher."""
+    """Interface of the dispatcher of an `Input`."""
 
     @config_class
     class Config(Module.Config):
-        """Configures a BaseInputDispatcher.
-
-        Attributes:
-            global_logical_batch_size: Rows of the batch that the model sees.
-        """
+        """Configures a BaseInputDispatcher."""
 
         global_logical_batch_size: Required[int] = REQUIRED
 
     @property
     def num_logical_feeds(self) -> int:
-        """How many parts the data is read in."""
+        """Number of parts of the data."""
         raise NotImplementedError(type(self))
 
     @property
     def logical_feed_index(self) -> int | None:
-        """Which of these parts this process reads; None if it brings padding only."""
+        """Index of the part that this process reads; None for padding only."""
         raise NotImplementedError(type(self))
 
     @property
     def feed_logical_batch_size(self) -> int:
-        """Rows that a logical feed reads per batch."""
+        """Rows per batch of a logical feed."""
         return self.config.global_logical_batch_size // self.num_logical_feeds
 
     @property
     def partition_spec(self) -> PartitionSpec:
-        """How the global physical batch lies over the mesh."""
+        """Sharding of the global physical batch."""
         raise NotImplementedError(type(self))
 
     @nowrap
     def feed_read_config(self) -> dict[str, int]:
-        """`num_shards` and `shard_index` of this process's data; padding feeds read part 0."""
+        """Returns `num_shards` and `shard_index` of this process; padding feeds read part 0."""
         return {"num_shards": self.num_logical_feeds, "shard_index": self.logical_feed_index or 0}
 
     @nowrap
     def logical_to_physical_batch(
         self, logical_feed_batch: Nested[np.ndarray]
     ) -> Nested[np.ndarray]:
-        """What this process brings to the global batch.
+        """Returns this process's part of the global batch.
 
         Args:
-            logical_feed_batch: What it has read, `feed_logical_batch_size` rows in each leaf.
+            logical_feed_batch: The batch it read, `feed_logical_batch_size` rows in each leaf.
         """
         return logical_feed_batch
 
@@ -86,37 +81,29 @@ class BaseInputDispatcher(Module):
     def logical_to_physical_shapes(
         self, logical_feed_shapes: Nested[jax.ShapeDtypeStruct]
     ) -> Nested[jax.ShapeDtypeStruct]:
-        """The shapes of `logical_to_physical_batch`.
-
-        Args:
-            logical_feed_shapes: Anything with `shape` and `dtype` for each leaf.
-        """
+        """Returns the shapes of `logical_to_physical_batch`."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), logical_feed_shapes)
 
     @nowrap
     def physical_to_logical_batch(self, global_physical_batch: Nested[Tensor]) -> Nested[Tensor]:
-        """The batch that the model sees, inside the compiled step.
-
-        Args:
-            global_physical_batch: The rows of all processes.
-        """
+        """Returns the model's batch, inside the compiled step."""
         return global_physical_batch
 
 
 class InputDispatcher(BaseInputDispatcher):
-    """Some processes read, all bring equally many rows."""
+    """Dispatcher where some processes read, and all contribute equally many rows."""
 
     @config_class
     class Config(BaseInputDispatcher.Config):
         """Configures an InputDispatcher.
 
         Attributes:
-            global_physical_batch_size: Rows of the batch that enters the step. None: as few as
-                give each process a multiple of its devices.
-            num_physical_feeds: None: the number of processes.
-            physical_feed_index: None: the index of this process.
-            logical_feed_indices: The physical feeds that read. None: all, or as many as there are
-                rows if these are fewer.
+            global_physical_batch_size: Rows of the physical batch. Defaults to the smallest size
+                that gives each process a multiple of its devices.
+            num_physical_feeds: Defaults to the number of processes.
+            physical_feed_index: Defaults to the index of this process.
+            logical_feed_indices: Physical feeds that read. Defaults to all, or to as many as there
+                are rows.
         """
 
         global_physical_batch_size: int | None = None
@@ -125,10 +112,10 @@ class InputDispatcher(BaseInputDispatcher):
         logical_feed_indices: Sequence[int] | None = None
 
     def __init__(self, cfg: Config, *, parent: Module | None):
-        """Completes the config and checks that its sizes and indices fit together.
+        """Completes the config and validates its sizes and indices.
 
         Raises:
-            InputDispatchError: If they do not.
+            InputDispatchError: If they contradict each other.
         """
         complete: Any = cfg.clone()
         rows = complete.global_logical_batch_size
@@ -150,14 +137,14 @@ class InputDispatcher(BaseInputDispatcher):
             raise InputDispatchError(f"{self.path()}: {wrong}")
 
     def _misfit(self) -> str | None:
-        """What does not fit together, in words."""
+        """Returns a description of the first contradiction, or None."""
         cfg = self.config
         indices, feeds = list(cfg.logical_feed_indices), cfg.num_physical_feeds
         logical, physical = cfg.global_logical_batch_size, cfg.global_physical_batch_size
         if not 0 <= cfg.physical_feed_index < feeds:
             return (
                 f"physical_feed_index={cfg.physical_feed_index} is not one of the "
-                f"num_physical_feeds={feeds} feeds; make it 0 to {feeds - 1}"
+                f"num_physical_feeds={feeds} feeds; expected 0 to {feeds - 1}"
             )
         if (
             not indices
@@ -165,24 +152,25 @@ class InputDispatcher(BaseInputDispatcher):
             or not set(indices) <= set(range(feeds))
         ):
             return (
-                f"logical_feed_indices={indices} are not at least one, and different, of the "
+                f"logical_feed_indices={indices} must be at least one, and distinct, of the "
                 f"num_physical_feeds={feeds} feeds; choose from 0 to {feeds - 1}"
             )
         if logical % len(indices):
             return (
-                f"global_logical_batch_size={logical} does not divide over {len(indices)} logical "
-                f"feeds; make it a multiple, as {-(-logical // len(indices)) * len(indices)}"
+                f"global_logical_batch_size={logical} does not divide over {len(indices)} "
+                "logical feeds; use a multiple, such as "
+                f"{-(-logical // len(indices)) * len(indices)}"
             )
         if physical % feeds:
             return (
                 f"global_physical_batch_size={physical} does not divide over {feeds} physical "
-                f"feeds; make it a multiple, as {-(-physical // feeds) * feeds}"
+                f"feeds; use a multiple, such as {-(-physical // feeds) * feeds}"
             )
         if self.feed_physical_batch_size < self.feed_logical_batch_size:
             return (
-                f"a physical feed of {self.feed_physical_batch_size} rows cannot hold a logical "
-                f"one of {self.feed_logical_batch_size}; make global_physical_batch_size at least "
-                f"{self.feed_logical_batch_size * feeds}"
+                f"a physical feed of {self.feed_physical_batch_size} rows cannot hold a "
+                f"logical one of {self.feed_logical_batch_size}; increase "
+                f"global_physical_batch_size to at least {self.feed_logical_batch_size * feeds}"
             )
         return None
 
@@ -198,7 +186,7 @@ class InputDispatcher(BaseInputDispatcher):
 
     @property
     def feed_physical_batch_size(self) -> int:
-        """Rows that each process brings per batch."""
+        """Rows per batch of each process."""
         return self.config.global_physical_batch_size // self.config.num_physical_feeds
 
     @property
@@ -217,14 +205,10 @@ class InputDispatcher(BaseInputDispatcher):
     def logical_to_physical_batch(
         self, logical_feed_batch: Nested[np.ndarray]
     ) -> Nested[np.ndarray]:
-        """What this process brings to the global batch: its rows, and padding.
-
-        Args:
-            logical_feed_batch: A dict of what it has read, `feed_logical_batch_size` rows in each
-                leaf.
+        """Returns this process's part of the global batch: its rows, and padding.
 
         Raises:
-            InputDispatchError: If a leaf has another number of rows, or the batch is no dict.
+            InputDispatchError: If a leaf has another number of rows, or the batch is not a dict.
         """
         if not isinstance(logical_feed_batch, Mapping):
             raise InputDispatchError(
@@ -279,10 +263,11 @@ class InputDispatcher(BaseInputDispatcher):
 
 
 class SpmdInputDispatcher(BaseInputDispatcher):
-    """Each process reads the rows that its devices hold; those that hold the same read the same.
+    """Dispatcher where each process reads the rows of its devices.
 
-    So a global batch may be smaller than the number of processes, as where a model is laid over
-    several of them. It asks for the mesh set by `jax.set_mesh`.
+    Processes whose devices hold the same rows read the same rows, so a global batch may be smaller
+    than the number of processes, for example if a model is sharded over several of them. Needs a
+    mesh set by `jax.set_mesh`.
     """
 
     @config_class
@@ -290,8 +275,7 @@ class SpmdInputDispatcher(BaseInputDispatcher):
         """Configures a SpmdInputDispatcher.
 
         Attributes:
-            partition_spec: How the global batch lies over the mesh; its first entry is for the
-                rows.
+            partition_spec: Sharding of the global batch; the first entry is for the rows.
         """
 
         partition_spec: Required[PartitionSpec] = REQUIRED
@@ -310,7 +294,7 @@ class SpmdInputDispatcher(BaseInputDispatcher):
         return sorted(set(feeds.values())).index(feeds[jax.process_index()])
 
     def _feeds(self) -> dict[int, tuple[int, ...]]:
-        """The blocks of rows that the devices of each process hold."""
+        """Returns the blocks of rows on the devices of each process."""
         mesh, spec = current_mesh(), self.config.partition_spec
         first = spec[0] if len(spec) else None
         axes = (first,) if isinstance(first, str) else tuple(first or ())
@@ -319,8 +303,8 @@ class SpmdInputDispatcher(BaseInputDispatcher):
         if size % num_blocks:
             raise InputDispatchError(
                 f"{self.path()}: global_logical_batch_size={size} does not divide over the "
-                f"{num_blocks} blocks of rows that {spec} makes on mesh {dict(mesh.shape)}; make "
-                f"it a multiple, as {-(-size // num_blocks) * num_blocks}"
+                f"{num_blocks} blocks of rows that {spec} creates on mesh {dict(mesh.shape)}; "
+                f"use a multiple, such as {-(-size // num_blocks) * num_blocks}"
             )
         sharding = NamedSharding(mesh, PartitionSpec(first))
         blocks = {
@@ -333,11 +317,7 @@ class SpmdInputDispatcher(BaseInputDispatcher):
 def blocks_by_process(
     held: Mapping[object, tuple[int, int]], path: str
 ) -> dict[int, tuple[int, ...]]:
-    """From (process, block) of each device to the blocks of each process.
-
-    Args:
-        held: Which process a device belongs to and which block of rows it holds.
-        path: What to call the asker in an error.
+    """Groups the blocks of rows of all devices by process.
 
     Raises:
         InputDispatchError: If two processes share some of their blocks but not all.
@@ -354,7 +334,7 @@ def blocks_by_process(
             if blocks != theirs and (set(blocks) & set(theirs) or len(blocks) != len(theirs)):
                 raise InputDispatchError(
                     f"{path}: process {process} holds the blocks of rows {blocks} and process "
-                    f"{other} {theirs}; they must hold equally many, the same ones or none in "
-                    "common: lay whole processes along the mesh axes of the batch"
+                    f"{other} {theirs}; they must hold equally many, either the same or "
+                    "disjoint ones: assign whole processes to the mesh axes of the batch"
                 )
     return feeds

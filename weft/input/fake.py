@@ -1,6 +1,6 @@
-"""Inputs and sources of made-up data, for tests, examples and measuring.
+"""Inputs and sources of fake data, for tests, examples and benchmarks.
 
-Batch k is a function of k alone, the same rows for any number of processes.
+Batch k is a function of k, with the same rows for any number of processes.
 """
 
 import json
@@ -25,18 +25,16 @@ from weft.typing import Nested
 
 
 class EmptyInput(Input):
-    """Batches without any array: for steps that make their data themselves."""
+    """Batches without arrays, for steps that create their own data."""
 
     @config_class
     class Config(Input.Config):
-        """Configures an EmptyInput and those derived from it.
+        """Configures an EmptyInput or a subclass.
 
         Attributes:
-            is_training: Whether batches may come without end.
-            global_batch_size: Rows over all processes.
-            total_num_batches: After how many batches it ends. None: never.
-            source_length: Tokens per row.
-            max_token_id: Token ids are below it.
+            is_training: Whether the input may be endless.
+            total_num_batches: Number of batches. None: endless.
+            max_token_id: Exclusive upper bound of token ids.
         """
 
         is_training: Required[bool] = REQUIRED
@@ -49,8 +47,8 @@ class EmptyInput(Input):
         super().__init__(cfg, parent=parent)
         if not cfg.is_training and cfg.total_num_batches is None:
             raise InputDatasetError(
-                f"{self.path()}: an evaluation must end, but total_num_batches=None is endless; "
-                "set total_num_batches"
+                f"{self.path()}: an evaluation must end, but total_num_batches=None is "
+                "endless; set total_num_batches"
             )
 
     @nowrap
@@ -64,12 +62,12 @@ class EmptyInput(Input):
         return FakeDataset(self, slice(first, first + rows))
 
     def _global_batch(self, rng: np.random.Generator) -> Nested[np.ndarray]:
-        """One batch of `global_batch_size` rows."""
+        """Returns a batch of `global_batch_size` rows."""
         return {}
 
 
 class FakeDataset:
-    """The batches of a fake input, of which this process has some rows."""
+    """Batches of a fake input, with this process's rows."""
 
     def __init__(self, source: EmptyInput, rows: slice):
         self._source, self._rows = source, rows
@@ -79,7 +77,7 @@ class FakeDataset:
 
 
 class FakeIterator:
-    """An iterator whose state is the number of batches it has given."""
+    """Iterator whose state is the number of batches it has returned."""
 
     def __init__(self, source: EmptyInput, rows: slice):
         self._source, self._rows = source, rows
@@ -121,11 +119,7 @@ class FakeSeq2SeqInput(EmptyInput):
 
     @config_class
     class Config(EmptyInput.Config):
-        """Configures a FakeSeq2SeqInput.
-
-        Attributes:
-            target_length: Tokens per target row.
-        """
+        """Configures a FakeSeq2SeqInput."""
 
         target_length: int = 1024
 
@@ -142,15 +136,11 @@ class FakeSeq2SeqInput(EmptyInput):
 
 
 class FakeSequenceClassificationInput(EmptyInput):
-    """Random sequences with a label each: `input_ids`, `target_labels`."""
+    """Random sequences with labels: `input_ids`, `target_labels`."""
 
     @config_class
     class Config(EmptyInput.Config):
-        """Configures a FakeSequenceClassificationInput.
-
-        Attributes:
-            num_labels: Labels are below it.
-        """
+        """Configures a FakeSequenceClassificationInput."""
 
         num_labels: int = 2
 
@@ -168,12 +158,11 @@ class FakeSequenceClassificationInput(EmptyInput):
 def fake_grain_source(
     examples: Iterable[Any], *, repeat: int | None = 1, shuffle_seed: int | None = None
 ) -> grain.MapDataset:
-    """Given examples as a dataset.
+    """Returns a dataset of examples.
 
     Args:
-        examples: Anything that can be listed.
-        repeat: How often they come; None: without end.
-        shuffle_seed: If given, the order is shuffled anew in each pass.
+        repeat: Number of repetitions; None: endless.
+        shuffle_seed: If set, each pass has another order.
 
     >>> list(fake_grain_source("ab", repeat=2))
     ['a', 'b', 'a', 'b']
@@ -191,17 +180,14 @@ def fake_source(
     spec: Nested[jax.ShapeDtypeStruct] | None = None,
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
-    """A source of given examples, shared out over the processes.
+    """Returns a source of examples, sharded over the processes.
 
     Args:
-        is_training: Whether the examples are shuffled.
-        examples: Anything that can be listed.
-        repeat: How often they come; None: without end.
-        spec: If given, each example becomes arrays of these dtypes, and must have these shapes.
-        shuffle_buffer_size: 0 for no shuffling. Any other size shuffles all, by index.
+        spec: If set, converts examples to arrays of these dtypes and checks their shapes.
+        shuffle_buffer_size: 0 disables shuffling. Other sizes shuffle all examples, by index.
 
     Raises:
-        InputDatasetError: If an example is not of the given shapes.
+        InputDatasetError: If an example has another shape.
     """
     examples = list(examples)
     if spec is not None:
@@ -230,11 +216,7 @@ def _cast(example: Nested[Any], spec: Nested[jax.ShapeDtypeStruct], index: int) 
 
 
 def fake_serialized_json_source(examples: Iterable[Nested[Any]]) -> BuildDatasetFn:
-    """A source of the JSON texts of examples.
-
-    Args:
-        examples: JSON values.
-    """
+    """Returns a source of the JSON texts of examples."""
     return fake_source(False, [json.dumps(example) for example in examples])
 
 
@@ -246,14 +228,11 @@ def fake_text_source(
     shuffle_buffer_size: int | None = None,
     batch_size: int = 2,
 ) -> BuildDatasetFn:
-    """A source of `batch_size` different texts, as `{"text": "train text 0"}`.
+    """Returns a source of `batch_size` distinct texts, such as `{"text": "train text 0"}`.
 
     Args:
-        text_field_name: The key of the text.
-        repeat: As for `fake_source`.
-        is_training: Likewise; also the first word of the texts, `train` or `eval`.
-        shuffle_buffer_size: As for `fake_source`.
-        batch_size: The number of texts.
+        is_training: Whether to shuffle; also selects the first word of the texts, `train` or
+            `eval`.
     """
     mode = "train" if is_training else "eval"
     examples = [{text_field_name: f"{mode} text {i}"} for i in range(batch_size)]
@@ -267,14 +246,7 @@ def fake_text2text_source(
     is_training: bool,
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
-    """A source of two pairs of texts.
-
-    Args:
-        source_key: The key of the first text of a pair.
-        target_key: The key of the second.
-        is_training: As for `fake_text_source`.
-        shuffle_buffer_size: As for `fake_source`.
-    """
+    """Returns a source of two pairs of texts."""
     mode = "train" if is_training else "eval"
     examples = [
         {source_key: f"{mode} source {i}", target_key: f"{mode} target {i}"} for i in range(2)
@@ -290,15 +262,7 @@ def fake_classification_source(
     classes: Sequence[str],
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
-    """A source of one text per class, with the class as its target.
-
-    Args:
-        source_key: The key of the text.
-        target_key: The key of the class.
-        is_training: As for `fake_text_source`.
-        classes: The classes.
-        shuffle_buffer_size: As for `fake_source`.
-    """
+    """Returns a source of one text per class, with the class as its target."""
     mode = "train" if is_training else "eval"
     examples = [
         {source_key: f"{mode} text {i}", target_key: name} for i, name in enumerate(classes)
@@ -315,16 +279,7 @@ def fake_classification_source_instruct_lm(
     eoa_text: str = "<eoa>",
     eob_text: str = "<eob>",
 ) -> BuildDatasetFn:
-    """A source of one question and answer per class, each as one text.
-
-    Args:
-        text_key: The key of the text.
-        is_training: As for `fake_text_source`.
-        classes: The answers.
-        shuffle_buffer_size: As for `fake_source`.
-        eoa_text: Ends an answer.
-        eob_text: Ends a question.
-    """
+    """Returns a source of one question and answer per class, each pair as one text."""
     mode = "train" if is_training else "eval"
     examples = [
         {text_key: f"{mode} question {i}{eob_text}{name}{eoa_text}"}
@@ -341,15 +296,7 @@ def fake_speech_source(
     speech_key: str = "speech",
     shuffle_buffer_size: int | None = None,
 ) -> BuildDatasetFn:
-    """A source of noise of different lengths, `Int16["samples"]`.
-
-    Args:
-        is_training: As for `fake_source`.
-        max_len: The most samples; the least is 1.
-        num_examples: How many.
-        speech_key: The key of the samples.
-        shuffle_buffer_size: As for `fake_source`.
-    """
+    """Returns a source of noise of various lengths, `Int16["samples"]`."""
     rng = np.random.default_rng(0)
     examples = [
         {speech_key: rng.integers(-(2**15), 2**15, rng.integers(1, max_len + 1), np.int16)}
@@ -368,17 +315,7 @@ def fake_glue_source(
     shuffle_buffer_size: int | None = None,
     spec: Nested[jax.ShapeDtypeStruct] | None = None,
 ) -> BuildDatasetFn:
-    """A source of one text, or several, with a label.
-
-    Args:
-        input_key: The key of the text, or the keys of several.
-        label_key: The key of the label.
-        is_training: As for `fake_text_source`.
-        label_value: The label of all examples.
-        num_examples: How many; None: 2.
-        shuffle_buffer_size: As for `fake_source`.
-        spec: As for `fake_source`.
-    """
+    """Returns a source of one or more texts with a label."""
     mode = "train" if is_training else "eval"
     keys = [input_key] if isinstance(input_key, str) else list(input_key)
     examples = [

@@ -1,9 +1,9 @@
-"""What is made of large files once and then mapped into memory: line indexes, tokens.
+"""Cache of data derived from large files, such as line indexes and tokens.
 
-A made thing is bytes. Small ones are made anew in memory at each start. Large ones are written to
-the user's cache folder, under a name that is a hash of all that they depend on, so a changed file
-gets a new one. Processes that want the same at the same time wait for the one that makes it. It is
-moved into place when it is complete, so a killed process leaves none that is half made.
+Small data is recomputed in memory at each start. Large data is written to the user's cache folder,
+under a hash of everything it depends on, and mapped into memory. Processes that need the same data
+wait for the one that computes it. Files are moved into place when complete, so a killed process
+leaves no partial file.
 """
 
 import fcntl
@@ -28,21 +28,20 @@ SMALL = 64 * 2**20
 
 
 def cache_folder() -> Path:
-    """`weft` in the folder that `XDG_CACHE_HOME` names, or else in `~/.cache`."""
+    """Returns the folder `weft` in `XDG_CACHE_HOME`, or else in `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
 def made_once(
     kind: str, key: object, make: Callable[[BinaryIO], None], *, num_bytes: int | None
 ) -> np.ndarray:
-    """The bytes that `make` writes, in memory or mapped from a file of the cache folder.
+    """Returns the bytes that `make` writes, in memory or mapped from the cache folder.
 
     Args:
-        kind: What they are, in one word: the name of a folder.
-        key: All that they depend on; its `repr` names the file.
-        make: Writes them to the binary file that it is given. An error of what it reads must not be
-            an `OSError`, which is taken for one of the cache folder.
-        num_bytes: About how many these are. None: not known, which counts as many.
+        key: Everything the bytes depend on; its `repr` determines the file name.
+        make: Writes the bytes to a binary file. Its read errors must not be an `OSError`, which
+            would be attributed to the cache folder.
+        num_bytes: Approximate size. None: unknown, treated as large.
 
     Returns:
         `UInt8[np.ndarray, "bytes"]`, read-only.
@@ -66,10 +65,10 @@ def made_once(
 
 
 class _Mapped(np.memmap):
-    """A mapped file, which a worker process gets as the file's name and not as its bytes."""
+    """Mapped file that is pickled for worker processes as its name, not its bytes."""
 
     def __reduce__(self):
-        # None is the file of what was computed from it; a part of it is smaller.
+        # The file is None for computed arrays; slices are smaller.
         path = self.filename
         if path is None or self.ndim != 1 or self.nbytes != os.path.getsize(path):
             return np.asarray(self).__reduce__()
@@ -100,7 +99,7 @@ def _make(path: Path, make: Callable[[BinaryIO], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Lets one process at a time through. The lock of one that dies is free."""
+    """Holds an exclusive lock, which is released when its process dies."""
     with open(path, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -112,6 +111,6 @@ def _says_where(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise InputReadError(
-            f"cannot keep {path} ({error.strerror or error}); make the folder writable, or set "
-            "XDG_CACHE_HOME to one that is, with room for what is read"
+            f"cannot write {path} ({error.strerror or error}); make the folder writable, or "
+            "set XDG_CACHE_HOME to a writable one with enough space"
         ) from error

@@ -1,12 +1,12 @@
-"""Datasets of the records of files, each by its index.
+"""Random-access datasets of records in files.
 
     documents = json_lines_dataset("data/*.jsonl.gz")
     documents[7]["text"]
 
-They are Grain `MapDataset`s, whose errors name the file and the record, see `weft.input.records`.
-Every shuffle of such a dataset is a function of the index, so the state of an iterator is one
-number. Files are found when the dataset is made, and must not change while it is read.
-ArrayRecord files are read by `weft.input.grain.array_record_dataset`.
+They are Grain `MapDataset`s whose errors name the file and the record, see `weft.input.records`.
+The state of an iterator is one number, also after shuffles. Files are listed when the dataset is
+created, and must not change while it is used. For ArrayRecord files see
+`weft.input.grain.array_record_dataset`.
 """
 
 import functools
@@ -26,15 +26,14 @@ from weft.serialization.foreign import open_file
 def text_dataset(
     paths: str | Sequence[str], *, document: Literal["file", "line"] = "file"
 ) -> RecordDataset:
-    """Documents of plain text, as `{"text": bytes}`.
+    """Returns documents of plain text, as `{"text": bytes}`.
 
     Args:
-        paths: Files and glob patterns; a file whose name ends with `.gz` is unpacked.
-        document: Whether a whole file is a document, or each line that is not empty.
+        paths: Files and glob patterns; `.gz` files are decompressed.
+        document: Whether a document is a whole file, or a nonempty line.
 
     Raises:
-        InputReadError: If a path or pattern names no file, or a file cannot be read; later, if a
-            document cannot be.
+        InputReadError: If a path or pattern matches no file, or a file or document cannot be read.
 
     >>> import json
     >>> documents = text_dataset(json.__path__[0] + "/*.py")
@@ -47,14 +46,14 @@ def text_dataset(
 
 
 def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
-    """The values of files with one JSON value in each line.
+    """Returns the values of files with one JSON value per line.
 
     Args:
-        paths: Files and glob patterns; a file whose name ends with `.gz` is unpacked.
+        paths: Files and glob patterns; `.gz` files are decompressed.
 
     Raises:
-        InputReadError: If a path or pattern names no file, or a file cannot be read; later, with
-            file, line and column, if a line is not JSON.
+        InputReadError: If a path or pattern matches no file, or a file cannot be read; on access,
+            with file, line and column, if a line is not JSON.
     """
     return RecordDataset(NamedSource(matching_files(paths), JsonLinesFile))
 
@@ -62,15 +61,11 @@ def json_lines_dataset(paths: str | Sequence[str]) -> RecordDataset:
 def parquet_dataset(
     paths: str | Sequence[str], *, columns: Sequence[str] | None = None
 ) -> RecordDataset:
-    """The rows of Parquet files, as dicts of Python values. Needs the extra `parquet`.
-
-    Args:
-        paths: Files and glob patterns.
-        columns: Which columns to read. None: all.
+    """Returns the rows of Parquet files, as dicts of Python values. Needs the extra `parquet`.
 
     Raises:
-        InputReadError: If a path or pattern names no file, a file is no Parquet file, or lacks one
-            of the columns.
+        InputReadError: If a path or pattern matches no file, or a file is not a Parquet file or
+            lacks a column.
         MissingExtraError: If pyarrow is not installed.
     """
     open_file = functools.partial(ParquetFile, columns=columns)
@@ -78,7 +73,7 @@ def parquet_dataset(
 
 
 class _WholeFiles:
-    """Each file as one record."""
+    """Source of whole files as records."""
 
     def __init__(self, paths: Sequence[str]):
         self._paths = list(paths)
@@ -108,7 +103,7 @@ class _WholeFiles:
 
 
 class _Texts:
-    """Bytes as records with the key `text`, as JSON and Parquet have them."""
+    """Source that wraps bytes in records with the key `text`, like JSON and Parquet records."""
 
     def __init__(self, source):
         self._source = source

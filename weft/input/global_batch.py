@@ -1,12 +1,11 @@
-"""From what each process has read to one global array, and back.
+"""Conversion between the host arrays of each process and global arrays.
 
-The way of a batch, in the four steps of input batch sharding:
+Input batches are sharded in four steps:
 
-1. each process is told its part of the data (`Input`, an input dispatcher);
-2. it reads that part as host arrays of its own rows (`Input.dataset`, `Input.batches`);
-3. the rows of all processes become one `jax.Array` laid over the mesh
-(`host_to_global_device_array`); and 4. inside the compiled step the array is the whole batch
-(`Input.dispatch_global_batch`).
+1. each process gets its part of the data (`Input`, an input dispatcher);
+2. it reads host arrays with its rows (`Input.dataset`, `Input.batches`);
+3. the rows of all processes become a sharded `jax.Array` (`host_to_global_device_array`);
+4. the compiled step extracts the model's batch (`Input.dispatch_global_batch`).
 """
 
 import math
@@ -21,22 +20,22 @@ from weft.typing import Nested, Tensor
 
 
 def current_mesh() -> Mesh:
-    """The mesh set by `jax.set_mesh`.
+    """Returns the mesh set by `jax.set_mesh`.
 
     Raises:
-        NoMeshError: If none is set.
+        NoMeshError: If no mesh is set.
     """
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
         raise NoMeshError(
-            "no mesh is set, so a batch cannot be laid out; call it within "
-            "`with jax.set_mesh(mesh):` or give `mesh=`"
+            "no mesh is set, so a batch cannot be sharded; call it within `with "
+            "jax.set_mesh(mesh):` or pass `mesh=`"
         )
     return mesh
 
 
 def input_partition_spec(mesh: Mesh | None = None) -> PartitionSpec:
-    """Rows over all axes of the mesh: each device loads its own, none is loaded twice."""
+    """Shards rows over all axes of the mesh, so that each row is loaded once."""
     return PartitionSpec(tuple((mesh or current_mesh()).axis_names))
 
 
@@ -46,18 +45,13 @@ def host_to_global_device_array(
     partition: PartitionSpec | None = None,
     mesh: Mesh | None = None,
 ) -> Nested[Tensor]:
-    """One global array for each leaf, from the rows that each process has.
+    """Creates one global array per leaf from the rows of each process.
 
     Args:
-        host_arrays: A tree of arrays, each with this process's rows of the batch in front. All
-            processes have equally many; processes whose devices hold the same rows must bring the
-            same.
-        partition: How the arrays lie over the mesh. Cut to the rank of each leaf, so scalars are
-            replicated. Default: `input_partition_spec`, the rows over all axes.
-        mesh: Default: the one set by `jax.set_mesh`.
-
-    Returns:
-        The tree with global `jax.Array`s of sharding `NamedSharding(mesh, partition)`.
+        host_arrays: Arrays with this process's rows of the batch as the first axis. All processes
+            have equally many rows; those whose devices hold the same rows must pass equal rows.
+        partition: Sharding of the arrays, truncated to the rank of each leaf, so scalars are
+            replicated. Defaults to `input_partition_spec`, the rows over all axes.
 
     Raises:
         BatchShardingError: If an axis does not divide over the mesh, or a leaf is not numeric.
@@ -76,8 +70,8 @@ def host_to_global_device_array(
         local = np.asarray(leaf)
         if local.dtype.kind in "OSU":
             raise BatchShardingError(
-                f"input batch: {_name(path)} holds {local.dtype} values, which no device can; "
-                "drop it or encode it as numbers before the batch leaves the input"
+                f"input batch: {_name(path)} has dtype {local.dtype}, which devices do not "
+                "support; drop it or encode it as numbers before the batch leaves the input"
             )
         entries = tuple(partition)[: local.ndim]
         sharding = NamedSharding(
@@ -90,20 +84,13 @@ def host_to_global_device_array(
 
 
 def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
-    """The part of each global array that this process holds: undoes `host_to_global_device_array`.
-
-    Args:
-        global_arrays: A tree of global arrays, each laid out in blocks.
-
-    Returns:
-        The tree with host arrays.
-    """
+    """Returns this process's part of each global array: inverts `host_to_global_device_array`."""
 
     def to_host(leaf: Tensor) -> np.ndarray:
         if leaf.is_fully_addressable:
             return np.asarray(leaf)
         shards = [(starts_of(s.index), s.data) for s in leaf.addressable_shards]
-        # Per axis, the place of each block among those that this process has.
+        # Per axis, the position of each block among this process's blocks.
         starts = [sorted({start[axis] for start, _ in shards}) for axis in range(leaf.ndim)]
         block = shards[0][1].shape
         local = np.empty([len(s) * b for s, b in zip(starts, block, strict=True)], leaf.dtype)
@@ -116,10 +103,10 @@ def global_to_host_array(global_arrays: Nested[Tensor]) -> Nested[np.ndarray]:
 
 
 def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) -> tuple[int, ...]:
-    """The global shape, from this process's and from how many of the blocks of each axis it has."""
+    """Computes the global shape from this process's shape and its number of blocks per axis."""
     mesh, spec = sharding.mesh, sharding.spec
     num_blocks = [math.prod(mesh.shape[axis] for axis in _axes(entry)) for entry in spec]
-    # With one element per block, an index says which block it is.
+    # With one element per block, indices are block numbers.
     indices = sharding.addressable_devices_indices_map(tuple(num_blocks)).values()
     shape = []
     for axis, size in enumerate(local):
@@ -128,10 +115,11 @@ def _global_shape(name: str, local: tuple[int, ...], sharding: NamedSharding) ->
             axes = ", ".join(f"{a!r} of {mesh.shape[a]}" for a in _axes(spec[axis]))
             total, rest = size * num_blocks[axis] // local_blocks, num_blocks[axis]
             raise BatchShardingError(
-                f"input batch: axis {axis} of {name}, of size {total} over {jax.process_count()} "
-                f"process(es), does not divide over the {rest} blocks of mesh axis {axes}; "
-                f"make it a multiple of {rest}, as {-(-total // rest) * rest}, or set the input's "
-                "partition_spec to fewer mesh axes"
+                f"input batch: axis {axis} of {name}, of size {total} over "
+                f"{jax.process_count()} process(es), does not divide over the {rest} blocks of "
+                f"mesh axis {axes}; use a multiple of {rest}, such as "
+                f"{-(-total // rest) * rest}, or set the input's partition_spec to fewer mesh "
+                "axes"
             )
         shape.append(size // local_blocks * num_blocks[axis])
     return tuple(shape)
@@ -144,7 +132,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def starts_of(index: tuple[slice, ...] | None) -> tuple[int, ...]:
-    """Where a device's part of a global array begins, per axis."""
+    """Returns the start of a device's part of a global array, per axis."""
     return tuple(part.start or 0 for part in index or ())
 
 

@@ -1,7 +1,7 @@
-"""Input pipelines on Grain: an `Input` whose source builds a Grain dataset, and functions for it.
+"""Input pipelines on Grain: an `Input` of a Grain dataset, and functions for datasets.
 
-A source is a function from a `DispatchConfig`, which says what part of the data is this process's,
-to a dataset of batches:
+A source is a function from a `DispatchConfig`, which selects this process's part of the data, to a
+dataset of batches:
 
     def source(dispatch_config):
         ds = grain.MapDataset.source(records).seed(0).shuffle().repeat(None)
@@ -10,7 +10,7 @@ to a dataset of batches:
 
     cfg = Input.default_config().set(source=source)
 
-Where every step is a `MapDataset` the state of the iterator is one integer.
+If every step is a `MapDataset`, the state of the iterator is one integer.
 """
 
 import dataclasses
@@ -55,21 +55,21 @@ ExampleToExampleFn = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 PadExampleFn = Callable[[Any], Any]
 
 GRAIN_READ_OPTIONS = config_for_class(grain.ReadOptions)
-# Grain's 500 are elements; so many batches would be much memory and a slow first one. Here each
-# thread has one at work and one that is ready.
+# Grain's default of 500 elements would be many batches, with much memory and a slow start. Here
+# each thread has one batch in progress and one ready.
 _BATCHES_AHEAD = grain.ReadOptions(num_threads=16, prefetch_buffer_size=32)
 _ONE_BATCH = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
 
 
 class RaggedTensor(list):
-    """Rows of different lengths: one leaf of a batch, that `unbatch` takes apart by rows."""
+    """Rows of different lengths: one leaf of a batch, which `unbatch` splits by rows."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DispatchConfig:
-    """Which part of the data a process reads: shard `shard_index` of `num_shards`.
+    """Part of the data that a process reads: shard `shard_index` of `num_shards`.
 
-    Sequences are shards of shards, the outermost first: part 1 of 2, and of that part 0 of 4.
+    Sequences denote nested shards, outermost first.
 
     Raises:
         InputDispatchError: If an index is not below its number.
@@ -90,16 +90,16 @@ class DispatchConfig:
         index, num = self.levels()[0], self.levels()[1]
         if len(index) != len(num) or not all(0 <= i < n for i, n in zip(index, num, strict=True)):
             raise InputDispatchError(
-                f"shard_index={index} does not fit num_shards={num}; give one index from 0 to "
-                "num_shards - 1 for each number"
+                f"shard_index={index} does not fit num_shards={num}; expected one index from 0 "
+                "to num_shards - 1 for each number"
             )
 
     def levels(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Index and number of each level, as tuples."""
+        """Returns indices and numbers of all levels, as tuples."""
         return self.shard_index, self.num_shards  # pyright: ignore[reportReturnType]
 
     def flat_index(self) -> int:
-        """Which of all innermost shards it is, those of one outer shard being neighbours."""
+        """Returns the index among all innermost shards, grouped by outer shard."""
         flat = 0
         for index, num in zip(*self.levels(), strict=True):
             flat = flat * num + index
@@ -110,24 +110,16 @@ class BuildDatasetFn(Protocol):
     """Builds the dataset of one process."""
 
     def __call__(self, dispatch_config: DispatchConfig) -> Dataset:
-        """Returns a dataset of batches.
-
-        Args:
-            dispatch_config: Which part of the data the process reads.
-        """
+        """Returns a dataset of batches."""
         ...
 
 
 class Input(input_base.Input):
-    """An input whose source builds a Grain dataset."""
+    """Input whose source builds a Grain dataset."""
 
     @config_class
     class Config(input_base.Input.Config):
-        """Configures an Input.
-
-        Attributes:
-            source: Builds the dataset of one process.
-        """
+        """Configures an Input."""
 
         source: Required[ConfigOr[BuildDatasetFn]] = REQUIRED
 
@@ -137,21 +129,20 @@ class Input(input_base.Input):
 
     @property
     def source(self) -> BuildDatasetFn:
-        """The function that builds the dataset."""
+        """Function that builds the dataset."""
         return self._source
 
     @nowrap
     def dataset(self) -> grain.IterDataset:
-        """The batches of this process. Close its iterators, or they print at exit.
+        """Returns the batches of this process. Close its iterators, or they print at exit.
 
-        Threads read up to 32 batches ahead of a `MapDataset`; a source that wants other
-        `grain.ReadOptions` gives `maybe_to_iter_dataset(ds, read_options=…)`.
+        Threads read up to 32 batches ahead of a `MapDataset`; a source can set other
+        `grain.ReadOptions` with `maybe_to_iter_dataset(ds, read_options=…)`.
         """
         return maybe_to_iter_dataset(self._batches(), read_options=_BATCHES_AHEAD)
 
     @nowrap
     def element_spec(self) -> Nested[jax.ShapeDtypeStruct]:
-        """As of any `Input`. Reads one batch, and none ahead of it."""
         return self._spec_of(maybe_to_iter_dataset(self._batches(), read_options=_ONE_BATCH))
 
     @nowrap
@@ -170,16 +161,14 @@ def array_record_dataset(
     seed: int | None,
     **data_source_cls_args: Any,
 ) -> grain.MapDataset:
-    """The records of ArrayRecord files, one file after the other.
+    """Returns the records of ArrayRecord files, one file after the other.
 
     Args:
-        paths: One or more files.
-        data_source_cls: Called with one path, gives a source: something with a length and items.
-        seed: For the transformations that follow; None if they get seeds of their own.
-        **data_source_cls_args: For `data_source_cls`.
+        data_source_cls: Creates a source, with a length and items, from a path.
+        seed: For the following transformations; None if they have their own seeds.
 
     Raises:
-        InputReadError: If a file cannot be opened, or later a record not read, naming both.
+        InputReadError: If a file or record cannot be read; names both.
     """
     files = [paths] if isinstance(paths, str) else list(paths)
     source = NamedSource(files, lambda path: data_source_cls(path, **data_source_cls_args))
@@ -190,12 +179,7 @@ def array_record_dataset(
 def maybe_to_iter_dataset(
     ds: Dataset, *, read_options: ConfigOr[grain.ReadOptions] = GRAIN_READ_OPTIONS
 ) -> grain.IterDataset:
-    """A dataset to iterate over: `ds` itself if it is one.
-
-    Args:
-        ds: Any dataset.
-        read_options: With how many threads to read ahead, and how far.
-    """
+    """Converts to an `IterDataset`, unless `ds` is one."""
     if isinstance(ds, grain.MapDataset):
         return ds.to_iter_dataset(maybe_instantiate(read_options))
     return ds
@@ -204,15 +188,14 @@ def maybe_to_iter_dataset(
 def prefetch_dataset(
     ds: Dataset, *, multiprocessing_options: ConfigOr[grain.MultiprocessingOptions] | None = None
 ) -> grain.IterDataset:
-    """Reads ahead in worker processes.
+    """Reads ahead in worker processes, keeping the order.
 
     Args:
-        ds: What to read. The workers get a pickled copy.
-        multiprocessing_options: How many workers. None or 0: no process, only Grain's threads.
+        multiprocessing_options: Number of workers. None or 0: only Grain's threads.
 
     Returns:
-        The same elements in the same order. If `ds` is a `MapDataset`, its iterator has the same
-        states with any number of workers. Close the iterator to end the workers.
+        A dataset whose iterators must be closed to end the workers. If `ds` is a `MapDataset`,
+        their states do not depend on the number of workers.
     """
     options = maybe_instantiate(multiprocessing_options)
     if options is None or options.num_workers == 0:
@@ -224,11 +207,7 @@ def prefetch_dataset(
 
 
 def shard_dataset(ds: Dataset, dispatch_config: DispatchConfig) -> grain.MapDataset:
-    """Every `num_shards`-th element, from the `shard_index`-th on.
-
-    Args:
-        ds: A `MapDataset`.
-        dispatch_config: Which shard.
+    """Selects every `num_shards`-th element, starting at `shard_index`.
 
     Raises:
         InputDatasetError: If `ds` is not a `MapDataset`.
@@ -242,16 +221,10 @@ def shard_dataset(ds: Dataset, dispatch_config: DispatchConfig) -> grain.MapData
 def shard_dataset_with_proportion(
     ds: Dataset, *, range_start: int, range_end: int, period: int
 ) -> grain.MapDataset:
-    """The elements whose index modulo `period` lies in `range(range_start, range_end)`.
-
-    Args:
-        ds: A `MapDataset`.
-        range_start: The first that is kept of each period.
-        range_end: The first that is not.
-        period: After how many elements it starts again.
+    """Selects elements whose index modulo `period` is in `range(range_start, range_end)`.
 
     Raises:
-        InputDatasetError: If the range is empty or not within the period, or `ds` not a
+        InputDatasetError: If the range is empty or not within the period, or `ds` is not a
             `MapDataset`.
 
     >>> ds = shard_dataset_with_proportion(
@@ -271,56 +244,49 @@ def shard_dataset_with_proportion(
 def per_feed_batch(
     ds: Dataset, *, global_batch_size: int, dispatch_config: DispatchConfig, **kwargs: Any
 ) -> Dataset:
-    """Batches of this process's share of the global batch.
+    """Batches this process's share of the global batch.
 
     Args:
-        ds: The examples of this process.
         global_batch_size: Rows over all processes that read.
-        dispatch_config: How many these are.
-        **kwargs: For the dataset's `batch`.
 
     Raises:
-        InputDispatchError: If the batch does not divide.
+        InputDispatchError: If the batch size does not divide.
     """
     rows = feed_batch_size(global_batch_size, dispatch_config)
     return ds.batch(rows, **kwargs)
 
 
 def feed_batch_size(global_batch_size: int, dispatch_config: DispatchConfig) -> int:
-    """How many rows of a global batch one shard brings.
-
-    Args:
-        global_batch_size: Rows over all shards.
-        dispatch_config: How many shards there are.
+    """Returns the number of rows of a global batch in one shard.
 
     Raises:
-        InputDispatchError: If the batch does not divide.
+        InputDispatchError: If the batch size does not divide.
     """
     num_feeds = math.prod(dispatch_config.levels()[1])
     if global_batch_size % num_feeds:
         raise InputDispatchError(
             f"global_batch_size={global_batch_size} does not divide over {num_feeds} processes "
-            f"that read; make it a multiple, as {-(-global_batch_size // num_feeds) * num_feeds}, "
-            "or set an InputDispatcher with fewer logical_feed_indices"
+            "that read; use a multiple, such as "
+            f"{-(-global_batch_size // num_feeds) * num_feeds}, or set an InputDispatcher with "
+            "fewer logical_feed_indices"
         )
     return global_batch_size // num_feeds
 
 
 def unbatch(ds: Dataset, *, skip_empty_batch: bool = False) -> grain.IterDataset:
-    """The rows of batches, one by one.
+    """Splits batches into rows.
 
     Args:
-        ds: Batches whose leaves have equally many rows.
-        skip_empty_batch: Whether a batch without rows is passed over, or an error.
+        skip_empty_batch: Whether to skip batches without rows, or to raise an error.
 
     Returns:
-        A dataset whose iterator raises `InputDatasetError` at a batch that cannot be taken apart.
+        A dataset whose iterator raises `InputDatasetError` for a batch that cannot be split.
     """
     return UnbatchIterDataset(maybe_to_iter_dataset(ds), skip_empty_batch=skip_empty_batch)
 
 
 def default_pad_example_fn(example: Any) -> Any:
-    """An example of the same structure, shapes and types, with zeros and empty strings.
+    """Returns an example of the same structure, shapes and types, with zeros and empty strings.
 
     >>> default_pad_example_fn({"ids": np.array([3, 4]), "text": "abc", "n": 2})
     {'ids': array([0, 0]), 'n': 0, 'text': ''}
@@ -339,19 +305,13 @@ def pad_for_evaluation(
     pad_example_fn: PadExampleFn = default_pad_example_fn,
     max_num_examples: int = 64_000,
 ) -> Dataset:
-    """Adds examples of padding, so that no example is dropped from a last, smaller batch.
+    """Appends padding examples, so that no example is dropped from a last, smaller batch.
 
-    Processes whose shards differ in length would end after different numbers of batches and wait
-    for each other. So pad before `shard_dataset`, to a multiple of the global batch.
-
-    Args:
-        ds: A dataset that ends.
-        per_feed_batch_size: To a multiple of which to pad.
-        pad_example_fn: From any example to one of padding.
-        max_num_examples: With more, it is taken to be endless.
+    Pad to a multiple of the global batch before `shard_dataset`: processes with shards of different
+    lengths would deadlock.
 
     Raises:
-        InputDatasetError: If there are more; an iterable raises it when it gets there.
+        InputDatasetError: If there are more examples; for an iterable, when it reaches them.
     """
     if isinstance(ds, grain.MapDataset):
         check_num_examples(len(ds), max_num_examples)
@@ -373,14 +333,12 @@ def rekey(
     retain_original_inputs: bool = False,
     separator: str | None = None,
 ) -> Dataset:
-    """Examples with other keys.
+    """Renames the keys of examples.
 
     Args:
-        ds: Dicts.
-        key_map: From new to old keys.
-        default_value: Stands for an old key that is None, empty or missing.
-        retain_original_inputs: Whether the old keys stay beside the new ones.
-        separator: If given, keys are paths into nested dicts, joined by it.
+        key_map: New to old keys.
+        default_value: Replaces an old key that is None, empty or missing.
+        separator: If set, keys are paths into nested dicts, joined by it.
 
     >>> ds = grain.MapDataset.source([{"q": {"text": "why"}}])
     >>> rekey(ds, key_map={"input/ids": "q/text", "label": None}, separator="/")[0]
@@ -413,20 +371,18 @@ def rekey(
 
 
 def sample_from_datasets(*, sources: Sequence[Dataset], weights: Sequence[float]) -> Dataset:
-    """An endless mixture of datasets, each repeated, in the proportions of the weights.
-
-    The order is a function of the weights alone: no chance decides it.
+    """Mixes repeated datasets endlessly and deterministically, in the proportions of the weights.
 
     Args:
-        sources: All `MapDataset`s, or any; of the latter the mixture is an `IterDataset`.
+        sources: Datasets; the mixture is an `IterDataset` unless all are `MapDataset`s.
         weights: One positive number per source.
 
     Raises:
-        InputDatasetError: If the numbers differ or a weight is not positive.
+        InputDatasetError: If the lengths differ or a weight is not positive.
     """
     if len(sources) != len(weights) or not sources or any(w <= 0 for w in weights):
         raise InputDatasetError(
-            f"{len(sources)} sources cannot be mixed with weights={list(weights)}; give one "
+            f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each of at least one source"
         )
     random_access = [ds for ds in sources if isinstance(ds, grain.MapDataset)]
@@ -446,7 +402,7 @@ def _copy_dicts(example: Any) -> Any:
 def _random_access(ds: Dataset, name: str) -> grain.MapDataset:
     if not isinstance(ds, grain.MapDataset):
         raise InputDatasetError(
-            f"{name} takes elements by index, which {type(ds).__name__} cannot; call it on the "
-            "MapDataset, before to_iter_dataset()"
+            f"{name} accesses elements by index, which {type(ds).__name__} does not support; "
+            "call it on the MapDataset, before to_iter_dataset()"
         )
     return ds

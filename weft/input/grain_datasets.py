@@ -1,7 +1,6 @@
-"""Random-access datasets that Grain does not have, made by the functions of `weft.input.grain`.
+"""Random-access datasets behind the functions of `weft.input.grain`.
 
-They follow Grain's convention that an index beyond the length is the next epoch, so that what was
-shuffled below is shuffled anew.
+As in Grain, an index beyond the length refers to the next epoch, with another shuffle.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import grain
 
 
 class ProportionMapDataset(grain.MapDataset):
-    """The elements whose index, modulo a period, lies in a range."""
+    """Elements whose index, modulo a period, is in a range."""
 
     def __init__(self, parent: grain.MapDataset, *, start: int, end: int, period: int):
         super().__init__(parent)
@@ -35,7 +34,7 @@ class ProportionMapDataset(grain.MapDataset):
 
 
 class PadMapDataset(grain.MapDataset):
-    """A dataset with examples of padding after its last, up to a length."""
+    """Dataset padded to a length."""
 
     def __init__(self, parent: grain.MapDataset, *, length: int, pad_example_fn: Callable):
         super().__init__(parent)

@@ -1,7 +1,7 @@
-"""Iterable datasets that Grain does not have, made by the functions of `weft.input.grain`.
+"""Iterable datasets behind the functions of `weft.input.grain`.
 
-Their iterators' states are JSON values of constant size, and say what was handed out, not what was
-read ahead.
+States of their iterators are JSON values of constant size for the returned elements, excluding
+those read ahead.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from weft.errors import InputDatasetError
 
 
 class PadIterDataset(grain.IterDataset):
-    """An iterable with examples of padding after its last, up to a multiple."""
+    """Iterable padded to a multiple."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _PadIterator(grain.DatasetIterator):
         return example
 
     def _padding(self) -> Any:
-        # From any example, also where the iterator was restored behind the last of them.
+        # Created from any example, also if the iterator was restored after the last one.
         state = self._parent.get_state()
         self._parent.set_state(self._first_state)
         example = self._pad_example_fn(next(self._parent))
@@ -79,11 +79,7 @@ class _PadIterator(grain.DatasetIterator):
 
 
 def check_num_examples(number: int, limit: int) -> None:
-    """Checks that an evaluation dataset has not more examples than expected.
-
-    Raises:
-        InputDatasetError: If it has.
-    """
+    """Raises InputDatasetError if an evaluation dataset has more examples than expected."""
     if number > limit:
         raise InputDatasetError(
             f"the dataset has {number} examples or more, over max_num_examples={limit}; an "
@@ -92,7 +88,7 @@ def check_num_examples(number: int, limit: int) -> None:
 
 
 class UnbatchIterDataset(grain.IterDataset):
-    """The rows of batches, one by one."""
+    """Rows of batches."""
 
     def __init__(self, parent: grain.IterDataset, *, skip_empty_batch: bool):
         super().__init__(parent)
@@ -109,7 +105,7 @@ class _UnbatchIterator(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, skip_empty_batch: bool):
         super().__init__(parent)
         self._skip_empty_batch = skip_empty_batch
-        # The batch under way can be read again from the state that the parent had before it.
+        # The current batch can be read again from the parent's state before it.
         self._before = parent.get_state()
         self._batch: Any = None
         self._num_rows = self._row = 0
@@ -130,8 +126,8 @@ class _UnbatchIterator(grain.DatasetIterator):
         }
         if len(set(sizes.values())) != 1:
             raise InputDatasetError(
-                f"a batch after state {self._before} cannot be unbatched: its leaves have {sizes} "
-                "rows; all must have equally many"
+                f"a batch after state {self._before} cannot be unbatched: its leaves have "
+                f"{sizes} rows; all must have equally many"
             )
         self._num_rows = next(iter(sizes.values()))
         if self._num_rows == 0 and not self._skip_empty_batch:
@@ -151,10 +147,10 @@ class _UnbatchIterator(grain.DatasetIterator):
 
 
 class WorkerIterDataset(grain.IterDataset):
-    """A random-access dataset read by worker processes.
+    """Random-access dataset read by worker processes.
 
-    Grain's own multi-process dataset keeps a state per worker. Here it is the number of elements
-    handed out, as without workers, so a run may go on with another number of them.
+    Unlike in Grain's own multi-process dataset, the state is the number of returned elements, so a
+    run may resume with another number of workers.
     """
 
     def __init__(
@@ -184,14 +180,14 @@ class _WorkerIterator(grain.DatasetIterator):
         super().__init__()
         self._ds, self._options, self._read_options = ds, options, read_options
         self._next_index = 0
-        self._workers: list[grain.DatasetIterator] = []  # one, if they are started
-        # Left to Python's end, Grain's own cleaning up finds its modules gone.
+        self._workers: list[grain.DatasetIterator] = []  # one, if started
+        # At interpreter exit, Grain's own cleanup would find its modules unloaded.
         weakref.finalize(self, _close_all, self._workers)
         self._ended = False
 
     def __next__(self) -> Any:
         if self._ended:
-            raise InputDatasetError("the iterator is closed; make a new one: iter(dataset)")
+            raise InputDatasetError("the iterator is closed; create a new one: iter(dataset)")
         if self._next_index >= len(self._ds):
             raise StopIteration
         if not self._workers:
@@ -224,6 +220,6 @@ def _close_all(iterators: list[grain.DatasetIterator]) -> None:
 
 
 def mark_flags_as_parsed() -> None:
-    """Lets Grain start workers in a program that does not parse its flags with absl."""
+    """Allows Grain to start workers in a program that does not parse its flags with absl."""
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()

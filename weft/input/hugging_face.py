@@ -1,4 +1,4 @@
-"""Datasets of Hugging Face's `datasets` by index. Needs the extra `hf`."""
+"""Random-access datasets of Hugging Face's `datasets`. Needs the extra `hf`."""
 
 import os
 from typing import Any
@@ -11,16 +11,16 @@ from weft.input.records import RecordDataset, TitledSource
 def hugging_face_dataset(
     path: str, *, name: str | None = None, split: str | None = None
 ) -> RecordDataset:
-    """The rows of a dataset, as dicts of Python values.
+    """Returns the rows of a dataset, as dicts of Python values.
 
     Args:
-        path: A folder that `save_to_disk` wrote, or what `datasets.load_dataset` finds by this
-            name, which may download it.
-        name: Of the configurations of a dataset that is not a folder, which.
-        split: Which part, such as `"train"`. None: the only one.
+        path: A folder written by `save_to_disk`, or a name for `datasets.load_dataset`, which may
+            download it.
+        name: Configuration of a dataset that is not a folder.
+        split: Split, such as `"train"`. None: the only one.
 
     Raises:
-        InputReadError: If it cannot be loaded, or has not the split.
+        InputReadError: If it cannot be loaded, or lacks the split.
         MissingExtraError: If `datasets` is not installed.
     """
     try:
@@ -52,8 +52,7 @@ def hugging_face_dataset(
         found = found[split]
     elif saved and split is not None:
         raise InputReadError(
-            f"the dataset {path!r} was saved without splits, so it has no {split!r}; leave out "
-            "split"
+            f"the dataset {path!r} was saved without splits, so it has no {split!r}; omit split"
         )
     files = [file["filename"] for file in found.cache_files]
     states = (title, *map(file_fingerprint, files)) if files else None

@@ -1,7 +1,7 @@
-"""Files of lines by index: plain text and JSON lines, also compressed by gzip.
+"""Random access to lines of plain text and JSON lines files, optionally gzipped.
 
-Where each line begins and ends is found once (see `weft.input.file_cache`), so any line is one
-read, and nothing but a number need be remembered to go on. A line that holds nothing is no record.
+Line boundaries are indexed once (see `weft.input.file_cache`), so reading a line is one read, and
+the state of an iterator is one number. Empty lines are skipped.
 """
 
 import gzip
@@ -20,16 +20,15 @@ from weft.serialization.foreign import open_file, parse_json
 
 _CHUNK = 16 * 2**20
 _NEWLINE, _RETURN = b"\n\r"
-# How much a gzipped text may grow to, about; it is the limit of what is unpacked in memory.
+# Approximate size limit for gzipped text that is decompressed in memory.
 _GZIP_FACTOR = 8
 
 
 class LineFile:
-    r"""The lines of one file, without their ends: item i is the i-th line that is not empty.
+    r"""Lines of one file, without their ends; item i is the i-th nonempty line.
 
     Args:
-        path: A file of text in which lines end with `\n` or `\r\n`; gzipped if it ends with
-            `.gz`.
+        path: A text file with lines ending in `\n` or `\r\n`; gzipped if its name ends with `.gz`.
 
     Raises:
         InputReadError: If it cannot be read.
@@ -41,7 +40,7 @@ class LineFile:
         self.num_bytes = os.path.getsize(path)
 
     def __reduce__(self):
-        # A worker process opens the file, and maps the index, anew.
+        # A worker process reopens the file, and maps the index again.
         return type(self), (self.path,)
 
     def __len__(self) -> int:
@@ -51,12 +50,12 @@ class LineFile:
         return self.line(index)
 
     def line(self, index: int) -> bytes:
-        """The bytes of a record's line."""
+        """Returns the bytes of a record's line."""
         start, end = (int(x) for x in self._bounds[index])
         return self._read(start, end)
 
     def line_number(self, index: int) -> int:
-        """Which line of the file it is, from 1. Reads all that is before it."""
+        """Returns the number of a record's line in the file, from 1. Reads everything before it."""
         end, at, newlines = int(self._bounds[index][0]), 0, 0
         while at < end:
             chunk = self._read(at, min(at + _CHUNK, end))
@@ -64,21 +63,21 @@ class LineFile:
         return newlines + 1
 
     def describe(self, index: int) -> str:
-        """What to call a record in a message."""
+        """Returns the name of a record for messages."""
         return f"line {self.line_number(index)} of {self.path}"
 
     def _read(self, start: int, end: int) -> bytes:
         if self._unpacked is not None:
             return self._unpacked[start:end].tobytes()
-        # Not mapped: a file that is cut short while it is mapped kills the process that reads it.
-        # Not kept open: a dataset may have more files than a process may open.
+        # Not mapped: truncating a mapped file kills the reader. Not kept open: a dataset may have
+        # more files than a process may open.
         try:
             with open_file(self.path, buffering=0) as file:
                 data = os.pread(file.fileno(), end - start, start)
         except OSError as error:
             raise InputReadError(
-                f"cannot read {self.path} ({error.strerror or error}); it was there when the "
-                "dataset was made"
+                f"cannot read {self.path} ({error.strerror or error}); it existed when the "
+                "dataset was created"
             ) from error
         if len(data) != end - start:
             raise InputReadError(
@@ -97,20 +96,20 @@ class LineFile:
                 try:
                     shutil.copyfileobj(packed, out, _CHUNK)
                 except (OSError, EOFError, zlib.error) as error:
-                    raise InputReadError(f"{self.path} cannot be unpacked: {error}") from error
+                    raise InputReadError(f"{self.path} cannot be decompressed: {error}") from error
 
         num_bytes = _GZIP_FACTOR * self.num_bytes
         return made_once("unpacked", self.fingerprint, unpack, num_bytes=num_bytes)
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """`Int64[np.ndarray, "lines 2"]`: the first byte of each line, and that after its last."""
+        """`Int64[np.ndarray, "lines 2"]`: first byte of each line, and end of its last."""
         size = self.num_bytes if self._unpacked is None else len(self._unpacked)
 
         def find(out: BinaryIO) -> None:
             start, last = 0, b"\n"
             for at in range(0, size, _CHUNK):
-                # With the byte before, so that a `\r` before the first newline is seen as well.
+                # Includes the byte before, to detect a `\r` before the first newline.
                 data = last + self._read(at, min(at + _CHUNK, size))
                 chunk, last = np.frombuffer(data, np.uint8), data[-1:]
                 newlines = np.flatnonzero(chunk[1:] == _NEWLINE)
@@ -128,7 +127,7 @@ class LineFile:
 
 
 class JsonLinesFile(LineFile):
-    """The JSON values of a file that has one in each line."""
+    """JSON values of a file with one value per line."""
 
     def __getitem__(self, index: int) -> Any:
         line = self.line(index)
@@ -148,15 +147,15 @@ class JsonLinesFile(LineFile):
 
 
 def file_fingerprint(path: str) -> tuple[str, int, int]:
-    """What tells one state of a file from another: real path, size and time of change.
+    """Returns the identity of a file's contents: real path, size and modification time.
 
     Raises:
-        InputReadError: If there is no such file.
+        InputReadError: If the file does not exist.
     """
     try:
         status = os.stat(path)
     except OSError as error:
         raise InputReadError(
-            f"cannot open {path} ({error.strerror or error}); give the path of a file that exists"
+            f"cannot open {path} ({error.strerror or error}); pass the path of an existing file"
         ) from error
     return os.path.realpath(path), status.st_size, status.st_mtime_ns

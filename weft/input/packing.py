@@ -1,14 +1,13 @@
-"""Documents into sequences of one length, by arithmetic on an index.
+"""Packing of documents into sequences of one length, with random access.
 
-The documents stand in one stream, with `eos` before each and after the last:
+The documents form one stream, with `eos` before each and after the last:
 
     stream   eos a b c eos d e eos
     input 0  eos a b c              targets  a b c eos
     input 1  eos d e                targets  d e eos
 
 Sequence i reads `stream[i * n : i * n + n + 1]`, so every token but the first `eos` is a target
-exactly once, nothing is dropped, and any sequence can be made without the ones before it: an
-iterator's whole state is one integer.
+exactly once. Sequences are independent, so an iterator's state is one integer.
 """
 
 from collections.abc import Iterable
@@ -19,14 +18,13 @@ from weft.errors import EmptyCorpusError
 
 
 def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
-    """All documents in one line, `eos_id` before each and after the last.
+    """Concatenates documents, with `eos_id` before each and after the last.
+
+    The result is `Int[np.ndarray, "stream"]`, of the smallest dtype that holds the ids.
 
     Args:
         documents: Token ids, each `Int[np.ndarray, "tokens"]`.
-        eos_id: The id that separates them; no document may contain it.
-
-    Returns:
-        `Int[np.ndarray, "stream"]`, of the smallest dtype that holds the ids.
+        eos_id: Separator id, which no document may contain.
 
     >>> token_stream([np.array([1, 2]), np.array([3])], eos_id=9).tolist()
     [9, 1, 2, 9, 3, 9]
@@ -39,34 +37,28 @@ def token_stream(documents: Iterable[np.ndarray], *, eos_id: int) -> np.ndarray:
 
 
 class PackedSequences:
-    """A random-access source of language-model examples, cut from a token stream.
+    """Random-access source of language-model examples, cut from a token stream.
 
     An example is a dict of
         input_ids: `Int32["length"]`.
-        target_labels: `Int32["length"]`, the token after each input; `pad_id` where there is none.
-        target_num_bytes: `Int32[""]`, of how many bytes the targets are that are text, that is,
-            neither `eos_id` nor `pad_id`. Bits per byte = summed cross-entropy / summed
-            target_num_bytes / ln 2.
-        input_segment_ids: `Int32["length"]`, 1 for the first document in the sequence, 2 for the
-            next, 0 for padding.
-        input_positions: `Int32["length"]`, counted from the start of the segment.
+        target_labels: `Int32["length"]`, the token after each input, or `pad_id`.
+        target_num_bytes: `Int32[""]`, bytes of text of the targets, without `eos_id` and `pad_id`.
+            Bits per byte = summed cross-entropy / summed target_num_bytes / ln 2.
+        input_segment_ids: `Int32["length"]`, number of the document within the sequence, from 1; 0
+            for padding.
+        input_positions: `Int32["length"]`, positions within the segment.
 
     Args:
-        stream: What `token_stream` made.
-        sequence_length: Tokens per example.
-        eos_id: As in the stream.
-        pad_id: Fills what the stream does not; another id than any of the stream.
-        drop_remainder: Leave out a last sequence that is not full (training) or pad it
-            (evaluation).
-        pad_to_multiple_of: Add examples of padding only until the number of examples is a multiple
-            of this.
-        segments: Whether examples have `input_segment_ids` and `input_positions`.
-        max_examples: Take at most so many, evenly spaced over the stream.
-        token_num_bytes: `Int[np.ndarray, "vocab"]`, of how many bytes of text each token is. None:
-            one, as those of `ByteTokenizer` are.
+        stream: Result of `token_stream`.
+        pad_id: Padding id; must not occur in the stream.
+        drop_remainder: Whether to drop a last, partial sequence (training) or pad it (evaluation).
+        pad_to_multiple_of: Pads the number of examples to a multiple of this.
+        max_examples: Maximum number of examples, evenly spaced over the stream.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token. None: one, as for
+            `ByteTokenizer`.
 
     Raises:
-        EmptyCorpusError: If there is not one sequence.
+        EmptyCorpusError: If there is no sequence.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9])
     >>> source = PackedSequences(stream, sequence_length=4, eos_id=9, pad_id=0)
@@ -100,7 +92,7 @@ class PackedSequences:
         if available < 1:
             raise EmptyCorpusError(
                 f"{max(num_targets, 0)} tokens do not fill one sequence of {sequence_length}; "
-                "give more text or a smaller sequence_length"
+                "add text or reduce sequence_length"
             )
         self._available = available
         self._num_examples = min(available, max_examples or available)
@@ -121,16 +113,10 @@ class PackedSequences:
         return {name: rows[0] for name, rows in self.take(np.array([index])).items()}
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Several examples as one batch, much quicker than one by one.
-
-        Args:
-            indices: `Int[np.ndarray, "batch"]`.
-
-        Returns:
-            The features, each with a first axis `batch`.
+        """Returns several examples as one batch, with a first axis `batch`.
 
         Raises:
-            IndexError: If there is no such example.
+            IndexError: For an index out of range.
         """
         if np.any((indices < 0) | (indices >= len(self))):
             raise IndexError(f"examples {indices.tolist()} of {len(self)}")
@@ -140,7 +126,7 @@ class PackedSequences:
         tokens = np.take(self._stream, at, mode="clip").astype(np.int32)
         tokens[at >= len(self._stream)] = self._pad_id
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        # The stream's last token is a target only; as an input it would predict padding.
+        # The stream's last token is only a target; as an input it would predict padding.
         inputs = np.where(targets == self._pad_id, self._pad_id, inputs)
         text = (targets != self._pad_id) & (targets != self._eos_id)
         if self._token_num_bytes is not None:

@@ -1,8 +1,8 @@
-"""Batches made ready in a second thread while the step runs, without losing count of what was used.
+"""Prefetching of batches in a second thread, with an exact position.
 
-A reader that runs ahead has read more than the training has seen, and its own state would skip
-those batches after a restart. So each batch travels with the state that the reader had just after
-it, and the iterator's state is the one that came with the last batch handed out.
+The reader's own state is ahead of the training and would skip batches after a restart. Therefore
+each batch is queued with the reader's state after it, and the iterator's state is that of the last
+returned batch.
 """
 
 import copy
@@ -16,7 +16,7 @@ _CLOSE_TIMEOUT_SECONDS = 10.0
 
 
 class SavableIterator(Protocol):
-    """An iterator whose position is a small JSON value."""
+    """Iterator whose position is a small JSON value."""
 
     def __next__(self) -> Any: ...
 
@@ -28,18 +28,16 @@ class SavableIterator(Protocol):
 
 
 class PrefetchingIterator:
-    """Runs an iterator, and what is made of it, ahead in a thread.
+    """Runs an iterator and a transformation of it ahead in a thread.
 
-    The thread starts with the first `next`. An error of the source is raised in place of the batch
-    that it prevented, and again at every later `next`. Close it, or use it in a `with` block: an
-    open one holds a thread and its buffer.
+    The thread starts with the first `next`. An error of the source is raised in place of the failed
+    batch, and by every later `next`. Close it, or use it in a `with` block, to release its thread
+    and buffer.
 
     Args:
-        source: The iterator whose position counts. Closed with this one if it has a `close` method.
-        stream: From the source to the batches, exactly one for each of the source's; for a trainer
-            `lambda it: map(to_device, input.batches(it))`. It runs in the thread, where no mesh is
-            set: bind it.
-        buffer_size: How many batches may wait.
+        source: The iterator that defines the position. Closed with this one if it has `close`.
+        stream: Transforms the source to as many batches; for a trainer `lambda it: map(to_device,
+            input.batches(it))`. It runs in the thread, where no mesh is set: bind it.
 
     >>> class Count:
     ...     n = 0
@@ -55,8 +53,7 @@ class PrefetchingIterator:
     80
 
     Attributes:
-        wait_seconds: How long `next` and `ready` have waited so far: what the source is too slow
-            by.
+        wait_seconds: Total time that `next` and `ready` have waited for the source.
     """
 
     def __init__(
@@ -83,19 +80,13 @@ class PrefetchingIterator:
         return batch
 
     def ready(self, timeout: float | None = None) -> bool:
-        """Waits until `next` would not wait: for a batch, the end, or an error that it raises.
+        """Waits until `next` does not block; returns False after `timeout` seconds.
 
-        So who waits for a slow source can look after other things in between:
+        With a slow source, callers can do other work in between:
 
             while not batches.ready(timeout=0.5):
                 stop_if_asked_to()
             batch = next(batches)
-
-        Args:
-            timeout: Seconds to wait at most. None: as long as it takes.
-
-        Returns:
-            Whether `next` would not wait.
         """
         if self._reader is None:
             self._reader = _Reader(self._source, self._stream, self._buffer_size)
@@ -106,17 +97,17 @@ class PrefetchingIterator:
             self.wait_seconds += time.monotonic() - start
 
     def peek(self) -> Any:
-        """What `next` would give, or raise, without going on."""
+        """Returns or raises the result of `next` without advancing."""
         self.ready()
         assert self._reader is not None
         return self._reader.look()
 
     def get_state(self) -> Any:
-        """The source's state just after the batch that was handed out last."""
+        """Returns the source's state after the last returned batch."""
         return copy.deepcopy(self._state)
 
     def set_state(self, state: Any) -> None:
-        """Goes on after the batch that had this state; batches that wait are dropped."""
+        """Continues after the batch with this state, and drops waiting batches."""
         self._stop()
         self._source.set_state(copy.deepcopy(state))
         self._state = copy.deepcopy(state)
@@ -141,7 +132,7 @@ class PrefetchingIterator:
 
 
 class _Reader:
-    """One run of the thread: a buffer of (batch, state), and how it ended."""
+    """One run of the thread: a buffer of (batch, state), and its end."""
 
     def __init__(self, source, stream, buffer_size: int):
         self._changed = threading.Condition()
@@ -202,5 +193,5 @@ class _Reader:
             self._stopped = True
             self._buffer.clear()
             self._changed.notify_all()
-        # A source that hangs must not keep the process from ending: the thread is a daemon.
+        # A daemon thread, so that a source that hangs does not block the exit of the process.
         self._thread.join(timeout=_CLOSE_TIMEOUT_SECONDS)

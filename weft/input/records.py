@@ -1,9 +1,9 @@
-"""Records by index from many files, whose errors name the file and the record.
+"""Random access to records of many files, with the file and record in errors.
 
-`RecordDataset` is a Grain `MapDataset`. What is mapped over it record by record, before it is
-shuffled, mixed or batched, is mapped where the name of the record is still known:
+`RecordDataset` is a Grain `MapDataset`. Errors of functions that are mapped before shuffling,
+mixing or batching name the record:
 
-    ds = json_lines_dataset("data/*.jsonl").map(to_example)    # an error names file and line
+    ds = json_lines_dataset("data/*.jsonl").map(to_example)    # errors name file and line
     ds = ds.seed(0).shuffle().repeat(None)                     # from here on, only the batch
 """
 
@@ -21,13 +21,12 @@ from weft.errors import InputDatasetError, InputReadError
 
 
 class NamedSource:
-    """Files as one random-access source, whose errors name the file and the record.
+    """Random-access source of files, whose errors name the file and the record.
 
     Args:
-        paths: One path per file.
-        open_file: From a path to a source: something with a length and items. It may have
-            `describe(index)`, what to call a record; `fingerprint`, what tells one state of its
-            data from another; and `num_bytes`, about its size.
+        open_file: Opens a path as a source with a length and items. Optionally it has
+            `describe(index)`, the name of a record; `fingerprint`, the identity of its data; and
+            `num_bytes`, its approximate size.
     """
 
     def __init__(self, paths: Sequence[str], open_file: Callable[[str], Any]):
@@ -64,21 +63,21 @@ class NamedSource:
             ) from error
 
     def describe(self, index: int) -> str:
-        """What to call a record in a message."""
+        """Returns the name of a record for messages."""
         file, record = self._place(index)
         describe = getattr(self._sources[file], "describe", None)
         return describe(record) if describe else f"record {record} of {self._paths[file]}"
 
     @property
     def fingerprint(self) -> tuple | None:
-        """What tells this data from any other; None if a file does not say."""
+        """Identity of the data; None if unknown for a file."""
         parts = [getattr(source, "fingerprint", None) for source in self._sources]
         kinds = [type(source).__name__ for source in self._sources]
         return None if None in parts else tuple(zip(kinds, parts, strict=True))
 
     @property
     def num_bytes(self) -> int | None:
-        """About how many bytes all files have; None if one does not say."""
+        """Approximate size of all files in bytes; None if unknown for one."""
         sizes = [getattr(source, "num_bytes", None) for source in self._sources]
         known = [size for size in sizes if size is not None]
         return sum(known) if len(known) == len(sizes) else None
@@ -89,15 +88,7 @@ class NamedSource:
 
 
 class TitledSource:
-    """The rows of a dataset that another library has opened, with names for errors.
-
-    Args:
-        rows: Something with a length and items.
-        unit: What an item is called, such as `"row"`.
-        title: What the dataset is called.
-        fingerprint: What tells this data from any other. None: not known.
-        num_bytes: About how many bytes the rows have. None: not known.
-    """
+    """Rows of another library's dataset, with names for errors."""
 
     def __init__(
         self, rows: Any, *, unit: str, title: str, fingerprint: tuple | None, num_bytes: int | None
@@ -120,17 +111,11 @@ class TitledSource:
             ) from error
 
     def describe(self, index: int) -> str:
-        """What to call a row in a message."""
         return f"{self._unit} {index} of {self._title}"
 
 
 class RecordDataset(grain.MapDataset):
-    """Records by index, and functions of single records, which fail with the record's name.
-
-    Args:
-        source: The records.
-        functions: Called on each, one after the other.
-    """
+    """Random-access records with functions, whose errors name the record."""
 
     def __init__(self, source: Any, functions: Sequence[Callable[[Any], Any]] = ()):
         super().__init__()
@@ -143,14 +128,14 @@ class RecordDataset(grain.MapDataset):
         if isinstance(index, slice):
             return self.slice(index)
         if not len(self):
-            raise InputDatasetError(f"{self} has no records; give it files that hold some")
+            raise InputDatasetError(f"{self} has no records; pass nonempty files")
         index = index % len(self)
         value = self._source[index]
         for function in self._functions:
             try:
                 value = function(value)
             except Exception as error:
-                # Said already, and better, if it names what is wrong in Weft's words.
+                # Errors of Weft that already name their cause.
                 what = str(error) if isinstance(error, InputDatasetError) else _shown(error)
                 raise InputReadError(f"{self.describe(index)}: {what}") from error
         return value
@@ -163,21 +148,18 @@ class RecordDataset(grain.MapDataset):
         return f"RecordDataset({self._source!r})"
 
     def describe(self, index: int) -> str:
-        """What to call a record in a message."""
+        """Returns the name of a record for messages."""
         describe = getattr(self._source, "describe", None)
         return describe(index) if describe else f"record {index} of {self._source!r}"
 
     @property
     def fingerprint(self) -> tuple | None:
-        """What tells this data from any other; None if that is not known.
-
-        It is not, if functions are called on the records: they say nothing of what they do.
-        """
+        """Identity of the data; None if unknown, also if functions are applied."""
         return None if self._functions else getattr(self._source, "fingerprint", None)
 
     @property
     def num_bytes(self) -> int | None:
-        """About how many bytes the records have; None if that is not known."""
+        """Approximate size of the records in bytes; None if unknown."""
         return getattr(self._source, "num_bytes", None)
 
 
@@ -186,18 +168,17 @@ def _shown(error: Exception) -> str:
 
 
 def matching_files(paths: str | Sequence[str]) -> list[str]:
-    """The files that paths and patterns name, each once.
+    """Returns the files that match paths and patterns, each once.
 
     Args:
-        paths: Files and glob patterns (`**` for any folders). The files of one pattern come in the
-            order of their names.
+        paths: Files and glob patterns (`**` for any folders). The matches of a pattern are sorted.
 
     Raises:
-        InputReadError: If one of them names no file.
+        InputReadError: If one of them matches no file.
     """
     patterns = [paths] if isinstance(paths, str) else [str(path) for path in paths]
     if not patterns:
-        raise InputReadError("no paths were given, so there is nothing to read; give at least one")
+        raise InputReadError("no paths were given, so there is nothing to read; pass at least one")
     found: list[str] = []
     for pattern in patterns:
         if os.path.isfile(pattern):
@@ -213,7 +194,7 @@ def matching_files(paths: str | Sequence[str]) -> list[str]:
 def _no_match(pattern: str) -> str:
     path = Path(pattern)
     if path.is_dir():
-        return f"{pattern} is a folder; name the files in it, as '{path / '*'}'"
+        return f"{pattern} is a folder; name the files in it, such as '{path / '*'}'"
     folder = next(p for p in path.parents if p.is_dir() or p == p.parent)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     holds = ", ".join(repr(name) for name in names[:5]) or "nothing"

@@ -1,10 +1,9 @@
 """Batches of packed sequences, from one stream or a mixture, as a function of the batch's index.
 
-Everything is decided with indices: the order within each source, which source comes next, and which
-rows are whose. So global batch k is the same rows in the same order for any number of processes,
-each of which reads consecutive rows of it, and the iterator's state is `{"next_index": k}` in all
-of them. A run may go on with another number of processes, or of worker processes, and sees the same
-data. Indices also cost a tenth of what shuffling, mixing and batching of examples would.
+Order, mixture and sharding are computed with indices. Global batch k therefore has the same rows
+for any number of processes, which each read consecutive rows of it, and the iterator's state is
+`{"next_index": k}`. A run may resume with another number of processes or workers. Indices also cost
+a tenth of shuffling, mixing and batching examples.
 """
 
 import itertools
@@ -37,34 +36,29 @@ def sequence_batches(
     num_workers: int = 0,
     name: str = "the text",
 ) -> BuildDatasetFn:
-    """A source of batches for `weft.input.grain.Input`.
+    """Returns a source of batches for `weft.input.grain.Input`.
 
     Args:
-        sources: Where the sequences come from; all have the same length of sequence.
-        global_batch_size: Sequences per step over all processes.
-        is_training: Whether sequences come without end, each source in a new order in each pass; or
-            all of them once, in order. Then their number must be a multiple of the batch.
-        weights: How many sequences of each source come relative to the others, in training. None:
-            as many as there are.
-        seed: Decides the order in training.
-        num_workers: Processes that make batches. None are needed, where a batch of 32 sequences
-            takes less than a millisecond.
-        name: What to call the data in errors.
+        is_training: Whether sequences are endless, with each source reshuffled in each pass; or in
+            order, once. Then their number must be a multiple of the batch.
+        weights: Relative number of sequences of each source, in training. Defaults to their sizes.
+        num_workers: Processes that create batches. Usually 0: a batch of 32 sequences takes less
+            than a millisecond.
 
     Raises:
-        EmptyCorpusError: If there is not one batch.
+        EmptyCorpusError: If there is no batch.
         InputDatasetError: If the weights do not fit the sources.
     """
     sizes = [len(source) for source in sources]
     if sum(sizes) < global_batch_size:
         raise EmptyCorpusError(
-            f"{name} gives {sum(sizes)} sequences of {sources[0].sequence_length} tokens, fewer "
-            f"than one batch of {global_batch_size}; give more text, or a smaller sequence_length "
-            "or global_batch_size"
+            f"{name} has {sum(sizes)} sequences of {sources[0].sequence_length} tokens, fewer "
+            f"than one batch of {global_batch_size}; add text, or reduce sequence_length or "
+            "global_batch_size"
         )
     if weights is not None and len(weights) != len(sources):
         raise InputDatasetError(
-            f"{len(sources)} sources cannot be mixed with weights={list(weights)}; give one "
+            f"{len(sources)} sources cannot be mixed with weights={list(weights)}; pass one "
             "positive weight for each"
         )
     all_sources = _Sources(sources)
@@ -84,28 +78,28 @@ def sequence_batches(
                 num_workers=num_workers, per_worker_buffer_size=2
             )
             return prefetch_dataset(ds, multiprocessing_options=options)
-        # No threads: the trainer reads ahead in one of its own.
+        # No threads, because the trainer reads ahead in its own.
         return maybe_to_iter_dataset(ds, read_options=grain.ReadOptions(0, 0))
 
     return build_dataset
 
 
 class _Sources:
-    """The sequences of several sources under one index, those of one source being neighbours."""
+    """Sequences of several sources under one index, where those of one source are adjacent."""
 
     def __init__(self, sources: Sequence[PackedSequences]):
         self._sources = list(sources)
         self._starts = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
 
     def order(self, weights: Sequence[float] | None, seed: int | None) -> grain.MapDataset:
-        """The indices in the order in which they come; without a seed, once from the first on."""
+        """Returns the indices in reading order; without a seed, sequentially and once."""
         starts = self._starts.tolist()
         if seed is None:
             return grain.MapDataset.range(starts[-1])
         if weights is None:
             return grain.MapDataset.range(starts[-1]).seed(seed).shuffle().repeat(None)
         parts: list[Any] = [
-            # A seed for each, or sources of equal size would be shuffled alike.
+            # One seed for each, or sources of equal size would be shuffled in the same order.
             grain.MapDataset.range(start, end).seed(seed + i).shuffle()
             for i, (start, end) in enumerate(itertools.pairwise(starts))
         ]
@@ -114,7 +108,7 @@ class _Sources:
         )
 
     def take(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples of some indices as one batch."""
+        """Returns the examples of some indices as one batch."""
         if len(self._sources) == 1:
             return self._sources[0].take(indices)
         which = np.searchsorted(self._starts, indices, side="right") - 1

@@ -1,7 +1,7 @@
-"""Packing on the fly: for text too large, or too changing, to be tokenized before the first step.
+"""Packing during training, for text too large or too changing to be tokenized in advance.
 
-`lm_stream_source` gives the same features as `weft.input.text.lm_documents_source`, with Grain's
-packing. What the two differ in is what a row depends on:
+`lm_stream_source` returns the same features as `weft.input.text.lm_documents_source`, with Grain's
+packing. They differ in:
 
                         lm_documents_source         lm_stream_source
     row k is            arithmetic on k             the result of all documents before it
@@ -10,8 +10,8 @@ packing. What the two differ in is what a row depends on:
     before step 1       every document is read      nothing is read
     each process        reads its own rows          reads all documents, and keeps its own rows
 
-The last line is the price of a state that is the same in every process, so that a run may go on as
-another number of them.
+Since every process reads all documents, their states are equal, and a run may resume with another
+number of processes.
 """
 
 import sys
@@ -37,7 +37,7 @@ from weft.input.text import BYTES, named_documents
 from weft.input.token_files import document_text
 from weft.input.tokenizer import Tokenizer
 
-# Packed as one feature, which costs half as much as two.
+# Packed as one feature, at half the cost of two.
 _PAIRS = "pairs"
 
 
@@ -54,41 +54,34 @@ def lm_stream_source(
     split_documents: bool = True,
     num_threads: int = 2,
 ) -> BuildDatasetFn:
-    """A source of batches that are packed while they are read.
+    """Returns a source of batches that are packed during reading.
 
     Args:
-        documents: The documents, a `grain.MapDataset` of dicts, such as those of
-            `weft.input.files`; or several by name.
-        weights: How many documents come from each of several, relative to the others, in training.
-            None: as many as there are.
-        text_key: The key of a document's text.
-        tokenizer: From text to ids.
-        sequence_length: Tokens per example.
-        global_batch_size: Examples per step over all processes.
-        is_training: Whether documents come without end, in a new order in each pass; or once, in
-            order, the last batch filled up with padding.
-        seed: Decides the order in training.
-        split_documents: Whether a document that does not fit goes on in the next example. If not,
-            each is put whole into the first example of the batch that has room, and the rest is
-            padding.
-        num_threads: Threads that read and tokenize.
+        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.files`; or several by
+            name.
+        weights: Relative number of documents from each of several, in training. Defaults to their
+            sizes.
+        is_training: Whether documents are endless, reshuffled in each pass; or in order, once, with
+            padding in the last batch.
+        split_documents: Whether a document may continue in the next example. If not, it is placed
+            whole into the first example of the batch with enough room, with padding.
 
     Raises:
         EmptyCorpusError: If there are no documents.
         InputDatasetError: If the weights do not name the documents.
-        InputReadError: Later, if a document cannot be read, has no text, or is too long; it names
-            the document.
+        InputReadError: During iteration, if a document cannot be read, has no text, or is too long;
+            names the document.
     """
     named = named_documents(documents, weights)
     loaded: Tokenizer = maybe_instantiate(tokenizer)
     datasets = {name: maybe_instantiate(one) for name, one in named.items()}
     for name, one in datasets.items():
         if not len(one):
-            raise EmptyCorpusError(f"{name} has no documents; give it files that hold records")
+            raise EmptyCorpusError(f"{name} has no documents; pass files that contain records")
     limit = None if split_documents else sequence_length
 
     def build_dataset(dispatch_config: DispatchConfig) -> grain.IterDataset:
-        # Mapped first, where an error still knows the name of the document.
+        # Mapped first, while errors can name the document.
         tokens = {
             name: one.map(_Tokenize(loaded, text_key, limit)) for name, one in datasets.items()
         }
@@ -115,10 +108,10 @@ def lm_stream_source(
 def _in_order(
     named: Mapping[str, grain.MapDataset], weights: Mapping[str, float] | None, seed: int | None
 ) -> Dataset:
-    """Shuffled, repeated and mixed; or without a seed, one after the other."""
+    """Shuffles, repeats and mixes; without a seed, concatenates."""
     if seed is None:
         return grain.MapDataset.concatenate(list(named.values()))
-    # A seed for each, or sources of equal size would be shuffled alike.
+    # One seed for each, or sources of equal size would be shuffled in the same order.
     shuffled = [one.seed(seed + i).shuffle() for i, one in enumerate(named.values())]
     weights = weights or {name: float(len(one)) for name, one in named.items()}
     return sample_from_datasets(sources=shuffled, weights=[weights[name] for name in named])
@@ -133,11 +126,11 @@ def _packed(ds: grain.IterDataset, length: int, *, num_bins: int | None) -> grai
     )
 
 
-# Classes, not closures, so that datasets of them can be pickled for worker processes.
+# Classes instead of closures, so that datasets can be pickled for worker processes.
 
 
 class _Tokenize:
-    """A document as pairs of an input and the token after it, `Int32["tokens 2"]`."""
+    """Converts a document to pairs of an input and the next token, `Int32["tokens 2"]`."""
 
     def __init__(self, tokenizer: Tokenizer, text_key: str, limit: int | None):
         self._tokenizer, self._text_key, self._limit = tokenizer, text_key, limit
@@ -147,7 +140,7 @@ class _Tokenize:
         if self._limit is not None and len(tokens) >= self._limit:
             raise InputDatasetError(
                 f"the document has {len(tokens) + 1} tokens with its end, more than "
-                f"sequence_length={self._limit}; leave it out, make sequence_length larger, or "
+                f"sequence_length={self._limit}; leave it out, increase sequence_length, or "
                 "set split_documents=True"
             )
         with_ends = np.full(len(tokens) + 2, self._tokenizer.eos_id, np.int32)
@@ -156,7 +149,7 @@ class _Tokenize:
 
 
 class _Features:
-    """The features of `PackedSequences`, of the rows of a global batch that one process keeps."""
+    """Creates the features of `PackedSequences` for one process's rows of a global batch."""
 
     def __init__(self, tokenizer: Tokenizer, rows: slice):
         self._pad_id, self._token_num_bytes = tokenizer.pad_id, tokenizer.token_num_bytes

@@ -1,8 +1,8 @@
-"""Parquet files by row.
+"""Random access to rows of Parquet files.
 
-Parquet compresses groups of many rows, so one row costs as much as its group. The file is therefore
-unpacked once into Arrow's own format (see `weft.input.file_cache`), which is mapped into memory and
-gives any row at once.
+Parquet compresses groups of many rows, so reading a row costs as much as its group. The file is
+therefore converted once to Arrow's own format (see `weft.input.file_cache`), and mapped into
+memory.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,10 @@ _ROWS_PER_BATCH = 1024
 
 
 class ParquetFile:
-    """The rows of one file, as dicts of Python values.
-
-    Args:
-        path: The file.
-        columns: Which columns to read. None: all.
+    """Rows of one file, as dicts of Python values.
 
     Raises:
-        InputReadError: If it is no Parquet file, or lacks one of the columns.
+        InputReadError: If it is not a Parquet file, or lacks a column.
         MissingExtraError: If pyarrow is not installed.
     """
 
@@ -55,7 +51,7 @@ class ParquetFile:
         return batch.slice(index % _ROWS_PER_BATCH, 1).to_pylist()[0]
 
     def describe(self, index: int) -> str:
-        """What to call a record in a message."""
+        """Returns the name of a record for messages."""
         return f"row {index} of {self.path}"
 
     def _opened(self) -> Any:
@@ -64,7 +60,7 @@ class ParquetFile:
             return parquet.ParquetFile(self.path)
         except Exception as error:
             raise InputReadError(
-                f"{self.path} is no Parquet file: {type(error).__name__}: {error}"
+                f"{self.path} is not a Parquet file: {type(error).__name__}: {error}"
             ) from error
 
     @cached_property
@@ -84,7 +80,7 @@ class ParquetFile:
         return pa.ipc.open_file(pa.py_buffer(data))
 
     def _tables(self, file: Any):
-        """Tables of whole batches, so that a row's batch follows from its number."""
+        """Yields tables of equal sizes, so that a row's number determines its table."""
         import pyarrow as pa  # pyright: ignore[reportMissingImports]
 
         rest = None
@@ -105,7 +101,7 @@ class ParquetFile:
 
 
 def pyarrow_parquet() -> Any:
-    """The module `pyarrow.parquet`.
+    """Imports `pyarrow.parquet`.
 
     Raises:
         MissingExtraError: If it is not installed.

@@ -1,6 +1,6 @@
-"""Text for a language model: packed sequences, as a source for `weft.input.grain.Input`.
+"""Packed text for language models, as sources for `weft.input.grain.Input`.
 
-Of a corpus in memory, `lm_text_source`:
+`lm_text_source` reads a corpus in memory:
 
     source = config_for_function(lm_text_source).set(
         corpus=config_for_function(stdlib_corpus),
@@ -8,8 +8,8 @@ Of a corpus in memory, `lm_text_source`:
     )
     cfg = Input.default_config().set(source=source)
 
-Of the records of files, or of a mixture of several kinds of them, `lm_documents_source`. In both
-the batches are a function of their index, see `weft.input.sequences`.
+`lm_documents_source` reads records of files, or a mixture of several. For both, batches are a
+function of their index, see `weft.input.sequences`.
 """
 
 from collections.abc import Mapping
@@ -41,25 +41,19 @@ def lm_text_source(
     max_examples: int | None = None,
     num_workers: int = 0,
 ) -> BuildDatasetFn:
-    """A source of batches of `PackedSequences`.
+    """Returns a source of batches of `PackedSequences`.
 
     Args:
-        corpus: The text.
-        split: Which part of it.
-        sequence_length: Tokens per example.
-        global_batch_size: Examples per step over all processes.
-        is_training: Whether the examples come without end, in a new order in each pass; or once, in
-            order, the last batch filled up with padding.
-        seed: Decides the order in training.
-        tokenizer: From bytes to ids.
-        segments: Whether examples tell their documents apart, so that attention does not cross
-            from one to the next; see `PackedSequences`.
-        max_examples: Use at most so many examples, evenly spaced over the text.
-        num_workers: Processes that make batches. With bytes, none are needed: a batch of 32
-            takes less than a millisecond.
+        is_training: Whether examples are endless, reshuffled in each pass; or in order, once, with
+            padding in the last batch.
+        segments: Whether examples have segment ids, which keep attention within documents; see
+            `PackedSequences`.
+        max_examples: Maximum number of examples, evenly spaced over the text.
+        num_workers: Processes that create batches. Not needed for bytes: a batch of 32 takes less
+            than a millisecond.
 
     Raises:
-        EmptyCorpusError: If there is not one batch to train on, or nothing to evaluate.
+        EmptyCorpusError: If there is no batch to train on, or nothing to evaluate.
     """
     corpus, tokenizer = maybe_instantiate(corpus), maybe_instantiate(tokenizer)
     documents = (tokenizer.encode(file.text) for file in corpus.split(split))
@@ -97,29 +91,20 @@ def lm_documents_source(
     segments: bool = False,
     num_workers: int = 0,
 ) -> BuildDatasetFn:
-    """A source of batches of `PackedSequences`, from documents that are records by index.
+    """Returns a source of batches of `PackedSequences`, from documents with random access.
 
-    All documents are tokenized once, before the first batch; see `weft.input.token_files`.
+    All documents are tokenized once, before the first batch; see `weft.input.token_files`. For
+    other arguments see `lm_text_source`.
 
     Args:
-        documents: The documents, a `grain.MapDataset` of dicts, such as those of
-            `weft.input.files`; or several by name.
-        weights: How many sequences come from each of several, relative to the others, in training.
-            None: as many as there are.
-        text_key: The key of a document's text.
-        tokenizer: From text to ids.
-        sequence_length: Tokens per example.
-        global_batch_size: Examples per step over all processes.
-        is_training: Whether the examples come without end, in a new order in each pass; or once, in
-            order, the last batch filled up with padding.
-        seed: Decides the order in training.
-        segments: Whether examples tell their documents apart, so that attention does not cross
-            from one to the next; see `PackedSequences`.
-        num_workers: Processes that make batches; none are needed.
+        documents: A `grain.MapDataset` of dicts, such as those of `weft.input.files`; or several by
+            name.
+        weights: Relative number of sequences from each of several, in training. Defaults to their
+            sizes.
 
     Raises:
-        EmptyCorpusError: If there are no documents, or there is not one batch to train on.
-        InputReadError: If a document cannot be read, tokenized or has no text.
+        EmptyCorpusError: If there are no documents, or no batch to train on.
+        InputReadError: If a document cannot be read or tokenized, or has no text.
         InputDatasetError: If the weights do not name the documents.
 
     >>> import grain
@@ -159,11 +144,7 @@ def lm_documents_source(
 def named_documents(
     documents: ConfigOr[Any] | Mapping[str, ConfigOr[Any]], weights: Mapping[str, float] | None
 ) -> Mapping[str, ConfigOr[Any]]:
-    """Documents by name, those that have none as "documents".
-
-    Args:
-        documents: The documents.
-        weights: What each of them counts, None if nothing is said.
+    """Returns documents by name, unnamed ones as "documents".
 
     Raises:
         InputDatasetError: If the weights do not name the documents.
@@ -171,7 +152,7 @@ def named_documents(
     named = documents if isinstance(documents, Mapping) else {"documents": documents}
     if weights is not None and set(weights) != set(named):
         raise InputDatasetError(
-            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; give "
-            "one positive weight for each of them"
+            f"weights are given for {sorted(weights)}, but the documents are {sorted(named)}; "
+            "pass one positive weight for each of them"
         )
     return named

@@ -1,10 +1,10 @@
-"""Trained tokenizers from their files: of Hugging Face `tokenizers`, and of SentencePiece.
+"""Trained tokenizers of Hugging Face `tokenizers` and SentencePiece.
 
     tokenizer = config_for_class(HuggingFaceTokenizer).set(
         path="tokenizer.json", eos_token="<|endoftext|>"
     )
 
-Both need the extra `text`. No text gives a special token, also if it spells one.
+Both need the extra `text`. Text never encodes to special tokens, even if it spells one.
 """
 
 import contextlib
@@ -21,45 +21,44 @@ from weft.serialization.foreign import open_file
 
 
 class _FileTokenizer:
-    """What both have in common: a file, two special ids, and no end in the ids of a text.
+    """Base of tokenizers with a file and two special ids, which `encode` does not append.
 
     Args:
-        path: The tokenizer's file.
-        eos_token: The token that separates documents. None: an id of its own, behind the others.
-        pad_token: The token of padding. None: an id of its own, behind the others.
+        eos_token: Token that separates documents. None: a new id after the others.
+        pad_token: Padding token. None: a new id after the others.
 
     Raises:
-        TokenizerError: If the file cannot be loaded, or does not have one of the tokens.
-        MissingExtraError: If the package that reads it is not installed.
+        TokenizerError: If the file cannot be loaded, or lacks one of the tokens.
+        MissingExtraError: If the required package is not installed.
     """
 
     def __init__(self, path: str, *, eos_token: str | None = None, pad_token: str | None = None):
         self._arguments = (path, eos_token, pad_token)
         if not isinstance(path, str | os.PathLike):
-            # `open` takes a number for a file that is already open, and closes it.
+            # `open` accepts the descriptor of an open file, and closes it.
             raise TokenizerError(
-                f"a tokenizer is read from a path, but got {path!r}; give the path of its file"
+                f"a tokenizer is read from a path, but got {path!r}; pass the path of its file"
             )
         try:
             with open_file(path) as file:
                 content = file.read()
         except OSError as error:
             raise TokenizerError(
-                f"cannot read the tokenizer {path} ({error.strerror or error}); give the path of "
-                "its file"
+                f"cannot read the tokenizer {path} ({error.strerror or error}); pass the path "
+                "of its file"
             ) from error
         with self._library("read"):
             self._load(path, content)
         if self._num_tokens() == 0:
-            raise TokenizerError(f"{path} has no tokens; give the file of a trained tokenizer")
+            raise TokenizerError(f"{path} has no tokens; pass the file of a trained tokenizer")
         self.vocab_size = self._num_tokens()
         self.eos_id = self._special(path, "eos_token", eos_token)
         self.pad_id = self._special(path, "pad_token", pad_token)
         if self.eos_id == self.pad_id:
             raise TokenizerError(
-                f"{path}: eos_token and pad_token are both token {self.eos_id}, so the ends of "
-                "documents would count as padding, which is never learnt; leave out pad_token for "
-                "an id of its own"
+                f"{path}: eos_token and pad_token are both token {self.eos_id}, so ends of "
+                "documents would be padding, which is never learnt; omit pad_token for a new "
+                "id"
             )
         special = f"{type(self).__name__} {self.eos_id} {self.pad_id} "
         self.fingerprint = special + hashlib.sha256(content).hexdigest()
@@ -77,31 +76,23 @@ class _FileTokenizer:
         found = self._id_of(token)
         if found is None:
             raise TokenizerError(
-                f"{path} has no token {token!r} to be the {name}; it has {self._examples()}: name "
-                f"one of its special tokens, or leave out {name} for an id of its own"
+                f"{path} has no token {token!r} to be the {name}; it has {self._examples()}: "
+                f"name one of its special tokens, or omit {name} for a new id"
             )
         return found
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids of a text, without any end: `Int32[np.ndarray, "tokens"]`.
-
-        Args:
-            text: Text, or bytes of UTF-8.
-        """
+        """Encodes a text, without an end: `Int32[np.ndarray, "tokens"]`."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> list[np.ndarray]:
-        """The ids of each of several texts, found by all cores at once.
-
-        Args:
-            texts: As for `encode`.
-        """
+        """Encodes several texts on all cores. See `encode`."""
         words = [text.decode("utf-8") if isinstance(text, bytes) else text for text in texts]
         with self._library("encode"):
             return [np.array(ids, np.int32) for ids in self._encode(words)]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, without `eos_id` and `pad_id`."""
+        """Decodes ids, without `eos_id` and `pad_id`."""
         values = np.asarray(ids).reshape(-1).tolist()
         limit = self._num_tokens()
         known = [i for i in values if 0 <= i < limit and i not in (self.eos_id, self.pad_id)]
@@ -110,7 +101,7 @@ class _FileTokenizer:
 
     @contextlib.contextmanager
     def _library(self, what: str) -> Iterator[None]:
-        """Turns what the library raises, such as a panic of Rust, into a TokenizerError."""
+        """Converts errors of the library, such as a panic of Rust, to TokenizerError."""
         try:
             yield
         except (TokenizerError, MissingExtraError):
@@ -118,14 +109,14 @@ class _FileTokenizer:
         except BaseException as error:
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise TokenizerError(
-                    f"{self._arguments[0]} cannot {what} a text: {type(error).__name__}: {error}; "
-                    "give the file that the tokenizer was saved to"
+                    f"{self._arguments[0]} cannot {what} a text: {type(error).__name__}: "
+                    f"{error}; pass the original file of the tokenizer"
                 ) from error
             raise
 
     @cached_property
     def token_num_bytes(self) -> np.ndarray:
-        """Of how many bytes of text each token is; 0 for the special ones."""
+        """Bytes of text of each token; 0 for special ones."""
         sizes = np.zeros(self.vocab_size, np.int32)
         known = [self._num_bytes(i) for i in range(self._num_tokens())]
         sizes[: len(known)] = known
@@ -166,8 +157,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:
             raise _unloadable(path, "a tokenizer.json", error) from error
-        # Padding and cutting are the business of the input; and no text is to spell a special
-        # token.
+        # The input pads and truncates; text must not encode to special tokens.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self._tokenizer.encode_special_tokens = True
@@ -202,8 +192,7 @@ class HuggingFaceTokenizer(_FileTokenizer):
 class SentencePieceTokenizer(_FileTokenizer):
     """A model of SentencePiece, `tokenizer.model`.
 
-    Without `eos_token` its own end of a sequence, if it has one, separates documents; likewise
-    without `pad_token`.
+    Without `eos_token` or `pad_token`, the model's own ones are used if they exist.
     """
 
     def _load(self, path: str, content: bytes) -> None:
@@ -249,7 +238,7 @@ def _open(cls: type[_FileTokenizer], path: str, eos_token: str | None, pad_token
 
 def _piece_num_bytes(piece: str) -> int:
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return 1  # a byte of a character that is not in the vocabulary
+        return 1  # a byte of an unknown character
     return len(piece.replace("▁", " ").encode())
 
 
@@ -266,6 +255,6 @@ def _missing(package: str, error: ImportError) -> MissingExtraError:
 
 def _unloadable(path: str, expected: str, error: Exception) -> TokenizerError:
     return TokenizerError(
-        f"{path} is not {expected}: {type(error).__name__}: {error}; give the file that the "
-        "tokenizer was saved to"
+        f"{path} is not {expected}: {type(error).__name__}: {error}; pass the original file of "
+        "the tokenizer"
     )

@@ -1,6 +1,6 @@
-"""Datasets of TensorFlow Datasets by index, without TensorFlow. Needs the extra `tfds`.
+"""Random-access datasets of TensorFlow Datasets, without TensorFlow. Needs the extra `tfds`.
 
-They must be kept as ArrayRecord files, as by `tfds.builder(name, file_format="array_record")`.
+They must be stored as ArrayRecord files: `tfds.builder(name, file_format="array_record")`.
 """
 
 import os
@@ -13,14 +13,11 @@ from weft.input.records import RecordDataset, TitledSource
 def tfds_dataset(
     name: str, *, split: str, data_dir: str | None = None, download: bool = False
 ) -> RecordDataset:
-    """The examples of a split, as dicts of NumPy arrays and bytes.
+    """Returns the examples of a split, as dicts of NumPy arrays and bytes.
 
     Args:
-        name: The name of a dataset, such as `"mnist"` or `"mnist:3.*.*"`; or the folder of one that
-            is prepared, the one with `dataset_info.json`.
-        split: Which part, such as `"train"` or `"train[:10%]"`.
-        data_dir: Where datasets are kept, for one given by its name.
-        download: Whether one that is not there may be downloaded and prepared.
+        name: Name of a dataset, such as `"mnist"` or `"mnist:3.*.*"`; or the folder of a prepared
+            one, with `dataset_info.json`.
 
     Raises:
         InputReadError: If it cannot be loaded.

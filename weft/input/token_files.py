@@ -1,9 +1,8 @@
-"""All documents of a dataset as one stream of tokens, made once.
+"""Token streams of whole datasets, computed once.
 
-With the whole stream at hand, sequences of one length are arithmetic on an index
-(`weft.input.packing`): the shuffle is one of indices, an iterator's state is one number whatever
-the number of processes, and no step waits for a tokenizer. The tokens of large files are kept in
-the user's cache folder, see `weft.input.file_cache`.
+With the stream, sequences are arithmetic on an index (`weft.input.packing`): an iterator's state is
+one number for any number of processes, and no step waits for a tokenizer. Tokens of large files are
+stored in the user's cache folder, see `weft.input.file_cache`.
 """
 
 import logging
@@ -24,11 +23,7 @@ _LOG_SECONDS = 30.0
 
 
 def document_text(record: Any, text_key: str) -> str | bytes:
-    """The text of a record.
-
-    Args:
-        record: A dict.
-        text_key: The key of its text.
+    """Returns the text of a record.
 
     Raises:
         InputDatasetError: If the record has no such text.
@@ -52,30 +47,24 @@ def document_text(record: Any, text_key: str) -> str | bytes:
 def tokens_of_documents(
     documents: Any, tokenizer: Tokenizer, *, text_key: str = "text"
 ) -> np.ndarray:
-    """The stream of `weft.input.packing.token_stream`, of the documents of a dataset.
+    """Computes the `weft.input.packing.token_stream` of a dataset.
 
-    Documents whose files are known, and on which no function was mapped, are tokenized once: a
-    large result is kept in the cache folder. Others are tokenized at each start, and kept in
-    memory.
-
-    Args:
-        documents: Records by index; those that are None are passed over.
-        tokenizer: From text to ids.
-        text_key: The key of a record's text.
+    Documents of known files, without mapped functions, are tokenized once, and large results are
+    cached. Others are tokenized in memory at each start.
 
     Returns:
         `UInt16[np.ndarray, "stream"]`, or `UInt32` for more than 65,536 ids.
 
     Raises:
         EmptyCorpusError: If there are no documents.
-        InputReadError: If a document cannot be read or has no text; it names the document.
+        InputReadError: If a document cannot be read or has no text; names the document.
 
     >>> from weft.input.tokenizer import ByteTokenizer
     >>> tokens_of_documents([{"text": "ab"}, {"text": "c"}], ByteTokenizer()).tolist()
     [256, 97, 98, 256, 99, 256]
     """
     if not len(documents):
-        raise EmptyCorpusError(f"{documents} has no documents; give it files that hold records")
+        raise EmptyCorpusError(f"{documents} has no documents; pass files that contain records")
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     data = getattr(documents, "fingerprint", None)
     ids = getattr(tokenizer, "fingerprint", None)
@@ -96,7 +85,7 @@ def tokens_of_documents(
 def _batches_of_tokens(
     documents: Any, tokenizer: Tokenizer, text_key: str
 ) -> Iterator[Sequence[np.ndarray]]:
-    """Many documents at a time, because some tokenizers use all cores for them."""
+    """Tokenizes many documents at a time, as some tokenizers use all cores for them."""
     encode_batch = getattr(tokenizer, "encode_batch", None)
     texts: list[str | bytes] = []
     first = size = 0
@@ -123,7 +112,7 @@ def _batches_of_tokens(
 
 
 def _raise_for_one(documents: Any, tokenizer: Tokenizer, text_key: str, indices: range) -> None:
-    """Finds which of a batch of documents it is that cannot be tokenized."""
+    """Raises an error that names the first document of a batch that cannot be tokenized."""
     for index in indices:
         record = documents[index]
         if record is None:
@@ -138,6 +127,6 @@ def _raise_for_one(documents: Any, tokenizer: Tokenizer, text_key: str, indices:
 
 
 def describe(documents: Any, index: int) -> str:
-    """What to call a record of a dataset in a message."""
+    """Returns the name of a record for messages."""
     own = getattr(documents, "describe", None)
     return own(index) if own else f"record {index} of {documents}"

@@ -1,8 +1,7 @@
-"""Tokenizers: what turns text into ids, and bytes as tokens.
+"""Tokenizers, and bytes as tokens.
 
-With bytes, ids 0 to 255 are the bytes themselves, and two more ids stand for what no text contains.
-Because a token is a byte, a model's bits per byte follow from its cross-entropy exactly, with no
-text normalized away. `weft.input.text_tokenizers` reads the files of trained tokenizers.
+For bytes, ids 0 to 255 are the bytes, and two more ids are special. A model's bits per byte then
+follow exactly from its cross-entropy. For trained tokenizers see `weft.input.text_tokenizers`.
 """
 
 from collections.abc import Sequence
@@ -12,17 +11,16 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """What sources, and what generates text, ask of a tokenizer.
+    """Interface of tokenizers.
 
-    It may also have `encode_batch`, from a list of texts to a list of ids, where that is quicker;
-    and `fingerprint`, a string that changes when the ids of a text do: with it, the tokens of a
-    large text are kept between runs.
+    Optional members are `encode_batch`, a faster `encode` of a list of texts; and `fingerprint`, a
+    string that changes with the ids of texts, which enables caching of tokens.
 
     Attributes:
-        eos_id: Separates documents; no text gives it.
-        pad_id: Fills what is not text; no text gives it.
-        vocab_size: Ids are below it, `eos_id` and `pad_id` as well.
-        token_num_bytes: `Int[np.ndarray, "vocab"]`, of how many bytes of text each token is.
+        eos_id: Separates documents; never an id of text.
+        pad_id: Padding; never an id of text.
+        vocab_size: Exclusive upper bound of all ids.
+        token_num_bytes: `Int[np.ndarray, "vocab"]`, bytes of text of each token.
     """
 
     eos_id: int
@@ -31,20 +29,20 @@ class Tokenizer(Protocol):
     token_num_bytes: np.ndarray
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids of a text, without any end."""
+        """Encodes a text, without an end."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, without `eos_id` and `pad_id`."""
+        """Decodes ids, without `eos_id` and `pad_id`."""
         ...
 
 
 class ByteTokenizer:
-    """Text to byte ids and back.
+    """Tokenizer whose ids are bytes.
 
     Attributes:
-        eos_id: 256, starts each document and ends the last one.
-        pad_id: 257, fills what is not text; it is never a target that counts.
+        eos_id: 256, at the start of each document and after the last one.
+        pad_id: 257; never counts as a target.
         vocab_size: 258.
         token_num_bytes: 1 for each byte, 0 for the other two.
 
@@ -62,11 +60,11 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str | bytes) -> np.ndarray:
-        """The ids of a text, without any end: `Int32[np.ndarray, "bytes"]`."""
+        """Encodes a text as `Int32[np.ndarray, "bytes"]`, without an end."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of ids, without `eos_id` and `pad_id`; what is not UTF-8 shows as U+FFFD."""
+        """Decodes ids, without `eos_id` and `pad_id`; invalid UTF-8 becomes U+FFFD."""
         values = np.asarray(ids).reshape(-1)
         return values[values < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")

@@ -41,11 +41,7 @@ _LONGEST_TOKEN = 256
 
 
 class Place(NamedTuple):
-    """Id of a process among the processes of a run.
-
-    Attributes:
-        coordinator: host:port of process 0.
-    """
+    """Id of a process among the processes of a run."""
 
     coordinator: str
     num_processes: int
@@ -153,9 +149,6 @@ def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place
     Must be entered before JAX is used. An error inside is printed and ends the process at once, as
     a regular exit would wait for the other processes, which wait for this one.
 
-    Args:
-        environ: the variables; defaults to those of the process.
-
     Yields:
         The place of the process, None if it is alone.
 
@@ -234,10 +227,6 @@ def _leave(error: BaseException, process_id: int) -> None:
 
 def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS) -> None:
     """Waits until process 0 listens, for a clearer error than JAX's abort.
-
-    Args:
-        place: place of this process.
-        timeout_seconds: maximum time to wait.
 
     Raises:
         CoordinatorNotFoundError: after that time.

@@ -57,7 +57,6 @@ class Job(Configurable):
         Attributes:
             name: name of the job, in logs and for the scheduler.
             command: the program and its arguments, the same for each process.
-            num_processes: number of processes.
             gpus_per_process: GPUs of each process; 0 for the CPU, or for devices that are requested
                 otherwise.
             env: variables for each process, in addition to the inherited ones.
@@ -132,13 +131,6 @@ class Job(Configurable):
 
 def check_text(job: str, field: str, value: Any, pattern: str, expected: str) -> None:
     """Checks a text that a scheduler reads.
-
-    Args:
-        job: name of the job, for the error.
-        field: name of the config field.
-        value: its value.
-        pattern: regular expression for the whole value.
-        expected: description of the pattern.
 
     Raises:
         JobConfigError: if the value does not match.

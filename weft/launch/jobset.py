@@ -41,14 +41,12 @@ class JobSetJob(Job):
 
         Attributes:
             image: container image that has the command.
-            namespace: Kubernetes namespace; None for kubectl's default.
             resources: resources of each pod by Kubernetes name, such as {"cpu": "8", "memory":
                 "64Gi", "google.com/tpu": "4"}.
             node_selector: labels of the nodes that may run a pod.
             labels: labels of the JobSet, such as {"kueue.x-k8s.io/queue-name": "research"}.
             volume_claim: PersistentVolumeClaim that all pods mount, for the run's directory; its
                 access mode must be ReadWriteMany.
-            mount_path: mount point of the volume.
             working_dir: working directory of the command; None for `mount_path` with a claim, and
                 the image's own without.
         """

@@ -83,10 +83,6 @@ class LocalJob(Job):
     def process_environment(self, index: int, address: str) -> dict[str, str]:
         """Returns all environment variables of a process.
 
-        Args:
-            index: id of the process.
-            address: coordinator address.
-
         Raises:
             JobConfigError: if there are too few GPUs.
         """
@@ -125,12 +121,7 @@ class LocalJob(Job):
 
 
 def failure_text(outcome: Outcome, num_processes: int) -> str:
-    """Describes a process that failed, and the ends of the others.
-
-    Args:
-        outcome: must have a failed process.
-        num_processes: number of processes.
-    """
+    """Describes a process that failed, and the ends of the others."""
     failed = outcome.failed
     assert failed is not None
     lines = [

@@ -29,11 +29,8 @@ class Ended(NamedTuple):
     """Process that has ended.
 
     Attributes:
-        index: id within the group.
         code: exit code as in a shell: 128 plus the signal's number for a killed process.
         signal_name: the signal that killed it, if any.
-        seconds: running time.
-        last_lines: end of its output.
     """
 
     index: int
@@ -87,8 +84,6 @@ class ProcessGroup:
     """Runs one command as several processes.
 
     Args:
-        command: the program and its arguments.
-        environments: the variables of each process.
         say: called with the process id and each line of output.
         log_paths: output file of each process, instead of `say`.
         grace_seconds: time to exit after a forwarded signal.

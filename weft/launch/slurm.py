@@ -32,10 +32,6 @@ class SlurmJob(Job):
         Attributes:
             nodes: number of nodes; None for one process per node.
             time: time limit in Slurm's format: 90 (minutes), 8:00:00, 2-12:00:00.
-            partition: Slurm partition; None for the cluster's default.
-            account: billed account; None for the user's default.
-            cpus_per_process: CPU cores of each process.
-            memory_per_node: memory of each node, such as 64G.
             output: output file, with Slurm's patterns: %x for the name, %j for the job's number.
             sbatch: further options of sbatch by name, such as {"qos": "high", "exclusive": ""}.
             setup: shell commands to run before the processes start, such as "module load cuda".
@@ -147,13 +143,10 @@ class SlurmJob(Job):
         return list({**self.environment, **again}.items())
 
     def submit(self, folder: str = "slurm") -> str:
-        """Submits the job with submitit, from a machine that has `sbatch`.
+        """Submits the job with submitit, on a machine that has `sbatch`; returns its number.
 
         Args:
             folder: directory of submitit's files and each process's logs.
-
-        Returns:
-            The job's number.
 
         Raises:
             MissingExtraError: if submitit is not installed.

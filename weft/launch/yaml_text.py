@@ -19,10 +19,6 @@ _WORDS_WITH_MEANING = frozenset(["true", "false", "yes", "no", "on", "off", "y",
 def to_yaml(value: Any, indent: int = 0) -> str:
     """Formats nested plain values as YAML.
 
-    Args:
-        value: mappings, sequences and plain values.
-        indent: number of leading spaces of each line.
-
     >>> print(to_yaml({"kind": "Job", "spec": {"args": ["train", "seed=1"], "on": 3, "env": {}}}))
     kind: Job
     spec:
