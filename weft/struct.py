@@ -65,12 +65,20 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
     return made
 
 
+def child_names(cls: type) -> tuple[str, ...]:
+    """Returns the fields that are children of the pytree; none if `cls` is not a struct."""
+    if "_weft_struct" not in vars(cls):
+        return ()
+    fields: Any = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    return tuple(f.name for f in fields if f.init and f.metadata.get("pytree_node", True))
+
+
 def _register(cls: Any) -> None:
     # Not `jax.tree_util.register_dataclass`: there JAX 0.10.2 takes the structures of two classes
     # with equal fields for equal, and now and then a function under `jit` returns the wrong class.
     fields = [f for f in dataclasses.fields(cls) if f.init]
-    data = [f.name for f in fields if f.metadata.get("pytree_node", True)]
-    meta = [f.name for f in fields if not f.metadata.get("pytree_node", True)]
+    data = child_names(cls)
+    meta = [f.name for f in fields if f.name not in data]
     keys = [jax.tree_util.GetAttrKey(name) for name in data]
 
     def flatten(x: Any) -> tuple[Any, Any]:

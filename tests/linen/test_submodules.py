@@ -9,6 +9,7 @@ import pytest
 from tests.linen.modules import KEY, Affine, X
 from tests.linen.transformed import ALL
 from weft import linen as nn
+from weft import struct
 from weft.core.frozen_dict import FrozenDict
 from weft.errors import NameInUseError
 from weft.linen.methods import compact
@@ -210,3 +211,79 @@ def test_a_jitted_method_cannot_name_again_what_setup_has_named():
 
     with pytest.raises(NameInUseError, match="'a' is used twice in 'Model"):
         Model().init(KEY, X)
+
+
+@struct.dataclass
+class Box:
+    """Its fields are in another order than their names."""
+
+    b: Any
+    a: Any = None
+    kept: Any = struct.field(pytree_node=False, default="text")
+
+
+class InBox(Module):
+    box: Any
+
+    @compact
+    def __call__(self, x):
+        x = nn.Dense(2)(x)
+        for layer in jax.tree.leaves(self.box, is_leaf=lambda x: isinstance(x, Module)):
+            x = layer(x)
+        return x
+
+
+class BoxInSetup(InBox):
+    def setup(self):
+        self.given, self.made = self.box, Box(nn.Dense(4))
+
+    def __call__(self, x):
+        return self.made.b(self.given.a(self.given.b(x)))
+
+
+DENSE = nn.Dense(2)
+BOXES = {
+    "two": (InBox(Box(nn.Dense(2), nn.Dense(3))), ["Dense_0", "box_a", "box_b"]),
+    "named": (InBox(Box(nn.Dense(2, name="q"), nn.Dense(3))), ["Dense_0", "box_a", "box_b"]),
+    "shared": (InBox(Box(DENSE, DENSE)), ["Dense_0", "box_a"]),
+    "nested": (
+        InBox(Box([nn.Dense(2)], {"k": Box(nn.Dense(3))})),
+        ["Dense_0", "box_a_k_b", "box_b_0"],
+    ),
+    "in a list": (InBox((Box(nn.Dense(2)), nn.Dense(3))), ["Dense_0", "box_0_b", "box_1"]),
+    "setup": (BoxInSetup(Box(nn.Dense(2), nn.Dense(3))), ["box_a", "box_b", "made_b"]),
+}
+
+
+@pytest.mark.parametrize("case", BOXES)
+def test_modules_in_the_fields_of_a_struct(case):
+    module, names = BOXES[case]
+    y, variables = module.init_with_output(KEY, X)
+    assert sorted(variables["params"]) == names
+    np.testing.assert_array_equal(module.apply(variables, X), y)
+    given = jax.tree.leaves(module.box, is_leaf=lambda x: isinstance(x, Module))
+    assert all(layer.scope is None for layer in given) and module.clone() == module
+    lifted = nn.jit(type(module))(box=module.box)
+    np.testing.assert_allclose(lifted.apply(variables, X), y, rtol=1e-6)
+    unbound, _ = module.bind(variables).unbind()
+    np.testing.assert_array_equal(unbound.apply(variables, X), y)
+
+
+def test_only_children_of_a_struct_are_submodules():
+    box = Box(1, kept=nn.Dense(2))
+    assert map_submodules(lambda at, x: x, box, lambda x: isinstance(x, Module)) is box
+
+
+def test_a_lifted_function_uses_modules_in_a_struct_that_it_captures():
+    class Lifted(Module):
+        box: Any
+
+        @compact
+        def __call__(self, x):
+            box = self.box
+            return nn.vmap(
+                lambda _, x: box.b(x), variable_axes={"params": None}, split_rngs={"params": False}
+            )(self, x)
+
+    y, variables = Lifted(Box(nn.Dense(2))).init_with_output(KEY, X)
+    np.testing.assert_allclose(y, nn.Dense(2).apply({"params": variables["params"]["box_b"]}, X))

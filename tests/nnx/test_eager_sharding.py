@@ -111,6 +111,34 @@ def test_what_is_abstract_is_laid_out_as_what_is_made(kind):
     assert nnx.eval_shape(lambda: nnx.Param(jnp.ones(4))).sharding is None
 
 
+LAID_OUT = {"names": ("data", "model"), "spec": P("data", "model"), "none": None, "sharding": P}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", LAID_OUT)
+def test_shapes_have_the_layout_over_the_mesh_of_their_variable(kind, layout):
+    mesh, out_sharding = mesh_of(kind), LAID_OUT[layout]
+    if layout == "sharding":
+        metadata = {"out_sharding": NamedSharding(mesh, P("data", "model"))}
+    else:
+        metadata = {
+            "mesh": mesh,
+            **({} if out_sharding is None else {"out_sharding": out_sharding}),
+        }
+
+    def make():
+        later = nnx.Param(jnp.ones(4), out_sharding=("data",), mesh=mesh, eager_sharding=False)
+        return nnx.Dict(w=nnx.Param(jnp.ones((4, 8)), **metadata), later=later)
+
+    abstract = nnx.eval_shape(make)
+    expected = P() if layout == "none" else P("data", "model")
+    assert abstract.w.sharding.spec == expected
+    assert abstract.w.sharding.mesh.axis_names == mesh.axis_names
+    assert kind is AxisType.Explicit or abstract.later.sharding is None
+    if kind is AxisType.Auto:
+        assert nnx.state(abstract).w.sharding == NamedSharding(mesh, expected)
+
+
 def test_it_can_be_turned_off():
     assert using_eager_sharding() and use_eager_sharding.get_default()
     with jax.set_mesh(mesh_of(AxisType.Auto)):

@@ -1,6 +1,7 @@
 """Modules in the attributes of modules: their names, and calls with variables of their own."""
 
 import functools
+import importlib
 from collections import namedtuple
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from tests.parity.linen import KEY, same
 
 X = jnp.ones((2, 3))
 Pair = namedtuple("Pair", "right left")
+Fields = namedtuple("Fields", "b a")  # of a struct.dataclass
 
 keys = st.text("ab12", min_size=1, max_size=2)
 containers = st.recursive(
@@ -22,19 +24,28 @@ containers = st.recursive(
         st.lists(below, min_size=1, max_size=12)
         | st.tuples(below, below)
         | st.builds(Pair, below, below)
+        | st.builds(Fields, below, below)
         | st.dictionaries(keys, below, min_size=1, max_size=3)
     ),
     max_leaves=14,
 )
 
 
-def with_layers(tree, layers):
+@functools.cache
+def struct(nn):
+    of = importlib.import_module(nn.__name__.replace("linen", "struct"))
+    return of.dataclass(type("Struct", (), {"__annotations__": {"b": object, "a": object}}))
+
+
+def with_layers(nn, tree, layers):
     """The tree with a layer for each number; unlike `jax.tree.map` it keeps the order of dicts."""
     if isinstance(tree, int):
         return layers[tree]
     if isinstance(tree, dict):
-        return {key: with_layers(value, layers) for key, value in tree.items()}
-    items = [with_layers(value, layers) for value in tree]
+        return {key: with_layers(nn, value, layers) for key, value in tree.items()}
+    items = [with_layers(nn, value, layers) for value in tree]
+    if isinstance(tree, Fields):
+        return struct(nn)(*items)
     return Pair(*items) if isinstance(tree, Pair) else type(tree)(items)
 
 
@@ -66,13 +77,15 @@ def classes(nn):
 
 def names(nn, tree, in_setup):
     Leaf, Field, Setup = classes(nn)
-    make = lambda: with_layers(tree, [Leaf() for _ in range(3)])  # noqa: E731
+    make = lambda: with_layers(nn, tree, [Leaf() for _ in range(3)])  # noqa: E731
     module = Setup(make) if in_setup else Field(make())
     return {}, module.init(KEY)
 
 
 @given(containers, st.booleans())
 @example({"b": 0, "a": 0}, False)
+@example([Fields(0, [1, 0]), 2], False)
+@example(Fields({"k": 1}, Pair(0, 1)), True)
 @settings(deadline=None, max_examples=40)
 def test_names_of_modules_that_are_in_several_places(tree, in_setup):
     same(lambda nn: names(nn, tree, in_setup))

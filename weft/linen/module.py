@@ -154,8 +154,10 @@ class Module(ModuleVariables):
         held = vars(self)
         for name in self._field_names:
             value = held.get(name)
+            kind = type(value)
             # `isinstance` is slow for abstract classes such as `FrozenDict`.
-            if isinstance(value, _HOLDERS) or FrozenDict in type(value).__mro__:
+            is_holder = FrozenDict in kind.__mro__ or hasattr(kind, "_weft_struct")
+            if is_holder or isinstance(value, _HOLDERS):
                 adopted = map_submodules(self._adopt, value, _is_module, name)
                 if adopted is not value:
                     self._state.given = {**self._state.given, name: value}

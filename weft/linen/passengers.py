@@ -27,6 +27,7 @@ from weft.lifting.functions import Same, by_value
 from weft.linen.module import Module
 from weft.linen.running import PLACED, RUNNING, name_of
 from weft.linen.submodules import map_submodules
+from weft.struct import child_names
 
 
 @jax.tree_util.register_static
@@ -326,7 +327,7 @@ def captured_modules(fn: Any) -> list[Module]:
         if isinstance(value, Module):
             if value.scope is not None:
                 found[id(value)] = value
-        elif isinstance(value, _HOLDERS) and id(value) not in seen:
+        elif (isinstance(value, _HOLDERS) or child_names(type(value))) and id(value) not in seen:
             seen.add(id(value))
             to_see.extend(reversed(_held(value)))
     return list(found.values())
@@ -341,6 +342,8 @@ def _held(fn: Any) -> Sequence[Any]:
         return fn.func, fn.args, fn.keywords
     if isinstance(fn, MethodType):
         return fn.__func__, fn.__self__
+    if not isinstance(fn, FunctionType):
+        return [getattr(fn, name) for name in child_names(type(fn))]
     held = []
     for cell in fn.__closure__ or ():
         try:

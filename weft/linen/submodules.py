@@ -1,16 +1,18 @@
 """Modules in the attributes of modules.
 
-A module in a field of another module, directly or in lists and dicts, becomes its submodule when
-the other is bound, named by the attribute and its place in the containers. The original remains
-unbound: its copy is bound. A module in several places is one submodule, named by the first place.
-Within a container the order is that of the names as text: the key "a" precedes "b", however the
-dict was filled, and the index 10 precedes 2.
+A module in a field of another module, directly or in lists, dicts and those fields of a
+`struct.dataclass` that are children of its pytree, becomes its submodule when the other is bound,
+named by the attribute and its place in the containers. The original remains unbound: its copy is
+bound. A module in several places is one submodule, named by the first place. Within a container the
+order is that of the names as text: the key "a" precedes "b", however the dict was filled, and the
+index 10 precedes 2.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from weft.core.frozen_dict import FrozenDict
+from weft.struct import child_names
 
 if TYPE_CHECKING:
     from weft.linen.module import Module
@@ -36,7 +38,11 @@ def map_submodules(
     if isinstance(value, Mapping) and isinstance(value, dict | FrozenDict):
         items = _map_items(fn, value.items(), is_module, at)
         return FrozenDict(zip(value, items, strict=True))
-    return value
+    names, holder = child_names(type(value)), cast(Any, value)
+    before = [getattr(value, name) for name in names]
+    items = _map_items(fn, zip(names, before, strict=True), is_module, at)
+    changed = {n: a for n, a, b in zip(names, items, before, strict=True) if a is not b}
+    return holder.replace(**changed) if changed else value
 
 
 def _map_items(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.core.layout import AnyMesh, axes_of, get_global_mesh
+from weft.core.layout import AnyMesh, axes_of
 from weft.core.meta import PARTITION_NAME, Partitioned
 from weft.core.spmd import logical_axis_rules, without_format
 from weft.errors import (
@@ -217,9 +217,7 @@ def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = Fa
 
 
 def lay_out_shapes(tree: Any) -> None:
-    """Adds layouts under the mesh of `jax.set_mesh` to shapes in variables, in place."""
-    if get_global_mesh() is None:
-        return  # skips the traversal without a mesh
+    """Adds layouts to shapes in variables, in place, where a mesh is known."""
     for _, x in iter_graph(tree):
         if isinstance(x, Variable) and is_laid_out(x._metadata):
             value = with_abstract_layouts(x._value, x._metadata)

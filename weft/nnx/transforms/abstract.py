@@ -38,8 +38,8 @@ def eval_shape(
 ) -> Any:
     """What a function would return, with shapes in place of arrays. Nothing is computed.
 
-    Under the mesh of `jax.set_mesh`, the shapes in variables have the layouts, a `NamedSharding`,
-    that their values would have.
+    The shapes in variables have the layouts, a `NamedSharding`, that their values would have over
+    the mesh in their metadata, or else that of `jax.set_mesh`.
 
     Args:
         f: the function; the objects that it is given are copies, and those it makes hold shapes.
