@@ -205,11 +205,6 @@ class InputDispatcher(BaseInputDispatcher):
     def logical_to_physical_batch(
         self, logical_feed_batch: Nested[np.ndarray]
     ) -> Nested[np.ndarray]:
-        """Returns this process's part of the global batch: its rows, and padding.
-
-        Raises:
-            InputDispatchError: If a leaf has another number of rows, or the batch is not a dict.
-        """
         if not isinstance(logical_feed_batch, Mapping):
             raise InputDispatchError(
                 f"{self.path()}: an input batch must be a dict, got "

@@ -307,11 +307,12 @@ def pad_for_evaluation(
 ) -> Dataset:
     """Appends padding examples, so that no example is dropped from a last, smaller batch.
 
-    Pad to a multiple of the global batch before `shard_dataset`: processes with shards of different
+    Pads to a multiple of `per_feed_batch_size`. Pad to one of the global batch before `shard_dataset`: processes with shards of different
     lengths would deadlock.
 
     Raises:
-        InputDatasetError: If there are more examples; for an iterable, when it reaches them.
+        InputDatasetError: If `ds` has more than `max_num_examples`, like endless datasets; for an
+            iterable, when it reaches them.
     """
     if isinstance(ds, grain.MapDataset):
         check_num_examples(len(ds), max_num_examples)

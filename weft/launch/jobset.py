@@ -44,7 +44,7 @@ class JobSetJob(Job):
             resources: resources of each pod by Kubernetes name, such as {"cpu": "8", "memory":
                 "64Gi", "google.com/tpu": "4"}.
             node_selector: labels of the nodes that may run a pod.
-            labels: labels of the JobSet, such as {"kueue.x-k8s.io/queue-name": "research"}.
+            labels: for example {"kueue.x-k8s.io/queue-name": "research"}.
             volume_claim: PersistentVolumeClaim that all pods mount, for the run's directory; its
                 access mode must be ReadWriteMany.
             working_dir: working directory of the command; None for `mount_path` with a claim, and

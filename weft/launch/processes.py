@@ -45,7 +45,6 @@ class Outcome(NamedTuple):
     """Ends of a group of processes.
 
     Attributes:
-        ended: the processes, in the order of their ends.
         failed: the first process that failed on its own, if any.
         stopped_by: name of the signal that requested the stop, if any.
     """
