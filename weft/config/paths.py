@@ -52,11 +52,7 @@ def parse_path(path: str | Sequence[Any]) -> list[Any]:
 
 
 def walk_path(value: Any, path: str | Sequence[Any]) -> list[tuple[str, Any]]:
-    """Returns (path, value) pairs from the start to the end of a path.
-
-    Raises:
-        UnknownFieldError: if the path does not exist; names the part that does.
-    """
+    """Returns (path, value) pairs from the start to the end of a path."""
     trail = [("", value)]
     for step in parse_path(path):
         here, value = trail[-1]
@@ -116,11 +112,7 @@ def set_path(config: ConfigNode, path: str | Sequence[Any], value: Any) -> None:
 
 
 def split_path(config: ConfigNode, path: str | Sequence[Any]) -> tuple[ConfigNode, list[Any]]:
-    """Returns the innermost config on a path and the remaining steps; the last may be a new key.
-
-    Raises:
-        UnknownFieldError: if the path is empty or does not exist.
-    """
+    """Returns the innermost config on a path and the remaining steps; the last may be a new key."""
     steps = parse_path(path)
     if not steps:
         raise UnknownFieldError("The path is empty. Name at least one field.")

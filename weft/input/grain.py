@@ -307,8 +307,8 @@ def pad_for_evaluation(
 ) -> Dataset:
     """Appends padding examples, so that no example is dropped from a last, smaller batch.
 
-    Pads to a multiple of `per_feed_batch_size`. Pad to one of the global batch before `shard_dataset`: processes with shards of different
-    lengths would deadlock.
+    Pads to a multiple of `per_feed_batch_size`. Pad before `shard_dataset`, to a multiple of the
+    global batch: processes with shards of different lengths would deadlock.
 
     Raises:
         InputDatasetError: If `ds` has more than `max_num_examples`, like endless datasets; for an

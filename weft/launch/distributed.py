@@ -144,13 +144,10 @@ def _shown(values: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def joined_processes(environ: Mapping[str, str] | None = None) -> Iterator[Place | None]:
-    """Initializes `jax.distributed` if the environment defines several processes.
+    """Initializes `jax.distributed` and yields the place, or None for a process that is alone.
 
     Must be entered before JAX is used. An error inside is printed and ends the process at once, as
     a regular exit would wait for the other processes, which wait for this one.
-
-    Yields:
-        The place of the process, None if it is alone.
 
     Raises:
         ProcessEnvironmentError: if the variables contradict each other.
@@ -226,11 +223,7 @@ def _leave(error: BaseException, process_id: int) -> None:
 
 
 def wait_for_coordinator(place: Place, timeout_seconds: float = _CONNECT_SECONDS) -> None:
-    """Waits until process 0 listens, for a clearer error than JAX's abort.
-
-    Raises:
-        CoordinatorNotFoundError: after that time.
-    """
+    """Waits until process 0 listens, or raises CoordinatorNotFoundError instead of JAX's abort."""
     host, _, port = place.coordinator.rpartition(":")
     deadline = time.monotonic() + timeout_seconds
     while True:

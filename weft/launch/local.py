@@ -39,10 +39,7 @@ class LocalJob(Job):
         failure_grace_seconds: float = 5
 
     def run(self) -> int:
-        """Runs the processes until all have ended.
-
-        Returns:
-            The exit code: 0, or the shell's code of the first process that failed.
+        """Runs the processes to their end; returns 0, or the first failure's exit code.
 
         Raises:
             JobConfigError: if they cannot be started.
