@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import apply, init, lift
+from weft.errors import RoleError
 
 KEY = jax.random.key(0)
 
@@ -141,3 +142,14 @@ def test_a_loop_that_makes_state_is_traced_for_the_first_of_equal_calls_only(loo
     assert traced > 0
     assert init(loop())(KEY, 0) == first
     assert NOTES.traces == traced
+
+
+@pytest.mark.parametrize("step", [1, jnp.float32(1)], ids=["number", "array"])
+def test_a_body_that_makes_shared_state_does_not_change_it_by_a_constant(step):
+    def body(scope, carry):
+        scope.variable("state", "n", lambda: jnp.zeros(())).value += step
+        return carry, None
+
+    loop = lift.scan(body, variable_broadcast="state", length=2)
+    with pytest.raises(RoleError, match=r"shared by all iterations .* at 'state/n'"):
+        apply(lambda scope: loop(scope, 0.0), mutable=["state"])({})

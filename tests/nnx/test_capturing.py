@@ -239,7 +239,9 @@ def test_what_is_shared_by_all_iterations_keeps_its_attributes():
         m.new = nnx.Cache(x)
         return x
 
-    with pytest.raises(LoopStructureError, match=r"the body makes an attribute at m\.new"):
+    with pytest.raises(
+        LoopStructureError, match=r"the body makes an attribute at m\.new where there is one"
+    ):
         nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
 
 

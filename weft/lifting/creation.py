@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from weft.errors import CarryStructureError
@@ -66,14 +67,26 @@ class Traced:
         leaves = jax.tree.leaves(args)
         return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
 
+    def used(self, outputs: Sequence[int], *args: Any) -> tuple[Any, ...]:
+        """Returns for each array of the arguments whether some leaves of the result depend on it."""
+        _, inputs = self._reduced(outputs)
+        return jax.tree.unflatten(jax.tree.structure(args), inputs)
+
+    def _reduced(self, outputs: Sequence[int]) -> tuple[Any, list[bool]]:
+        """Returns the trace of some leaves of the result, and which inputs it has."""
+        wanted = set(outputs)
+        return dce_jaxpr(
+            self._closed.jaxpr, [i in wanted for i in range(len(self._closed.out_avals))]
+        )
+
     def only(self, outputs: Sequence[int], *args: Any) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
+        jaxpr, inputs = self._reduced(outputs)
         wanted = set(outputs)
-        used = [i in wanted for i in range(len(self._closed.out_avals))]
-        jaxpr, inputs = dce_jaxpr(self._closed.jaxpr, used)
         leaves = [x for x, is_used in zip(jax.tree.leaves(args), inputs, strict=True) if is_used]
         results = iter(jax.core.eval_jaxpr(jaxpr, self._closed.consts, *leaves))
-        found = {i: next(results) for i, is_used in enumerate(used) if is_used}
+        # A constant of the trace would be no array, and a change of it would be computed by NumPy.
+        found = {i: jnp.asarray(next(results)) for i in sorted(wanted)}
         return [found[i] for i in outputs]
 
 
@@ -100,9 +113,9 @@ def body_with_state(
     """Returns a loop's body, after creating its state.
 
     Args:
-        make: returns the body, a function of arrays, for a static half and units. After a run, its
-            `collected` is the output's static half, or its `made` describes the created state,
-            which the run then returns.
+        make: returns the body, a function of arrays, for a static half and units; its `inside`
+            turns the arrays into units. After a run, its `collected` is the output's static half,
+            or its `made` describes the created state, which the run then returns.
         first: returns the arguments of the first run of such a body.
 
     Returns:
@@ -123,7 +136,9 @@ def body_with_state(
         body = make(kind.in_loop(static, body.collected.value), units)
         return body, body, nothing
     tree = body.made.tree
-    made = tree.unflatten(traced.only(range(tree.num_leaves), *args))
+    every = range(tree.num_leaves)
+    made = tree.unflatten(traced.only(every, *args))
+    made = kind.resumed(static, made, lambda: _of_groups(body.inside(*traced.used(every, *args))))
     groups = iter(made)
     values = [
         kind.union(value, new) if is_group and (new := next(groups)) is not None else value
@@ -145,6 +160,12 @@ def body_with_state(
         return result
 
     return body, again, made
+
+
+def _of_groups(units: Units) -> list[tuple[Any, Any]]:
+    """Returns the groups of carriers, each with its role."""
+    pairs = zip(units.pairs(), units.is_group, strict=True)
+    return [pair for pair, is_group in pairs if is_group]
 
 
 def may_create(kind: Kind, static: Any, units: Units) -> bool:

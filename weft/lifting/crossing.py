@@ -86,6 +86,10 @@ class Kind(Protocol):
 
     # Kinds with keys, axis metadata, counters, or functions that create state override these.
 
+    def call(self, inner: Any, fn: Callable[[Any], Any], args: Any) -> Any:
+        """Runs the function, between `merge` and `collect`."""
+        return fn(args)
+
     def wanted(self, roles: Roles) -> tuple[Any, ...]:
         """Returns the filters of a carrier's groups for `split` and `collect`."""
         return roles.filters
@@ -122,6 +126,19 @@ class Kind(Protocol):
         """Returns a group with the entries of another one, which replace its own."""
         return other
 
+    def resumed(
+        self, static: Any, made: list[Any], used: Callable[[], Sequence[tuple[Any, Any]]]
+    ) -> list[Any]:
+        """What a loop begins with of what `created` gave, of each group.
+
+        Args:
+            static: the static half.
+            made: the entries of each group, or None.
+            used: gives each group, with True in place of each array on which `made` depends and
+                False in place of the others, and the group's role. A shared group is as it is.
+        """
+        return made
+
     def begun(self, made: Any, result: Any) -> Any:
         """Returns the final group of a loop or a branch for `commit`.
 
@@ -139,6 +156,15 @@ class Kind(Protocol):
 
         `before` is the static half that the other run has collected, `after` that of this run, if
         known.
+        """
+        return static
+
+    def for_condition(self, static: Any, of_body: Any) -> Any:
+        """The static half for the condition of a loop.
+
+        Args:
+            static: that of the call.
+            of_body: that of the body.
         """
         return static
 
@@ -282,7 +308,7 @@ def run(kind: Kind, fn: Callable[..., Any], cargo: Cargo, out_roles: Any = None)
     for i, carrier in zip(at, carriers, strict=True):
         leaves[i] = carrier
 
-    out = fn(tree.unflatten(leaves))
+    out = kind.call(inner, fn, tree.unflatten(leaves))
 
     out_leaves, out_tree = jax.tree.flatten(out, is_leaf=kind.is_carrier)
     out_at = [i for i, leaf in enumerate(out_leaves) if kind.is_carrier(leaf)]

@@ -63,7 +63,7 @@ def while_loop(
         same: list[bool] = []
 
         def cond(state: tuple[Any, list[Any]]) -> Any:
-            cargo = body.at(*state).cargo(static)
+            cargo = body.inside(*state).cargo(kind.for_condition(static, body.static))
             return run(kind, lambda args: cond_fn(*args), cargo).packed
 
         def noted(state: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
@@ -98,21 +98,21 @@ class _Body:
     """Body as a function of an iteration's index and of the leaves of the carry."""
 
     def __init__(self, kind: Kind, fn: Callable[..., Any], trees: Trees, static: Any, units: Units):
-        self._kind, self.fn, self._static, self._units = kind, fn, static, units
+        self._kind, self.fn, self.static, self._units = kind, fn, static, units
         self._trees = trees
         carry, self._tree = jax.tree.flatten(units.with_roles(CARRY))
         self.first = jnp.int32(0), carry
         self.made: Made | None = None
 
-    def at(self, i: Any, carry: list[Any]) -> Units:
+    def inside(self, i: Any, carry: list[Any]) -> Units:
         """Returns the inputs of the i-th iteration."""
         folded = _folded(self._kind, i, self._units)
         return folded.merged(CARRY, self._tree.unflatten(carry))
 
     def __call__(self, i: Any, carry: list[Any]) -> list[Any]:
-        inside = self.at(i, carry)
+        inside = self.inside(i, carry)
         returned, self.collected, made = iteration(
-            "while_loop", self._kind, self.fn, CARRY, self._trees, self._static, inside
+            "while_loop", self._kind, self.fn, CARRY, self._trees, self.static, inside
         )
         if made is not None:
             leaves, tree = jax.tree.flatten(made)

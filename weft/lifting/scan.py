@@ -143,9 +143,13 @@ class _Body:
         )
         self.made: Made | None = None
 
-    def __call__(self, carry: list[Any], xs: list[Any]) -> Any:
+    def inside(self, carry: list[Any], xs: list[Any]) -> Units:
+        """What an iteration finds."""
         sliced, carried = self._xs_tree.unflatten(xs), self._carry_tree.unflatten(carry)
-        inside = _filled(self._units, sliced).merged(CARRY, carried)
+        return _filled(self._units, sliced).merged(CARRY, carried)
+
+    def __call__(self, carry: list[Any], xs: list[Any]) -> Any:
+        inside = self.inside(carry, xs)
         returned, self.collected, made = iteration(
             "scan", self._kind, self.fn, self._out_axes, self._trees, self._static, inside
         )

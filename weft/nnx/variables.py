@@ -30,6 +30,7 @@ from weft.errors import (
 from weft.nnx.eager_sharding import laid_out, named_layout
 from weft.nnx.initial_metadata import HOOKS, VariableMetadata
 from weft.nnx.naming import changed_elsewhere, origin
+from weft.nnx.recording import RECORDING
 from weft.nnx.references import held, held_at_first, with_defaults, write
 from weft.nnx.structure import EPOCH, Fixed
 
@@ -95,6 +96,8 @@ class Variable(Generic[A]):
         if metadata or type(value) is jax.Ref:
             value = _as_asked(value, metadata, given, type(self).__name__)
         set_(self, "_value", value)
+        if (recording := RECORDING.now) is not None:
+            recording.note(self, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -295,6 +298,8 @@ class Variable(Generic[A]):
         set_(variable, "_trace", current_trace())
         set_(variable, "_watched", False)
         set_(variable, "_value", value)
+        if (recording := RECORDING.now) is not None:
+            recording.note(variable, value)
         return variable
 
     # Copies.
@@ -436,6 +441,8 @@ class Variable(Generic[A]):
         made = type(self).from_metadata(value, state["metadata"])
         for name in ("_metadata", "_trace", "_watched", "_value"):
             object.__setattr__(self, name, getattr(made, name))
+        if (recording := RECORDING.now) is not None:
+            recording.note(self, value)
 
     def __repr__(self) -> str:
         from weft.nnx.display import variable_repr

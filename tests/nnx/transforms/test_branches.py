@@ -67,12 +67,12 @@ def test_changes_that_are_alike_are_seen():
     assert (float(m.made[0]), m.kind) == (2.0, "new")
 
 
-def make(m):
-    m.made = nnx.Param(1.0)
+def put(name, value):
+    return lambda m: setattr(m, name, value)
 
 
 def kind(value):
-    return lambda m: setattr(m, "kind", value)
+    return put("kind", value)
 
 
 def swap(m):
@@ -80,7 +80,7 @@ def swap(m):
 
 
 DIFFERENT = {
-    "made": (make, r"m\.made is not there after one branch, and there after another"),
+    "array": (put("x", jnp.ones(())), r"m\.x is not there after one branch, and there after an"),
     "static": (kind("a"), r"m\.kind is not there after one branch, and there after"),
     "deleted": (lambda m: delattr(m, "w"), r"m\.w is there after one branch, and not there after"),
     "replaced": (
@@ -102,6 +102,109 @@ def test_changes_that_differ_are_shown_with_their_place(name):
         nnx.switch(0, [lambda m: None, lambda m: None, change], m)
     assert nnx.graphdef(m) == nnx.graphdef(Pair())
     nnx.cond(True, change, lambda m: None, m, graph_updates=False)  # only values come back
+
+
+def make_count(m):
+    m.count = nnx.BatchStat(jnp.zeros(()))
+    m.count[...] += m.w[...]
+
+
+def make_noise(m):
+    m.part.noise = nnx.Variable(m.rngs.noise.uniform())
+
+
+def make_aliases(m):
+    m.z = nnx.Variable(jnp.ones(()))
+    m.a = m.part.alias = m.z
+    m.a[...] *= 5
+
+
+def make_module(m):
+    m.new = nnx.List([Pair(n=3.0), nnx.Rngs(7)])
+    m.new[0].n[...] += 1
+    m.new[1].default()
+
+
+MADE = {
+    "": lambda m: (),
+    "count": lambda m: (float(m.count),),
+    "noise": lambda m: (float(m.part.noise),),
+    "aliases": lambda m: (float(m.z), m.a is m.z, m.part.alias is m.z),
+    "module": lambda m: (float(m.new[0].n), int(m.new[1].default.count[...])),
+}
+NOISE = float(nnx.Rngs(0).noise.uniform())
+BRANCHES = {"": lambda m: None, "count": make_count, "noise": make_noise}
+BRANCHES |= {"aliases": make_aliases, "module": make_module}
+INITIAL = {"": (), "count": (0,), "noise": (NOISE,), "aliases": (1, True, True), "module": (3, 0)}
+TAKEN = {"": (), "count": (2,), "noise": (NOISE,), "aliases": (5, True, True), "module": (4, 1)}
+
+
+def model():
+    m = Pair()
+    m.part, m.rngs = Pair(), nnx.Rngs(0)
+    return m
+
+
+def jitted(f, m):
+    nnx.jit(f)(m)
+
+
+def nested(f, m):
+    nnx.cond(True, f, lambda m: None, m)
+
+
+@pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
+@pytest.mark.parametrize("taken", BRANCHES)
+def test_what_only_some_branches_make_is_made_for_all(taken, around):
+    m, index = model(), [*BRANCHES].index(taken)
+    around(lambda m: nnx.switch(index, [*BRANCHES.values()], m), m)
+    for name, found in MADE.items():
+        assert found(m) == (TAKEN if name == taken else INITIAL)[name]
+    assert int(m.rngs.default.count[...]) == (taken == "noise")
+    assert (float(m.w), float(m.n)) == (2, 0)
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("inside", [jitted, nested])
+@pytest.mark.parametrize("around", [lambda f, m: f(m), jitted, nested])
+def test_what_a_branch_that_is_not_taken_makes_inside_of_others(name, around, inside):
+    branch = BRANCHES[name]
+    m = model()
+    around(lambda m: nnx.cond(False, lambda m: inside(branch, m), lambda m: None, m), m)
+    assert MADE[name](m) == INITIAL[name]
+
+
+def test_two_branches_make_one_attribute_each_with_its_own_value():
+    def make(value):
+        def branch(m):
+            m.made = nnx.Variable(jnp.float32(value))
+            m.made[...] += 1
+
+        return branch
+
+    for i in range(3):
+        m = Pair()
+        nnx.switch(i, [make(1), make(5), lambda m: None], m)
+        assert float(m.made) == (2, 6, 1)[i]
+
+
+def test_what_branches_make_at_one_place_is_alike():
+    m, param, stat = Pair(), nnx.Param, nnx.BatchStat
+    make = lambda kind: lambda m: setattr(m, "made", kind(1.0))  # noqa: E731
+    with pytest.raises(BranchObjectsError, match=r"m\.made is Param after one .* BatchStat after"):
+        nnx.cond(True, make(stat), make(param), m)
+    with pytest.raises(BranchObjectsError, match=r"m\.w is not there after one branch, and there"):
+        nnx.cond(True, make(stat), lambda m: delattr(m, "w"), m)
+    with pytest.raises(BranchStructureError, match=r"m\.made is float32\[2\] in true_fun, and flo"):
+        nnx.cond(
+            True,
+            lambda m: setattr(m, "made", stat(jnp.ones(2))),
+            lambda m: setattr(m, "made", stat(jnp.ones(()))),
+            m,
+        )
+    with pytest.raises(BranchObjectsError, match=r"m\.items\[0\] is not there after one"):
+        m.items = []
+        nnx.cond(True, lambda m: m.items.append(param(1.0)), lambda m: None, m)
 
 
 def test_results_that_differ_are_shown():

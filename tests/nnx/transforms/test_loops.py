@@ -120,7 +120,7 @@ def test_a_body_returns_the_objects_that_it_is_given():
 
 def test_only_values_of_variables_change():
     def make(m):
-        m.made = nnx.Param(1.0)
+        m.made = jnp.ones(())
         return m
 
     def put(c):
@@ -368,6 +368,303 @@ def test_a_body_that_changes_attributes_without_graph_updates_is_refused(
     with pytest.raises(LoopStructureError, match=f"the body {message}"):
         loops[loop]()
     assert m.n[...].tolist() == [0, 0] and m.mode == "first"
+
+
+# Attributes that the body makes.
+
+
+class Drawing(Pair):
+    def __init__(self):
+        super().__init__(1.0)
+        self.rngs = nnx.Rngs(0)
+        self.part = Pair()
+
+
+def make_variable(m, i):
+    if not hasattr(m, "count"):
+        m.count = nnx.Variable(jnp.zeros(()))
+    m.count[...] += i + 1
+
+
+def make_in_part(m, i):
+    if not hasattr(m.part, "count"):
+        m.part.count = nnx.Variable(m.w[...] + i)
+    m.part.count[...] *= 2
+
+
+def make_with_alias(m, i):
+    if not hasattr(m, "a"):
+        m.z = nnx.BatchStat(jnp.zeros(()))
+        m.a = m.part.alias = m.z
+    assert m.a is m.z and m.part.alias is m.a
+    m.a[...] += i
+
+
+def make_module(m, i):
+    if not hasattr(m, "new"):
+        m.new = [nnx.clone(m.part), {"b": Pair(n=3.0)}]
+    m.new[0].add(m.new[1]["b"].n[...] + i)
+
+
+def make_from_key(m, i):
+    if not hasattr(m, "noise"):
+        m.noise = nnx.Variable(m.rngs.noise.uniform())
+    m.noise[...] += m.rngs.noise.uniform()
+
+
+def make_after_drawing(m, i):
+    x = m.rngs.noise.uniform()
+    make_variable(m, i)
+    m.count[...] += x
+
+
+def make_stream(m, i):
+    if not hasattr(m, "own"):
+        m.own = nnx.Rngs(m.rngs.params())
+    m.n[...] += m.own.dropout.uniform() + i
+
+
+def make_in_jit(m, i):
+    nnx.jit(make_from_key)(m, i)
+
+
+def make_in_branch(m, i):
+    nnx.cond(i > 0, make_variable, lambda m, i: None, m, i)
+
+
+def make_in_gradient(m, i):
+    def loss(m):
+        make_variable(m, i)
+        return m.w[...] * m.count[...]
+
+    m.w[...] -= nnx.grad(loss)(m).w[...]
+
+
+MAKERS = [make_variable, make_in_part, make_with_alias, make_module, make_from_key]
+MAKERS += [make_after_drawing, make_stream, make_in_jit, make_in_branch, make_in_gradient]
+
+
+def fori(step, m, n):
+    nnx.fori_loop(0, n, lambda i, m: (step(m, i), m)[1], m)
+
+
+def fori_of_arrays(step, m, n):
+    nnx.fori_loop(jnp.int32(0), jnp.int32(n), lambda i, m: (step(m, i), m)[1], m)
+
+
+def while_(step, m, n):
+    def body(c):
+        step(c["m"], c["i"])
+        return {"m": c["m"], "i": c["i"] + 1}
+
+    nnx.while_loop(lambda c: c["i"] < n, body, {"i": jnp.int32(0), "m": m})
+
+
+def scan(step, m, n):
+    nnx.scan(lambda m, i: (m, step(m, i)))(m, jnp.arange(n))
+
+
+def python(step, m, n):
+    for i in range(n):
+        step(m, jnp.int32(i))
+
+
+LOOPS = [fori, fori_of_arrays, while_, scan]
+
+
+def assert_alike(m, expected):
+    assert nnx.graphdef(m) == nnx.graphdef(expected)
+
+    def as_numbers(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    for x, y in zip(*(jax.tree.leaves(nnx.state(of)) for of in (m, expected)), strict=True):
+        np.testing.assert_allclose(as_numbers(x), as_numbers(y), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_body_that_makes_attributes_is_as_in_a_python_loop(loop, make):
+    m, expected = Drawing(), Drawing()
+    for n in (3, 2):
+        loop(make, m, n)
+        python(make, expected, n)
+    assert_alike(m, expected)
+
+
+@pytest.mark.parametrize("make", [make_in_part, make_with_alias, make_from_key, make_in_branch])
+@pytest.mark.parametrize("loops", [(fori, scan), (scan, while_), (while_, fori_of_arrays, scan)])
+def test_what_the_innermost_of_several_loops_makes(loops, make):
+    def nested(m, loops):
+        first, *rest = loops
+        first((lambda m, i: nested(m, rest)) if rest else make, m, 2)
+
+    m, expected = Drawing(), Drawing()
+    nested(m, loops)
+    nested(expected, [python] * len(loops))
+    assert_alike(m, expected)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_body_is_traced_once_more_for_each_loop_that_carries_what_it_makes(loop, depth):
+    traces = []
+
+    def nested(m, depth):
+        def step(m, i):
+            if depth > 1:
+                return nested(m, depth - 1)
+            traces.append(1)
+            make_variable(m, 0)
+
+        loop(step, m, 2)
+
+    m = Pair()
+    nested(m, depth)
+    assert float(m.count) == 2**depth and len(traces) == depth + 1
+    traces.clear()
+    nested(m, depth)
+    assert float(m.count) == 2 * 2**depth and len(traces) == 1
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("outer", [python, *LOOPS])
+def test_loops_that_do_not_run_leave_the_initial_values(loop, outer):
+    def make(m, i):
+        if not hasattr(m, "a"):
+            m.a = nnx.Variable(m.w[...] * 3)
+            m.b = m.a
+        m.a[...] += 1
+
+    m = Pair()
+    outer(lambda m, i: loop(make, m, 0), m, 2)
+    assert float(m.a) == 6 and m.b is m.a
+
+
+def layers(m, i):
+    """Makes state with an axis, and changes it."""
+
+    def layer(x, layer):
+        make_variable(layer, 0)
+        return x
+
+    nnx.scan(layer, in_axes=(Carry, 0), out_axes=Carry)(0.0, m.layers)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_state_with_an_axis_that_a_loop_inside_makes_and_changes(loop):
+    made = nnx.vmap(lambda w: Pair(w))(jnp.ones(3))
+    m = nnx.Dict(layers=made)
+    loop(layers, m, 2)
+    assert m.layers.count[...].tolist() == [2, 2, 2]
+    m = nnx.Dict(layers=nnx.clone(made))
+    del m.layers.count
+    loop(layers, m, 0)
+    assert m.layers.count[...].tolist() == [0, 0, 0]
+
+
+def test_no_key_is_drawn_twice_where_a_body_draws_before_it_makes():
+    def body(m, x):
+        y = m.rngs.noise.uniform()
+        if not hasattr(m, "noise"):
+            m.noise = nnx.Variable(m.rngs.noise.uniform())
+        return m, y
+
+    m, stream = Drawing(), nnx.Rngs(0).noise
+    keys = [float(stream.uniform()) for _ in range(5)]
+    _, drawn = nnx.scan(body)(m, jnp.arange(3))
+    assert float(m.noise) == keys[1] and drawn.tolist() == pytest.approx(keys[2:])
+    assert int(m.rngs.default.count[...]) == 5
+
+
+def test_the_condition_and_gradients_see_what_the_body_makes():
+    def body(m):
+        make_in_part(m, 0)
+        return m
+
+    cond = lambda m: not hasattr(m.part, "count") or m.part.count < 6  # noqa: E731
+    m = nnx.while_loop(cond, body, Drawing())
+    assert float(m.part.count) == 8
+
+    def loss(m):
+        return nnx.fori_loop(0, 3, lambda i, m: body(m), m).part.count[...]
+
+    assert float(nnx.grad(loss)(Drawing()).w[...]) == 8
+    with jax.disable_jit():
+        assert float(loss(Drawing())) == 8
+
+
+def test_all_iterations_may_share_what_the_first_one_makes():
+    def body(x, m):
+        if not hasattr(m, "made"):
+            m.made = nnx.Variable(x * 2)
+        return x + m.made[...]
+
+    m = Pair()
+    loop = nnx.scan(body, in_axes=(Carry, None), out_axes=Carry, length=3)
+    assert float(loop(jnp.float32(1), m)) == 7 and float(m.made) == 2
+    with pytest.raises(RoleError, match=r"shared by all iterations \(None\), at m\.count"):
+        nnx.scan(
+            lambda x, m: (make_variable(m, 1), x)[1],
+            in_axes=(Carry, None),
+            out_axes=Carry,
+            length=2,
+        )(0.0, Pair())
+
+
+def put(name, value):
+    return lambda m: setattr(m, name, value(m))
+
+
+REFUSED = {
+    "static": (put("kind", lambda m: "new"), r"makes an attribute at m\.kind; .* before the loop"),
+    "array": (put("x", lambda m: jnp.ones(())), r"makes an attribute at m\.x"),
+    "old": (put("zz", lambda m: m.w), r"makes an attribute at m\.zz"),
+    "with an array": (
+        put("new", lambda m: nnx.Dict(a=nnx.Variable(1.0), b=jnp.ones(()))),
+        r"makes an attribute at m\.new",
+    ),
+    "with a list": (
+        put("new", lambda m: nnx.Dict(a=nnx.Variable(1.0), b=nnx.static(bytearray(1)))),
+        r"makes an attribute at m\.new",
+    ),
+    "item": (lambda m: m.items.append(nnx.Variable(1.0)), r"makes an attribute at m\.items\[0\]"),
+    "reference": (put("r", lambda m: nnx.Variable(jnp.ones(()), ref=True)), r"at m\.r"),
+    "always": (
+        put("new", lambda m: nnx.Param(1.0)),
+        r"m\.new where there is one already; .*hasattr",
+    ),
+    "later": (
+        lambda m: make_in_part(m, 0) if hasattr(m, "count") else make_variable(m, 0),
+        r"makes an attribute at m\.part\.count",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_made_before_is_refused(name):
+    change, message = REFUSED[name]
+    m = Drawing()
+    m.items = []
+    looks = nnx.graphdef(m)
+    with pytest.raises(LoopStructureError, match=message):
+        nnx.fori_loop(0, 3, lambda i, m: (change(m), m)[1], m)
+    assert nnx.graphdef(m) == looks
+
+
+def test_initial_values_do_not_depend_on_streams_of_single_iterations():
+    def body(m, rngs):
+        x = rngs.uniform()
+        if not hasattr(m, "made"):
+            m.made = nnx.Variable(x)
+        return m
+
+    loop = nnx.scan(body, in_axes=(Carry, 0), out_axes=Carry)
+    with pytest.raises(
+        LoopStructureError, match=r"value depends on rngs\.default\.key, which each"
+    ):
+        loop(Pair(), nnx.Rngs(0).split(3))
 
 
 @TREES

@@ -35,7 +35,8 @@ def cond(
 
     Raises:
         BranchStructureError: if the functions return, or leave in variables, what is not alike.
-        BranchObjectsError: if they change references or static attributes in different ways.
+        BranchObjectsError: if they change references or static attributes in different ways. New
+            attributes that hold variables are made for both.
 
     Example:
         >>> import jax.numpy as jnp
@@ -47,7 +48,7 @@ def cond(
         >>> int(n)
         2
     """
-    kind = ObjectKind("cond", *references_and_structure(graph, graph_updates))
+    kind = ObjectKind("cond", *references_and_structure(graph, graph_updates), is_branch=True)
     chosen = lifting.cond(kind, recorded(true_fun), recorded(false_fun))
     with opened(Call("cond", true_fun, operands, ("operands", "the result"), place=origin())):
         return chosen(pred, *operands)
@@ -75,7 +76,7 @@ def switch(
     """
     if not branches:
         raise TransformArgumentError("switch: there are no branches; give at least one function.")
-    kind = ObjectKind("switch", *references_and_structure(graph, graph_updates))
+    kind = ObjectKind("switch", *references_and_structure(graph, graph_updates), is_branch=True)
     chosen = lifting.switch(kind, tuple(map(recorded, branches)))
     with opened(Call("switch", branches[0], operands, ("operands", "the result"), place=origin())):
         return chosen(index, *operands)

@@ -67,7 +67,7 @@ class Call:
         # In words: the objects themselves belong to a trace that ends before the call does.
         self.inside: list[str] | None = None
         self.returned: list[str] = []
-        self.values: tuple[list[int], Sequence[Path]] = ([], ())
+        self.values: tuple[Sequence[int], Sequence[Path]] = ([], ())
 
     @property
     def title(self) -> str:
@@ -144,23 +144,24 @@ def place_of(path: Path) -> str:
     return root + "".join(f".{p}" if isinstance(p, str) else f"[{p!r}]" for p in below)
 
 
-def note_values(keys: list[int], paths: Sequence[Path]) -> None:
+def note_values(keys: Sequence[int], paths: Sequence[Path]) -> None:
     """Notes in the call that is open which paths the values have, by number, for errors."""
     if (call := current_call()) is not None:
         call.values = keys, paths
 
 
-def place_of_value(paths: Sequence[Path], path: Any) -> str:
+def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
     """Where a value is, or what is in it, by the number of the value and a path of JAX from there.
 
     Args:
-        paths: of the values that went in.
+        path_of: gives the path of a value that went in, by number.
         path: the number first, and then for a variable the name of its value.
     """
     n, call = path[0].key, current_call()
+    n = n if n >= 0 else ~n  # what is known of the value with that number
     rest = tuple(key for key in path[1:] if getattr(key, "name", None) != "value")
-    if n < len(paths):
-        return place_of(paths[n]) + jax.tree_util.keystr(rest)
+    if (at := path_of(n)) is not None:
+        return place_of(at) + jax.tree_util.keystr(rest)
     after = dict(zip(*call.values, strict=True)) if call is not None else {}
     return (place_of(after[n]) if n in after else "a new value") + jax.tree_util.keystr(rest)
 
@@ -259,6 +260,25 @@ def changed_in_loop(path: Path, what: str) -> Exception:
         "all iterations share or carry keeps its attributes, references and static values, and "
         "only values of variables change. Make the attribute before the loop, with its value in a "
         "variable if it changes from one iteration to the next."
+    )
+
+
+def made_again(path: Path) -> Exception:
+    """An object that a loop's body makes in each iteration."""
+    return LoopStructureError(
+        f"{_in_call('a loop')}: the body makes an attribute at {place_of(path)} where there is one "
+        "already; a loop carries what its body makes, so make it only where it is missing (if not "
+        "hasattr(...)), or before the loop."
+    )
+
+
+def made_of_own_keys(path: Path | None) -> Exception:
+    """A variable that is made before a loop, with keys of which each iteration has its own."""
+    at = "a PRNG stream" if path is None else place_of(path)
+    return LoopStructureError(
+        f"{_in_call('a loop')}: the body makes an attribute whose initial value depends on {at}, "
+        "which each iteration has of its own; draw from a stream that is carried, or make the "
+        "attribute before the loop."
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from weft.nnx.filters import Path
@@ -23,7 +23,9 @@ class Difference(NamedTuple):
 
 
 def first_difference(
-    graphs: tuple[GraphDef, GraphDef], origins: tuple[Sequence[int | None], Sequence[int | None]]
+    graphs: tuple[GraphDef, GraphDef],
+    origins: tuple[Sequence[int | None], Sequence[int | None]],
+    may_lack: Callable[[int, int | None, Any], bool] = lambda *_: False,
 ) -> Difference | None:
     """The first place at which two graphs differ.
 
@@ -31,7 +33,13 @@ def first_difference(
         graphs: the descriptions of both.
         origins: for each object of either the number of the one that it was before, None for a new
             one.
+        may_lack: whether one graph may lack an attribute that the other one has: from the number of
+            the other one, and what its object was before, and the name.
     """
+
+    def is_lacked(side: int, node: NodeDef, name: Any) -> bool:
+        index = node.index
+        return may_lack(side, None if index is None else origins[side][index], name)
 
     def find(a: Any, b: Any, path: Path) -> Difference | None:
         if _index(a) is not None and _index(b) is not None:
@@ -45,12 +53,12 @@ def first_difference(
             return None if _without_index(a) == _without_index(b) else _seen(a, b, path)
         of_a, of_b = dict(a.attributes), dict(b.attributes)
         for name in {**of_a, **of_b}:
-            if name not in of_a:
+            if name not in of_a and not is_lacked(1, b, name):
                 return Difference((*path, name), ("not there", "there"))
-            if name not in of_b:
+            if name not in of_b and not is_lacked(0, a, name):
                 return Difference((*path, name), ("there", "not there"))
-        for name, part in of_a.items():
-            if found := find(part, of_b[name], (*path, name)):
+        for name in filter(of_b.__contains__, of_a):
+            if found := find(of_a[name], of_b[name], (*path, name)):
                 return found
         if a.marks != b.marks:
             return Difference(path, ("marked so", "marked otherwise"))

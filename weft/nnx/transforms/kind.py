@@ -11,26 +11,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
 
 from weft.core.tracing import current_trace
 from weft.errors import AxisMetadataError, BranchObjectsError
-from weft.lifting import CARRY, Kind, Roles
+from weft.lifting import Kind, Roles
 from weft.lifting.crossing import Parcel, is_parcel
-from weft.lifting.functions import Same
 from weft.lifting.scan import changes_shared
 from weft.nnx.assembling import Change, check_changes, make_changes, plan_together, put_together
-from weft.nnx.filters import Everything, OfType, Path, Predicate, to_predicate
+from weft.nnx.filters import Path
 from weft.nnx.graph import (
     Flat,
     GraphDef,
-    NodeDef,
-    Ref,
-    VariableDef,
     Within,
     changing_values,
     flat_of_variables,
@@ -42,66 +37,49 @@ from weft.nnx.graph import (
 )
 from weft.nnx.naming import changed_elsewhere
 from weft.nnx.pytree import Pytree
-from weft.nnx.rngs import RngCount
+from weft.nnx.recording import RECORDING, Recording
+from weft.nnx.rngs import RngCount, RngKey
 from weft.nnx.spmd import add_axis, knows_axes, remove_axis
 from weft.nnx.state import from_flat_state
 from weft.nnx.structure import Copies, changing_parts, is_hashable
 from weft.nnx.transforms.calls import (
     argument_at,
     captured_output,
-    changed_in_loop,
     inconsistent_aliases,
+    made_of_own_keys,
     note_values,
     place_of,
     place_of_value,
     shared_in_tree_mode,
-    unmatched,
 )
-from weft.nnx.transforms.differences import first_difference
+from weft.nnx.transforms.differences import Difference
+from weft.nnx.transforms.growth import Described, is_new, number_of, united
+from weft.nnx.transforms.halves import (
+    Changed,
+    Group,
+    Grouping,
+    Groups,
+    Inner,
+    Static,
+    Wanted,
+    are_same,
+    described,
+    first_paths,
+    is_changed,
+    known_numbers,
+    values_of,
+)
+from weft.nnx.transforms.making import (
+    check_loop,
+    check_loop_values,
+    difference,
+    grown_half,
+    note_counts,
+    note_made,
+)
 from weft.nnx.variables import Variable, metadata_key
 
-Group = dict[int, Any]
-Groups = tuple[Group, ...]
-Wanted = tuple[tuple[Any, Any], ...]
-
 _MAX_BEFORE = 64
-
-
-class _Static(NamedTuple):
-    """What of the objects of a call is no array.
-
-    Attributes:
-        graphdef: of the pair of these objects and no results, without metadata.
-        places: for each value, the object among them and the group of it that it is in.
-        owners: for a value that is no variable whose attribute it is, by index.
-        is_sure: whether all values are variables, and nothing else can change within itself.
-        changing: what is static and can change within itself, compared by identity as well. A
-            program would otherwise serve another object of the same value, and find there what the
-            first one has become since.
-    """
-
-    graphdef: GraphDef
-    places: tuple[tuple[int, int], ...]
-    owners: tuple[tuple[int, Hashable] | None, ...]
-    is_sure: bool
-    changing: tuple[Same, ...]
-
-
-class _Changed(NamedTuple):
-    """What has become of the graph.
-
-    Attributes:
-        graphdef: of the pair of the objects that went in and of the results.
-        origins: for each object in it the index of the one that went in, None for a new one.
-        keys: for each value in it the number of the one that went in, or a number after those.
-        copies: of its `unhashable_values`, for each caller, without those that went in. None where
-            nothing static can change, also in metadata.
-    """
-
-    graphdef: GraphDef
-    origins: tuple[int | None, ...]
-    keys: tuple[int, ...]
-    copies: Copies | None
 
 
 class SharedChanges(Exception):
@@ -127,23 +105,6 @@ class AtPaths:
         return path in self.paths
 
 
-class _Inner(NamedTuple):
-    """The objects inside, and what their values were at first.
-
-    Attributes:
-        looks: what each object was made of, if that tells whether it has changed.
-    """
-
-    objects: list[Any]
-    values: list[Any]
-    metadata: list[Any]
-    looks: list[tuple[Pytree, list[Any]]] | None
-
-    def looks_the_same(self) -> bool:
-        """Whether nothing but values and metadata of variables can have changed."""
-        return self.looks is not None and all(_are_same(x._look(), look) for x, look in self.looks)
-
-
 def is_object(x: Any) -> bool:
     """Whether `x` is an object or a variable, which is known by reference."""
     return isinstance(x, Pytree | Variable)
@@ -158,6 +119,7 @@ class ObjectKind(Kind):
         references: whether an object may be met twice.
         structure: whether changes of references and of static attributes come back.
         is_loop: whether the function runs several times on what it carries.
+        is_branch: whether it is one of several, of which one runs.
         is_result_free: whether nothing is said of results, so that an argument may be among them
             however it went in.
     """
@@ -166,6 +128,7 @@ class ObjectKind(Kind):
     references: bool = True
     structure: bool = True
     is_loop: bool = False
+    is_branch: bool = False
     is_result_free: bool = False
 
     def wanted(self, roles: Roles) -> Wanted:
@@ -177,13 +140,13 @@ class ObjectKind(Kind):
     def split(self, carriers: Sequence[Any], filters: Sequence[Wanted]):
         flat, static = self._as_before(carriers, filters) or self._seen(carriers, filters)
         groups: list[Groups] = [tuple({} for _ in wanted) for wanted in filters]
-        for n, (leaf, (i, g)) in enumerate(zip(flat.leaves, static.places, strict=True)):
+        for n, leaf, (i, g) in zip(static.numbers, flat.leaves, static.places, strict=True):
             groups[i][g][n] = leaf
         return flat, static, groups
 
-    def _seen(self, carriers: Sequence[Any], filters: Sequence[Wanted]) -> tuple[Flat, _Static]:
+    def _seen(self, carriers: Sequence[Any], filters: Sequence[Wanted]) -> tuple[Flat, Static]:
         flat = take_apart((tuple(carriers), ()), with_metadata=False)
-        grouping = _Grouping(filters, ())
+        grouping = Grouping(filters, ())
         self._check_aliases(flat, grouping)
         at = zip(flat.graphdef.paths, flat.leaves, strict=True)
         places = tuple(grouping.place(path, leaf)[1:] for path, leaf in at)
@@ -191,7 +154,8 @@ class ObjectKind(Kind):
         owners = tuple(owner and (index[id(owner[0])], owner[1]) for owner in flat.owners)
         is_sure = flat.is_sure and not any(owners)
         changing = () if flat.is_sure else changing_values(flat)
-        static = _Static(flat.graphdef, places, owners, is_sure, changing)
+        numbers, records = range(len(places)), RECORDING.now is not None
+        static = Static(flat.graphdef, places, owners, is_sure, changing, numbers, records)
         if carriers and is_sure and not flat.again and grouping.is_of_structure:
             if len(self._before) >= _MAX_BEFORE:
                 self._before.clear()
@@ -199,37 +163,53 @@ class ObjectKind(Kind):
         return flat, static
 
     @functools.cached_property
-    def _before(self) -> dict[tuple[type, ...], tuple[_Static, Sequence[Wanted]]]:
+    def _before(self) -> dict[tuple[type, ...], tuple[Static, Sequence[Wanted]]]:
         """What was seen of objects of the same classes: the layers of a model look alike."""
         return {}
 
     def _as_before(
         self, carriers: Sequence[Any], filters: Sequence[Wanted]
-    ) -> tuple[Flat, _Static] | None:
+    ) -> tuple[Flat, Static] | None:
         """What there is to see, if it is what was seen before."""
         static, wanted = self._before.get(tuple(map(type, carriers)), (None, None))
-        if static is None or wanted != filters:
+        if static is None or wanted != filters or static.records != (RECORDING.now is not None):
             return None
         _, known = static.graphdef.root.attributes[0]
         objects = objects_alike([*enumerate(carriers)], known.attributes)
         return None if objects is None else (flat_of_variables(static.graphdef, objects), static)
 
-    def merge(self, static: _Static, groups: Sequence[Groups]):
-        leaves = [groups[i][g][n] for n, (i, g) in enumerate(static.places)]
+    def merge(self, static: Static, groups: Sequence[Groups]):
+        at = zip(static.numbers, static.places, strict=True)
+        leaves = [groups[i][g][n] for n, (i, g) in at]
         (carriers, _), objects = put_together(static.graphdef, leaves)
         held = [
             leaf if variable is None else variable
-            for variable, leaf in _values(static, objects, leaves)
+            for variable, leaf in values_of(static, objects, leaves)
         ]
         values = [x._value if isinstance(x, Variable) else x for x in held]
         metadata = [x._metadata if isinstance(x, Variable) else None for x in held]
         looks = [(x, x._look()) for x in objects if isinstance(x, Pytree)]
-        return _Inner(objects, values, metadata, looks if static.is_sure else None), list(carriers)
+        recording = None
+        if self._makes_before or static.records:
+            recording = Recording([x for x in objects if isinstance(x, RngCount)])
+        looks = looks if static.is_sure else None
+        return Inner(objects, values, metadata, looks, recording), list(carriers)
+
+    @property
+    def _makes_before(self) -> bool:
+        """Whether what the function makes is made before."""
+        return self.structure and (self.is_loop or self.is_branch)
+
+    def call(self, inner: Inner, fn: Callable[[Any], Any], args: Any) -> Any:
+        if inner.recording is None:
+            return fn(args)
+        with inner.recording:
+            return fn(args)
 
     def collect(
         self,
-        inner: _Inner,
-        static: _Static,
+        inner: Inner,
+        static: Static,
         carriers: Sequence[Any],
         filters: Sequence[Wanted],
         new: Sequence[Any],
@@ -239,73 +219,111 @@ class ObjectKind(Kind):
         new_groups: list[Groups] = [tuple({} for _ in wanted) for wanted in new_filters]
         if not self.structure or (not new and inner.looks_the_same()):
             if self.is_loop and not inner.looks_the_same():
-                _check_loop_values(static, carriers, filters, inner)
+                check_loop_values(static, carriers, filters, inner)
             shared: list[Path] = []
-            for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
-                if variable is not None and _is_changed(variable, inner, n):
+            for n, (variable, _) in enumerate(values_of(static, inner.objects, inner.values)):
+                if variable is not None and is_changed(variable, inner, n):
                     i, g = static.places[n]
                     if not self._begins_again(variable, filters[i][g]):
-                        groups[i][g][n] = variable
+                        groups[i][g][static.numbers[n]] = variable
                         if self.is_loop and not self.structure and filters[i][g][1] is None:
                             shared.append(static.graphdef.paths[n])
             if shared:
                 text = changes_shared(self.transformation, place_of(shared[0]))
                 raise SharedChanges(text, shared)
             if not new:
-                note_values(list(range(len(inner.values))), static.graphdef.paths)
-                return None, groups, new_groups
+                note_values(static.numbers, static.graphdef.paths)
+                return static.unchanged(), groups, new_groups
             carriers = ()
         flat = take_apart((tuple(carriers), tuple(new)), with_metadata=False)
         is_same = self.structure and _is_same(flat, inner, static)
-        grouping = _Grouping(filters, new_filters)
+        grouping = Grouping(filters, new_filters)
         if not is_same:
             self._check_captured(flat, inner, static)
             self._check_aliases(flat, grouping)
-        known = _known(inner, static)
+        keys, made = self._sorted_into((groups, new_groups), flat, grouping, inner, static)
+        if is_same:
+            return static.unchanged(), groups, new_groups
+        origin = {id(x): i for i, x in enumerate(inner.objects)}
+        origins = tuple(origin.get(id(x)) for x in flat.objects)
+        found = Described(flat.graphdef, origins, keys)
+        before = None
+        if self.is_loop and self.structure:
+            gained = check_loop(static, flat, found, grouping.is_own, inner.recording)
+            if gained:
+                before = grown_half(static, found, gained, made)
+                note_counts(static, flat, inner, groups)
+        elif made and static.records and not self.is_branch:
+            note_counts(static, flat, inner, groups)
+        copies = None if flat.is_sure else _copies(flat.graphdef, static.graphdef)
+        if static.origins is not None:
+            origins = tuple(None if o is None else static.origins[o] for o in origins)
+        changed = Changed(flat.graphdef, origins, tuple(keys), copies, before)
+        return changed, groups, new_groups
+
+    def _sorted_into(
+        self,
+        groups: tuple[list[Groups], list[Groups]],
+        flat: Flat,
+        grouping: Grouping,
+        inner: Inner,
+        static: Static,
+    ) -> tuple[list[int], dict[int, tuple[int, int]]]:
+        """Puts the values of a graph that are new or have changed into groups.
+
+        Returns:
+            The numbers of all values; and for each new one of an argument which argument it is of,
+            and which group.
+        """
+        known, recording = known_numbers(inner, static), inner.recording
         keys: list[int] = []
+        made: dict[int, tuple[int, int]] = {}
         note_values(keys, flat.graphdef.paths)
         for n, (path, leaf) in enumerate(zip(flat.graphdef.paths, flat.leaves, strict=True)):
             owner = flat.owners[n]
-            key = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
-            if key is None:
-                key = len(inner.values) + n
+            at = known.get(id(leaf) if owner is None else (id(owner[0]), owner[1]))
+            if at is None:
+                key = number_of(path) if self._makes_before else len(inner.values) + n
                 part, i, g = grouping.place(path, leaf)
-                (groups, new_groups)[part][i][g][key] = leaf
-            elif _is_changed(leaf, inner, key):
-                i, g = static.places[key]
-                if not self._begins_again(leaf, filters[i][g]):
-                    groups[i][g][key] = leaf
+                groups[part][i][g][key] = leaf
+                if part == 0:
+                    made[key] = i, g
+                is_wanted = static.records or (part == 0 and self._makes_before)
+                if is_wanted and recording is not None and leaf in recording:
+                    first = recording.first_value(leaf)
+                    # Branches return the same structure.
+                    if first is not leaf._value or (part == 1 and self.is_branch):
+                        groups[part][i][g][~key] = first
+            else:
+                key = static.numbers[at]
+                if is_changed(leaf, inner, at):
+                    i, g = static.places[at]
+                    if not self._begins_again(leaf, grouping.wanted(i, g)):
+                        groups[0][i][g][key] = leaf
             keys.append(key)
-        if is_same:
-            return None, groups, new_groups
-        origin = {id(x): i for i, x in enumerate(inner.objects)}
-        origins = tuple(origin.get(id(x)) for x in flat.objects)
-        if self.is_loop and self.structure:
-            _check_loop(static, flat, origins, grouping.is_own)
-        copies = None if flat.is_sure else _copies(flat.graphdef, static.graphdef)
-        return _Changed(flat.graphdef, origins, tuple(keys), copies), groups, new_groups
+        return keys, made
 
     def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
         """Whether a change is left behind: of a count of keys that all iterations share."""
         is_shared = self.is_loop and self.structure and wanted[1] is None
         return is_shared and isinstance(leaf, RngCount)
 
-    def _check_captured(self, flat: Flat, inner: _Inner, static: _Static) -> None:
+    def _check_captured(self, flat: Flat, inner: Inner, static: Static) -> None:
         """Refuses objects from outside, and where structure stays outside those that went in."""
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
                 if trace_of(x) != here:
-                    raise captured_output(x, _first_paths(flat.graphdef)[i])
+                    raise captured_output(x, first_paths(flat.graphdef)[i])
             elif not self.structure:
-                paths = _first_paths(static.graphdef), _first_paths(flat.graphdef)
+                paths = first_paths(static.graphdef), first_paths(flat.graphdef)
                 raise shared_in_tree_mode(x, paths[0][inside[id(x)]], paths[1][i])
 
-    def _check_aliases(self, flat: Flat, grouping: "_Grouping") -> None:
+    def _check_aliases(self, flat: Flat, grouping: "Grouping") -> None:
         """Refuses objects that are met twice, where that is not allowed or they cross twice."""
-        first_paths = _first_paths(flat.graphdef) if flat.again else {}
+        at_first = first_paths(flat.graphdef) if flat.again else {}
         for index, path in flat.again:
-            first = first_paths[index]
+            first = at_first[index]
             if not self.references or (not self.structure and path[0] == 1):
                 raise shared_in_tree_mode(flat.objects[index], first, path)
             if grouping.is_same(first, path) or (self.is_result_free and path[0] == 1):
@@ -320,7 +338,7 @@ class ObjectKind(Kind):
     def commit(
         self,
         outer: Flat,
-        static: _Changed | None,
+        static: Changed | None,
         groups: Sequence[Groups | None],
         new_groups: Sequence[Groups],
     ) -> list[Any]:
@@ -330,7 +348,9 @@ class ObjectKind(Kind):
         if static is None or static.copies is not None:
             _give_own_metadata(found, outer)
         kept = [
-            (outer.leaves[n], outer.owners[n], found[n]) for n in found if n < len(outer.leaves)
+            (outer.leaves[n], outer.owners[n], found[n])
+            for n in found
+            if 0 <= n < len(outer.leaves)
         ]
         here = current_trace()
         for leaf, owner, _ in kept:
@@ -339,21 +359,24 @@ class ObjectKind(Kind):
                 raise changed_elsewhere(what)
         new: Sequence[Any] = ()
         changes: Sequence[Change] = ()
+        objects: Sequence[Any] = ()
         if static is not None:
             leaves = [found[key] if key in found else outer.leaves[key] for key in static.keys]
             existing = {i: outer.objects[o] for i, o in enumerate(static.origins) if o is not None}
             graphdef = static.graphdef
             if static.copies is not None:
                 graphdef = with_static_values(graphdef, static.copies.made())
-            (_, new), _, changes = plan_together(graphdef, leaves, existing=existing)
+            (_, new), objects, changes = plan_together(graphdef, leaves, existing=existing)
             check_changes(changes)
         # From here on nothing is refused, so that all that has changed is written or nothing is.
         for leaf, owner, value in kept:
             _write(leaf, owner, value)
         make_changes(changes)
+        if static is not None and (recording := RECORDING.now) is not None:
+            note_made(recording, static, objects, found, outer)
         return list(new)
 
-    def cotangents(self, static: _Changed | None, packed: Any) -> Any:
+    def cotangents(self, static: Changed | None, packed: Any) -> Any:
         """Cotangents of a result, as the function of a rule knows them.
 
         Args:
@@ -383,7 +406,7 @@ class ObjectKind(Kind):
 
     def axis(
         self,
-        static: _Static,
+        static: Static,
         carrier: int,
         sign: int,
         group: Group,
@@ -405,21 +428,75 @@ class ObjectKind(Kind):
 
         return {n: changed(n, x) for n, x in group.items()}
 
+    def may_create(self, static: Static, where: Any) -> bool:
+        return self.is_loop and self.structure
+
+    def created(self, before: Group, after: Group) -> Group | None:
+        made = {
+            n: x.copy(after.get(~n, x._value), _copy_ref=False)
+            for n, x in after.items()
+            if is_new(n) and n not in before and isinstance(x, Variable)
+        }
+        # The counts of keys with which a loop goes on.
+        made |= {~n: before[~n].copy(x) for n, x in after.items() if ~n in before}
+        return made or None
+
+    def resumed(
+        self,
+        static: Static,
+        made: list[Group | None],
+        used: Callable[[], Sequence[tuple[Group, Any]]],
+    ) -> list[Group | None]:
+        keys = dict(zip(static.graphdef.paths, static.numbers, strict=True))
+        of_groups = used()
+        is_used: dict[int, bool] = {}
+        for group, role in of_groups:
+            for n, x in group.items():
+                if isinstance(x, RngKey):
+                    is_used[n] = x._value is not False
+                    if x._value is True and isinstance(role, int):
+                        raise made_of_own_keys(static.path_of(n))
+
+        def goes_on(n: int) -> bool:
+            if is_new(n):
+                return True
+            path = static.path_of(n)
+            key = None if path is None else keys.get((*path[:-1], "key"))
+            return key is None or is_used.get(key, True)
+
+        return [None if of is None else {n: x for n, x in of.items() if goes_on(n)} for of in made]
+
     def union(self, group: Group, other: Group) -> Group:
-        return {**group, **other}
+        return {**group, **{n: x for n, x in other.items() if n >= 0}}
 
-    def join(self, static: _Static, statics: Sequence[_Changed | None]) -> Any:
-        for after in statics[1:]:
+    def begun(self, made: Group | None, result: Group | None) -> Group | None:
+        if made is None or result is None:
+            return result
+        new = {n: x for n, x in made.items() if is_new(n)}
+        return {**new, **result, **{~n: x._value for n, x in made.items()}}
+
+    def follow(self, static: Static, before: Changed, after: Any = None) -> Static:
+        return before.before or static
+
+    def for_condition(self, static: Static, of_body: Static) -> Static:
+        return of_body
+
+    def join(self, static: Static, statics: Sequence[Changed | None]) -> Any:
+        if all(after == statics[0] for after in statics[1:]):
+            return statics[0]
+        graphs = [described(static, changed) for changed in statics]
+        is_copied = any(changed is not None and changed.copies is not None for changed in statics)
+        one = None if is_copied else united(described(static, None), graphs)
+        if one is not None:
+            return Changed(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
+        for graph, after in zip(graphs, statics, strict=True):
             if after != statics[0]:
-                raise self._differs(static, statics[0], after)
-        return statics[0]
+                found = difference(graphs[0], graph)
+                if found is not None or graph is graphs[-1]:
+                    raise self._differs(found)
+        raise self._differs(None)
 
-    def _differs(self, static: _Static, *changed: _Changed | None) -> Exception:
-        unchanged = range(len(_first_paths(static.graphdef)))
-        first, second = (
-            (static.graphdef, unchanged) if c is None else (c.graphdef, c.origins) for c in changed
-        )
-        found = first_difference((first[0], second[0]), (first[1], second[1]))
+    def _differs(self, found: Difference | None) -> Exception:
         at = "an object" if found is None else place_of(found.path)
         seen = ("otherwise", "as it was") if found is None else found.seen
         return BranchObjectsError(
@@ -428,91 +505,17 @@ class ObjectKind(Kind):
             "variables; change it alike in all of them, or before."
         )
 
-    def place(self, static: _Static, carrier: int, path: Any) -> str:
-        return place_of_value(static.graphdef.paths, path)
+    def place(self, static: Static, carrier: int, path: Any) -> str:
+        return place_of_value(static.path_of, path)
 
     def argument(self, path: Any) -> str:
         return argument_at(path)
 
 
-class _Grouping:
-    """To which group of which object a value belongs, and what was said of that group."""
-
-    def __init__(self, of_args: Sequence[Wanted], of_results: Sequence[Wanted]):
-        self._wanted = of_args, of_results
-        self._predicates: Any = [
-            [[to_predicate(where) for where, _ in of_object] for of_object in of_part]
-            for of_part in self._wanted
-        ]
-
-    def place(self, path: Path, leaf: Any) -> tuple[int, int, int]:
-        """Whether it is among the arguments or results, which of the objects there, which group.
-
-        Raises:
-            StateFilterError: if no filter matches.
-        """
-        part, i = path[:2]
-        predicates: list[Predicate] = self._predicates[part][i]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        below = path[2:]
-        for g, matches in enumerate(predicates):
-            if type(matches) is Everything or matches(below, leaf):
-                return part, i, g  # pyright: ignore[reportReturnType]
-        raise unmatched(leaf, path, [where for where, _ in self._wanted[part][i]])  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    @property
-    def is_of_structure(self) -> bool:
-        """Whether it is the same for all graphs with the same description."""
-        every = (matches for part in self._predicates for of in part for matches in of)
-        return all(isinstance(matches, Everything | OfType) for matches in every)
-
-    def role(self, path: Path, leaf: Any) -> Any:
-        """What was said of a value."""
-        part, i, g = self.place(path, leaf)
-        return self._wanted[part][i][g][1]
-
-    def roles(self, path: Path) -> list[Any]:
-        """All roles that were given to the object there."""
-        part, i = path[:2]
-        return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
-
-    def is_own(self, after: Flat, path: Path) -> bool:
-        """Whether each iteration has its own of all values there, or of the whole object."""
-        at = zip(after.graphdef.paths, after.leaves, strict=True)
-        roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
-        return all(isinstance(role, int) for role in roles or self.roles(path))
-
-    def is_same(self, path: Path, other: Path) -> bool:
-        """Whether the same one thing is said of all that is below either path."""
-        of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
-        return len(of_path) == 1 and of_path == of_other
-
-
-def _values(
-    static: _Static, objects: Iterable[Any], leaves: Sequence[Any]
-) -> Iterator[tuple[Variable[Any] | None, Any]]:
-    """Each value with its variable, if it is in one."""
-    variables = (x for x in objects if isinstance(x, Variable))
-    for leaf, owner in zip(leaves, static.owners, strict=True):
-        yield (next(variables) if owner is None else None), leaf
-
-
-def _known(inner: _Inner, static: _Static) -> dict[Any, int]:
-    """The numbers of the values that went in, by variable, or by owner and attribute."""
-    known: dict[Any, int] = {}
-    for n, (variable, _) in enumerate(_values(static, inner.objects, inner.values)):
-        owner = static.owners[n]
-        known[id(variable) if owner is None else (id(inner.objects[owner[0]]), owner[1])] = n
-    return known
-
-
-def _are_same(xs: list[Any], ys: list[Any]) -> bool:
-    return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
-
-
-def _is_same(flat: Flat, inner: _Inner, static: _Static) -> bool:
+def _is_same(flat: Flat, inner: Inner, static: Static) -> bool:
     """Whether the graph is as it was, with the same objects at the same places."""
     return (
-        _are_same(flat.objects, inner.objects)
+        are_same(flat.objects, inner.objects)
         and flat.graphdef == static.graphdef
         and (not static.changing or _shares_the_same(flat.graphdef, static.graphdef))
     )
@@ -551,39 +554,6 @@ def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
         found[n] = found[n].copy(_copy_ref=False, **{name: value})
 
 
-def _is_changed(leaf: Any, inner: _Inner, n: int) -> bool:
-    before, now = inner.values[n], leaf
-    if isinstance(leaf, Variable):
-        now = leaf._value
-        if leaf._metadata is not inner.metadata[n]:
-            return True
-    if now is before:
-        return False
-    old, new = jax.tree.leaves(before), jax.tree.leaves(now)
-    return (
-        len(old) != len(new)
-        or any(a is not b for a, b in zip(old, new, strict=True))
-        or jax.tree.structure(before) != jax.tree.structure(now)
-    )
-
-
-def _first_paths(graphdef: GraphDef) -> dict[int, Path]:
-    """Where each object was met first."""
-    paths: dict[int, Path] = {}
-
-    def walk(part: Any, path: Path) -> None:
-        if isinstance(part, VariableDef):
-            paths[part.index] = path
-        elif isinstance(part, NodeDef):
-            if part.index is not None:
-                paths[part.index] = path
-            for name, below in part.attributes:
-                walk(below, (*path, name))
-
-    walk(graphdef.root, ())
-    return paths
-
-
 def trace_of(x: Any) -> Any:
     """The trace in which an object or variable was made."""
     return x._trace if isinstance(x, Variable) else x._watch.trace
@@ -615,58 +585,3 @@ def _write(leaf: Any, owner: Any, value: Any) -> None:
     object.__setattr__(leaf, "_value", value._value)
     if metadata_key(value) != metadata_key(leaf):
         leaf.set_metadata(dict(value._metadata))
-
-
-def _check_loop_values(
-    static: _Static, carriers: Sequence[Any], filters: Sequence[Wanted], inner: _Inner
-) -> None:
-    """Refuses what a loop without graph updates would drop: all but values of variables.
-
-    Static values and new attributes of objects that the loop does not carry are dropped, as they
-    are in every transformation without graph updates.
-    """
-    flat = take_apart((tuple(carriers), ()), with_metadata=False)
-    now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
-    values = _values(static, inner.objects, inner.values)
-    for n, (path, (variable, value)) in enumerate(zip(static.graphdef.paths, values, strict=True)):
-        if variable is not None and now.get(path, variable) is not variable:
-            raise changed_in_loop(path, "replaces the variable")
-        if variable is None and _is_changed(now.get(path, value), inner, n):
-            raise changed_in_loop(path, "changes the array")
-    grouping = _Grouping(filters, ())
-
-    def is_dropped(_: Flat, path: Path) -> bool:
-        return not any(role is CARRY for role in grouping.roles(path))
-
-    origin = {id(x): i for i, x in enumerate(inner.objects)}
-    _check_loop(static, flat, [origin.get(id(x)) for x in flat.objects], is_dropped)
-
-
-def _check_loop(
-    static: _Static,
-    after: Flat,
-    origins: Sequence[int | None],
-    may_change: Callable[[Flat, Path], bool],
-) -> None:
-    """Refuses changes of the graph, but where they may be."""
-
-    def compare(a: Any, b: Any, path: Path) -> None:
-        if isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type:
-            old, new = dict(a.attributes), dict(b.attributes)
-            for name in {**old, **new}:
-                if name in old and name in new:
-                    compare(old[name], new[name], (*path, name))
-                elif not may_change(after, (*path, name)):
-                    change = "makes an attribute" if name in new else "removes the attribute"
-                    raise changed_in_loop((*path, name), change)
-            return
-        if isinstance(b, Ref | NodeDef | VariableDef):
-            b_index = origins[b.index] if b.index is not None else None
-            same = type(a) is type(b) and a.index == b_index
-        else:
-            same = a == b
-        if not same and not may_change(after, path):
-            raise changed_in_loop(path, "changes a reference or static value")
-
-    old, new = (dict(root.attributes)[0] for root in (static.graphdef.root, after.graphdef.root))
-    compare(old, new, (0,))

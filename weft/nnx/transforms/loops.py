@@ -42,7 +42,8 @@ def while_loop(
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        LoopStructureError: if it changes attributes or references of an object.
+        LoopStructureError: if it changes attributes or references of an object. New attributes that
+            hold variables are made before the loop, and carried.
         TransformArgumentError: if it returns another object than it was given.
 
     Example:

@@ -54,8 +54,9 @@ def scan(
         TransformArgumentError: if a carry has no counterpart among the results, or the body
             returns another object than it was given.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        LoopStructureError: if it changes attributes or references of a carried or shared object;
-            without graph updates, if it replaces a variable or an array that is an attribute.
+        LoopStructureError: if it changes attributes or references of a carried or shared object,
+            where new attributes that hold variables are made before the loop and carried; without
+            graph updates, if it replaces a variable or an array that is an attribute.
         RoleError: if it changes what is shared; without graph updates a variable of an object that
             is shared with None is carried instead, as in Flax.
 
