@@ -244,9 +244,15 @@ def _check_alike(
                 f"{at} is there after {has}, and not after {has_not}; the branches return, and "
                 "leave in the state, the same structure."
             )
+    # A branch that does not make something passes it on as it was made.
+    passed = {
+        units.place_in_groups(kind, static, path): x
+        for branch in reversed(traced)
+        for path, x in jax.tree_util.tree_leaves_with_path(branch.shapes[0])
+    }
     shapes: dict[str, tuple[str, Any]] = {}
     for name, ours in zip(names, by_place, strict=True):
-        for at, here in ours.items():
+        for at, here in {**passed, **ours}.items():
             before, there = shapes.setdefault(at, (name, here))
             if (here.shape, here.dtype) != (there.shape, there.dtype):
                 raise BranchStructureError(

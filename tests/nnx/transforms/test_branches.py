@@ -202,6 +202,13 @@ def test_what_branches_make_at_one_place_is_alike():
             lambda m: setattr(m, "made", stat(jnp.ones(()))),
             m,
         )
+    with pytest.raises(BranchObjectsError, match=r"m\.made is not there after one branch, and th"):
+        nnx.cond(True, lambda m: setattr(m, "made", stat(1.0, names=["a"])), lambda m: None, m)
+    with pytest.raises(
+        BranchStructureError, match=r"m\.made is float32\[\] in true_fun, and float"
+    ):
+        f = lambda m: (setattr(m, "made", stat(jnp.ones(2))), m.made.set_value(jnp.ones(())))[:0]  # noqa: E731
+        nnx.cond(True, f, lambda m: (), m)
     with pytest.raises(BranchObjectsError, match=r"m\.items\[0\] is not there after one"):
         m.items = []
         nnx.cond(True, lambda m: m.items.append(param(1.0)), lambda m: None, m)

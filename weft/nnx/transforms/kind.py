@@ -489,12 +489,10 @@ class ObjectKind(Kind):
         one = None if is_copied else united(described(static, None), graphs)
         if one is not None:
             return Changed(one.graphdef, tuple(one.origins), tuple(one.numbers), None)
-        for graph, after in zip(graphs, statics, strict=True):
-            if after != statics[0]:
-                found = difference(graphs[0], graph)
-                if found is not None or graph is graphs[-1]:
-                    raise self._differs(found)
-        raise self._differs(None)
+        others = [g for g, after in zip(graphs, statics, strict=True) if after != statics[0]]
+        pairs = [(may_lack, graph) for may_lack in (True, False) for graph in others]
+        found = (difference(graphs[0], graph, may_lack) for may_lack, graph in pairs)
+        raise self._differs(next(filter(None, found), None))
 
     def _differs(self, found: Difference | None) -> Exception:
         at = "an object" if found is None else place_of(found.path)

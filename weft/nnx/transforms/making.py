@@ -32,13 +32,19 @@ from weft.nnx.transforms.halves import (
 )
 
 
-def difference(a: Described, b: Described) -> Difference | None:
-    """Where two graphs differ, but for what can be made before."""
+def difference(a: Described, b: Described, may_lack: bool) -> Difference | None:
+    """Where two graphs differ.
+
+    Args:
+        a: one of them.
+        b: the other one.
+        may_lack: whether one may lack what can be made before.
+    """
     tables = Objects.of(a), Objects.of(b)
     return first_difference(
         (a.graphdef, b.graphdef),
         (a.origins, b.origins),
-        lambda side, ident, name: tables[side].may_make(ident, name),
+        lambda side, ident, name: may_lack and tables[side].may_make(ident, name),
     )
 
 
