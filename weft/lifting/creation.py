@@ -68,7 +68,7 @@ class Traced:
         return self._tree.unflatten(jax.core.eval_jaxpr(self._closed.jaxpr, consts, *leaves))
 
     def used(self, outputs: Sequence[int], *args: Any) -> tuple[Any, ...]:
-        """Returns for each array of the arguments whether some leaves of the result depend on it."""
+        """Returns for each array of the arguments whether the given leaves depend on it."""
         _, inputs = self._reduced(outputs)
         return jax.tree.unflatten(jax.tree.structure(args), inputs)
 
