@@ -116,7 +116,7 @@ def test_two_sets_of_rules_as_one():
 
 
 def test_two_sets_of_rules_that_fight():
-    with pytest.raises(LogicalAxisError, match="over the logical axis 'a': one gives it 'x', the"):
+    with pytest.raises(LogicalAxisError, match="for the logical axis 'a': one gives it 'x', the"):
         composite_rules([("a", "x")], [("b", "x"), ("a", None)])
     with pytest.raises(LogicalAxisError, match="one gives it 'x' and then 'y', the other 'x'"):
         composite_rules([("a", "x"), ("a", "y")], [("a", "x")])

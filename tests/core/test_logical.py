@@ -171,7 +171,7 @@ def test_a_name_that_gets_nothing():
     assert spec_of(out) == ("data",)
 
 
-FIGHT = r"\('batch', 'all'\) the rule \('all', .*'data' has gone to 'batch'.*\('all', None\) after"
+FIGHT = r"\('batch', 'all'\) the rule \('all', .*'data' is used by 'batch'.*\('all', None\) after"
 
 
 def test_rules_that_fight_are_said():

@@ -81,7 +81,7 @@ def test_rules_that_fight():
     tree = {"layer": {"w": box((8, 4), "embed", "heads"), "b": box((4,), "heads")}}
     [finding] = check_rules([("embed", "data"), ("heads", "data")], tree)
     assert (finding.kind, finding.path) == (FindingKind.FIGHTING_RULES, "layer/w")
-    assert "('heads', 'data') fights with another, as 'data' has gone to 'embed'" in str(finding)
+    assert "('heads', 'data') conflicts with another, as 'data' is used by 'embed'" in str(finding)
 
 
 def test_a_name_without_a_rule():

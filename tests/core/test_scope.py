@@ -284,12 +284,12 @@ def test_a_missing_stream():
         return scope.push("dense").make_rng("dropout")
 
     message = (
-        r"the scope '/dense' needs a key of the PRNG stream 'dropout', and the streams that are "
-        r"there are: 'noise'. Give a key: rngs=\{'dropout': key\}\.$"
+        r"the scope '/dense' needs a key of the PRNG stream 'dropout', and the given streams "
+        r"are: 'noise'. Give a key: rngs=\{'dropout': key\}\.$"
     )
     with raises(errors.InvalidRngError, message):
         apply(program)({}, rngs={"noise": KEY})
-    with raises(ValueError, r"there are: none"):
+    with raises(ValueError, r"streams are: none"):
         apply(program)({})
 
 

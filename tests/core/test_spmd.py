@@ -53,7 +53,7 @@ def test_rules_of_the_context_come_too():
     with spmd.logical_axis_rules(RULES):
         assert spmd.get_pspec(("a", "d"), [("d", "model")]) == P("data", "model")
         assert spmd.from_sharding_rules(("a", "d"), [("d", "model")]) == ("a", "model")
-        with pytest.raises(LogicalAxisError, match="fight over the logical axis 'a'"):
+        with pytest.raises(LogicalAxisError, match="conflict for the logical axis 'a'"):
             spmd.get_pspec(("a",), [("a", "model")])
 
 

@@ -76,7 +76,7 @@ def test_batch_apply_of_a_module():
 
 
 def test_batch_axes_that_nothing_has():
-    with pytest.raises(ArgumentShapeError, match=r"makes 4 axes one.*shapes are \[\(2, 3, 4\)\]"):
+    with pytest.raises(ArgumentShapeError, match=r"merges 4 axes.*shapes are \[\(2, 3, 4\)\]"):
         BatchApply(lambda x: x, num_dims=4)(X)
 
 

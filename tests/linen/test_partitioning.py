@@ -123,7 +123,7 @@ def test_errors():
         Layer(("a", "b")).apply(variables, X, mutable="params_axes")
     with pytest.raises(AxisMetadataError, match="a/b_axes is 3; expected AxisMetadata"):
         partitioning.get_axis_names({"a": {"b_axes": 3}})
-    with pytest.raises(ModuleError, match="'kernel' was asked for where no module's method runs"):
+    with pytest.raises(ModuleError, match="'kernel' was created where no module's method runs"):
         partitioning.param_with_axes("kernel", ones, (2, 3), axes=("a", "b"))
 
 

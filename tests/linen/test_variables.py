@@ -30,17 +30,17 @@ def model(fn, plain=False):
 @pytest.mark.parametrize(
     ("what", "use"),
     [
-        ("the variables were asked for", lambda m: m.variables),
-        ("the path was asked for", lambda m: m.path),
-        ("the parameter 'a' was asked for", lambda m: m.param("a", ones, ())),
-        ("the variable 'a' of 'c' was asked for", lambda m: m.variable("c", "a", ones)),
-        ("the variable 'a' was asked for", lambda m: m.has_variable("c", "a")),
-        ("the variable 'a' was asked for", lambda m: m.get_variable("c", "a")),
+        ("the variables were requested", lambda m: m.variables),
+        ("the path was requested", lambda m: m.path),
+        ("the parameter 'a' was requested", lambda m: m.param("a", ones, ())),
+        ("the variable 'a' of 'c' was requested", lambda m: m.variable("c", "a", ones)),
+        ("the variable 'a' was requested", lambda m: m.has_variable("c", "a")),
+        ("the variable 'a' was requested", lambda m: m.get_variable("c", "a")),
         ("the variable 'a' was set", lambda m: m.put_variable("c", "a", 1)),
         ("a key of the PRNG stream 'params'", lambda m: m.make_rng()),
-        ("the PRNG stream 's' was asked for", lambda m: m.has_rng("s")),
-        ("whether `init` runs was asked for", lambda m: m.is_initializing()),
-        ("the collection 'c' was asked for", lambda m: m.is_mutable_collection("c")),
+        ("the PRNG stream 's' was requested", lambda m: m.has_rng("s")),
+        ("`is_initializing` was called", lambda m: m.is_initializing()),
+        ("the collection 'c' was requested", lambda m: m.is_mutable_collection("c")),
         ("'a' was sown", lambda m: m.sow("c", "a", 1)),
         ("'a' was perturbed", lambda m: m.perturb("a", X)),
     ],
@@ -128,7 +128,7 @@ def test_keys():
     assert len({str(jax.random.key_data(key)) for key in (a, b, c)}) == 3
     assert asked == [True, True, False]
     assert fn.apply({}, rngs=rngs)[0] == a
-    with pytest.raises(InvalidRngError, match=r"'noise', and the streams that are there are: 'oth"):
+    with pytest.raises(InvalidRngError, match=r"'noise', and the given streams are: 'oth"):
         fn.apply({}, rngs={"other": KEY})
 
 

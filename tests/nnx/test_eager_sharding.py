@@ -57,7 +57,7 @@ def test_rules_say_what_names_stand_for(kind):
         )
         with logical_axis_rules(rules):
             assert is_laid(nnx.Param(jnp.ones((4, 8)), out_sharding=(None, "embed")), None, "model")
-            with pytest.raises(LogicalAxisError, match="fight over the logical axis 'embed'"):
+            with pytest.raises(LogicalAxisError, match="conflict for the logical axis 'embed'"):
                 nnx.Param(jnp.ones(4), out_sharding=("embed",), sharding_rules=(("embed", "data"),))
 
 

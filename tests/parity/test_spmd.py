@@ -297,7 +297,7 @@ def test_what_differs():
     ours, theirs = LIBRARIES
     mesh = a_mesh()
     # Conflicting rules and indivisible axes are reported; the layout is the same.
-    with pytest.warns(ShardingWarning, match="fights with another"):
+    with pytest.warns(ShardingWarning, match="conflicts with another"):
         one = ours.with_logical_constraint(x(), ("a", "d"), RULES, mesh)
     other = theirs.with_logical_constraint(x(), ("a", "d"), RULES, mesh)
     assert one.sharding.is_equivalent_to(other.sharding, 2)

@@ -38,7 +38,7 @@ def checked_rules(rules: Iterable[Sequence[Any]] | None) -> Rules:
         return ()
     if isinstance(rules, dict):
         raise LogicalAxisError(
-            "the rules for logical axes are a dict, whose order says nothing; expected a sequence "
+            "the rules for logical axes are a dict, which has no priorities; expected a sequence "
             "of pairs in the order of their priority, as tuple(rules.items())."
         )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
@@ -129,7 +129,7 @@ def composite_rules(
         one, other = axes(first, name), axes(second, name)
         if one and one != other:
             raise LogicalAxisError(
-                f"two sets of rules fight over the logical axis {name!r}: one gives it "
+                f"two sets of rules conflict for the logical axis {name!r}: one gives it "
                 f"{_listed(one)}, the other {_listed(other)}; take it out of one of them."
             )
     known = {name for name, _ in first}

@@ -100,15 +100,15 @@ def say_lost(axis: Assigned, axes: Sequence[Assigned], rules: Rules) -> str:
     """Returns a message about an axis whose rules were all skipped."""
     rule: Rule = rules[axis.passed[0]]
     holders = [
-        f"{mesh_axis!r} has gone to {other.name!r}"
+        f"{mesh_axis!r} is used by {other.name!r}"
         for mesh_axis in axes_of(rule[1])
         for other in axes
         if mesh_axis in axes_of(other.entry)
     ]
     return (
-        f"in {tuple(a.name for a in axes)} the rule {rule!r} fights with another, as "
-        f"{' and '.join(holders)}; so the axis is not split. Put the rule that matters more first, "
-        f"or, if this is meant, say so by a rule ({axis.name!r}, None) after it."
+        f"in {tuple(a.name for a in axes)} the rule {rule!r} conflicts with another, as "
+        f"{' and '.join(holders)}; so the axis is not split. Put the more important rule first, "
+        f"or, if this is intended, add a rule ({axis.name!r}, None) after it."
     )
 
 

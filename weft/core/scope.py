@@ -420,7 +420,7 @@ class Scope:
             there = ", ".join(map(repr, self.rngs)) or "none"
             raise InvalidRngError(
                 f"the scope {self.path_text!r} needs a key of the PRNG stream {name!r}, and the "
-                f"streams that are there are: {there}. Give a key: rngs={{{name!r}: key}}"
+                f"given streams are: {there}. Give a key: rngs={{{name!r}: key}}"
                 + (", and lift the stream." if self._trunk.lifted_by else ".")
             )
         self._check_valid()

@@ -197,9 +197,9 @@ class MultiHeadDotProductAttention(Module):
         features = self.qkv_features or inputs_q.shape[-1]
         if features % self.num_heads:
             raise ArgumentValueError(
-                f"{_shown(self)} has {features} features for queries, keys and values, which "
-                f"cannot be shared out among num_heads={self.num_heads}; give qkv_features, a "
-                "multiple of it."
+                f"{_shown(self)} has {features} features for queries, keys and values, not "
+                f"divisible by num_heads={self.num_heads}; give qkv_features, a multiple "
+                "of it."
             )
         return features // self.num_heads
 

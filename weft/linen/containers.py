@@ -87,7 +87,7 @@ class BatchApply:
         batch = next((shape[:n] for shape in shapes if len(shape) >= n), None)
         if batch is None:
             raise ArgumentShapeError(
-                f"BatchApply makes {n} axes one, but no argument has so many: their shapes are "
+                f"BatchApply merges {n} axes, but no argument has that many: the shapes are "
                 f"{shapes}."
             )
 

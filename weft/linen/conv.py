@@ -198,8 +198,8 @@ def window_of(module: Any, inputs: Array) -> Shape:
     if inputs.ndim < len(window) + 1:
         raise ArgumentShapeError(
             f"{type(module).__name__} {path_of(module)} has kernel_size={module.kernel_size}, for "
-            f"{len(window)} spatial axes; expected an input with so many axes before its channels, "
-            f"but its shape is {inputs.shape}."
+            f"{len(window)} spatial axes; expected an input with that many axes before its "
+            f"channels, but its shape is {inputs.shape}."
         )
     return window
 

@@ -65,7 +65,7 @@ class Embed(Module):
         inputs = functional.as_ids(inputs)
         if not jnp.issubdtype(inputs.dtype, jnp.integer):
             raise ArgumentValueError(
-                f"Embed {path_of(self)} was asked for ids of dtype {inputs.dtype}; expected "
+                f"Embed {path_of(self)} was given ids of dtype {inputs.dtype}; expected "
                 "integers: convert them with ids.astype(int)."
             )
         (table,) = self.promote_dtype(self.embedding, dtype=self.dtype, inexact=False)

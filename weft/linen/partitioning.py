@@ -190,7 +190,7 @@ def _running(module: Module | None, name: str) -> Module:
     module = current_module() if module is None else module
     if module is None:
         raise ModuleError(
-            f"{name!r} was asked for where no module's method runs; say whose it is, with module=."
+            f"{name!r} was created where no module's method runs; give its module, as module=."
         )
     return module
 

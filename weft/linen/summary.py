@@ -60,7 +60,7 @@ def calls_of(
     def watch(
         next_fun: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
     ) -> Any:
-        path = context.module._bound("the path was asked for").path
+        path = context.module._bound("the path was requested").path
         if context.method_name == "setup" or (path in seen and not show_repeated):
             return next_fun(*args, **kwargs)
         seen.add(path)

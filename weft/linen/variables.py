@@ -43,7 +43,7 @@ class ModuleVariables:
     def _owner(self, what: str) -> Scope:
         """Returns the scope in which a variable can be created."""
         if self.scope is None:
-            raise UnboundModuleError(f"{what} was asked for", type(self).__name__)
+            raise UnboundModuleError(f"{what} was requested", type(self).__name__)
         if not (self._state.in_compact or self._state.in_setup):
             raise CompactMethodError(what, self._shown)
         return self.scope
@@ -51,12 +51,12 @@ class ModuleVariables:
     @property
     def variables(self) -> dict[str, Any]:
         """The variables of this module and its submodules, by collection."""
-        return self._bound("the variables were asked for").variables()
+        return self._bound("the variables were requested").variables()
 
     @property
     def path(self) -> tuple[str, ...]:
         """The names of the modules from the root to this one."""
-        scope = self._bound("the path was asked for")
+        scope = self._bound("the path was requested")
         place_is_read(self)  # pyright: ignore[reportArgumentType]
         return scope.path
 
@@ -133,11 +133,11 @@ class ModuleVariables:
 
     def has_variable(self, col: str, name: str) -> bool:
         """Returns whether this module has a variable."""
-        return self._bound(f"the variable {name!r} was asked for").has_variable(col, name)
+        return self._bound(f"the variable {name!r} was requested").has_variable(col, name)
 
     def get_variable(self, col: str, name: str, default: Any = None, *, unbox: bool = False) -> Any:
         """Returns a variable's value, or `default`; with `unbox`, without its axis metadata."""
-        scope = self._bound(f"the variable {name!r} was asked for")
+        scope = self._bound(f"the variable {name!r} was requested")
         return scope.get_variable(col, name, default, unbox=unbox)
 
     def put_variable(self, col: str, name: str, value: Any) -> None:
@@ -150,19 +150,19 @@ class ModuleVariables:
         Raises:
             InvalidRngError: if there is no stream.
         """
-        return self._bound(f"a key of the PRNG stream {name!r} was asked for").make_rng(name)
+        return self._bound(f"a key of the PRNG stream {name!r} was requested").make_rng(name)
 
     def has_rng(self, name: str) -> bool:
         """Returns whether `init` or `apply` was given a PRNG stream."""
-        return self._bound(f"the PRNG stream {name!r} was asked for").has_rng(name)
+        return self._bound(f"the PRNG stream {name!r} was requested").has_rng(name)
 
     def is_initializing(self) -> bool:
         """Returns whether the call is by `init`, not `apply`."""
-        return self._bound("whether `init` runs was asked for").get_flag("initializing", False)
+        return self._bound("`is_initializing` was called").get_flag("initializing", False)
 
     def is_mutable_collection(self, col: str) -> bool:
         """Returns whether the variables of a collection can be changed."""
-        return self._bound(f"the collection {col!r} was asked for").is_mutable_collection(col)
+        return self._bound(f"the collection {col!r} was requested").is_mutable_collection(col)
 
     def sow(
         self,

@@ -68,7 +68,7 @@ def test_the_result_is_as_wide_as_the_probabilities():
 
 
 def test_bad_features_and_axes():
-    with pytest.raises(ArgumentValueError, match="qkv_features=8 cannot be shared out among num_h"):
+    with pytest.raises(ArgumentValueError, match="qkv_features=8 is not divisible by num_h"):
         compiled(init(ATTEND))(KEY, X, None, 3)
     for axis in (0, 2, -2, (1, 1)):
         with pytest.raises(ArgumentValueError, match=r"attention goes over different axes between"):

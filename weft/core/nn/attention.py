@@ -190,7 +190,7 @@ def _projected(
     features = qkv_features or inputs_q.shape[-1]
     if features % num_heads:
         raise ArgumentValueError(
-            f"qkv_features={features} cannot be shared out among num_heads={num_heads}; give a "
+            f"qkv_features={features} is not divisible by num_heads={num_heads}; give a "
             "multiple of it."
         )
     heads = (num_heads, features // num_heads)

@@ -62,7 +62,7 @@ def conv(
     if inputs.shape[-1] % feature_group_count:
         raise ArgumentShapeError(
             f"the input has {inputs.shape[-1]} channels (shape {inputs.shape}), which cannot be "
-            f"shared out among feature_group_count={feature_group_count} groups."
+            f"divided into feature_group_count={feature_group_count} groups."
         )
     strides, dilation, input_dilation = (
         functional.per_axis(sizes, len(window))

@@ -51,7 +51,7 @@ class CacheEntry(struct.PyTreeNode):
         """
         if len(shape) != self.key.ndim - 2:
             raise ArgumentShapeError(
-                f"a cache of shape {tuple(shape)} was asked for; expected the size of the batch "
+                f"a cache of shape {tuple(shape)} was requested; expected the size of the batch "
                 f"and {self.key.ndim - 3} length(s)."
             )
         key, value = (

@@ -35,7 +35,7 @@ class Embedding(struct.PyTreeNode):
         indices = jnp.asarray(indices)
         if not jnp.issubdtype(indices.dtype, jnp.integer):
             raise ArgumentValueError(
-                f"an Embedding was asked for ids of dtype {indices.dtype}; expected integers: "
+                f"an Embedding was given ids of dtype {indices.dtype}; expected integers: "
                 "convert them with ids.astype(int)."
             )
         return functional.lookup(self.table, indices)
