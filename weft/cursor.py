@@ -1,9 +1,9 @@
-"""Changes deep inside of nested containers, written as assignments.
+"""Nested changes of immutable containers, written as assignments.
 
-A cursor points to a container and remembers what is assigned below it; the containers themselves
-stay as they are. `build` makes a copy with the changes: `c.params["dense"]["bias"] = b` and then
-`c.build()` stand for a `replace` of the struct, a copy of the dict and a copy of the dict in it.
-Containers are mappings, lists, tuples, named tuples and dataclasses; anything else is a leaf.
+A cursor points to a container and records assignments below it, without changing the container.
+`build` returns a copy with the changes: `c.params["dense"]["bias"] = b` and `c.build()` copy a
+struct and the two dicts in it. Containers are mappings, lists, tuples, named tuples and
+dataclasses; other values are leaves.
 """
 
 import copy
@@ -40,13 +40,13 @@ A = TypeVar("A")
 
 @runtime_checkable
 class Indexable(Protocol):
-    """Whatever has elements."""
+    """Protocol of objects with elements."""
 
     def __getitem__(self, key: Any) -> Any: ...
 
 
 class AccessType(enum.Enum):
-    """How a cursor was reached from the one above it."""
+    """Kind of access from the parent cursor."""
 
     ITEM = enum.auto()
     ATTR = enum.auto()
@@ -54,13 +54,7 @@ class AccessType(enum.Enum):
 
 @dataclasses.dataclass
 class ParentKey(Generic[A]):
-    """Where a cursor comes from.
-
-    Attributes:
-        parent: the cursor above it.
-        key: its key, index or name there.
-        access_type: whether it is an element or an attribute.
-    """
+    """Parent of a cursor, and its key, index or name there."""
 
     parent: "Cursor[A]"
     key: Any
@@ -68,7 +62,7 @@ class ParentKey(Generic[A]):
 
 
 class _Entry(NamedTuple):
-    """Something that a container holds."""
+    """An entry of a container."""
 
     key: Any
     access: AccessType
@@ -77,7 +71,7 @@ class _Entry(NamedTuple):
 
 
 def is_named_tuple(obj: Any) -> bool:
-    """Whether something is an instance of a named tuple's class.
+    """Returns whether `obj` is an instance of a named tuple class.
 
     >>> is_named_tuple((1, 2))
     False
@@ -99,7 +93,7 @@ def _entries(obj: Any) -> Iterator[_Entry]:
 
 
 def _fields(obj: Any) -> list[str]:
-    """The fields that a dataclass can be given; none of anything else."""
+    """Returns a dataclass's init fields; none for other objects."""
     if isinstance(obj, type) or not dataclasses.is_dataclass(obj):
         return []
     return [f.name for f in dataclasses.fields(obj) if f.init]
@@ -121,7 +115,7 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 
 
 def cursor(obj: A) -> "Cursor[A]":
-    """A cursor that points to a container.
+    """Returns a cursor that points to a container.
 
     Example:
         >>> params = {"dense": {"kernel": 1, "bias": [2, 3]}, "scale": 4}
@@ -137,13 +131,13 @@ def cursor(obj: A) -> "Cursor[A]":
 
 
 class Cursor(Generic[A]):
-    """A place in nested containers, and what is to change below it.
+    """A place in nested containers, with pending changes below it.
 
-    Compared and calculated with, it is the value at that place, changes included.
+    In comparisons and arithmetic, it acts as the value at that place, changes included.
 
     Args:
         obj: the value.
-        parent_key: where the cursor comes from; None for one that comes from nowhere.
+        parent_key: parent and key; None for a root cursor.
     """
 
     __slots__ = ("_assigned", "_children", "_obj", "_parent_key")
@@ -191,13 +185,13 @@ class Cursor(Generic[A]):
         return self._children[key]
 
     def _holds(self, key: Any, access: AccessType) -> bool:
-        """Whether a copy of the value could be made with something else there."""
+        """Returns whether a copy of the value could have another entry there."""
         if isinstance(self._obj, Mapping | list | tuple):
             return access is AccessType.ITEM
         return access is AccessType.ATTR and key in _fields(self._obj)
 
     def _index(self, key: Any) -> int:
-        """Each element of a sequence has one index, from the left."""
+        """Returns the nonnegative index of a sequence's element."""
         if isinstance(key, slice):
             raise CursorTypeError(
                 f"{self._path} was indexed with {key}, and a cursor points to one element; loop "
@@ -221,7 +215,7 @@ class Cursor(Generic[A]):
         self._assign(name, AccessType.ATTR, value)
 
     def _check_holds(self, key: Any, access: AccessType) -> None:
-        """Changes below this place must find their way into the copy."""
+        """Raises if changes at this place could not be copied."""
         if not self._holds(key, access):
             wanted = f"{self._path}{_written(key, access)} cannot be set"
             kind = type(self._obj).__name__
@@ -243,7 +237,7 @@ class Cursor(Generic[A]):
         self._assigned.add(key)
 
     def set(self, value: Any) -> Any:
-        """A copy of the whole, from the first cursor on, with another value here.
+        """Returns a copy of the root cursor's container with another value here.
 
         >>> cursor({"a": (1, 2)})["a"][1].set(5)
         {'a': (1, 5)}
@@ -258,7 +252,7 @@ class Cursor(Generic[A]):
         return above.parent.build()
 
     def build(self) -> A:
-        """A copy of the container with all changes below this cursor."""
+        """Returns a copy of the container with all changes below this cursor."""
         return self._built()
 
     def _built(self) -> Any:
@@ -282,17 +276,13 @@ class Cursor(Generic[A]):
         return key in self._assigned or any(child._differs(below) for below in child._children)
 
     def apply_update(self, update_fn: Callable[[str, Any], Any]) -> "Cursor[A]":
-        """Notes a change wherever a function returns something else than it was given.
+        """Records `update_fn(path, value)` where it differs from the value; returns this cursor.
 
-        Args:
-            update_fn: of the path below this cursor, joined by `/`, and the value there, changes
-                included. It is not called below something that it replaced.
-
-        Returns:
-            This cursor.
+        Paths are relative to this cursor and joined by `/`; values include changes. The function is
+        not called below replaced values.
 
         Raises:
-            TraverseTreeError: if it is no function.
+            TraverseTreeError: if `update_fn` is not a function.
 
         >>> double = lambda path, value: 2 * value if path.endswith("b") else value
         >>> cursor({"a": {"b": 1, "c": 2}}).apply_update(double).build()
@@ -313,15 +303,14 @@ class Cursor(Generic[A]):
         return self
 
     def find(self, cond_fn: Callable[[str, Any], Any]) -> "Cursor[Any]":
-        """The one place below where a condition is true.
+        """Returns the only place below where `cond_fn(path, value)` is true.
 
-        Args:
-            cond_fn: of the path below this cursor, joined by `/`, and the value there, changes
-                included. It is not called below a place where it was true.
+        Paths are relative to this cursor and joined by `/`; values include changes. The function is
+        not called below a match.
 
         Raises:
-            CursorFindError: if there is no such place, or more than one.
-            TraverseTreeError: if it is no function.
+            CursorFindError: if there is no match, or more than one.
+            TraverseTreeError: if `cond_fn` is not a function.
 
         >>> cursor({"a": {"bias": 1}, "b": 2}).find(lambda path, _: "bias" in path).set(0)
         {'a': {'bias': 0}, 'b': 2}
@@ -337,10 +326,10 @@ class Cursor(Generic[A]):
         return found
 
     def find_all(self, cond_fn: Callable[[str, Any], Any]) -> Iterator["Cursor[Any]"]:
-        """All places below where a condition is true, see `find`.
+        """Returns all places below where a condition is true, see `find`.
 
         Raises:
-            TraverseTreeError: if it is no function.
+            TraverseTreeError: if `cond_fn` is not a function.
 
         >>> c = cursor({"a": {"bias": 1, "scale": 2}, "b": {"bias": 3}})
         >>> for layer in c.find_all(lambda path, value: "bias" in value):
@@ -363,7 +352,7 @@ class Cursor(Generic[A]):
 
     @property
     def _path(self) -> str:
-        """How this place is written."""
+        """Path of this place as Python code."""
         above = self._parent_key
         return above.parent._path + _written(above.key, above.access_type) if above else "cursor"
 

@@ -1,4 +1,4 @@
-"""Helpers for arrays that are replicated over devices, padded batches and scans over any axes."""
+"""Helpers for arrays replicated over devices, padded batches and scans over any axes."""
 
 import functools
 import math
@@ -23,12 +23,9 @@ def _over(devices: Sequence[Any], axis_name: str) -> NamedSharding:
 
 
 def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = _AXIS) -> Any:
-    """A copy of each array on each device, as one array with a first axis over them.
+    """Returns a copy of each array on each device, as one array with a first axis over them.
 
-    Args:
-        tree: a pytree of arrays and numbers.
-        devices: by default all of this process.
-        axis_name: the name of the mesh axis over the devices.
+    `devices` are by default all of this process.
 
     >>> replicate({"w": jnp.ones(3)}, jax.devices()[:1])["w"].shape
     (1, 3)
@@ -46,7 +43,7 @@ def replicate(tree: Any, devices: Sequence[Any] | None = None, axis_name: str = 
 
 
 def unreplicate(tree: Any) -> Any:
-    """The copies of the first device, without the axis over devices.
+    """Returns the copies of the first device, without the device axis.
 
     >>> unreplicate(replicate({"w": jnp.ones(3)}))["w"].shape
     (3,)
@@ -63,7 +60,7 @@ def unreplicate(tree: Any) -> Any:
 
 
 def pmean(xs: Any, axis_name: str) -> Any:
-    """The mean of each array of a pytree over a mapped axis.
+    """Returns the mean of each array of a pytree over a mapped axis.
 
     >>> jax.vmap(lambda x: pmean(x, "i"), axis_name="i")(jnp.arange(3.0)).tolist()
     [1.0, 1.0, 1.0]
@@ -74,17 +71,17 @@ def pmean(xs: Any, axis_name: str) -> Any:
 def partial_eval_by_shape(
     fn: Callable[..., Any], input_spec: Iterable[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """The results of a function that do not depend on its inputs, and the shapes of the others.
+    """Returns the results of a function that do not depend on its inputs, and the others' shapes.
 
     Args:
         fn: called as `fn(*inputs, *args, **kwargs)`.
         input_spec: for each input its shape, `(shape, dtype)` or `jax.ShapeDtypeStruct`; the dtype
             is float32 by default.
-        *args: further arguments, whose values are known.
-        **kwargs: likewise.
+        *args: further arguments with known values.
+        **kwargs: further arguments with known values.
 
     Raises:
-        ArgumentValueError: if a spec is something else.
+        ArgumentValueError: if a spec has another form.
 
     >>> partial_eval_by_shape(lambda x: (x, jnp.ones(x.shape[1:])), [((4, 2), "int32")])
     (ShapeDtypeStruct(shape=(4, 2), dtype=int32), Array([1., 1.], dtype=float32))
@@ -114,17 +111,17 @@ def prefetch_to_device(
     devices: Sequence[Any] | None = None,
     axis_name: str = _AXIS,
 ) -> Iterator[Any]:
-    """Copies what an iterator gives to the devices before it is asked for.
+    """Copies an iterator's elements to the devices ahead of time.
 
     Args:
-        iterator: gives pytrees of arrays `(devices, ...)`.
-        size: how many are on their way at a time; 2 lets copying and computing overlap.
+        iterator: yields pytrees of arrays `(devices, ...)`.
+        size: number of elements in flight; 2 lets copying and computing overlap.
         devices: by default all of this process.
         axis_name: the name of the mesh axis over the devices.
 
     Raises:
         ArgumentValueError: if `size` is less than 1.
-        ArgumentShapeError: if a first axis is not the devices.
+        ArgumentShapeError: if a first axis does not match the devices.
 
     >>> batches = [np.ones((jax.local_device_count(), 4)) for _ in range(3)]
     >>> len(list(prefetch_to_device(batches, 2)))
@@ -162,19 +159,19 @@ def scan_in_dim(
     unroll: int | Sequence[int] = (1,),
     keepdims: bool = False,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` over any axes, the last of them fastest.
+    """Scans over any axes like `jax.lax.scan`, the last axis fastest.
 
     Args:
         body_fn: `(carry, x) -> (carry, y)`.
-        init: the first carry.
-        xs: a pytree of arrays that are scanned over.
+        init: the initial carry.
+        xs: a pytree of arrays to scan over.
         axis: the axes, which the arrays of `y` get at the same places.
-        unroll: for each axis how many iterations are one; filled up with 1 from the left.
-        keepdims: whether `body_fn` takes and gives arrays with these axes, of size 1.
+        unroll: number of iterations to unroll per axis; padded with 1 on the left.
+        keepdims: whether `body_fn` takes and returns arrays with these axes, of size 1.
 
     Raises:
         ArgumentValueError: if `unroll` is longer than `axis`.
-        ArgumentShapeError: if an array has no such axis.
+        ArgumentShapeError: if an array lacks such an axis.
 
     >>> x = jnp.arange(6.0).reshape(2, 3)
     >>> _, y = scan_in_dim(lambda c, x: (c + x, c + x), jnp.zeros(2), x, axis=1)
@@ -229,21 +226,18 @@ def pad_shard_unpad(
 ) -> Callable[..., Any]:
     """Lets a function over devices take batches of any size, such as the last one of an epoch.
 
-    Batches are filled up with zeros and laid over the devices as `(devices, batch, ...)`; what the
-    function returns is laid out as before on the host, without what was filled in.
+    Batches are padded with zeros and sharded as `(devices, batch, ...)`; results return to the host
+    in the original layout, without padding. The returned function also takes `min_device_batch`,
+    the smallest batch per device, so that short batches need not recompile.
 
     Args:
         wrapped: the function, usually a `jax.pmap`.
-        static_argnums: the arguments that are no batches, by default the first: the parameters.
-        static_argnames: those given by name.
-        static_return: whether what it returns is no batch either, as metrics are.
-
-    Returns:
-        The function, which also takes `min_device_batch`: how long the part of a device is at
-        least, so that a short batch need not compile anew.
+        static_argnums: arguments that are not batches, by default the first: the parameters.
+        static_argnames: the same by name.
+        static_return: whether the result is not a batch either, such as metrics.
 
     Raises:
-        ArgumentShapeError: when called, if the batches have different sizes, or an array none.
+        ArgumentShapeError: when called, if batch sizes differ, or an array has no batch axis.
 
     >>> predict = pad_shard_unpad(jax.pmap(lambda w, x: w * x, in_axes=(None, 0)))
     >>> predict(2.0, np.arange(3.0)).tolist()
@@ -285,6 +279,6 @@ def _batch_size(arguments: Any) -> int:
         shown = {path: size[0] if size else "no axis" for path, size in sizes.items()}
         raise ArgumentShapeError(
             f"the sizes of the batches are {shown}; expected at least one and all equal: arguments "
-            "that are no batches belong into static_argnums and static_argnames."
+            "that are not batches belong in static_argnums and static_argnames."
         )
     return next(iter(sizes.values()))[0]

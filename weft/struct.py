@@ -1,8 +1,8 @@
 """Immutable dataclasses that are pytrees.
 
-A field is a child of the pytree unless it is declared with `field(pytree_node=False)`; such a field
-is part of the structure, must be hashable, and a change of it makes `jax.jit` trace again. A field
-with `init=False` is neither: each copy, also one by `jax.tree.map`, makes it anew.
+A field is a child of the pytree unless declared with `field(pytree_node=False)`; such a field is
+static: it must be hashable, and `jax.jit` retraces when it changes. A field with `init=False` is
+neither: each copy, even one by `jax.tree.map`, recomputes it.
 """
 
 import dataclasses
@@ -16,27 +16,21 @@ T = TypeVar("T")
 
 
 def field(pytree_node: bool = True, *, metadata: dict[str, Any] | None = None, **kwargs: Any):
-    """A dataclass field that says whether it is a child of the pytree.
+    """Returns a dataclass field; `pytree_node=False` makes it static instead of a pytree child.
 
-    Args:
-        pytree_node: True for arrays and containers of them, False for what belongs to the
-          structure.
-        metadata: further metadata of the field.
-        **kwargs: as for `dataclasses.field`.
+    Further arguments are those of `dataclasses.field`.
     """
     return dataclasses.field(metadata={**(metadata or {}), "pytree_node": pytree_node}, **kwargs)
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def dataclass(clz: type[T] | None = None, **kwargs: Any):
-    """Makes a class a frozen dataclass, a pytree node, and gives it `replace`.
+    """Makes a class a frozen dataclass and a pytree node, with a method `replace`.
 
-    Args:
-        clz: the class; left out when the decorator is used with arguments.
-        **kwargs: as for `dataclasses.dataclass`, where `frozen` is True by default.
+    Keyword arguments are those of `dataclasses.dataclass`; `frozen` is True by default.
 
     Raises:
-        StructDefinitionError: if `clz` is no class.
+        StructDefinitionError: if `clz` is not a class.
 
     Example:
         >>> @dataclass
@@ -50,7 +44,7 @@ def dataclass(clz: type[T] | None = None, **kwargs: Any):
         return lambda clz: dataclass(clz, **kwargs)
     if not isinstance(clz, type):
         raise StructDefinitionError(
-            f"struct.dataclass was given {clz!r}, which is no class; write it above a class, as "
+            f"struct.dataclass was given {clz!r}, which is not a class; write it above a class, as "
             "`@struct.dataclass` or with options by name, as `@struct.dataclass(kw_only=True)`."
         )
     # A subclass of a struct inherits `_weft_struct`; only a class's own mark means "already done".
@@ -117,5 +111,5 @@ class PyTreeNode:
         )
 
     def replace(self: T, **updates: Any) -> T:
-        """A copy with some fields changed."""
+        """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **updates)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""The types that signatures across Weft speak of."""
+"""Type aliases for signatures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, Union

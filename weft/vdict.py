@@ -1,9 +1,8 @@
-"""Stacked parameters: a dict that says that its arrays are those of several equal layers.
+"""Stacked parameters: a dict whose arrays have a leading axis over equal layers.
 
-Where layers repeat, their parameters are one array with a leading axis. Most mathematics need not
-know; what takes statistics of "a parameter" does: its root mean square, or the clipping of its
-update, is meant for each layer by itself. A `VDict` marks such a subtree, and `map_blocks` maps a
-function over the parameters of a tree, over each layer's where they are stacked.
+Statistics of a single parameter, such as its root mean square or the clipping of its update, must
+be computed per layer. `VDict` marks stacked subtrees; `map_blocks` maps a function over each
+layer's parameters.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from jax.tree_util import DictKey
 
 @jax.tree_util.register_pytree_with_keys_class
 class VDict(dict[str, Any]):
-    """A dict whose arrays all have a leading axis of the same size, one entry per layer.
+    """A dict whose arrays have a leading axis of equal size, one entry per layer.
 
     It is a pytree like a dict, with the same key paths.
 
@@ -36,15 +35,9 @@ class VDict(dict[str, Any]):
 
 
 def map_blocks(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map`, where `fn` sees one layer at a time inside of a `VDict`.
+    """Maps `fn` over trees like `jax.tree.map`, one layer at a time inside of a `VDict`.
 
-    Args:
-      fn: takes one array of each tree.
-      tree: gives the structure.
-      *rest: further trees, which `tree` is a prefix of.
-
-    Returns:
-      A tree like `tree`; results of stacked layers are stacked again.
+    `tree` is a prefix of `rest`. Results of stacked layers are stacked again.
 
     >>> import jax.numpy as jnp
     >>> tree = {"a": jnp.array([3.0, 1.0]), "layers": VDict(b=jnp.array([[3.0, 1.0], [5.0, 7.0]]))}

@@ -273,7 +273,7 @@ def test_a_subclass_keeps_what_its_bases_hold_back():
 @pytest.mark.parametrize("holder", [IN_HIERARCHY, "weft.trainer.model.LibraryModel"])
 def test_what_acts_outside_of_a_run_is_not_a_layer(holder, layer):
     cfg = from_text(f"{holder}.Config({layer}, inputs=(), name='x')")
-    with pytest.raises(UnknownLayerError, match=r"is not a layer|to make a layer of"):
+    with pytest.raises(UnknownLayerError, match=r"is not a layer|is not a class"):
         cfg.instantiate(parent=None)
 
 

@@ -351,7 +351,7 @@ def test_how_parameters_begin_and_lie_is_for_the_layer_to_say(field):
 
 
 def test_an_object_of_no_library_is_named_with_its_place():
-    with pytest.raises(UnknownLayerError, match=r"^guest: .*is no layer of a library"):
+    with pytest.raises(UnknownLayerError, match=r"^guest: .*is not a layer of a known"):
         layer_of((object(),))
 
 

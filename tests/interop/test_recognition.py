@@ -35,9 +35,11 @@ def test_the_root_of_the_classes_says_which_library_it_is():
 
 
 def test_what_is_no_layer_is_refused():
-    with pytest.raises(UnknownLayerError, match=r"3 is no layer of a library .*weft.interop.Model"):
+    with pytest.raises(UnknownLayerError, match=r"3 is not a layer of .*weft.interop.Model"):
         model_of(3)
-    with pytest.raises(UnknownLayerError, match=r"is no class, and was given the arguments \(2,\)"):
+    with pytest.raises(
+        UnknownLayerError, match=r"is not a class, but was given the arguments \(2,\)"
+    ):
         model_of(linen.Dense(2), 2)
 
 

@@ -365,7 +365,7 @@ def test_a_model_gets_the_batch_and_nothing_else(tmp_path):
 
 
 def test_an_object_of_no_library_is_no_model(tmp_path):
-    with pytest.raises(UnknownLayerError, match=r"^trainer\.model: .*Settings.* is no layer of"):
+    with pytest.raises(UnknownLayerError, match=r"^trainer\.model: .*Settings.* is not a layer o"):
         traced(tmp_path, config_for_class(Settings))
 
 

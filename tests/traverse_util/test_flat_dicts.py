@@ -66,7 +66,9 @@ def test_paths_that_become_equal_are_refused():
 
 def test_a_path_of_other_keys_than_strings_is_not_joined():
     assert flatten_dict({1: {"a": 2}}) == {(1, "a"): 2}
-    with pytest.raises(FlatDictError, match=re.escape("path (1, 'a') has 1, which is no string")):
+    with pytest.raises(
+        FlatDictError, match=re.escape("path (1, 'a') has 1, which is not a string")
+    ):
         flatten_dict({1: {"a": 2}}, sep="/")
 
 
@@ -85,9 +87,9 @@ def test_a_path_through_a_leaf_is_refused(flip):
 @pytest.mark.parametrize(
     "flat, sep, message",
     [
-        ({"dense": 1}, None, "the key 'dense' is no path; expected a tuple of keys, or `sep`"),
-        ({1: 1}, None, "the key 1 is no path"),
-        ({("a",): 1}, "/", "is no path; expected a string, as sep is set"),
+        ({"dense": 1}, None, "the key 'dense' is not a path; expected a tuple of keys, or `sep`"),
+        ({1: 1}, None, "the key 1 is not a path"),
+        ({("a",): 1}, "/", "is not a path; expected a string, as sep is set"),
     ],
 )
 def test_a_key_that_is_no_path_is_refused(flat, sep, message):

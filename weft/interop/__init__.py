@@ -1,8 +1,7 @@
 """Layers of one library in models of another: Linen, NNX, the hierarchy, Flax, Equinox and Haiku.
 
-`as_linen`, `as_nnx` and `as_hierarchy` take a layer of any of these. Each library has one `Model`
-that says what its layers are to the others (`weft.interop.models`), and the three ways of writing
-have one layer each that holds a `Model`. Libraries are imported when their layers are used.
+`as_linen`, `as_nnx` and `as_hierarchy` take a layer of any of these libraries, through one `Model`
+per library (`weft.interop.models`). Libraries are imported when their layers are used.
 """
 
 from weft.interop.hierarchy import InHierarchy, as_hierarchy

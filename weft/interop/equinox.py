@@ -1,7 +1,7 @@
 """Layers of Equinox in models of Weft.
 
-An Equinox module is a pytree. Its floating-point arrays are parameters, its other arrays constants,
-each at the path where it is in the module; what stateful layers keep is in the collection `state`.
+An Equinox module is a pytree: its floating-point arrays are parameters, other arrays constants,
+each at its path in the module. State of stateful layers is the collection `state`.
 """
 
 from collections.abc import Mapping
@@ -31,14 +31,14 @@ __all__ = ["EquinoxModel"]
 class EquinoxModel(Model):
     """An Equinox module.
 
-    A call is given `key`, if it takes one, and of a stateful layer the `state`, which has to come
-    back behind the result.
+    Calls receive `key` if they accept one, and, for a stateful layer, the `state`, which they must
+    return after the result.
 
     Args:
-        module: the module, or a pair of it and its state, whose arrays are the first values; or a
+        module: the module, or a pair of it and its state, whose arrays are the initial values; or a
             class of modules.
         *args: for a class.
-        **kwargs: for a class, beside `key`.
+        **kwargs: for a class, except `key`.
     """
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):
@@ -51,7 +51,6 @@ class EquinoxModel(Model):
         return (module if isinstance(module, type) else type(module)).__name__
 
     def _make(self, key: Any) -> tuple[Any, Any]:
-        """The module and its state, which is None if it has none."""
         eqx = library("equinox", "equinox")
         if isinstance(self.module, tuple):
             return self.module
@@ -62,7 +61,7 @@ class EquinoxModel(Model):
         return module, state if jax.tree.leaves(state) else None
 
     def _structure(self) -> Any:
-        """The module and its state with shapes in the place of arrays."""
+        """Returns the module and its state with shapes in place of arrays."""
         if self._shapes is None:
             eqx = library("equinox", "equinox")
             with jax.ensure_compile_time_eval():
@@ -102,7 +101,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _arrays(module: Any, state: Any) -> dict[Path, Any]:
-    """The arrays of a module and its state, by collection and path, in the order of the leaves."""
+    """Returns the arrays of a module and its state, by collection and path, in leaf order."""
     found: dict[Path, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(module):
         if _is_array(leaf):

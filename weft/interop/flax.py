@@ -1,7 +1,6 @@
-"""Layers of Flax, of Linen and of NNX, in models of Weft.
+"""Layers of Flax Linen and Flax NNX in models of Weft.
 
-They are called as those of Weft are, which have the same methods. Boxes of axis metadata are turned
-into those of Weft and back.
+They are called like Weft's. Boxes of axis metadata are converted to those of Weft and back.
 """
 
 import contextlib
@@ -24,11 +23,7 @@ __all__ = ["FlaxBox", "FlaxLinenModel", "FlaxNNXModel"]
 
 
 class FlaxBox(AxisMetadata):
-    """A value in a box of Flax that Weft has no class for.
-
-    Attributes:
-        box: the box, with the value.
-    """
+    """A boxed Flax value without an equivalent class in Weft."""
 
     def __init__(self, box: Any):
         self.box = box
@@ -62,7 +57,6 @@ register_serialization_state(
 
 
 def _to_weft(box: Any) -> AxisMetadata:
-    """A box of Weft for one of Flax."""
     kind = type(box).__name__
     if kind == "Partitioned":
         return Partitioned(box.value, box.names, box.mesh)
@@ -72,7 +66,7 @@ def _to_weft(box: Any) -> AxisMetadata:
 
 
 def _to_flax(box: AxisMetadata) -> Any:
-    """A box of Flax for one of Weft; the value alone where Flax has none."""
+    """Returns the Flax box for a box of Weft; the bare value if Flax has none."""
     if isinstance(box, FlaxBox):
         return box.box
     linen = library("flax.linen", "flax")

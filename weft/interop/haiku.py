@@ -1,7 +1,7 @@
 """Layers of Haiku in models of Weft.
 
-Haiku names parameters by a module's name, such as `mlp/~/linear_0`, and their own. Here each part
-of the name is a level of the collection `params`; what modules keep is in the collection `state`.
+Haiku's module names, such as `mlp/~/linear_0`, are split: each part is a level of the collections
+`params` and `state`.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ class HaikuModel(Model):
     """A Haiku module or transformed function.
 
     Args:
-        module: what `haiku.transform` or `haiku.transform_with_state` gives, or a class of modules.
+        module: a result of `haiku.transform` or `haiku.transform_with_state`, or a class of
+            modules.
         *args: for a class.
         **kwargs: for a class.
     """
@@ -43,7 +44,7 @@ class HaikuModel(Model):
     def _functions(
         self, method: Any, kwargs: Mapping[str, Any], training: bool | None
     ) -> tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]:
-        """`init` and `apply` with state, and arguments for both."""
+        """Returns `init` and `apply` with state, and the arguments for both."""
         hk = library("haiku", "dm-haiku")
         if isinstance(self.module, type):
             called = getattr(self.module, method or "__call__", None)
@@ -82,7 +83,7 @@ class HaikuModel(Model):
 
 
 def _by_parts(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Values by the parts of their module's name, from values by the whole of it."""
+    """Nests values by the parts of their module's name."""
     found: dict[Path, Any] = {}
     for module, values in tree.items():
         for path, value in flat(values).items():
@@ -91,7 +92,7 @@ def _by_parts(tree: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _by_module(tree: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The inverse of `_by_parts`, without boxes."""
+    """Inverts `_by_parts`, without boxes."""
     found: dict[str, dict[str, Any]] = {}
     for (*module, name), value in flat(tree).items():
         found.setdefault("/".join(module), {})[name] = unbox(value)

@@ -35,8 +35,8 @@ __all__ = ["HierarchyModel", "InHierarchy", "as_hierarchy"]
 class HierarchyModel(Model):
     """A layer of the hierarchy.
 
-    Its parameters are the collection `params`, but for those that a call in training updates, which
-    are the collection `state`. What it reports is in `summaries` and `module_outputs`.
+    Its parameters are the collection `params`, except those that a call in training updates, which
+    are the collection `state`. Its reports are in `summaries` and `module_outputs`.
 
     Args:
         config: of the layer, or a class of layers.
@@ -117,18 +117,17 @@ class HierarchyModel(Model):
 
 
 def _boxed(value: Any, spec: ParameterSpec) -> Any:
-    """A parameter with the layout that its spec says, in a box if it says one."""
+    """Returns the parameter, boxed with its spec's layout if there is one."""
     names = tuple(spec.logical_axes or spec.partition_spec)
     return _Laid(value, names) if any(names) else value
 
 
 class _Laid(Partitioned):
-    """A parameter of a layer, whose names are mesh axes, or stand for some by the context's rules.
+    """A parameter whose axes have names: mesh axes, or names that the context's rules map to some.
 
     Attributes:
-        value: the parameter.
         names: for each axis a name, a tuple of names, or None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        mesh: the mesh; by default that of `jax.set_mesh`.
     """
 
     def unbox(self, apply_constraint: bool = True) -> Any:
@@ -137,7 +136,7 @@ class _Laid(Partitioned):
 
 
 def _like(template: Mapping[str, Any], values: Mapping[Path, Any], path: Path = ()) -> Any:
-    """Values nested as a template is, in mappings of its classes."""
+    """Returns values nested like a template, in mappings of its classes."""
     made = {
         name: _like(below, values, (*path, name))
         if isinstance(below, Mapping)
@@ -152,7 +151,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _check_is_layer(config: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuses what acts outside of a run, and fields that only its own config may set."""
+    """Refuses modules that act outside of a run, and fields reserved for the layer's config."""
     cls = config if isinstance(config, type) else getattr(config, "klass", type(config))
     kept = needs_allow(cls)
     if kept and not issubclass(cls, BaseLayer):
@@ -169,7 +168,7 @@ def _check_is_layer(config: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _shapes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`jax.eval_shape` where arguments may be other things than arrays."""
+    """Returns `jax.eval_shape`, also for arguments that are not arrays."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = {i: x for i, x in enumerate(leaves) if _is_array(x)}
 
@@ -183,10 +182,10 @@ def _shapes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class InHierarchy(BaseLayer):
     """A layer of any library as a layer of the hierarchy; see `as_hierarchy`.
 
-    Its state has the layer's collections by name. In an invocation, what the call changes of them
-    becomes state updates; of what is new, what is sown into a collection `summaries` becomes
-    summaries, all else module outputs. A `dtype` that is set, here or in a layer around it, is that
-    of the layer's parameters; how these begin and are laid out is for the layer itself to say.
+    Its state has the layer's collections by name. In an invocation, changes of them become state
+    updates; new values sown into a collection `summaries` become summaries, others module outputs.
+    A `dtype` set here or in an outer layer is that of the parameters; the layer itself defines
+    their initialization and layout.
     """
 
     @config_class
@@ -197,7 +196,7 @@ class InHierarchy(BaseLayer):
             layer: see `weft.interop.model_of`.
             args: for a class of layers.
             kwargs: for a class of layers.
-            inputs: of a call: arrays, or `jax.ShapeDtypeStruct` in their place.
+            inputs: of a call: arrays or `jax.ShapeDtypeStruct`.
         """
 
         layer: Required[Any] = REQUIRED
@@ -254,7 +253,7 @@ class InHierarchy(BaseLayer):
         return None
 
     def _variables(self) -> dict[Path, Any]:
-        """The layer's variables by path, with shapes in the place of values."""
+        """Returns the layer's variables by path, with shapes in place of values."""
         if self._known is None:
             self._known = flat(jax.eval_shape(self._make, jax.random.key(0)))
         return self._known
@@ -284,11 +283,7 @@ class InHierarchy(BaseLayer):
         return nested({**state, **given})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer.
-
-        Args:
-            *args: of the layer.
-            **kwargs: of the layer, and `method`, the name of one of its public methods.
+        """Calls the layer, or its public method named `method`, with the given arguments.
 
         Raises:
             LayerMethodError: if the method is private.
@@ -328,23 +323,23 @@ class InHierarchy(BaseLayer):
 
 
 _REPORTS = ("summaries", "module_outputs", "intermediates")
-"""The collections of what a call reports, none of which is state."""
+"""Collections of what a call reports; they are not state."""
 
 
 def _named(path: Path) -> tuple[str, ...]:
-    """A path whose parts are strings, as those of the hierarchy's states are."""
+    """Returns the path with strings as parts, as in the hierarchy's states."""
     return tuple(map(str, path))
 
 
 def _cast(tree: Any, dtype: DType) -> Any:
-    """Floating-point numbers in another dtype, all else as it is."""
+    """Converts floating-point numbers to another dtype."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
 def _sown(value: Any) -> Any:
-    """What was sown: the value, and by their numbers if there are several."""
+    """Returns the sown value, or a dict of them by number if there are several."""
     if isinstance(value, Mapping):
         return {name: _sown(below) for name, below in value.items()}
     if type(value) is tuple:
@@ -353,7 +348,7 @@ def _sown(value: Any) -> Any:
 
 
 def _names(x: Any) -> tuple[Any, ...]:
-    """The names that a box gives to the axes of its value, before any rule."""
+    """Returns the axis names of a box, before any rule."""
     if isinstance(x, NNXMeta):
         names = x.metadata.get("out_sharding")
         return tuple(getattr(names, "spec", names) or ())
@@ -361,7 +356,7 @@ def _names(x: Any) -> tuple[Any, ...]:
 
 
 def _layout(x: Any) -> PartitionSpec:
-    """The mesh axes that the box of a variable asks for, by its rules or those of the context."""
+    """Returns the mesh axes of a variable's box, by its rules or those of the context."""
     names = _names(x)
     if isinstance(x, LogicallyPartitioned):
         return logical_to_mesh_axes(names, x.rules) or PartitionSpec()
@@ -370,7 +365,7 @@ def _layout(x: Any) -> PartitionSpec:
 
 
 def _spec(x: Any, *, is_state: bool) -> Any:
-    """The spec of a variable, laid out as its box says."""
+    """Returns the spec of a variable, with its box's layout."""
     layout, names = _layout(x), _names(x)
     is_logical = isinstance(x, LogicallyPartitioned) or tuple(layout) != names
     scale = 0.0 if is_state else None
@@ -390,22 +385,21 @@ def _spec(x: Any, *, is_state: bool) -> Any:
 
 
 def as_hierarchy(x: Any, /, *args: Any, inputs: Any = (), **kwargs: Any) -> Any:
-    """The config of a layer of the hierarchy that is a layer of any library.
+    """Returns the config of a hierarchy layer that wraps a layer of any library.
 
-    Its parameters have the mesh axes that the layer's axis metadata says. What the layer changes
-    when it is called, such as statistics of batches, is updated as the state of the hierarchy is.
-    Whether it is called in training is said to it, see `weft.interop.models.with_mode`.
+    Its parameters have the mesh axes of the layer's axis metadata. Changes that a call makes, such
+    as batch statistics, update the hierarchy's state. The layer is called in training or evaluation
+    mode, see `weft.interop.models.with_mode`.
 
     Args:
-        x: the layer, see `weft.interop.model_of`; a class of layers; or a config of either, as of
-            `config_for_class`. The config of a layer of the hierarchy stays what it is.
+        x: the layer, see `weft.interop.model_of`; a class of layers; or a config of either, such as
+            one of `config_for_class`. Configs of hierarchy layers are returned unchanged.
         *args: for a class.
-        inputs: what it is called with: arrays, or `jax.ShapeDtypeStruct` in their place, from which
-            the shapes of its parameters follow.
+        inputs: arrays or `jax.ShapeDtypeStruct` of a call, which determine parameter shapes.
         **kwargs: for a class.
 
     Raises:
-        UnknownLayerError: when the layer is made, if `x` is of no library that is known.
+        UnknownLayerError: on instantiation, if the library of `x` is unknown.
 
     Example:
         >>> from weft import linen as nn

@@ -14,7 +14,7 @@ __all__ = ["InLinen", "LinenModel", "as_linen", "linen_streams"]
 
 
 def linen_streams(rngs: Mapping[str, Any]) -> dict[str, Any]:
-    """The streams for a Linen module, in which `default` stands in for `params`."""
+    """Returns the streams for a Linen module; `default` replaces a missing `params`."""
     streams = dict(rngs)
     if "default" in streams:
         default = streams.pop("default")
@@ -23,13 +23,7 @@ def linen_streams(rngs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LinenModel(Model):
-    """A Linen module.
-
-    Args:
-        module: the module, or a class of modules.
-        *args: for a class.
-        **kwargs: for a class.
-    """
+    """A Linen module, or a class of modules with its arguments."""
 
     def __init__(self, module: Any, *args: Any, **kwargs: Any):
         with self._outside():
@@ -43,12 +37,12 @@ class LinenModel(Model):
 
     @staticmethod
     def _kind() -> type:
-        """The class of the modules of the library."""
+        """Returns the module base class of the library."""
         return linen.Module
 
     @staticmethod
     def _outside() -> Any:
-        """A context in which a module that is made is nobody's submodule."""
+        """Returns a context in which new modules have no parent."""
         return alone()
 
     @property
@@ -79,20 +73,20 @@ class LinenModel(Model):
         return {**given, **with_mode(called, kwargs, training)}
 
     def _filter(self, mutable: Filter) -> Any:
-        """A filter of collections as the library takes it."""
+        """Converts a filter of collections for the library."""
         return mutable
 
     def _in(self, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Variables as the library takes them."""
+        """Converts variables for the library."""
         return variables
 
     def _out(self, variables: Mapping[str, Any]) -> Variables:
-        """Variables as Weft takes them."""
+        """Converts variables of the library for Weft."""
         return dict(variables)
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Variables:
-    """The entries that are other objects than before."""
+    """Returns the entries that are other objects than before."""
     old = flat(before)
     return nested({p: v for p, v in flat(after).items() if p not in old or old[p] is not v})
 
@@ -102,7 +96,7 @@ class InLinen(linen.Module):
 
     Attributes:
         model: the layer.
-        training: whether it is called in training; None leaves it as it is.
+        training: whether it is called in training mode; None does not set the mode.
     """
 
     model: Any
@@ -112,14 +106,7 @@ class InLinen(linen.Module):
     def __call__(
         self, *args: Any, training: bool | None = None, method: str | None = None, **kwargs: Any
     ) -> Any:
-        """Calls the layer.
-
-        Args:
-            *args: of the layer.
-            training: in place of the attribute.
-            method: what is called, by default the layer itself.
-            **kwargs: of the layer.
-        """
+        """Calls the layer, or its method named `method`; `training` overrides the attribute."""
         scope: Any = self.scope
         training = self.training if training is None else training
         how = {"training": training, "method": method, **kwargs}
@@ -146,7 +133,7 @@ class InLinen(linen.Module):
 
 
 def boxed_as(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables:
-    """Changed variables in the boxes in which they were before."""
+    """Returns changed variables in the boxes they were in before."""
     old = flat(before)
     return nested({path: boxed_like(old.get(path), v) for path, v in flat(changed).items()})
 
@@ -154,22 +141,22 @@ def boxed_as(before: Mapping[str, Any], changed: Mapping[str, Any]) -> Variables
 def as_linen(
     x: Any, /, *args: Any, name: str | None = None, training: bool | None = None, **kwargs: Any
 ) -> linen.Module:
-    """A layer of any library as a module of Linen.
+    """Returns a layer of any library as a module of Linen.
 
-    Its variables are those of the layer, with their axis metadata, in the collections `params` and
-    such as the layer has. Keys come from the streams of Linen.
+    Its variables are those of the layer, with their axis metadata, in `params` and the layer's
+    other collections. Keys come from the streams of Linen.
 
     Args:
-        x: the layer, see `weft.interop.model_of`; or a class of layers. A module of Linen stays
-            what it is. Of a layer that holds arrays itself, `init` gives copies of these.
+        x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of Linen are
+            returned unchanged. If the layer holds arrays itself, `init` copies them.
         *args: for a class.
         name: of the module in its parent.
-        training: whether the layer is called in training; None leaves it as it is. The call takes
-            it as well.
+        training: whether the layer is called in training mode, a default for calls; None does not
+            set the mode.
         **kwargs: for a class.
 
     Raises:
-        UnknownLayerError: if `x` is of no library that is known.
+        UnknownLayerError: if the library of `x` is unknown.
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -1,10 +1,8 @@
-"""What a layer of any library is to the others: two pure functions of collections of variables.
+"""Layers of any library as two pure functions of collections of variables, `init` and `apply`.
 
-`init` makes the variables, `apply` takes them and gives the result together with what has changed.
-Variables are nested dicts by collection and path, as those of Linen, and a value can be in a box of
-axis metadata. Each library has one `Model` that says so of its layers, and each way of writing in
-Weft has one layer that holds a `Model`: so any layer works in any model, with as many adapters as
-there are libraries.
+Variables are nested dicts by collection and path, like those of Linen; values may be in boxes of
+axis metadata. Each library has one `Model` for its layers, and each way of writing models in Weft
+has one layer that holds a `Model`, so the number of adapters is the number of libraries.
 """
 
 import abc
@@ -23,14 +21,14 @@ Variables = dict[str, Any]
 
 
 class Model(abc.ABC):
-    """A layer of some library, as pure functions; derive from it to use a library of your own.
+    """Base class for layers of a library, as pure functions.
 
-    Models of equal attributes are equal, so that what was traced with one serves all.
+    Models with equal attributes are equal, so that they share traces.
     """
 
     @property
     def name(self) -> str:
-        """What the layer is called in messages."""
+        """Name of the layer in messages."""
         return type(self).__name__
 
     @abc.abstractmethod
@@ -42,13 +40,13 @@ class Model(abc.ABC):
         method: str | None = None,
         **kwargs: Any,
     ) -> Variables:
-        """The variables of the layer.
+        """Returns the variables of the layer, for a call with the given arguments.
 
         Args:
-            rngs: PRNG keys by stream; `default` stands in for those that are not there.
-            *args: of the call for which they are made.
-            training: whether this is a part of training; None leaves the layer as it is.
-            method: what is called, by default the layer itself.
+            rngs: PRNG keys by stream; `default` replaces missing streams.
+            *args: of the call.
+            training: whether this is part of training; None does not set the mode.
+            method: name of the method to call, by default the layer itself.
             **kwargs: of the call.
         """
 
@@ -66,33 +64,22 @@ class Model(abc.ABC):
         """Calls the layer on its variables.
 
         Args:
-            variables: as `init` makes them, with values that may be in boxes.
+            variables: as returned by `init`; values may be in boxes.
             *args: of the call.
-            rngs: see `init`.
+            rngs, training, method: see `init`.
             mutable: the collections that may change.
-            training: see `init`.
-            method: see `init`.
             **kwargs: of the call.
 
         Returns:
-            What the call returns, and of the collections that may change those entries that are
-            new or may have changed.
+            The call's result, and the new or changed entries of mutable collections.
         """
 
     def trains(self, collection: str) -> bool:
-        """Whether what a collection holds is trained; all else is the layer's state.
-
-        Args:
-            collection: its name.
-        """
+        """Returns whether the values of a collection are trained; all others are state."""
         return collection == "params"
 
     def has_method(self, name: str) -> bool:
-        """Whether the layer has a method of a name, as far as this is known before it is made.
-
-        Args:
-            name: of the method.
-        """
+        """Returns whether the layer has that method, as far as known before it is made."""
         layer = getattr(self, "module", None)
         return callable(getattr(getattr(layer, "made", layer), name, None))
 
@@ -111,14 +98,10 @@ class Model(abc.ABC):
 
 
 def library(name: str, extra: str) -> Any:
-    """A library that is imported when it is needed.
-
-    Args:
-        name: of the module.
-        extra: what is to be installed.
+    """Imports and returns a library.
 
     Raises:
-        MissingLibraryError: if it is not there.
+        MissingLibraryError: if it is missing; the message names the `extra` to install.
     """
     try:
         return importlib.import_module(name)
@@ -130,17 +113,15 @@ def library(name: str, extra: str) -> Any:
 
 
 def one_key(rngs: Mapping[str, Any], *names: str) -> Any:
-    """The key for a layer that takes a single one, None if there is none.
+    """Returns the key for a layer that takes a single one, or None.
 
-    Args:
-        rngs: keys by stream.
-        *names: the streams that are asked first.
+    `names` are the streams to try first.
     """
     return next((rngs[n] for n in (*names, *rngs) if n in rngs), None)
 
 
 def parameters_of(fn: Callable[..., Any]) -> set[str]:
-    """The names of a function's parameters that can be given by name; none if they are unknown."""
+    """Returns the names of a function's keyword parameters; none if they are unknown."""
     try:
         # The signature of a class may be that of its metaclass, which says nothing.
         called = fn.__init__ if isinstance(fn, type) else fn
@@ -162,12 +143,12 @@ _MODES = {
 def with_mode(
     fn: Callable[..., Any], kwargs: Mapping[str, Any], training: bool | None
 ) -> dict[str, Any]:
-    """Arguments with those that say whether this is training, under the names that libraries use.
+    """Returns the arguments with the training mode added, under the names that libraries use.
 
     Args:
         fn: takes some of `training`, `train`, `is_training`, `deterministic` and
             `use_running_average`.
-        kwargs: the arguments; what is among them already stays.
+        kwargs: the arguments; modes already set are kept.
         training: whether this is training; None adds nothing.
     """
     if training is None:
@@ -178,7 +159,7 @@ def with_mode(
 
 
 def method_of(layer: Any, method: Any, name: str) -> Callable[..., Any]:
-    """What is called: the layer itself, a method by its name, or a function of the layer.
+    """Returns the layer itself, its method of that name, or a function of the layer.
 
     Raises:
         LayerMethodError: if the layer has no such method.
@@ -202,7 +183,7 @@ def method_of(layer: Any, method: Any, name: str) -> Callable[..., Any]:
 
 
 def flat(tree: Mapping[Any, Any], path: Path = ()) -> dict[Path, Any]:
-    """The values of nested mappings by path."""
+    """Returns the values of nested mappings by path."""
     found: dict[Path, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -213,7 +194,7 @@ def flat(tree: Mapping[Any, Any], path: Path = ()) -> dict[Path, Any]:
 
 
 def nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Nested dicts of values by path; the inverse of `flat`."""
+    """Inverts `flat`."""
     tree: dict[Any, Any] = {}
     for (*above, name), value in values.items():
         at = tree
@@ -224,12 +205,12 @@ def nested(values: Mapping[Path, Any]) -> dict[Any, Any]:
 
 
 def shown(path: Path) -> str:
-    """A path in messages."""
+    """Formats a path for messages."""
     return "/".join(map(str, path))
 
 
 def boxed_like(before: Any, value: Any) -> Any:
-    """A value in the box in which the one before it was."""
+    """Puts a value into the box of the one before it, if any."""
     if is_axis_metadata(before) and not is_axis_metadata(value):
         return before.replace_boxed(value)
     return value
@@ -238,13 +219,13 @@ def boxed_like(before: Any, value: Any) -> Any:
 def check_same_paths(
     name: str, wanted: Mapping[Path, Any], given: Mapping[Path, Any], shapes: bool = True
 ) -> None:
-    """Compares the variables that a layer has with those that it is given.
+    """Checks that given variables match a layer's.
 
     Args:
         name: of the layer.
-        wanted: something with a shape, by collection and path.
+        wanted: objects with a shape, by collection and path.
         given: the values.
-        shapes: whether shapes are compared.
+        shapes: whether to compare shapes.
 
     Raises:
         LayerVariablesError: if one is missing, or has another shape.

@@ -37,8 +37,8 @@ class _Parts(NamedTuple):
 
     Attributes:
         graphdef: its description.
-        leaves: by path its variables and arrays, with shapes in the place of values.
-        keys: by path the values of those that are a part of a PRNG stream.
+        leaves: its variables and arrays by path, with shapes in place of values.
+        keys: the values in PRNG streams, by path.
     """
 
     graphdef: Any
@@ -50,14 +50,14 @@ class NNXModel(Model):
     """An NNX module.
 
     Args:
-        module: the module, whose values are the first ones; or a class or function that makes it.
+        module: the module, whose values are the initial ones; or a class or function that makes it.
         *args: for a class.
-        **kwargs: for a class, beside `rngs`.
+        **kwargs: for a class, except `rngs`.
 
     Attributes:
-        takes_rngs: whether the class is given the streams as `rngs`.
-        abstract: whether a module is made without its first values where those are known.
-        metadata_fn: what a collection holds for a variable.
+        takes_rngs: whether the class receives the streams as `rngs`.
+        abstract: whether to skip computing initial values where values are given.
+        metadata_fn: converts a variable to its entry in a collection.
     """
 
     nnx: Any = nnx
@@ -78,7 +78,6 @@ class NNXModel(Model):
         return isinstance(self.module, self.nnx.Pytree)
 
     def trains(self, collection):
-        """See `Model.trains`: parameters, and what is derived from them."""
         try:
             kind = self.nnx.variable_type_from_name(collection)
         except ValueError:
@@ -88,11 +87,7 @@ class NNXModel(Model):
     # Making it.
 
     def make(self, rngs: Mapping[str, Any]) -> Any:
-        """The module with its first values.
-
-        Args:
-            rngs: keys by stream.
-        """
+        """Returns the module with its initial values."""
         if self._is_made:
             made = self.nnx.clone(self.module)
             keys = {tag: rngs[tag] for tag in self._tags(made) if tag in rngs}
@@ -105,11 +100,7 @@ class NNXModel(Model):
             return self.module(*self.args, **self.kwargs, **streams)
 
     def type_made(self, rngs: Mapping[str, Any]) -> type:
-        """The class of the module.
-
-        Args:
-            rngs: keys by stream.
-        """
+        """Returns the class of the module."""
         return self._described(rngs).graphdef.root.type
 
     def _tags(self, module: Any) -> set[str]:
@@ -120,7 +111,7 @@ class NNXModel(Model):
         return isinstance(leaf, self.nnx.RngState)
 
     def collections(self, module: Any) -> dict[Path, Any]:
-        """The variables and arrays of a module, by collection and path, but for PRNG streams."""
+        """Returns a module's variables and arrays, by collection and path, without PRNG streams."""
         return self._by_collection(self._leaves(module)[1])
 
     def _leaves(self, module: Any) -> tuple[Any, dict[Path, Any]]:
@@ -138,13 +129,13 @@ class NNXModel(Model):
         return collection_of(type(leaf)) if isinstance(leaf, nnx.Variable) else "arrays"
 
     def boxed(self, leaf: Any) -> Any:
-        """What a collection holds for a variable or array."""
+        """Returns a collection's entry for a variable or array."""
         if not isinstance(leaf, self.nnx.Variable):
             return leaf
         return leaf.get_raw_value() if self.metadata_fn is None else self.metadata_fn(leaf)
 
     def _described(self, rngs: Mapping[str, Any]) -> _Parts:
-        """The module without computing its values, but for its streams."""
+        """Returns the module without computing values other than its streams."""
         found: list[Any] = []
 
         def build(rngs: Mapping[str, Any]) -> list[Any]:
@@ -166,7 +157,7 @@ class NNXModel(Model):
         return _Parts(found[0], found[1], dict(zip(paths, values, strict=True)))
 
     def _with(self, leaf: Any, value: Any) -> Any:
-        """A variable or array like another, with another value."""
+        """Returns a variable or array like another, with another value."""
         if not isinstance(leaf, self.nnx.Variable):
             return value
         return type(leaf).from_metadata(value, leaf.get_metadata())
@@ -174,15 +165,12 @@ class NNXModel(Model):
     def with_values(
         self, variables: Mapping[str, Any], rngs: Mapping[str, Any], mutable: Filter
     ) -> tuple[Any, dict[Path, Any], dict[Path, Any]]:
-        """The module with given values.
+        """Returns the module with given values, all its values, and those that were newly made.
 
         Args:
             variables: the values.
-            rngs: keys by stream; to draw from another is an error.
-            mutable: the collections of which what is not given may be made.
-
-        Returns:
-            The module, its values by collection and path, and of those the ones that were made.
+            rngs: keys by stream; drawing from another stream is an error.
+            mutable: the collections whose missing values may be made.
 
         Raises:
             LayerVariablesError: if a value is missing, or a parameter has another shape.
@@ -212,7 +200,7 @@ class NNXModel(Model):
         return module, kept, made
 
     def _stream_part(self, leaf: Any, value: Any, rngs: Mapping[str, Any]) -> Any:
-        """A part of a PRNG stream; one whose key is not known cannot be drawn from."""
+        """Returns a part of a PRNG stream; streams without a known key refuse to draw."""
         if not isinstance(value, jax.ShapeDtypeStruct):
             return self._with(leaf, value)
         there, name = ", ".join(map(repr, rngs)) or "none", self.name
@@ -230,7 +218,7 @@ class NNXModel(Model):
         return type(leaf).from_metadata(key, metadata)
 
     def _attach(self, module: Any, extra: Mapping[Path, Any]) -> None:
-        """Gives a module what was sown in it before, or otherwise made in a call."""
+        """Adds values to a module that an earlier call sowed or made."""
         places, kinds = dict(self.nnx.iter_graph(module)), (self.nnx.Pytree, ToNNX)
         strays = []
         for (col, *path), value in extra.items():
@@ -262,16 +250,16 @@ class NNXModel(Model):
     def begin(
         self, module: Any, args: Any, kwargs: Any, method: Any, training: bool | None = None
     ) -> None:
-        """Makes the variables of layers of other libraries in the module, by a call of it.
+        """Makes the variables of other libraries' layers in a new module, by calling it.
 
-        All else that the call changes is as it was before.
+        All other changes of the call are reverted.
 
         Args:
-            module: as `make` gives it.
+            module: as returned by `make`.
             args: of the call.
             kwargs: of the call, by name.
-            method: what is called.
-            training: whether this is a part of training; None leaves the module as it is.
+            method: the method to call.
+            training: whether this is part of training; None does not set the mode.
         """
         graph = [x for _, x in nnx.iter_graph(module)]
         if all(x._held() for x in graph if isinstance(x, ToNNX)):
@@ -303,7 +291,7 @@ class NNXModel(Model):
             return method_of(module, method, self.name)(*args, **kwargs)
 
     def changes(self, module: Any, before: Mapping[Path, Any], mutable: Filter) -> Variables:
-        """What of a module's values are others than before, where they may be."""
+        """Returns a module's values in mutable collections that differ from before."""
         return nested(
             {
                 path: self.boxed(leaf)
@@ -329,7 +317,7 @@ def _shape_of(leaf: Any) -> Any:
 class InNNX(ToNNX):
     """A layer of any library as a module of NNX.
 
-    `train()` and `eval()` of the model around it say whether it is called in training.
+    `train()` and `eval()` of the surrounding model set its mode.
 
     Args:
         model: the layer.
@@ -337,7 +325,7 @@ class InNNX(ToNNX):
         mutable: the collections that a call may change.
 
     Attributes:
-        deterministic: whether it is not called in training; None leaves it as it is.
+        deterministic: the opposite of training mode; None does not set the mode.
     """
 
     def __init__(self, model: Model, rngs: Any = None, *, mutable: Filter = True):
@@ -346,7 +334,6 @@ class InNNX(ToNNX):
         self.deterministic: bool | None = None
 
     def lazy_init(self, *args: Any, rngs: Any = None, **kwargs: Any) -> Self:
-        """See `ToNNX.lazy_init`."""
         return super().lazy_init(*args, rngs=rngs, **self._with_mode(kwargs))
 
     def _lays_out(self, x: Any) -> bool:
@@ -369,9 +356,9 @@ class InNNX(ToNNX):
         Args:
             *args: of the layer.
             rngs: streams in place of the module's own.
-            method: what is called, by default the layer itself.
+            method: the method to call, by default the layer itself.
             mutable: the collections that may change, by default those of the module.
-            **kwargs: of the layer; `training` says so in place of `deterministic`.
+            **kwargs: of the layer; `training` overrides `deterministic`.
         """
         mutable = self.to_nnx__mutable if mutable is None else mutable
         how = {"rngs": rngs, "method": method, "mutable": mutable}
@@ -379,21 +366,21 @@ class InNNX(ToNNX):
 
 
 def as_nnx(x: Any, /, *args: Any, rngs: Any = None, **kwargs: Any) -> nnx.Module:
-    """A layer of any library as a module of NNX.
+    """Returns a layer of any library as a module of NNX.
 
-    Its variables are attributes of the module, with their axis metadata. They are made by
-    `module.lazy_init(*inputs)`, or all in a model by `bridge.lazy_init(model, *inputs)`. What a
-    call changes, but for parameters and what is sown, is then changed in the module.
+    Its variables are attributes of the module, with their axis metadata, made by
+    `module.lazy_init(*inputs)`, or for a whole model by `bridge.lazy_init(model, *inputs)`. A call
+    changes them in place, except parameters and sown values.
 
     Args:
-        x: the layer, see `weft.interop.model_of`; or a class of layers. A module of NNX stays what
-            it is.
+        x: the layer, see `weft.interop.model_of`, or a class of layers. Modules of NNX are returned
+            unchanged.
         *args: for a class.
         rngs: `Rngs` or a key, from which the layer's keys are drawn.
         **kwargs: for a class.
 
     Raises:
-        UnknownLayerError: if `x` is of no library that is known.
+        UnknownLayerError: if the library of `x` is unknown.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,7 +1,4 @@
-"""Which library an object is of.
-
-The class of a layer says which module it comes from, so no library has to be imported to know it.
-"""
+"""Recognition of an object's library by its class's module, without importing the library."""
 
 import importlib
 from typing import Any
@@ -22,7 +19,7 @@ _ADAPTERS = {
 
 
 def adapter_of(x: Any) -> str:
-    """Where the `Model` for a layer is, or for a class of layers; empty if there is none."""
+    """Returns the module of the `Model` for a layer or class of layers; empty if there is none."""
     if isinstance(x, tuple) and len(x) == 2 and type(x) is tuple:
         x = x[0]  # a layer and its state
     # The root of the classes of a library comes first: a module of one may hold another's.
@@ -34,22 +31,22 @@ def adapter_of(x: Any) -> str:
 
 
 def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
-    """The `Model` of a layer.
+    """Returns the `Model` of a layer.
 
     Args:
-        x: a layer of Linen, NNX or the hierarchy, of Flax, Equinox or Haiku, a class of these, or
-            a config that makes one; of the hierarchy a config; of Equinox also a pair of a layer
-            and its state; of Haiku also what `haiku.transform` gives; or a `Model`.
+        x: a layer of Linen, NNX, Flax, Equinox or Haiku, a class of layers of these or the
+            hierarchy, or a config that makes one. Also a hierarchy config, a pair of an Equinox
+            layer and its state, a result of `haiku.transform`, or a `Model`.
         *args: for a class.
         **kwargs: for a class.
 
     Raises:
-        UnknownLayerError: if it is none of these, or arguments were given for what is no class.
+        UnknownLayerError: if `x` is something else, or arguments were given without a class.
     """
     if (args or kwargs) and not isinstance(x, type):
         raise UnknownLayerError(
-            f"{x!r} is no class, and was given the arguments {args} and {kwargs} to make a layer "
-            "of; give a class and its arguments, or a layer alone."
+            f"{x!r} is not a class, but was given the arguments {args} and {kwargs}; "
+            "pass a class and its arguments, or a layer alone."
         )
     if isinstance(x, Model):
         return x
@@ -60,7 +57,7 @@ def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
         return model_of(x.instantiate())
     if not adapter:
         raise UnknownLayerError(
-            f"{x!r} is no layer of a library that is known; give a module of Linen or NNX, of "
+            f"{x!r} is not a layer of a known library; pass a module of Linen or NNX, of "
             "Weft or Flax, a config of a hierarchy layer, a module of Equinox, a module or "
             "transformed function of Haiku, or derive from weft.interop.Model."
         )
@@ -68,7 +65,7 @@ def model_of(x: Any, *args: Any, **kwargs: Any) -> Model:
 
 
 class _Maker:
-    """Makes the module of a config that is complete but for its `rngs`, which a model gives it."""
+    """Function that makes the module of a config, complete except for its `rngs`."""
 
     def __init__(self, config: Any):
         self._config = config
@@ -80,7 +77,7 @@ class _Maker:
 
 
 def _of_config(config: Any) -> Model:
-    """The `Model` of what a config of a class or function makes."""
+    """Returns the `Model` of a config of a class or function."""
     if "rngs" not in config.keys() or config.rngs not in (None, REQUIRED):  # noqa: SIM118
         return model_of(config.instantiate())
     maker = _Maker(config)

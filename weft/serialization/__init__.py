@@ -1,7 +1,7 @@
-"""Trees of state as dicts of plain values, and those as bytes that Flax reads and writes as well.
+"""Trees of state as dicts of plain values, and as bytes in Flax's format.
 
-`to_bytes` and `from_bytes` do both steps at once. `save_safetensors` and `load_safetensors` are for
-arrays that programs of all kinds exchange.
+`to_bytes` and `from_bytes` combine both steps. `save_safetensors` and `load_safetensors` exchange
+arrays with other programs.
 """
 
 from typing import TYPE_CHECKING

@@ -1,10 +1,8 @@
-"""Data from elsewhere: files, JSON and text that this program did not write.
+"""Untrusted input: files, JSON and text that this program did not write.
 
-A reader of such data raises its documented error whatever the data is. These functions raise only
-`OSError` and `ValueError`, which the reader turns into its error, with the file's name and how to
-fix it: a FIFO or a device in the place of a file is refused instead of waited for, JSON that is
-nested too deeply is a `ValueError`, and text that is printed loses the characters that control a
-terminal.
+These functions raise only `OSError` and `ValueError`, which readers turn into their documented
+error: a FIFO or device is refused instead of waited for, JSON nested too deeply is a `ValueError`,
+and printed text loses terminal control characters.
 """
 
 import json
@@ -22,14 +20,10 @@ MAX_JSON_BYTES = 2**28
 
 
 def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
-    """Opens a regular file to be read; never waits for a writer.
-
-    Args:
-        path: of the file.
-        buffering: as of `open`.
+    """Opens a regular file for reading; never waits for a writer.
 
     Raises:
-        OSError: if there is no such file, or it is a directory, a FIFO, a socket or a device.
+        OSError: if the file is missing, or is a directory, a FIFO, a socket or a device.
     """
     # Without O_NONBLOCK, to open a FIFO waits until another process writes to it.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -44,13 +38,10 @@ def open_file(path: str | os.PathLike[str], *, buffering: int = -1) -> Any:
 
 
 def read_json_file(path: str | os.PathLike[str]) -> Any:
-    """The JSON value of a file.
-
-    Args:
-        path: of the file.
+    """Returns the JSON value of a file.
 
     Raises:
-        OSError: as `open_file`.
+        OSError: see `open_file`.
         ValueError: if it has more than `MAX_JSON_BYTES`, or is not JSON.
     """
     with open_file(path) as file:
@@ -61,13 +52,10 @@ def read_json_file(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(data: str | bytes | bytearray) -> Any:
-    """A JSON value; of bytes, those of UTF-8.
-
-    Args:
-        data: its text.
+    """Returns the JSON value of a text or of UTF-8 bytes.
 
     Raises:
-        ValueError: if it is not JSON, or nested too deeply to be read.
+        ValueError: if it is not JSON, or nested too deeply.
 
     >>> parse_json(b'{"a": [1]}')
     {'a': [1]}
@@ -79,11 +67,7 @@ def parse_json(data: str | bytes | bytearray) -> Any:
 
 
 def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
-    """Whether there can be an array of this shape; also of an empty one NumPy refuses large sizes.
-
-    Args:
-        shape: its sizes.
-        itemsize: bytes of an element.
+    """Returns whether NumPy can make an array of this shape; it refuses large sizes even if empty.
 
     >>> is_possible_shape([0, 3], 4), is_possible_shape([0, 2**62], 4)
     (True, False)
@@ -93,10 +77,7 @@ def is_possible_shape(shape: Sequence[int], itemsize: int) -> bool:
 
 
 def printable(text: str) -> str:
-    r"""A text as it may be shown: all that is not printable is escaped, except ends of lines.
-
-    Args:
-        text: as it came, perhaps with characters that control a terminal.
+    r"""Returns the text with all nonprintable characters escaped, except line ends.
 
     >>> printable("é: \x1b[2J\nnext")
     'é: \\x1b[2J\nnext'

@@ -1,9 +1,9 @@
 """State dicts as bytes, and back.
 
-The bytes are MessagePack, in the form that Flax writes and reads: arrays are extension type 1 with
-shape, name of dtype and bytes in C order, complex numbers type 2, NumPy scalars type 3. An array of
-more than `MAX_CHUNK_SIZE` bytes is a dict of parts. Typed PRNG keys, which Flax refuses, are a dict
-of the name of their implementation and their data.
+The bytes are MessagePack in Flax's format: arrays are extension type 1 with shape, dtype name and
+bytes in C order, complex numbers type 2, NumPy scalars type 3. An array of more than
+`MAX_CHUNK_SIZE` bytes is a dict of parts. Typed PRNG keys, which Flax refuses, are a dict of
+implementation name and data.
 """
 
 import math
@@ -51,7 +51,7 @@ def _to_numpy(x: Any, path: tuple[str, ...]) -> np.ndarray:
 
 
 def _writable(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
-    """A tree in which every array is a NumPy array that fits into one piece of MessagePack."""
+    """Returns a tree of NumPy arrays, each of which fits into one MessagePack object."""
     if type(x) is dict:
         made = x if in_place else {}
         for key, value in x.items():
@@ -139,7 +139,7 @@ def _dtype_named(name: Any) -> np.dtype:
 
 
 def _shape_of(value: Any, dtype: np.dtype, num_elements: int) -> tuple[int, ...]:
-    """A shape that NumPy can make of so many elements."""
+    """Returns a shape that NumPy can make of that number of elements."""
     if not (isinstance(value, list | tuple) and all(type(n) is int and n >= 0 for n in value)):
         raise ValueError(f"{value!r} is not the shape of an array")
     if not is_possible_shape(value, dtype.itemsize) or math.prod(value) != num_elements:
@@ -148,7 +148,7 @@ def _shape_of(value: Any, dtype: np.dtype, num_elements: int) -> tuple[int, ...]
 
 
 def _value_of(code: int, data: bytes) -> Any:
-    """Decodes an extension type; a ValueError if the data does not fit it."""
+    """Decodes an extension type; raises ValueError for invalid data."""
     import msgpack
 
     if code not in (_NDARRAY, _COMPLEX, _SCALAR):
@@ -168,7 +168,7 @@ def _value_of(code: int, data: bytes) -> Any:
 
 
 def _joined(x: Any) -> Any:
-    """Undoes what `_writable` did to big arrays and PRNG keys."""
+    """Inverts `_writable` for large arrays and PRNG keys."""
     if isinstance(x, list):
         return [_joined(value) for value in x]
     if not isinstance(x, dict):
@@ -204,15 +204,15 @@ def _key_of(impl: Any, data: Any) -> jax.Array:
 
 
 def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
-    """The bytes of a state dict.
+    """Returns the bytes of a state dict.
 
     Args:
         pytree: nested dicts and lists of arrays, PRNG keys, numbers, strings and None.
-        in_place: writes what is made of the arrays (NumPy arrays, and parts of big ones) into the
-          dicts and lists of `pytree` itself, so that arrays on devices can be freed one by one.
+        in_place: writes the converted arrays into `pytree` itself, so that arrays on devices can be
+          freed one by one.
 
     Raises:
-        UnserializableValueError: if a value has no form as bytes.
+        UnserializableValueError: if a value cannot be converted to bytes.
 
     Example:
         >>> msgpack_restore(msgpack_serialize({"w": np.arange(3)}))
@@ -225,13 +225,10 @@ def msgpack_serialize(pytree: Any, in_place: bool = False) -> bytes:
 
 
 def msgpack_restore(encoded_pytree: bytes) -> Any:
-    """What `msgpack_serialize` was given; arrays are NumPy arrays, which may be read-only.
-
-    Args:
-        encoded_pytree: the bytes.
+    """Returns the state dict of `msgpack_serialize`'s bytes, with NumPy arrays, perhaps read-only.
 
     Raises:
-        DamagedBytesError: if they are not as `msgpack_serialize` writes them.
+        DamagedBytesError: if the bytes are not in the format of `msgpack_serialize`.
     """
     import msgpack
 
@@ -247,27 +244,24 @@ def msgpack_restore(encoded_pytree: bytes) -> Any:
 
 
 def to_bytes(target: Any) -> bytes:
-    """The bytes of a tree's state dict, which `from_bytes` and Flax read.
-
-    Args:
-        target: a tree as `to_state_dict` takes it.
+    """Returns the bytes of a tree's state dict, readable by `from_bytes` and Flax.
 
     Raises:
         StateDictKeyError: if keys of a dict are equal as strings.
-        UnserializableValueError: if a leaf has no form as bytes.
+        UnserializableValueError: if a leaf cannot be converted to bytes.
     """
     return msgpack_serialize(to_state_dict(target), in_place=False)
 
 
 def from_bytes(target: Any, encoded_bytes: bytes) -> Any:
-    """A tree like `target` with the leaves that `to_bytes`, of Weft or Flax, wrote.
+    """Returns a tree like `target` with the leaves written by `to_bytes`, of Weft or Flax.
 
     Args:
-        target: a tree of the structure that was written; None takes the state dict as it is.
+        target: a tree of the written structure; None returns the state dict.
         encoded_bytes: the bytes.
 
     Raises:
-        DamagedBytesError: if the bytes are not as `to_bytes` writes them.
+        DamagedBytesError: if the bytes are not in the format of `to_bytes`.
         StateDictMismatchError: if the structures differ; the message names the path.
 
     Example:

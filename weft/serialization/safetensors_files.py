@@ -1,14 +1,13 @@
-"""Trees of arrays in safetensors files, which programs of all kinds read.
+"""Trees of arrays in safetensors files.
 
     model.safetensors                       all tensors, by name
 
     model-00001-of-00002.safetensors        or several files ...
     model-00002-of-00002.safetensors
-    model.safetensors.index.json            ... and which tensor is in which
+    model.safetensors.index.json            ... and the file of each tensor
 
-The name of a tensor is the path to it, joined by dots: "decoder.emb.token_emb.weight". Values are
-read one tensor at a time, of a tensor that is laid over devices only what they hold; what is
-written is in memory one file at a time.
+A tensor's name is its path, joined by dots: "decoder.emb.token_emb.weight". Tensors are read one at
+a time, sharded ones only in the parts that local devices hold, and written one file at a time.
 """
 
 import contextlib
@@ -43,13 +42,7 @@ _DTYPES = {
 
 
 class PendingTensor(NamedTuple):
-    """A tensor whose values are made when they are written.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        read: makes the values.
-    """
+    """A tensor whose values are computed by `read` when they are written."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -57,18 +50,12 @@ class PendingTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the values take."""
+        """Number of bytes of the values."""
         return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype, as the format calls it, such as "BF16".
-        file: the file.
-    """
+    """A tensor in a file; `dtype` is the format's name, such as "BF16"."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -79,11 +66,9 @@ class StoredTensor(NamedTuple):
 
 
 def tensor_names(tree: Any) -> list[tuple[str, Any]]:
-    """The arrays of a tree by the names they have in a file.
+    """Returns the arrays of a tree with their names in a file.
 
-    Args:
-        tree: Any pytree: parameters of the hierarchy, variables of Linen, a state of NNX. Boxes of
-          axis metadata and NNX variables are named as what they hold.
+    Boxes of axis metadata and NNX variables are named like their values.
 
     Raises:
         WeightsWriteError: if two arrays have the same name.
@@ -117,20 +102,20 @@ def save_safetensors(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Writes a tree of arrays to a file, or to several if it is larger.
+    """Writes a tree of arrays to a file, or to several if it is larger than `max_shard_bytes`.
 
     Args:
-        path: Of the file, such as "model.safetensors". What an earlier call has left there is
-          replaced, also where that made another number of files.
-        tree: As for `tensor_names`.
-        metadata: Texts that are kept in the file beside the tensors.
-        max_shard_bytes: How many bytes of tensors a file has at most, unless one tensor has more.
+        path: the file, such as "model.safetensors". Files of an earlier call are replaced, even if
+          their number differs.
+        tree: see `tensor_names`.
+        metadata: strings to store in the file.
+        max_shard_bytes: largest size of a file's tensors, unless a single tensor is larger.
 
     Returns:
         The files that were written, an index last.
 
     Raises:
-        WeightsWriteError: if the tree holds what the format cannot, or the path is of no such file.
+        WeightsWriteError: if the format cannot hold the tree, or the path is not such a file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -174,14 +159,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Writes tensors whose values are made one file at a time; see `save_safetensors`.
-
-    Args:
-        path: Of the file.
-        tensors: By name.
-        metadata: Texts that are kept in the file.
-        max_shard_bytes: How many bytes of tensors a file has at most.
-    """
+    """Writes tensors whose values are computed one file at a time; see `save_safetensors`."""
     from safetensors.numpy import save_file
 
     path = Path(path)
@@ -216,7 +194,7 @@ def write_tensors(
 
 
 def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[list[str]]:
-    """Which tensors go to one file, in their order."""
+    """Splits tensors into files, in order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, tensor in tensors.items():
@@ -229,7 +207,7 @@ def _shards(tensors: Mapping[str, PendingTensor], max_shard_bytes: int) -> list[
 
 
 def _remove_earlier(folder: Path, stem: str, keep: Sequence[str]) -> None:
-    """Removes what an earlier call wrote under this name, and the newest did not."""
+    """Removes files of an earlier call under this name that the latest did not write."""
     own = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(SUFFIX)}(\.index\.json)?")
     for name in os.listdir(folder):
         if own.fullmatch(name) and name not in keep:
@@ -240,20 +218,20 @@ def _remove_earlier(folder: Path, stem: str, keep: Sequence[str]) -> None:
 
 
 class TensorFiles:
-    """The tensors of a file, or of several with an index, of which nothing is read until asked for.
+    """Tensors of a file, or of several with an index, read on demand.
 
-    It is a context manager: the files are open while it is.
+    The files are open while the context manager is active.
 
     Attributes:
-        path: What it was opened by.
-        tensors: What there is, by name.
+        path: as passed.
+        tensors: all tensors, by name.
 
     Args:
-        path: Of a file `*.safetensors`, of an index `*.safetensors.index.json`, or of a folder that
-          has `model.safetensors` or its index, or one such file alone.
+        path: a file `*.safetensors`, an index `*.safetensors.index.json`, or a folder that has
+          `model.safetensors` or its index, or a single such file.
 
     Raises:
-        WeightsReadError: if something is not there, or is not as it was written.
+        WeightsReadError: if a file is missing or damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -283,7 +261,7 @@ class TensorFiles:
             ) from error
         self._open[file] = opened
         found = {}
-        for name in opened.keys():  # noqa: SIM118 - it is no dict
+        for name in opened.keys():  # noqa: SIM118 - not a dict
             part = opened.get_slice(name)
             stored = StoredTensor(tuple(part.get_shape()), part.get_dtype(), file)
             if not is_possible_shape(stored.shape, _LARGEST_ITEM_BYTES):
@@ -302,18 +280,14 @@ class TensorFiles:
         self._stack.close()
 
     def metadata(self) -> dict[str, str]:
-        """The texts that are kept beside the tensors."""
+        """Returns the strings stored in the files."""
         return {k: v for file in self._open.values() for k, v in (file.metadata() or {}).items()}
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
-        """The values of a tensor, or of a part of it.
-
-        Args:
-            name: The tensor's.
-            index: A slice for each axis; None for all of it.
+        """Returns the values of a tensor, or of the part at `index`, a slice per axis.
 
         Raises:
-            WeightsReadError: if its dtype is one that NumPy lacks.
+            WeightsReadError: if NumPy lacks its dtype.
         """
         tensor = self.tensors[name]
         if tensor.dtype not in _DTYPES:
@@ -328,7 +302,7 @@ class TensorFiles:
 
 
 def _files_of(path: Path) -> dict[Path, list[str] | None]:
-    """The files, each with the tensors to take from it; None for all."""
+    """Returns the files, each with the tensors to read from it; None for all."""
     if path.is_dir():
         named = [path / f"model{suffix}" for suffix in (SUFFIX, INDEX_SUFFIX)]
         found = [p for p in named if p.exists()][:1] or sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -357,7 +331,7 @@ def _files_of(path: Path) -> dict[Path, list[str] | None]:
     missing = [file.name for file in files if not os.path.exists(file)]
     if missing:
         raise WeightsReadError(
-            f"{str(path)!r} names files that are not beside it: {', '.join(missing)}. Copy all "
+            f"{str(path)!r} names files missing from its folder: {', '.join(missing)}. Copy all "
             "files of the checkpoint."
         )
     return dict(files)
@@ -369,11 +343,10 @@ def load_safetensors(
     """Reads a tree of arrays.
 
     Args:
-        path: As for `TensorFiles`.
-        target: A tree of arrays, or of their shapes (`jax.ShapeDtypeStruct`), that has just these
-          tensors. Each value is laid out as the target's is, where that has a sharding. None gives
-          nested dicts of NumPy arrays by the parts of the names.
-        cast: Whether values may have other dtypes than the target, to which they are converted.
+        path: see `TensorFiles`.
+        target: a tree of arrays or `jax.ShapeDtypeStruct` with exactly these tensors. Values get
+          the target's shardings, if any. None returns nested dicts of NumPy arrays.
+        cast: whether to convert values to the target's dtypes if they differ.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
@@ -428,16 +401,16 @@ def check_tensors(
     cast: bool = False,
     may_stand: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Checks that files have the tensors that are wanted, and no others.
+    """Checks that files have exactly the wanted tensors.
 
     Args:
-        files: The files.
-        wanted: Arrays or their shapes, by name.
-        cast: Whether dtypes may differ.
-        may_stand: Tells which others the files may have.
+        files: the files.
+        wanted: arrays or their shapes, by name.
+        cast: whether dtypes may differ.
+        may_stand: returns whether the files may have another tensor.
 
     Raises:
-        WeightsMismatchError: if they do not.
+        WeightsMismatchError: otherwise.
     """
     there = files.tensors
     missing = [name for name in wanted if name not in there]

@@ -1,9 +1,9 @@
 """Trees of state as dicts of plain values.
 
-A *state dict* has the structure of a tree in dicts with string keys alone: a list or tuple becomes
-one with the keys "0", "1", ..., a named tuple or a `weft.struct` one with its fields' names; other
-types say how with `register_serialization_state`. What has no rule is a leaf. The types themselves
-are not in it, so reading takes a *target*, a tree of the same structure.
+A *state dict* has the structure of a tree in dicts with string keys: lists and tuples have the keys
+"0", "1", ..., named tuples and `weft.struct` classes their fields' names; other types use
+`register_serialization_state`, or are leaves. It does not contain the types, so reading takes a
+*target*, a tree of the same structure.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from weft.errors import SerializationHandlerError, StateDictKeyError, StateDictM
 
 
 class _Path(threading.local):
-    """Where in the tree this thread is, from the root on."""
+    """Current path in the tree, per thread."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -41,10 +41,9 @@ def _at(name: str) -> Iterator[None]:
 
 
 def current_path() -> str:
-    """Where in the tree `to_state_dict` or `from_state_dict` is, such as "./params/dense".
+    """Returns the current path of `to_state_dict` or `from_state_dict`, such as "./params/dense".
 
-    It is for the messages of functions given to `register_serialization_state`; outside of the two
-    it is the empty string.
+    For messages of functions passed to `register_serialization_state`; empty outside of the two.
     """
     return "/".join(_path.names)
 
@@ -60,15 +59,14 @@ def register_serialization_state(
     ty_from_state_dict: Callable[[Any, Any], Any],
     override: bool = False,
 ) -> None:
-    """Says how values of a type become state dicts and back. Subclasses do not inherit it.
+    """Registers the conversion of a type to state dicts and back. Subclasses do not inherit it.
 
     Args:
         ty: the type.
-        ty_to_state_dict: takes a value, returns its state dict. It calls `to_state_dict` for what
-          the value holds.
+        ty_to_state_dict: returns a value's state dict; calls `to_state_dict` for nested values.
         ty_from_state_dict: takes a target and a state dict, returns a value like the target. It
-          calls `from_state_dict` for what the target holds, with `name` for the path.
-        override: whether the type may already have a rule, which this one replaces.
+          calls `from_state_dict` for nested values, with `name` for the path.
+        override: whether to replace an existing rule.
 
     Raises:
         SerializationHandlerError: if the type has a rule and `override` is False.
@@ -96,7 +94,7 @@ def _rule(ty: type) -> tuple[ToState, FromState] | None:
 
 
 def is_serializable(target: Any) -> bool:
-    """Whether there is a rule for the state dict of a type, or of a value's type.
+    """Returns whether there is a rule for the state dict of a type, or of a value's type.
 
     >>> is_serializable({"a": 1}), is_serializable(1)
     (True, False)
@@ -105,11 +103,9 @@ def is_serializable(target: Any) -> bool:
 
 
 def to_state_dict(target: Any) -> Any:
-    """The state dict of a tree.
+    """Returns the state dict of a tree of dicts, lists, tuples, structs and registered types.
 
-    Args:
-        target: a tree of dicts, lists, tuples, named tuples, structs and registered types. What
-          has no rule is a leaf and stays as it is.
+    Values of other types are leaves, returned unchanged.
 
     Raises:
         StateDictKeyError: if keys of a dict are equal as strings.
@@ -124,15 +120,15 @@ def to_state_dict(target: Any) -> Any:
 
 
 def from_state_dict(target: Any, state: Any, name: str = ".") -> Any:
-    """A tree like `target` with the leaves of a state dict.
+    """Returns a tree like `target` with the leaves of a state dict.
 
-    Leaves come back as the state dict has them: neither shape nor dtype of the target's counts.
-    Entries of a state dict that a dict of the target lacks are left out.
+    Leaves are those of the state dict, regardless of the target's shapes and dtypes. Entries
+    missing in a dict of the target are ignored.
 
     Args:
-        target: a tree of the structure that the state dict was made of; None takes what is there.
+        target: a tree of the state dict's structure; None returns the state dict.
         state: the state dict.
-        name: what the path in messages begins with, or the next part of it; "" adds nothing.
+        name: first or next part of the path in messages; "" adds nothing.
 
     Raises:
         StateDictMismatchError: if the structures differ; the message names the path.
@@ -159,7 +155,7 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def _check_keys(wanted: list[str], state: Any, what: str, others_may_stand: bool = False) -> None:
-    """Raises unless a state has the keys that the target at this path asks for."""
+    """Raises unless a state has the keys of the target at this path."""
     if not isinstance(state, Mapping):
         raise _mismatch(
             what, f"expected a dict with the keys {_quoted(wanted)}, got a {type(state).__name__}"
@@ -267,7 +263,7 @@ _registry.update(
 
 
 def is_prng_key(x: Any) -> bool:
-    """Whether a value is an array of typed PRNG keys."""
+    """Returns whether a value is an array of typed PRNG keys."""
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -1,4 +1,4 @@
-"""Nested dicts as flat dicts of paths, and traversals that change parts of containers."""
+"""Nested dicts as flat dicts of paths, and traversals that update parts of containers."""
 
 from weft.traverse_util.flat_dicts import (
     empty_node,

@@ -1,7 +1,7 @@
 """Nested dicts by the paths of their leaves.
 
-A nested dict and a flat dict hold the same: `flatten_dict` makes the path to each leaf a key,
-`unflatten_dict` goes back. Every mapping counts as a dict; what is no mapping is a leaf.
+`flatten_dict` makes the path to each leaf a key; `unflatten_dict` inverts it. Mappings are dicts;
+all other values are leaves.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Path = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class _EmptyNode:
-    """Stands in a flat dict for a dict without entries."""
+    """Placeholder for an empty dict in a flat dict."""
 
 
 empty_node = _EmptyNode()
@@ -35,7 +35,7 @@ def _key_of(path: Path, sep: str | None) -> Any:
     for name in path:
         if not isinstance(name, str):
             raise FlatDictError(
-                f"the path {path} has {name!r}, which is no string, so it cannot be joined by "
+                f"the path {path} has {name!r}, which is not a string, so it cannot be joined by "
                 f"{sep!r}; leave out `sep`, or make the key a string."
             )
     return sep.join(path)
@@ -47,17 +47,17 @@ def flatten_dict(
     is_leaf: Callable[[Path, Any], bool] | None = None,
     sep: str | None = None,
 ) -> dict[Any, Any]:
-    """The leaves of a nested dict by their paths.
+    """Returns the leaves of a nested dict by their paths.
 
     Args:
         xs: the nested dict.
-        keep_empty_nodes: keeps dicts without entries, as `empty_node`; else they are left out.
-        is_leaf: takes the path and value of a dict, says whether it is a leaf all the same.
+        keep_empty_nodes: keeps empty dicts, as `empty_node`; by default they are omitted.
+        is_leaf: takes a dict's path and value, returns whether to treat it as a leaf.
         sep: joins each path to one string, such as "a/b"; by default a path is a tuple.
 
     Raises:
-        NestedDictError: if `xs` is no mapping.
-        FlatDictError: if paths cannot be joined, or are equal when they are.
+        NestedDictError: if `xs` is not a mapping.
+        FlatDictError: if paths cannot be joined, or are equal once joined.
 
     Example:
         >>> flatten_dict({"a": {"b": 1, "c": {}}}, keep_empty_nodes=True)
@@ -88,15 +88,13 @@ def flatten_dict(
 
 
 def unflatten_dict(xs: Mapping[Any, Any], sep: str | None = None) -> Any:
-    """The nested dict whose leaves a flat dict holds; undoes `flatten_dict`.
+    """Returns the nested dict of a flat dict; inverts `flatten_dict`.
 
-    Args:
-        xs: leaves by their paths, which are tuples of keys, or strings with `sep`.
-        sep: what the names of a path are joined by.
+    Paths are tuples of keys, or strings joined by `sep`.
 
     Raises:
-        NestedDictError: if `xs` is no mapping.
-        FlatDictError: if a path cannot be split, or leads through the leaf of another.
+        NestedDictError: if `xs` is not a mapping.
+        FlatDictError: if a path cannot be split, or leads through another leaf.
 
     Example:
         >>> unflatten_dict({("a", "b"): 1, ("a", "c"): empty_node})
@@ -145,20 +143,16 @@ def _path_of(key: Any, sep: str | None) -> Path:
     if sep is None and isinstance(key, str) and len(key) == 1:
         return (key,)
     raise FlatDictError(
-        f"the key {key!r} is no path; expected "
+        f"the key {key!r} is not a path; expected "
         + ('a tuple of keys, or `sep`, such as "/".' if sep is None else "a string, as sep is set.")
     )
 
 
 def path_aware_map(f: Callable[[Path, Any], Any], nested_dict: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Maps a function over the paths and leaves of a nested dict.
-
-    Args:
-        f: takes a leaf's path and the leaf.
-        nested_dict: the nested dict; dicts without entries stay.
+    """Maps a function over the paths and leaves of a nested dict; empty dicts stay.
 
     Raises:
-        NestedDictError: if `nested_dict` is no mapping.
+        NestedDictError: if `nested_dict` is not a mapping.
 
     Example:
         >>> path_aware_map(lambda path, x: x * (path[-1] == "w"), {"a": {"w": 2, "b": 3}})

@@ -1,7 +1,7 @@
-"""Traversals name parts of a value, to read them or to make a copy with others in their place.
+"""Traversals: selectors of parts of a value, to read or replace them.
 
-`t_identity` names the value itself, `t_identity["a"].each()` the entries of what its "a" holds.
-`iterate` gives the parts, `update` and `set` give a copy of the value with other parts.
+`t_identity` selects the value itself, `t_identity["a"].each()` the entries of its item "a".
+`iterate` yields the parts; `update` and `set` return a copy of the value with other parts.
 """
 
 import abc
@@ -23,21 +23,21 @@ from weft.traverse_util.flat_dicts import (
 
 
 class Traversal(abc.ABC):
-    """Names parts of a value; `traversal[key]` and `traversal.attribute` go further in."""
+    """Selector of parts of a value; `traversal[key]` and `traversal.attribute` go further in."""
 
     @abc.abstractmethod
     def iterate(self, inputs: Any) -> Iterator[Any]:
-        """The parts that the traversal names in `inputs`."""
+        """Yields the selected parts of `inputs`."""
 
     @abc.abstractmethod
     def update(self, fn: Callable[[Any], Any], inputs: Any) -> Any:
-        """A copy of `inputs` with `fn(part)` in the place of each part."""
+        """Returns a copy of `inputs` with each part replaced by `fn(part)`."""
 
     def set(self, values: Iterable[Any], inputs: Any) -> Any:
-        """A copy of `inputs` with one of `values` in the place of each part, in their order.
+        """Returns a copy of `inputs` with the parts replaced by `values`, in order.
 
         Raises:
-            TraversalError: if there are more parts than values, or the other way round.
+            TraversalError: if the numbers of parts and values differ.
         """
         values = list(values)
         rest = iter(values)
@@ -58,23 +58,23 @@ class Traversal(abc.ABC):
         return made
 
     def compose(self, other: "Traversal") -> "Traversal":
-        """The parts that `other` names in the parts of this one."""
+        """Selects the parts that `other` selects in the parts of this one."""
         return TraverseCompose(self, other)
 
     def merge(self, *traversals: "Traversal") -> "Traversal":
-        """The parts that any of `traversals` names in the parts of this one."""
+        """Selects the parts that any of `traversals` selects in the parts of this one."""
         return self.compose(TraverseMerge(*traversals))
 
     def each(self) -> "Traversal":
-        """The entries of the parts, which are lists, tuples or mappings."""
+        """Selects the entries of the parts, which are lists, tuples or mappings."""
         return self.compose(TraverseEach())
 
     def tree(self) -> "Traversal":
-        """The leaves of the parts, which are pytrees."""
+        """Selects the leaves of the parts, which are pytrees."""
         return self.compose(TraverseTree())
 
     def filter(self, fn: Callable[[Any], bool]) -> "Traversal":
-        """The parts for which `fn` is true."""
+        """Selects the parts for which `fn` is true."""
         return self.compose(TraverseFilter(fn))
 
     def __getitem__(self, key: Any) -> "Traversal":
@@ -87,7 +87,7 @@ class Traversal(abc.ABC):
 
 
 class TraverseId(Traversal):
-    """Names the value itself.
+    """Traversal of the value itself.
 
     >>> t_identity["a"].each().update(lambda x: x + 1, {"a": [1, 2], "b": 3})
     {'a': [2, 3], 'b': 3}
@@ -107,7 +107,7 @@ t_identity = TraverseId()
 
 
 class TraverseCompose(Traversal):
-    """Names the parts that `y` names in the parts that `x` names."""
+    """Traversal of the parts that `y` selects in the parts of `x`."""
 
     def __init__(self, x: Traversal, y: Traversal):
         self._x, self._y = x, y
@@ -121,7 +121,7 @@ class TraverseCompose(Traversal):
 
 
 class TraverseMerge(Traversal):
-    """Names the parts of several traversals; what two of them name is updated twice."""
+    """Traversal of the parts of several traversals; shared parts are updated repeatedly."""
 
     def __init__(self, *traversals: Traversal):
         self._traversals = traversals
@@ -137,7 +137,7 @@ class TraverseMerge(Traversal):
 
 
 class TraverseEach(Traversal):
-    """Names the entries of a list, tuple or mapping."""
+    """Traversal of the entries of a list, tuple or mapping."""
 
     def iterate(self, inputs: Any) -> Iterator[Any]:
         yield from (_checked_entries(inputs).values())
@@ -158,7 +158,7 @@ def _checked_entries(inputs: Any) -> Mapping[Any, Any]:
 
 
 def _like(inputs: Any, entries: Mapping[Any, Any]) -> Any:
-    """A container of the type of `inputs` with other entries under the same keys."""
+    """Returns a container of the type of `inputs` with other entries under the same keys."""
     if isinstance(inputs, tuple) and hasattr(inputs, "_fields"):
         return type(inputs)(*entries.values())
     if isinstance(inputs, list | tuple):
@@ -171,7 +171,7 @@ def _like(inputs: Any, entries: Mapping[Any, Any]) -> Any:
 
 
 class TraverseItem(Traversal):
-    """Names `value[key]`; with a slice as key, each of the items in it."""
+    """Traversal of `value[key]`; of each selected item if the key is a slice."""
 
     def __init__(self, key: Any):
         self._key = key
@@ -193,7 +193,7 @@ class TraverseItem(Traversal):
 
 
 class TraverseAttr(Traversal):
-    """Names `value.attr`."""
+    """Traversal of `value.attr`."""
 
     def __init__(self, attr: str):
         self._attr = attr
@@ -213,7 +213,7 @@ class TraverseAttr(Traversal):
 
 
 class TraverseFilter(Traversal):
-    """Names the value if `fn` is true of it."""
+    """Traversal of the value if `fn` is true of it."""
 
     def __init__(self, fn: Callable[[Any], bool]):
         self._fn = fn
@@ -227,7 +227,7 @@ class TraverseFilter(Traversal):
 
 
 class TraverseTree(Traversal):
-    """Names the leaves of a pytree."""
+    """Traversal of the leaves of a pytree."""
 
     def iterate(self, inputs: Any) -> Iterator[Any]:
         yield from jax.tree.leaves(inputs)
@@ -237,13 +237,10 @@ class TraverseTree(Traversal):
 
 
 class ModelParamTraversal(Traversal):
-    """Names the leaves of a nested dict whose path and value a function selects.
+    """Traversal of a nested dict's leaves that `filter_fn(path, leaf)` selects.
 
-    Args:
-        filter_fn: takes a path such as "/dense/kernel" and the leaf.
-
-    Raises:
-        NestedDictError: by `iterate` and `update`, if the value is no mapping.
+    A path is a string such as "/dense/kernel". `iterate` and `update` raise NestedDictError if the
+    value is not a mapping.
 
     >>> kernels = ModelParamTraversal(lambda path, _: path.endswith("kernel"))
     >>> kernels.update(lambda x: 2 * x, {"dense": {"bias": 1, "kernel": 2}})

@@ -1,1 +1,1 @@
-"""Linen in NNX and NNX in Linen: the files of what users know as `weft.nnx.bridge`."""
+"""Linen in NNX and NNX in Linen: the implementation of `weft.nnx.bridge`."""

@@ -17,13 +17,10 @@ M = TypeVar("M")
 
 @dataclasses.dataclass
 class Functional(Generic[M]):
-    """A module that is yet to be made.
+    """A module to be made by `init`.
 
     Attributes:
-        module_type: its class.
-        graphdef: its description, once `init` has made one.
-        args: for the class.
-        kwargs: for the class.
+        graphdef: its description, once `init` has run.
     """
 
     module_type: type[M]
@@ -32,24 +29,15 @@ class Functional(Generic[M]):
     kwargs: dict[str, Any]
 
     def init(self, *, rngs: Rngs | None = None) -> State:
-        """Makes the module and gives its state.
-
-        Args:
-            rngs: for the class, if it takes streams.
-        """
+        """Makes the module and returns its state; `rngs` go to the class if it takes streams."""
         streams = {} if rngs is None else {"rngs": rngs}
         self.graphdef, state = split(self.module_type(*self.args, **self.kwargs, **streams))
         return state
 
     def apply(self, *states: Any) -> Any:
-        """Something that is called like the module, or whose attributes are.
+        """Returns a callable like the module, on the given state or its parts.
 
-        Args:
-            *states: the state, or its parts.
-
-        Returns:
-            A callable, see `nnx.call`: it gives what the call gives, and the description and the
-            state afterwards.
+        See `nnx.call`: calls return the result, and the new description and state.
 
         Raises:
             GraphStructureError: before `init`.
@@ -63,10 +51,7 @@ class Functional(Generic[M]):
 
 
 def functional(cls: type[M]) -> Callable[..., Functional[M]]:
-    """A class of modules whose instances are made by `init`.
-
-    Args:
-        cls: the class.
+    """Returns a class of modules whose instances are made by `init`.
 
     Example:
         >>> import jax.numpy as jnp

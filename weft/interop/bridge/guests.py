@@ -27,11 +27,11 @@ def _parent(what: str) -> Module:
 
 
 def nnx_in_bridge_mdl(factory: Callable[[Rngs], M], name: str | None = None) -> M:
-    """A module of NNX as a submodule of the bridge module that runs.
+    """Returns an NNX module as a submodule of the running bridge module.
 
     Args:
         factory: makes it from the streams.
-        name: of the attribute, by default made from the class.
+        name: of the attribute, by default derived from the class.
 
     Raises:
         BridgeContextError: outside of modules, or of `init` and `apply`.
@@ -62,11 +62,11 @@ def nnx_in_bridge_mdl(factory: Callable[[Rngs], M], name: str | None = None) -> 
 
 
 def linen_in_bridge_mdl(linen_module: Any, name: str | None = None) -> ToNNX:
-    """A module of Linen as a submodule of the bridge module that runs.
+    """Returns a Linen module as a submodule of the running bridge module.
 
     Args:
         linen_module: the Linen module; `init` of the bridge module makes its variables.
-        name: of the attribute, by default made from the class.
+        name: of the attribute, by default derived from the class.
 
     Raises:
         BridgeContextError: outside of modules, or of `init` and `apply`.
@@ -83,7 +83,7 @@ def _attached(parent: Module, name: str, made: Any) -> Any:
 
 
 class _LinenModule(ToNNX):
-    """A Linen module whose variables its first call makes, if they were not given."""
+    """A Linen module whose first call makes its variables, if they were not given."""
 
     def __init__(self, module: Any, scope: Scope):
         super().__init__(module, scope.rngs)

@@ -1,7 +1,7 @@
-"""NNX modules that are written as those of Linen: with `setup`, `compact`, `param` and `apply`.
+"""NNX modules in the style of Linen: with `setup`, `compact`, `param` and `apply`.
 
-A module is a description until `init` or `apply` makes a copy of it and gives the copy a scope.
-Variables and submodules are attributes of the copy, and go out as collections when the call ends.
+A module is a description until `init` or `apply` copies it and gives the copy a scope. Variables
+and submodules are attributes of the copy, and are returned as collections when the call ends.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compact(f: F) -> F:
-    """A method in which submodules can be made; they are named by their classes.
+    """Marks a method in which submodules can be made; they are named by their classes.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -70,7 +70,7 @@ def compact(f: F) -> F:
 
 
 def _runs(f: Callable[..., Any]) -> Callable[..., Any]:
-    """A method during which its module is the current one."""
+    """Makes a method set its module as the current one."""
 
     @functools.wraps(f)
     def call(self: "Module", *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _runs(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Type(type(nnx.Module)):
-    """The class of module classes: a module that is made in a compact method is a submodule."""
+    """Metaclass of modules: a module made in a compact method is a submodule."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
@@ -94,7 +94,7 @@ class _Type(type(nnx.Module)):
 
 
 def next_name(cls: type) -> str:
-    """A name for a submodule of the module that runs, from its class."""
+    """Returns a name for a submodule of the running module, from its class."""
     context: Any = current_context()
     n = context.type_counter[cls]
     context.type_counter[cls] += 1
@@ -103,14 +103,14 @@ def next_name(cls: type) -> str:
 
 @dataclass_transform()
 class Module(nnx.Module, metaclass=_Type):
-    """Base class of modules that are written as those of Linen and are objects of NNX.
+    """Base class of NNX modules in the style of Linen.
 
-    Annotated attributes are fields, as of a dataclass. In a compact method a submodule takes
-    `name`, the name of its attribute.
+    Annotated attributes are fields, as in a dataclass. In a compact method, submodules accept
+    `name`, the name of their attribute.
 
     Attributes:
-        scope: what `init` or `apply` gave; None outside of them.
-        attr_priorities: by attribute, when it comes as attributes are gone through.
+        scope: set by `init` or `apply`; None outside of them.
+        attr_priorities: order of attributes, see `set_attr_priority`.
     """
 
     if TYPE_CHECKING:  # outside of it they would be fields
@@ -133,17 +133,12 @@ class Module(nnx.Module, metaclass=_Type):
             dataclasses.dataclass(cls, repr=False, eq=False)
 
     def setup(self) -> None:
-        """Makes submodules and variables, as attributes; it runs when the module gets a scope."""
+        """Makes submodules and variables, as attributes; runs when the module gets a scope."""
 
     # What it is made of.
 
     def set_attr_priority(self, name: str, value: AttrPriority) -> None:
-        """Says when an attribute comes, as the attributes are gone through.
-
-        Args:
-            name: of the attribute.
-            value: low ones come first.
-        """
+        """Sets an attribute's position in the order of attributes; low priorities come first."""
         vars(self)["attr_priorities"] = {**self.attr_priorities, name: value}
 
     def _items(self) -> list[tuple[Any, Any]]:
@@ -162,7 +157,7 @@ class Module(nnx.Module, metaclass=_Type):
         super().__setattr__(name, value)
 
     def _attach(self, name: str, child: Any) -> None:
-        """Makes a module a submodule; one that was there under the name shares its variables."""
+        """Makes a module a submodule; an earlier one of the same name shares its variables."""
         if isinstance(self.scope, Scope):
             there = vars(self).get(name)
             if isinstance(there, nnx.Pytree) and name not in self.scope.given:
@@ -192,14 +187,11 @@ class Module(nnx.Module, metaclass=_Type):
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of this module and those in it, by collection."""
+        """Variables of this module and its submodules, by collection."""
         return _collections(self) if isinstance(self.scope, Scope) else {}
 
     def make_rng(self, name: str = "default") -> jax.Array:
-        """A PRNG key that was not given before.
-
-        Args:
-            name: the stream; `default` stands in for one that was not given.
+        """Returns a new PRNG key of a stream; `default` replaces missing streams.
 
         Raises:
             RngStreamNotFoundError: if there is neither.
@@ -212,7 +204,7 @@ class Module(nnx.Module, metaclass=_Type):
             raise
 
     def is_initializing(self) -> bool:
-        """Whether `init` runs."""
+        """Returns whether `init` is running."""
         return isinstance(self.scope, Scope) and self.scope.initializing
 
     def param(
@@ -223,21 +215,18 @@ class Module(nnx.Module, metaclass=_Type):
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> Any:
-        """A parameter; it is made where there is none.
+        """Returns a parameter, which is made if missing.
 
         Args:
             name: its name, an attribute.
-            init_fn: makes the first value, from a key and `init_args`.
+            init_fn: makes the initial value, from a key and `init_args`.
             *init_args: for `init_fn`, such as the shape.
-            unbox: ignored; the variable holds the value, and knows of its axes by its metadata.
+            unbox: ignored; the variable holds the value, and its metadata the axes.
             **init_kwargs: for `init_fn`.
-
-        Returns:
-            The variable.
 
         Raises:
             BridgeContextError: outside of `init` and `apply`.
-            ScopeParamShapeError: if the parameter that was given has another shape.
+            ScopeParamShapeError: if the given parameter has another shape.
         """
         self._bound(f"the parameter {name!r}")
         there = self._variable("params", name)
@@ -259,22 +248,19 @@ class Module(nnx.Module, metaclass=_Type):
         unbox: bool = True,
         **init_kwargs: Any,
     ) -> Any:
-        """A variable; it is made where there is none.
+        """Returns a variable, which is made if missing.
 
         Args:
             col: its collection.
             name: its name, an attribute.
-            init_fn: makes the first value, from `init_args`.
+            init_fn: makes the initial value, from `init_args`.
             *init_args: for `init_fn`.
             unbox: ignored, see `param`.
             **init_kwargs: for `init_fn`.
 
-        Returns:
-            The variable.
-
         Raises:
             BridgeContextError: outside of `init` and `apply`.
-            LayerVariablesError: if there is no such variable, and nothing that makes it.
+            LayerVariablesError: if the variable is missing and there is no `init_fn`.
         """
         self._bound(f"the variable {name!r} of {col!r}")
         there = self._variable(col, name)
@@ -312,7 +298,7 @@ class Module(nnx.Module, metaclass=_Type):
     def init(
         self, rngs: Any = None, *args: Any, method: Any = "__call__", **kwargs: Any
     ) -> dict[str, Any]:
-        """The variables that a method makes, as they are when it has run.
+        """Returns the variables that a method makes, as of its end.
 
         Args:
             rngs: `Rngs`, a key or number, or a dict of these by stream.
@@ -330,7 +316,7 @@ class Module(nnx.Module, metaclass=_Type):
         mutable: Any = False,
         **kwargs: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        """What a method returns, and the variables that it makes; see `init`."""
+        """Returns a method's result and the variables that it makes; see `init`."""
         call = {"rngs": rngs, "method": method, "mutable": mutable or True, "_initialize": True}
         return self.apply({}, *args, **call, **kwargs)
 
@@ -347,16 +333,15 @@ class Module(nnx.Module, metaclass=_Type):
         """Calls a method on variables.
 
         Args:
-            variables: the collections, as `init` makes them.
+            variables: the collections, as returned by `init`.
             *args: of the method.
-            rngs: see `init`.
-            method: see `init`.
-            mutable: whether the variables are returned as they are when the method has run.
+            rngs, method: see `init`.
+            mutable: whether to return the variables as of the method's end.
             _initialize: whether this is `init`.
             **kwargs: of the method.
 
         Returns:
-            What the method returns; a pair of it and all collections unless `mutable` is False.
+            The method's result; a pair of it and all collections unless `mutable` is False.
         """
         if not isinstance(rngs, Rngs):
             rngs = Rngs() if rngs is None else Rngs(rngs)
@@ -367,7 +352,7 @@ class Module(nnx.Module, metaclass=_Type):
 
 
 def _shapes(init: Callable[[Any], Any]) -> list[tuple[int, ...]]:
-    """The shapes of what an initializer makes of a key."""
+    """Returns the shapes of an initializer's results."""
 
     def make(key: Any) -> Any:
         made = init(key)
@@ -377,13 +362,13 @@ def _shapes(init: Callable[[Any], Any]) -> list[tuple[int, ...]]:
 
 
 def _own_of_bases(cls: type) -> set[str]:
-    """The names that bases between a class and `Module` define, but for generated `__init__`."""
+    """Returns names defined by bases between a class and `Module`, without generated `__init__`."""
     bases = cls.__mro__[1 : cls.__mro__.index(Module)]
     return {n for base in bases if not dataclasses.is_dataclass(base) for n in vars(base)}
 
 
 def _given(module: Module, variables: Mapping[str, Any]) -> dict[Any, Any]:
-    """Collections as variables, nested by attribute."""
+    """Returns collections as variables, nested by attribute."""
     found: dict[Path, Any] = {}
     for (col, *rest), x in flat(variables).items():
         path = tuple(rest)
@@ -401,7 +386,7 @@ _ARRAYS = "arrays"
 
 
 def _with_given(value: Any, given: Any, scope: Scope) -> Any:
-    """A new value of an attribute, with the variables that it was given."""
+    """Returns a new value of an attribute, with its given variables."""
     if isinstance(value, Module):
         if value.scope is None:
             value._bind(scope, given)
@@ -426,7 +411,7 @@ def _part(given: Any, key: Any) -> Any:
 
 
 def _variables_in(module: Any) -> dict[Path, Any]:
-    """The variables and arrays of a module by path, without those of scopes and streams."""
+    """Returns a module's variables and arrays by path, without scopes and streams."""
     found = nnx.to_flat_state(nnx.split(module)[1])
     return {
         path: leaf for path, leaf in found if "scope" not in path and not isinstance(leaf, RngState)
@@ -434,7 +419,7 @@ def _variables_in(module: Any) -> dict[Path, Any]:
 
 
 def _asked_for_by_nobody(module: Any) -> dict[Path, Any]:
-    """Variables that a module or one in it was given, and that no method has asked for."""
+    """Returns the given variables of a module and its submodules that no method has used."""
     return {
         (*path, *below): leaf
         for path, x in nnx.iter_graph(module)
@@ -448,7 +433,7 @@ def _collections(module: Any) -> dict[str, Any]:
 
 
 def by_collection(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Variables and arrays by path as collections."""
+    """Returns variables and arrays by path as collections."""
     found: dict[Path, Any] = {}
     for path, leaf in leaves.items():
         if isinstance(leaf, Variable):

@@ -1,4 +1,4 @@
-"""What a module of the bridge has while it runs, and which one runs in this thread."""
+"""Scopes of bridge modules, and the stack of running modules of each thread."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ __all__ = ["AttrPriority", "ModuleStackEntry", "Scope", "current_context", "curr
 
 
 class AttrPriority(enum.IntEnum):
-    """When an attribute comes, as the attributes of a module are gone through; low ones first."""
+    """Priorities in the order of a module's attributes; low ones first."""
 
     HIGH = 0
     INIT_PARENT = 20
@@ -27,15 +27,15 @@ class AttrPriority(enum.IntEnum):
 
 
 class Scope(Pytree):
-    """What a module is given by `init` or `apply`, and hands on to those in it.
+    """Context that `init` or `apply` passes to a module and its submodules.
 
     Args:
         rngs: the PRNG streams, shared by all modules of a call.
-        mutable: the collections of which the caller wants the changes.
+        mutable: the collections whose changes the caller wants.
 
     Attributes:
         initializing: whether `init` runs.
-        given: nested by attribute, the variables that the module was given and has not asked for.
+        given: variables passed to the module and not yet used, nested by attribute.
     """
 
     def __init__(self, rngs: Rngs, mutable: Any = False, *, initializing: bool = False):
@@ -45,19 +45,17 @@ class Scope(Pytree):
         self.given: dict[Any, Any] = {}
 
     def copy(self) -> "Scope":
-        """A scope of the same streams, for a module that is given nothing yet."""
+        """Returns a scope with the same streams and no given variables."""
         return Scope(self.rngs, self.mutable, initializing=self.initializing)
 
 
 @dataclasses.dataclass
 class ModuleStackEntry:
-    """A module whose method runs.
+    """A module with a running method.
 
     Attributes:
-        module: the module.
-        in_compact: whether the method is a compact one.
-        type_counter: by class, how many submodules the method has made that have no name of their
-            own.
+        in_compact: whether the method is compact.
+        type_counter: number of unnamed submodules that the method has made, by class.
     """
 
     module: "Module"
@@ -76,19 +74,19 @@ _stack = _Stack()
 
 
 def current_context() -> ModuleStackEntry | None:
-    """What runs: the module, and whether in a compact method; None outside of all."""
+    """Returns the innermost running module's entry, or None."""
     return _stack.entries[-1] if _stack.entries else None
 
 
 def current_module() -> "Module | None":
-    """The module whose method runs, None outside of all."""
+    """Returns the innermost running module, or None."""
     context = current_context()
     return None if context is None else context.module
 
 
 @contextlib.contextmanager
 def running(module: "Module", in_compact: bool = False) -> Iterator[ModuleStackEntry]:
-    """A context in which a method of a module runs."""
+    """Enters a method of a module."""
     _stack.entries.append(ModuleStackEntry(module, in_compact))
     try:
         yield _stack.entries[-1]

@@ -1,8 +1,8 @@
 """NNX modules as Linen modules: `ToLinen`, whose collections are the kinds of variables.
 
-The NNX module exists for the time of a call. At `init` it is made with keys of the Linen module's
-streams; at `apply` it is made again, of its first values only those that are needed, and given the
-variables. What the call changes goes back to the collections that are mutable.
+The NNX module exists for one call. `init` makes it with keys of the Linen module's streams; `apply`
+makes it again, computing only the initial values it needs, and sets the variables. Changes made by
+the call go back to the mutable collections.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,16 +21,7 @@ __all__ = ["ToLinen", "to_linen"]
 
 
 class ToLinen(linen.Module):
-    """An NNX module as a module of Linen; see `to_linen`.
-
-    Attributes:
-        nnx_class: the class of the NNX module, or a function that makes one.
-        args: for it.
-        kwargs: for it.
-        skip_rng: whether it does not take `rngs`.
-        metadata_fn: what a collection holds for a variable; None for its value alone.
-        abstract_init: whether `apply` leaves out computing the first values.
-    """
+    """An NNX module as a module of Linen; see `to_linen`."""
 
     nnx_class: Callable[..., Any]
     args: Sequence[Any] = ()
@@ -43,13 +34,10 @@ class ToLinen(linen.Module):
     def __call__(self, *args: Any, nnx_method: Any = None, **kwargs: Any) -> Any:
         """Calls the NNX module on the variables.
 
-        Args:
-            *args: of the call.
-            nnx_method: what is called: a method, its name, or a function of the NNX module.
-            **kwargs: of the call.
+        `nnx_method` is a method, its name, or a function of the NNX module.
 
         Raises:
-            RngStreamNotFoundError: at `init`, if the module needs a stream that is not there.
+            RngStreamNotFoundError: at `init`, if the module needs a missing stream.
             InvalidRngError: if a key is drawn from a stream that `apply` was not given.
             LayerVariablesError: if a variable is missing that cannot be made, or a parameter has
                 another shape.
@@ -100,17 +88,17 @@ def to_linen(
     abstract_init: bool = True,
     **kwargs: Any,
 ) -> ToLinen:
-    """An NNX module as a module of Linen.
+    """Returns an NNX module as a module of Linen.
 
     Args:
         nnx_class: its class, or a function that makes it.
         *args: for the class.
-        metadata_fn: from a variable to what its collection holds; by default the value, in an
-            `NNXMeta` if there is metadata. None for the value alone.
+        metadata_fn: converts a variable to its entry in a collection; by default the value, in an
+            `NNXMeta` if there is metadata. None for the bare value.
         name: of the Linen module.
         skip_rng: whether the class does not take `rngs`.
-        abstract_init: whether `apply` leaves out computing the first values.
-        **kwargs: for the class, beside `rngs`.
+        abstract_init: whether `apply` skips computing the initial values.
+        **kwargs: for the class, except `rngs`.
 
     Example:
         >>> import jax, jax.numpy as jnp

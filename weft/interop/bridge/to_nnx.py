@@ -22,7 +22,7 @@ _OWN = "to_nnx__"
 
 
 class _Pass(threading.local):
-    """The modules that the `lazy_init` under way has initialized, None outside of any."""
+    """The modules that the running `lazy_init` has initialized; None outside of any."""
 
     def __init__(self) -> None:
         self.done: list[ToNNX] | None = None
@@ -34,13 +34,13 @@ _pass = _Pass()
 class ToNNX(Module):
     """A Linen module as a module of NNX.
 
-    Its variables are attributes: those of a submodule in a dict with the submodule's name. Before
-    it is called, `lazy_init` makes them.
+    Its variables are attributes, made by `lazy_init`; those of a submodule are in a dict with the
+    submodule's name.
 
     Args:
         module: the Linen module.
-        rngs: `Rngs`, of which it gets streams of its own, or a key. Each call draws one key of each
-            stream; `default` stands in for `params`.
+        rngs: a key, or `Rngs` to fork. Each call draws one key of each stream; `default` replaces
+            a missing `params`.
 
     Attributes:
         to_nnx__module: the Linen module.
@@ -62,12 +62,12 @@ class ToNNX(Module):
 
     @property
     def module(self) -> Any:
-        """The Linen module."""
+        """Linen module."""
         return self.to_nnx__module
 
     @property
     def rngs(self) -> Rngs | None:
-        """The streams."""
+        """PRNG streams."""
         return self.to_nnx__rngs
 
     @property
@@ -76,13 +76,7 @@ class ToNNX(Module):
         return module if isinstance(module, Model) else LinenModel(module)
 
     def lazy_init(self, *args: Any, rngs: Any = None, **kwargs: Any) -> Self:
-        """Makes the variables, and gives the module itself.
-
-        Args:
-            *args: of the call.
-            rngs: streams in place of the module's own.
-            **kwargs: of the call, and `method`.
-        """
+        """Makes the variables and returns the module itself; arguments are those of a call."""
         self._take(self._model.init(self._keys(rngs), *args, **kwargs))
         return self
 
@@ -99,9 +93,8 @@ class ToNNX(Module):
         Args:
             *args: of the call.
             rngs: streams in place of the module's own: `Rngs`, a key, or keys by stream.
-            method: what is called: a method, its name, or a function of the Linen module.
-            mutable: the collections that the call may change; what it changes is then changed in
-                this module.
+            method: a method, its name, or a function of the Linen module.
+            mutable: the collections that the call may change, in place.
             **kwargs: of the call.
         """
         keys, model = self._keys(rngs), self._model
@@ -133,7 +126,7 @@ class ToNNX(Module):
     # The attributes.
 
     def _held(self) -> dict[Path, Any]:
-        """The variables that are attributes, by path."""
+        """Returns the variables that are attributes, by path."""
         names = [n for n in vars(self) if not n.startswith(("_", _OWN)) and n not in _SET_BY_MODE]
         return flat({name: vars(self)[name] for name in names})
 
@@ -150,11 +143,11 @@ class ToNNX(Module):
         return nested(found)
 
     def _lays_out(self, x: Any) -> bool:
-        """Whether a new value is laid out as its box says; without a mesh that is an error."""
+        """Returns whether to apply the layout of a new value's box; an error without a mesh."""
         return True
 
     def _take(self, variables: Mapping[str, Any]) -> None:
-        """Sets variables: values of those that are there, and attributes for others."""
+        """Sets the values of existing variables, and attributes for new ones."""
         there: dict[Path, Any] = self._held()
         new: dict[Path, Any] = {}
         for (col, *rest), x in flat(variables).items():
@@ -174,7 +167,7 @@ class ToNNX(Module):
             self._hold(path, variable)
 
     def _hold(self, path: Path, variable: Any) -> None:
-        """Sets an attribute, or an entry of the dicts of submodules, which are made."""
+        """Sets an attribute, or an entry of the dicts of submodules."""
         *above, name = path
         at: Any = self
         for part in above:
@@ -186,7 +179,7 @@ _SET_BY_MODE = ("deterministic",)
 
 
 def _below(at: Any, name: Any) -> Any:
-    """The dict of a submodule, which is made if there is none."""
+    """Returns the dict of a submodule, which is made if missing."""
     entries = vars(at) if isinstance(at, ToNNX) else at
     if name not in entries:
         _set(at, name, {})
@@ -201,18 +194,15 @@ def _set(at: Any, name: Any, value: Any) -> None:
 
 
 def lazy_init(fn: F, *args: Any, **kwargs: Any) -> F:
-    """Calls a module, and makes the variables of all layers in it that come from elsewhere.
+    """Makes the variables of other libraries' layers in a module by calling it; returns `fn`.
 
     Args:
         fn: an NNX module, or a method of one.
         *args: of the call.
         **kwargs: of the call.
 
-    Returns:
-        `fn`.
-
     Raises:
-        TransformArgumentError: if it is neither.
+        TransformArgumentError: if `fn` is neither.
 
     Example:
         >>> import jax.numpy as jnp
@@ -237,7 +227,7 @@ def lazy_init(fn: F, *args: Any, **kwargs: Any) -> F:
 
 @contextlib.contextmanager
 def initializing() -> Iterator[None]:
-    """Within it, the first call of each `ToNNX` makes its variables."""
+    """Lets the first call of each `ToNNX` make its variables."""
     before, _pass.done = _pass.done, []
     try:
         yield

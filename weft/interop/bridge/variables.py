@@ -1,8 +1,8 @@
-"""Variables of NNX as those of Linen, and back: classes are collections, metadata is in boxes.
+"""Conversion of NNX variables to Linen and back: classes to collections, metadata to boxes.
 
-A Linen variable knows its axes by a box around its value, an NNX variable by its metadata. A box
-that has `to_nnx_metadata` becomes metadata that remembers its class; other metadata is put in a box
-of its own, `NNXMeta`. Both are told alike when an axis comes or goes.
+Linen keeps a variable's axes in a box around its value, NNX in its metadata. A box with
+`to_nnx_metadata` becomes metadata that remembers its class; other metadata becomes a box,
+`NNXMeta`. Both are updated when an axis is added or removed.
 """
 
 import contextlib
@@ -36,12 +36,12 @@ _BOX = "linen_meta_type"
 
 @dataclasses.dataclass(frozen=True)
 class NNXMeta(AxisMetadata):
-    """A value in a Linen collection with the metadata of the NNX variable that it comes from.
+    """A value in a Linen collection with the metadata of its NNX variable.
 
     Attributes:
         var_type: the class of the variable.
         value: its value.
-        metadata: its metadata; `out_sharding` says how its axes are laid out.
+        metadata: its metadata; `out_sharding` is the layout of its axes.
 
     Example:
         >>> from weft import nnx
@@ -59,11 +59,11 @@ class NNXMeta(AxisMetadata):
         return self.metadata.get("out_sharding")
 
     def replace(self, **updates: Any) -> Self:
-        """A copy with other fields."""
+        """Returns a copy with other fields."""
         return dataclasses.replace(self, **updates)
 
     def unbox(self) -> Any:
-        """The value, laid out over the mesh of the metadata or of `jax.set_mesh`, if any."""
+        """Returns the value, sharded over the mesh of the metadata or of `jax.set_mesh`, if any."""
         if not self._names:
             return self.value
         return constrain(self.value, self.get_partition_spec(), self.metadata.get("mesh"))
@@ -85,12 +85,12 @@ class NNXMeta(AxisMetadata):
         return self.replace(metadata={**self.metadata, "out_sharding": changed})
 
     def get_partition_spec(self) -> PartitionSpec:
-        """The layout that the metadata asks for, by its rules and those of the context."""
+        """Returns the layout of the metadata, by its rules and those of the context."""
         spec = get_pspec(self._names, self.metadata.get("sharding_rules"))
         return PartitionSpec() if spec is None else spec
 
     def to_nnx_variable(self) -> Variable[Any]:
-        """The variable."""
+        """Returns the NNX variable."""
         return self.var_type.from_metadata(self.value, self.metadata)
 
 
@@ -123,7 +123,7 @@ _register()
 
 
 def collection_of(kind: type[Variable[Any]]) -> str:
-    """The collection of a kind of variable: its registered name, or else that of the class."""
+    """Returns the collection of a kind of variable: its registered name or its class's."""
     with contextlib.suppress(VariableTypeError):
         return variable_name_from_type(kind)
     # Where another class of this name was there before, the collection is the same.
@@ -133,13 +133,9 @@ def collection_of(kind: type[Variable[Any]]) -> str:
 
 
 def to_linen_var(vs: Variable[Any]) -> Any:
-    """What a Linen collection holds for an NNX variable.
+    """Returns the Linen collection entry of an NNX variable.
 
-    Args:
-        vs: the variable.
-
-    Returns:
-        Its value; in a box, if there is metadata: in that which it came from, or an `NNXMeta`.
+    It is the value; with metadata, in its original box or an `NNXMeta`.
     """
     metadata, value = vs.get_metadata(), vs.get_raw_value()
     if isinstance(value, jax.Ref):
@@ -153,12 +149,12 @@ def to_linen_var(vs: Variable[Any]) -> Any:
 
 
 def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
-    """The NNX variable for what a Linen collection holds.
+    """Returns the NNX variable for an entry of a Linen collection.
 
     Args:
-        col: the collection; a kind of variable is made for a name that none has.
+        col: the collection; an unknown name makes a new kind of variable.
         x: the value, or a box with it.
-        lay_out: whether the value is new and is laid out as its metadata says.
+        lay_out: whether the value is new and gets the layout of its metadata.
 
     Raises:
         LayerVariablesError: if it is the box of a variable of another kind, or of a class that
@@ -188,12 +184,12 @@ def to_nnx_var(col: str, x: Any, *, lay_out: bool = True) -> Variable[Any]:
 def with_partitioning(
     fn: Callable[..., Any], names: Any, mesh: Mesh | None = None
 ) -> Callable[..., VariableMetadata]:
-    """An initializer for modules of the bridge, whose values are laid out.
+    """Returns an initializer for bridge modules whose values have a layout.
 
     Args:
         fn: the initializer.
         names: for each axis of the value a mesh axis, a tuple of them, or None.
-        mesh: the mesh, if it is not that of `jax.set_mesh`.
+        mesh: the mesh; by default that of `jax.set_mesh`.
 
     Example:
         >>> init = with_partitioning(jax.nn.initializers.ones, (None, "model"))

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face: GPT-2, Llama and Qwen as causal LMs of the hierarchy, and back."""
+"""Hugging Face checkpoints: GPT-2, Llama and Qwen as causal LMs of the hierarchy, and back."""
 
 from weft.interop.huggingface.folders import (
     FAMILIES,

@@ -1,12 +1,11 @@
-"""How a tensor of Hugging Face lies in memory, and how the same one does in Weft.
+"""Changes of tensor layout between Hugging Face and Weft.
 
 A `Change` goes both ways: `to_theirs(to_ours(x))` is `x`. Kernels of torch's Linear are
-`(outputs, inputs)`, those of GPT-2's Conv1D `(inputs, outputs)` as in Weft, where heads have an
-axis of their own: `(model_dim, num_heads, per_head_dim)`.
+`(outputs, inputs)`, those of GPT-2's Conv1D `(inputs, outputs)` as in Weft, where heads have a
+separate axis: `(model_dim, num_heads, per_head_dim)`.
 
-Rotary positions turn pairs of dimensions of a head. In Hugging Face's files pair `i` is
-`(i, i + dim / 2)`, in Weft's layers it is `(2 i, 2 i + 1)`, so what makes queries and keys has its
-dimensions permuted; their inner products stay the same.
+Rotary pair `i` is `(i, i + dim / 2)` in Hugging Face's files and `(2 i, 2 i + 1)` in Weft's layers,
+so query and key kernels get their dimensions permuted; inner products do not change.
 """
 
 from collections.abc import Callable
@@ -16,12 +15,7 @@ import numpy as np
 
 
 class Change(NamedTuple):
-    """A change of layout and its inverse, of NumPy arrays and of what JAX traces.
-
-    Attributes:
-        to_ours: From Hugging Face's layout to Weft's.
-        to_theirs: Back.
-    """
+    """A change of layout and its inverse, of NumPy arrays and JAX tracers."""
 
     to_ours: Callable[[Any], Any]
     to_theirs: Callable[[Any], Any]
@@ -31,9 +25,9 @@ class Entry(NamedTuple):
     """A tensor under both names.
 
     Attributes:
-        theirs: Its name in Hugging Face's files, with `{}` for the number of the layer.
-        ours: Its path in Weft's parameters, below the layer if it belongs to one.
-        change: Of its layout.
+        theirs: name in Hugging Face's files, with `{}` for the layer number.
+        ours: path in Weft's parameters, relative to the layer if it belongs to one.
+        change: of its layout.
     """
 
     theirs: str
@@ -42,7 +36,7 @@ class Entry(NamedTuple):
 
 
 SAME = Change(lambda x: x, lambda x: x)
-"""Vectors, tables, and kernels that lie alike."""
+"""Vectors, tables, and kernels of the same layout."""
 
 TRANSPOSED = Change(lambda x: x.T, lambda x: x.T)
 """Kernels of torch's Linear."""
@@ -52,7 +46,7 @@ POSITIONS = Change(lambda x: x[None], lambda x: x[0])
 
 
 def _interleaved(dim: int) -> np.ndarray:
-    """Which dimension of theirs each of ours is."""
+    """Returns which dimension of theirs each of ours is."""
     return np.arange(dim).reshape(2, -1).T.ravel()
 
 
@@ -69,11 +63,7 @@ ROTARY = Change(_to_interleaved, _to_halves)
 
 
 def input_heads(num_heads: int, *, rotary: bool = False) -> Change:
-    """A kernel `(heads × dim, model_dim)` that makes heads.
-
-    Args:
-        num_heads: The number of heads.
-        rotary: Whether they are rotated.
+    """Returns the change of a kernel `(heads × dim, model_dim)` to (perhaps rotary) heads.
 
     >>> x = np.arange(8.0).reshape(4, 2)
     >>> change = input_heads(1, rotary=True)
@@ -94,12 +84,7 @@ def input_heads(num_heads: int, *, rotary: bool = False) -> Change:
 
 
 def head_biases(num_heads: int, *, rotary: bool = False) -> Change:
-    """The bias `(heads × dim,)` of such a kernel.
-
-    Args:
-        num_heads: The number of heads.
-        rotary: Whether they are rotated.
-    """
+    """Returns the change of the bias `(heads × dim,)` of `input_heads`."""
     turn = ROTARY if rotary else SAME
     return Change(
         lambda x: turn.to_ours(x.reshape(num_heads, -1)),
@@ -108,32 +93,20 @@ def head_biases(num_heads: int, *, rotary: bool = False) -> Change:
 
 
 def output_heads(num_heads: int) -> Change:
-    """A kernel `(model_dim, heads × dim)` from heads to the model.
-
-    Args:
-        num_heads: The number of heads.
-    """
+    """Returns the change of a kernel `(model_dim, heads × dim)` from heads to the model."""
     return Change(
         lambda x: x.reshape(x.shape[0], num_heads, -1), lambda x: x.reshape(x.shape[0], -1)
     )
 
 
 def output_heads_of_conv(num_heads: int) -> Change:
-    """The same as a kernel `(heads × dim, model_dim)` of a Conv1D.
-
-    Args:
-        num_heads: The number of heads.
-    """
+    """Returns the change of a Conv1D kernel `(heads × dim, model_dim)`."""
     inner = output_heads(num_heads)
     return Change(lambda x: inner.to_ours(x.T), lambda x: inner.to_theirs(x).T)
 
 
 def fused_heads_of_conv(num_heads: int) -> Change:
-    """A kernel `(model_dim, 3 × heads × dim)` that makes queries, keys and values.
-
-    Args:
-        num_heads: The number of heads.
-    """
+    """Returns the change of a kernel `(model_dim, 3 × heads × dim)` to queries, keys and values."""
     return Change(
         lambda x: x.reshape(x.shape[0], 3, num_heads, -1).transpose(1, 0, 2, 3),
         lambda x: x.transpose(1, 0, 2, 3).reshape(x.shape[1], -1),
@@ -141,9 +114,5 @@ def fused_heads_of_conv(num_heads: int) -> Change:
 
 
 def fused_head_biases(num_heads: int) -> Change:
-    """The bias `(3 × heads × dim,)` of such a kernel.
-
-    Args:
-        num_heads: The number of heads.
-    """
+    """Returns the change of the bias `(3 × heads × dim,)` of `fused_heads_of_conv`."""
     return Change(lambda x: x.reshape(3, num_heads, -1), lambda x: x.reshape(-1))

@@ -20,14 +20,14 @@ class Family(NamedTuple):
     """A family of models.
 
     Attributes:
-        model_type: Its name in `config.json`.
-        architecture: The class of `transformers` that has its logits.
-        prefix: What the names of tensors begin with, which some files leave out.
-        read: Makes the config of a model.
-        write: The content of a `config.json` for the config of a model; raises AttributeError or
-          the like for a model of another kind.
-        entries: Its tensors, of a layer and beside the layers.
-        may_stand: Tells which other tensors a file may have, after the prefix.
+        model_type: name in `config.json`.
+        architecture: class of `transformers` that has its logits.
+        prefix: of tensor names, optional in files.
+        read: makes the config of a model.
+        write: makes the content of `config.json` for the config of a model; raises AttributeError
+          or the like for a model of another kind.
+        entries: tensors of a layer, and tensors outside of layers.
+        may_stand: returns whether a file may have another tensor, by its name without prefix.
     """
 
     model_type: str
@@ -42,14 +42,9 @@ class Family(NamedTuple):
 def decoder_config(
     s: Settings, layer: Any, *, num_layers: int, dim: int, norm: Any
 ) -> Decoder.Config:
-    """The config of a decoder with tied embeddings and without positions.
+    """Returns the config of a decoder with tied embeddings, without positions.
 
-    Args:
-        s: The model's settings.
-        layer: The config of a layer.
-        num_layers: How many there are.
-        dim: The dimension of the model.
-        norm: After the last layer.
+    `dim` is the model dimension, and `norm` follows the last layer.
     """
     stack = RepeatedTransformerLayer.default_config().set(num_layers=num_layers, layer=layer)
     return Decoder.default_config().set(
@@ -62,30 +57,18 @@ def decoder_config(
 
 
 def special_tokens(decoder: Any) -> dict[str, Any]:
-    """What `config.json` says of special tokens: the inverse of `Settings.special_tokens`.
-
-    Args:
-        decoder: The config of a decoder.
-    """
+    """Returns the special tokens for `config.json`: the inverse of `Settings.special_tokens`."""
     tokens = {name: getattr(decoder, name) for name in ("pad_token_id", "eos_token_id")}
     return {name: None if i == NO_PADDING else i for name, i in tokens.items()}
 
 
 def dropout_rate(decoder: Any, dropout: Any) -> float:
-    """The rate that a dropout has in training.
-
-    Args:
-        decoder: The config of a decoder, whose rate is for those that have none.
-        dropout: The config of a part of it.
-    """
+    """Returns the rate of a dropout config in training, by default the decoder's."""
     return decoder.dropout_rate if dropout.rate is None else dropout.rate
 
 
 def activation_name(activation: str) -> str:
-    """The name that `config.json` has for an activation.
-
-    Args:
-        activation: Its name here.
+    """Returns the name of an activation in `config.json`.
 
     Raises:
         HuggingFaceConfigError: if there is none.
@@ -100,23 +83,12 @@ def activation_name(activation: str) -> str:
 
 
 def hidden_dim(feed_forward: Any, input_dim: int) -> int:
-    """The hidden dimension of a feed-forward layer's config, computed if it is a function.
-
-    Args:
-        feed_forward: The config.
-        input_dim: The dimension of the model.
-    """
+    """Returns the hidden dimension of a feed-forward config, computed if it is a function."""
     value = feed_forward.hidden_dim
     return value if isinstance(value, int) else value.clone(input_dim=input_dim).instantiate()
 
 
 def norm_entries(theirs: str, ours: str, *, bias: bool = False) -> list[Entry]:
-    """The parameters of a norm.
-
-    Args:
-        theirs: Its name in Hugging Face's files.
-        ours: Its path.
-        bias: Whether it has a bias.
-    """
+    """Returns the entries of a norm."""
     names = {"weight": "scale", "bias": "bias"} if bias else {"weight": "scale"}
     return [Entry(f"{theirs}.{a}", f"{ours}.{b}", SAME) for a, b in names.items()]

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face checkpoints: `config.json` beside `model.safetensors`."""
+"""Hugging Face checkpoint folders: `config.json` and `model.safetensors`."""
 
 import json
 import os
@@ -54,16 +54,16 @@ def huggingface_model_config(
     dtype: DType = jnp.float32,
     stack: BaseStackedTransformerLayer.Config | None = None,
 ) -> Model.Config:
-    """The config of the causal LM that a checkpoint is of.
+    """Returns the config of a checkpoint's causal LM.
 
     Args:
-        folder: A folder with the `config.json` of a model of the type gpt2, llama, qwen2 or qwen3.
-        dtype: Of the parameters.
-        stack: How layers are stacked; as `RepeatedTransformerLayer` if None.
+        folder: a folder with the `config.json` of a model of the type gpt2, llama, qwen2 or qwen3.
+        dtype: of the parameters.
+        stack: stack of layers; `RepeatedTransformerLayer` if None.
 
     Raises:
-        WeightsReadError: if the config is not there, or is no JSON.
-        HuggingFaceConfigError: if there is no such model here.
+        WeightsReadError: if the config is missing, or not JSON.
+        HuggingFaceConfigError: if the model is not supported.
     """
     settings = _settings(folder)
     cfg: Any = _family(settings).read(settings).set(dtype=dtype)
@@ -102,17 +102,17 @@ def _family(settings: Settings) -> Family:
 
 
 def load_huggingface_params(folder: _PathLike, target: NestedTensor) -> NestedTensor:
-    """Reads the parameters of a checkpoint, one of them at a time.
+    """Reads the parameters of a checkpoint, one at a time.
 
     Args:
-        folder: As of `huggingface_model_config`.
-        target: The parameters of that model, or their shapes; values get their dtypes, and are laid
-          out as they are.
+        folder: see `huggingface_model_config`.
+        target: the parameters of that model, or their shapes; values get their dtypes and
+            shardings.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
-        WeightsMismatchError: if the files do not have what the model needs.
-        HuggingFaceConfigError: if there is no such model here.
+        WeightsMismatchError: if the files do not match the model.
+        HuggingFaceConfigError: if the model is not supported.
     """
     settings = _settings(folder)
     family = _family(settings)
@@ -140,13 +140,13 @@ def from_huggingface(
     """Reads a checkpoint: the config of its model, and the parameters.
 
     Args:
-        folder: As of `huggingface_model_config`.
-        dtype: Of the parameters.
+        folder: see `huggingface_model_config`.
+        dtype: of the parameters.
 
     Raises:
         WeightsReadError: if a file is missing or damaged.
-        WeightsMismatchError: if the files do not have what the model needs.
-        HuggingFaceConfigError: if there is no such model here.
+        WeightsMismatchError: if the files do not match the model.
+        HuggingFaceConfigError: if the model is not supported.
     """
     cfg = huggingface_model_config(folder, dtype=dtype)
     return cfg, load_huggingface_params(folder, _shapes(cfg))
@@ -161,27 +161,27 @@ def _shapes(cfg: Model.Config) -> NestedTensor:
 
 
 class _Place:
-    """A parameter of ours, and the tensor of theirs that it is, or those of all layers.
+    """A parameter of ours and its tensor of theirs, or the tensors of all layers.
 
     Attributes:
-        entry: The row of the table.
-        leaf: The array, or its shape.
-        layer: The number of the layer; None beside the layers, -1 where all are in one array.
+        entry: the row of the table.
+        leaf: the array, or its shape.
+        layer: the layer number; None outside of layers, -1 where all are in one array.
     """
 
     def __init__(self, entry: Entry, leaf: Any, layer: int | None):
         self.entry, self.leaf, self.layer = entry, leaf, layer
 
     def numbers(self) -> list[int | None]:
-        """The layers, one tensor each."""
+        """Returns the layers, one tensor each."""
         return list(range(self.leaf.shape[0])) if self.layer == -1 else [self.layer]
 
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of the parameter of one layer."""
+        """Returns the shape of one layer's parameter."""
         return tuple(self.leaf.shape[1:] if self.layer == -1 else self.leaf.shape)
 
     def their_shape(self) -> jax.ShapeDtypeStruct:
-        """The shape of a tensor of theirs."""
+        """Returns the shape of a tensor of theirs."""
         own = jax.ShapeDtypeStruct(self.own_shape(), self.leaf.dtype)
         return jax.eval_shape(self.entry.change.to_theirs, own)
 
@@ -243,19 +243,18 @@ def to_huggingface(
     """Writes a causal LM as a Hugging Face checkpoint, which `transformers` loads.
 
     Args:
-        folder: Where to; it is made. What is there of an earlier checkpoint is replaced.
-        cfg: The config of the model, of a kind that `huggingface_model_config` makes.
-        params: Its parameters.
-        max_position_embeddings: How long sequences may be, which a model with rotary positions does
-          not know by itself.
-        max_shard_bytes: How many bytes a file of tensors has at most.
+        folder: created if missing; files of an earlier checkpoint are replaced.
+        cfg: the config of a model that `huggingface_model_config` supports.
+        params: its parameters.
+        max_position_embeddings: longest sequence, which rotary models do not define themselves.
+        max_shard_bytes: largest size of a tensor file.
 
     Returns:
         The files that were written.
 
     Raises:
-        HuggingFaceConfigError: if no family of Hugging Face computes what the model does; the
-          message says where they differ.
+        HuggingFaceConfigError: if no Hugging Face family computes the same; the message lists the
+          differences.
         WeightsMismatchError: if the parameters are not those of the model.
     """
     family, values = _description(cfg)
@@ -271,7 +270,7 @@ def to_huggingface(
         values["max_position_embeddings"] = max_position_embeddings
     dtypes = sorted({jnp.dtype(leaf.dtype).name for leaf in leaves.values()})
     values |= {"architectures": [family.architecture], "dtype": dtypes[-1]}
-    # "pt" tells others how to take the tensors, which all lie alike.
+    # "pt" is the layout that other programs expect.
     files = write_tensors(
         Path(folder) / "model.safetensors",
         pending,
@@ -292,7 +291,7 @@ def _reader(place: _Place, layer: int | None) -> Callable[[], np.ndarray]:
 
 
 def _description(cfg: Any) -> tuple[Family, dict[str, Any]]:
-    """The family that computes what a model does, and the content of its `config.json`."""
+    """Returns the family that computes what a model does, and its `config.json` content."""
     differences = []
     for write in (LLAMA.write, GPT2.write):
         try:
@@ -314,7 +313,7 @@ def _description(cfg: Any) -> tuple[Family, dict[str, Any]]:
 
 
 def _differences(cfg: Any, rebuilt: Any) -> list[Any]:
-    """Where two configs differ in what a trained model computes."""
+    """Returns where two configs differ in what a trained model computes."""
     ours = cfg.clone()
     made, stack = rebuilt.decoder.transformer, ours.decoder.transformer
     # How layers are stacked does not count.

@@ -32,15 +32,15 @@ from weft.interop.huggingface.settings import MAX_LAYERS, Settings, rotary_setti
 
 
 class _Variant(NamedTuple):
-    """What a Llama-like model does in its own way.
+    """Differences between Llama-like models.
 
     Attributes:
-        qkv_bias: Whether queries, keys and values have biases.
-        output_bias: Whether the output of attention has.
-        mlp_bias: Whether the feed-forward layer has.
-        qk_norm: Whether queries and keys are normalised.
-        head_dim: The dimension of a head.
-        kv_heads: The number of heads of keys and values.
+        qkv_bias: whether queries, keys and values have biases.
+        output_bias: whether the output of attention has a bias.
+        mlp_bias: whether the feed-forward layer has biases.
+        qk_norm: whether queries and keys are normalised.
+        head_dim: the dimension of a head.
+        kv_heads: number of heads of keys and values.
     """
 
     qkv_bias: bool

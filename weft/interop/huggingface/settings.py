@@ -1,4 +1,4 @@
-"""What a `config.json` says, and what of it has a counterpart here."""
+"""Settings of a `config.json`, and their counterparts in Weft."""
 
 import math
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ NO_PADDING = -1
 
 
 class Settings:
-    """The settings of a model, of which those that are asked for must be there and be known.
+    """Settings of a model; those that are read must exist and be supported.
 
     Args:
-        values: The content of a `config.json`.
-        source: What messages call it.
+        values: the content of a `config.json`.
+        source: its name in messages.
     """
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json"):
@@ -39,11 +39,7 @@ class Settings:
         self.source = source
 
     def get(self, name: str, *default: Any) -> Any:
-        """A setting.
-
-        Args:
-            name: Its name.
-            default: What it is if it is missing or null.
+        """Returns a setting, or `default` if it is missing or null.
 
         Raises:
             HuggingFaceConfigError: if it is missing and there is no default.
@@ -59,15 +55,10 @@ class Settings:
         return default[0]
 
     def size(self, name: str, *default: int, most: int = MAX_SIZE) -> int:
-        """A number of heads, layers, features or tokens.
-
-        Args:
-            name: Its name.
-            default: What it is if it is missing or null.
-            most: The largest that there can be.
+        """Returns a number of heads, layers, features or tokens.
 
         Raises:
-            HuggingFaceConfigError: if it is not a whole number from 1 to `most`.
+            HuggingFaceConfigError: if it is not an integer from 1 to `most`.
         """
         value = self.get(name, *default)
         if type(value) is not int or not 1 <= value <= most:
@@ -75,16 +66,10 @@ class Settings:
         return value
 
     def number(self, name: str, *default: float, least: float = 0.0, most: float = 1e30) -> float:
-        """A rate, a factor or the like.
-
-        Args:
-            name: Its name.
-            default: What it is if it is missing or null.
-            least: The smallest that there can be.
-            most: The largest.
+        """Returns a number, such as a rate or factor.
 
         Raises:
-            HuggingFaceConfigError: if it is not such a number.
+            HuggingFaceConfigError: if it is not a number from `least` to `most`.
         """
         value = self.get(name, *default)
         if type(value) not in (int, float) or not least <= value <= most:
@@ -92,11 +77,7 @@ class Settings:
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Whether something is so.
-
-        Args:
-            name: Its name.
-            default: What it is if it is missing or null.
+        """Returns a boolean setting, or `default` if it is missing or null.
 
         Raises:
             HuggingFaceConfigError: if it is neither true nor false.
@@ -107,11 +88,7 @@ class Settings:
         return value
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Refuses a setting that has no counterpart.
-
-        Args:
-            name: Its name.
-            *allowed: The values that have, besides none.
+        """Checks that a setting is missing, null or one of the `allowed` values.
 
         Raises:
             HuggingFaceConfigError: if it has another value.
@@ -121,41 +98,25 @@ class Settings:
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, allowed))}")
 
     def refusal(self, name: str, value: Any, can: str) -> HuggingFaceConfigError:
-        """The error about a setting that has no counterpart.
-
-        Args:
-            name: Its name.
-            value: Its value.
-            can: What the sentence goes on with, such as "can be 1".
-        """
+        """Returns the error about an unsupported setting; `can` is like "can be 1"."""
         return HuggingFaceConfigError(
             f"{self.source} has {name}={value!r}, which has no counterpart in Weft: {name} {can}. "
             "Choose another checkpoint, or convert this one first."
         )
 
     def activation(self, name: str, default: str) -> str:
-        """The name that an activation has here.
-
-        Args:
-            name: Of the setting.
-            default: What it is if it is missing.
-        """
+        """Returns Weft's name of the activation in the setting `name`."""
         value = self.get(name, default)
         if not (isinstance(value, str) and value in ACTIVATIONS):
             raise self.refusal(name, value, f"can be {' or '.join(map(repr, ACTIVATIONS))}")
         return ACTIVATIONS[value]
 
     def dropout(self, name: str, default: float) -> Dropout.Config:
-        """What is dropped in training.
-
-        Args:
-            name: Of the setting, a rate.
-            default: What it is if it is missing.
-        """
+        """Returns the dropout config for the rate in the setting `name`."""
         return Dropout.default_config().set(rate=self.number(name, default, most=1.0))
 
     def special_tokens(self) -> dict[str, int]:
-        """The ids that pad and end; of several that end, the first."""
+        """Returns the ids of padding and end of sequence; of several end ids, the first."""
         ids = {name: self.get(name, NO_PADDING) for name in ("pad_token_id", "eos_token_id")}
         for name, value in ids.items():
             if isinstance(value, list) and value and name == "eos_token_id":
@@ -165,13 +126,13 @@ class Settings:
         return ids
 
     def rotary(self) -> RoFormerSinusoidalPositionalEmbedding.Config:
-        """How positions are rotated.
+        """Returns the config of rotary positions.
 
         Raises:
-            HuggingFaceConfigError: if there is no such layer.
+            HuggingFaceConfigError: if they are not supported.
         """
         self.require("partial_rotary_factor", 1, 1.0)
-        # Since 2025 all is in "rope_parameters"; before, the base stood beside "rope_scaling".
+        # Since 2025 all is in "rope_parameters"; before, the base was outside "rope_scaling".
         values = self.get("rope_parameters", None) or self.get("rope_scaling", {})
         if not isinstance(values, dict):
             raise self.refusal("rope_parameters", values, "can be an object")
@@ -191,7 +152,7 @@ def _plain(rope: Settings, length: int) -> Any:
 
 
 def _linear(rope: Settings, length: int) -> Any:
-    """All frequencies are divided, which is YaRN without exceptions; the length does not count."""
+    """Divides all frequencies, as YaRN without exceptions; the length does not matter."""
     factor = rope.number("factor", least=_LEAST_FACTOR)
     return YaRNSinusoidalPositionalEmbedding.default_config().set(
         original_max_seq_length=1,
@@ -233,11 +194,7 @@ _ROTARY = {"default": _plain, "linear": _linear, "yarn": _yarn, "llama3": _llama
 
 
 def rotary_settings(cfg: RoFormerSinusoidalPositionalEmbedding.Config) -> dict[str, Any]:
-    """What `config.json` says of rotated positions: the inverse of `Settings.rotary`.
-
-    Args:
-        cfg: The config of the layer.
-    """
+    """Returns rotary positions as in `config.json`: the inverse of `Settings.rotary`."""
     values: dict[str, Any] = {"rope_theta": float(cfg.theta)}
     if isinstance(cfg, Llama3SinusoidalPositionalEmbedding.Config):
         values |= {
