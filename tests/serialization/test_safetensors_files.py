@@ -206,7 +206,7 @@ def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(WeightsReadError, match=r"lacks the tensor 'decoder.bias', which the index"):
         TensorFiles(tmp_path)
     files[0].unlink()
-    with pytest.raises(WeightsReadError, match=re.escape(f"beside it: {files[0].name}")):
+    with pytest.raises(WeightsReadError, match=re.escape(f"from its folder: {files[0].name}")):
         TensorFiles(tmp_path)
     files[-1].write_text("{}")
     with pytest.raises(WeightsReadError, match="cannot be read as the index"):

@@ -51,7 +51,7 @@ def _to_numpy(x: Any, path: tuple[str, ...]) -> np.ndarray:
 
 
 def _writable(x: Any, path: tuple[str, ...], in_place: bool) -> Any:
-    """Returns a tree of NumPy arrays, each of which fits into one MessagePack object."""
+    """Returns a tree of NumPy arrays, each small enough for one MessagePack object."""
     if type(x) is dict:
         made = x if in_place else {}
         for key, value in x.items():
