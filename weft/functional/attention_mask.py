@@ -49,9 +49,7 @@ def sliding_window_causal_mask(sliding_window_size: int) -> MaskFn:
 def left_right_window_mask(left_context: int | None, right_context: int | None) -> MaskFn:
     """Lets each position attend to itself and to a number of positions on its left and right.
 
-    Args:
-        left_context: number of earlier positions; None for all.
-        right_context: number of later positions; None for all.
+    A context of None is unlimited.
 
     >>> mask = left_right_window_mask(0, 1)
     >>> mask(jnp.arange(3)[:, None], jnp.arange(3)[None, :]).astype(int).tolist()

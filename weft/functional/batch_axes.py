@@ -14,10 +14,7 @@ def over_batch_axes(
 ) -> Num[Array, "*batch_and_result"]:
     """Calls `fn` with the batch axes of `x` merged into one, and restores them in the result.
 
-    Args:
-        fn: takes and returns an array whose first axis is the batch axis.
-        x: the input, with zero or more batch axes.
-        item_ndim: number of axes after the batch axes.
+    `item_ndim` is the number of axes after the (zero or more) batch axes.
 
     >>> import jax.numpy as jnp
     >>> over_batch_axes(lambda x: x.sum(axis=1), jnp.ones((2, 3, 4, 5)), 2).shape

@@ -93,11 +93,7 @@ def stochastic_depth(
 ) -> Float[Array, " batch *rest"]:
     """Zeros a residual branch with probability `rate`, or scales it up (Huang et al., 2016).
 
-    Args:
-        x: the branch's output.
-        rate: in `[0, 1)`.
-        prng_key: key of the decision.
-        mode: `"row"` decides per example, `"batch"` once for all.
+    The mode `"row"` decides per example, `"batch"` once for all.
 
     Raises:
         ArgumentValueError: if `rate` is not in `[0, 1)`, or `mode` is unknown.

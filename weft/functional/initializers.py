@@ -110,13 +110,9 @@ def draw(
 ) -> Float[Array, "*shape"]:
     """Returns random values of mean 0.
 
-    Args:
-        prng_key: key of the draw.
-        shape: of the values.
-        dtype: of the values.
-        distribution: `"truncated_normal"` is cut off at about 2.3 standard deviations: at 2 of the
-            original, then widened to the standard deviation `scale`.
-        scale: the bound of the uniform distribution, the standard deviation of the others.
+    `scale` is the bound of the uniform distribution, and the standard deviation of the others.
+    `"truncated_normal"` is cut off at about 2.3 standard deviations: at 2 of the original, then
+    widened to the standard deviation `scale`.
 
     Raises:
         ArgumentValueError: if the distribution is unknown.

@@ -170,10 +170,7 @@ def kl_divergence(
 ) -> Float[Array, "*batch"]:
     """Returns `Σ p log(p / q)` of targets `p` and predictions `q`, where `0 log 0` is 0.
 
-    Args:
-        log_predictions: `log q`.
-        targets: `p`, or `log p` with `is_log_targets`.
-        is_log_targets: whether `targets` are logarithms.
+    `log_predictions` are `log q`; `targets` are `p`, or `log p` with `is_log_targets`.
 
     >>> half = jnp.log(jnp.array([0.5, 0.5]))
     >>> round(kl_divergence(half, jnp.array([1.0, 0.0])).item(), 3)

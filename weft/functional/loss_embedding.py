@@ -107,13 +107,8 @@ def with_cosine_margin(
 ) -> Float[Array, "*batch classes"]:
     """Returns `alpha * (cosines - margin * targets)`: the right class must lead by a margin.
 
-    These are the logits of a softmax cross entropy (Wang et al., 2018, CosFace).
-
-    Args:
-        cosines: of an embedding and the vector of each class.
-        targets: one-hot, or the probability of each class.
-        alpha: the scale of the logits.
-        margin: subtracted from the right class.
+    These are the logits of a softmax cross entropy (Wang et al., 2018, CosFace). `cosines` are
+    those of an embedding and each class; `targets` are one-hot, or probabilities.
 
     >>> right = jnp.array([1.0, 0.0])
     >>> with_cosine_margin(jnp.array([0.5, 0.5]), right, alpha=10, margin=0.5).tolist()

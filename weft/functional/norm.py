@@ -223,12 +223,8 @@ def batch_norm(
 ) -> Float[Array, "*batch channels"]:
     """Normalises with given statistics: a batch's `moments`, or running averages.
 
-    Args:
-        x: the input.
-        mean, variance: broadcastable to `x`.
-        scale, bias: per channel.
-        eps: added to the variance.
-        dtype: of the computation; None for the dtype of `x`.
+    `mean` and `variance` broadcast to `x`; `scale` and `bias` are per channel. `dtype` is that of
+    the computation; None for the dtype of `x`.
 
     >>> batch_norm(jnp.array([[5.0]]), jnp.array([1.0]), jnp.array([4.0]), eps=0.0).tolist()
     [[2.0]]

@@ -61,13 +61,8 @@ def gru_step(
     """Returns the state of a gated recurrent unit (Cho et al., 2014).
 
     `n = act(in + gate(ir + hr) * hn)`, `h' = (1 - z) * n + z * h` with `z = gate(iz + hz)`.
-
-    Args:
-        h: the state.
-        from_input: `(ir, iz, in)`, the maps of the input.
-        from_state: `(hr, hz, hn)`, the maps of the state.
-        gate_fn: activation of the gates.
-        activation_fn: activation of the new value.
+    `from_input` is `(ir, iz, in)`, the maps of the input; `from_state` `(hr, hz, hn)`, of the
+    state.
 
     >>> zero, one = jnp.zeros(1), jnp.ones(1)
     >>> gru_step(one, (zero, zero, zero), (zero, zero, zero)).tolist()
@@ -90,15 +85,9 @@ def mgu_step(
 ) -> Float[Array, "*state"]:
     """Returns the state of a minimal gated unit (Zhou et al., 2016).
 
-    `h' = (1 - f) * n + f * h` with `f = gate(if + hf)` and `n = act(in + f * hn)`.
-
-    Args:
-        h: the state.
-        from_input: `(if, in)`, the maps of the input.
-        from_state: `(hf, hn)`, the maps of the state.
-        gate_fn: activation of the gate.
-        activation_fn: activation of the new value.
-        reset_gate: if False, `n = act(in + hn)` (Heck and Salem, 2017).
+    `h' = (1 - f) * n + f * h` with `f = gate(if + hf)` and `n = act(in + f * hn)`, or `n = act(in +
+    hn)` without `reset_gate` (Heck and Salem, 2017). `from_input` is `(if, in)`, the maps of the
+    input; `from_state` `(hf, hn)`, of the state.
 
     >>> zero, one = jnp.zeros(1), jnp.ones(1)
     >>> mgu_step(one, (zero, zero), (zero, zero)).tolist()

@@ -219,13 +219,9 @@ class ExpertRows(NamedTuple):
 def sort_by_expert(
     experts: Int[Array, "tokens k"], *, first: Int[Array, ""] | int, num_experts: int, num_rows: int
 ) -> ExpertRows:
-    """Sorts the choices of some experts; other experts' choices and overflow are dropped.
+    """Sorts the choices of `num_experts` experts from `first` on into `num_rows` rows.
 
-    Args:
-        experts: the choices of each token.
-        first: the first expert to include.
-        num_experts: number of experts to include.
-        num_rows: number of choices that fit.
+    Other experts' choices and overflow are dropped.
 
     >>> rows = sort_by_expert(jnp.array([[2], [0], [2], [1]]), first=1, num_experts=2, num_rows=3)
     >>> rows.choices.tolist(), rows.sizes.tolist()

@@ -63,12 +63,9 @@ def pool(
     strides: Sequence[int] | None,
     padding: ConvPadding,
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """Reduces the numbers of each window by a function of two numbers.
+    """Reduces each window by an associative function, such as `jax.lax.add`.
 
-    Args:
-        inputs, window_shape, strides, padding: as in `max_pool`, with its errors.
-        init: the identity of `reduce_fn`, such as 0 for `jax.lax.add`; the value of padding.
-        reduce_fn: associative, such as `jax.lax.add`.
+    `init` is its identity, and the value of padding. Other arguments and errors as in `max_pool`.
 
     Example:
         >>> from jax import lax
@@ -86,12 +83,10 @@ def avg_pool(
     padding: ConvPadding = "VALID",
     count_include_pad: bool = True,
 ) -> Num[Array, "*batch_out_spatial channels"]:
-    """Returns the mean of each window.
+    """Returns the mean of each window. Arguments and errors as in `max_pool`.
 
-    Args:
-        inputs, window_shape, strides, padding: as in `max_pool`, with its errors.
-        count_include_pad: whether padding counts as zeros. If False, the result of a half-precision
-            input is in float32.
+    `count_include_pad` counts padding as zeros. If False, the result of a half-precision input is
+    in float32.
 
     Example:
         >>> x = jnp.arange(4.0).reshape(1, 4, 1)
