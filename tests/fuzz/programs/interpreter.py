@@ -1,5 +1,6 @@
 """Evaluates what JAX has traced, operation by operation: compiling a program takes much longer."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,10 +34,21 @@ def evaluate(jaxpr: Any, consts: Any, args: Any) -> list[Any]:
         if special is not None:
             results = special(values, **eqn.params)
         else:
-            results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            # JAX would compile each operation inside of a shard_map by itself, every time.
+            run = compiled(eqn) if eqn.primitive.name == "shard_map" else bound(eqn)
+            results = run(*values)
             results = results if eqn.primitive.multiple_results else [results]
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def bound(eqn: Any) -> Callable[..., Any]:
+    return functools.partial(eqn.primitive.bind, **eqn.primitive.get_bind_params(eqn.params))
+
+
+@functools.lru_cache(maxsize=32)
+def compiled(eqn: Any) -> Callable[..., Any]:
+    return jax.jit(lambda *values: [*bound(eqn)(*values)])
 
 
 def closed(of: ClosedJaxpr, args: Any) -> list[Any]:
