@@ -216,9 +216,9 @@ def test_a_captured_module_cannot_be_an_output():
 
     with pytest.raises(CapturedObjectError, match=r"nnx\.vmap") as error:
         f()
-    assert "the result is one SomeModule that was made outside" in said(error)
+    assert "the result is a SomeModule that was created outside" in said(error)
     assert re.search(
-        r"It was made at \S*test_004_nnx_transforms.py:\d+\. Give it as an", said(error)
+        r"It was made at \S*test_004_nnx_transforms.py:\d+\. Pass it as an", said(error)
     )
     assert shows_line(error, "@nnx.vmap(out_axes=0, axis_size=5)")
     assert isinstance(error.value, ValueError)
@@ -227,7 +227,7 @@ def test_a_captured_module_cannot_be_an_output():
 def test_aliases_whose_parts_differ():
     m1, m2 = SomeModule(), SomeModule(w=2 * W)
     f = nnx.vmap(lambda m1, m2, alias: None, in_axes=(M1_AXES, M2_AXES, M2_AXES))
-    with pytest.raises(InconsistentAliasError, match="one Param of shape") as error:
+    with pytest.raises(InconsistentAliasError, match="the same Param of shape") as error:
         f(m1, m2, m1)
     assert "in_axes gives 1 to m1.w, and in_axes gives 0 to alias.w" in said(error)
     assert shows_line(error, "f = nnx.vmap(lambda")
@@ -317,10 +317,10 @@ RETURNED = {
 @pytest.mark.parametrize("name", RETURNED)
 def test_no_transformation_returns_what_is_captured(name):
     with pytest.raises(
-        CapturedObjectError, match="that was made outside and was not given"
+        CapturedObjectError, match="that was created outside and not passed"
     ) as error:
         RETURNED[name]()
-    assert re.search(r"the result\S* is one ", said(error))
+    assert re.search(r"the result\S* is a ", said(error))
     assert f"nnx.{'vmap' if name == 'tree' else name}(" in said(error)
     assert re.search(r"The line to change is \S*test_004_nnx_transforms\.py:\d+: ", said(error))
 
@@ -329,7 +329,7 @@ def test_what_is_captured_is_not_made_a_part_of_an_argument():
     def f(m):
         m.other = CAPTURED
 
-    with pytest.raises(CapturedObjectError, match=r"m\.other is one SomeModule"):
+    with pytest.raises(CapturedObjectError, match=r"m\.other is a SomeModule"):
         nnx.vmap(f)(SomeModule(stats=W))
     assert not hasattr(CAPTURED, "other")
 
@@ -356,18 +356,18 @@ TREES = {
 @pytest.mark.parametrize("name", TREES)
 def test_trees_have_no_aliases(name):
     m = SomeModule(stats=W)
-    with pytest.raises(SharedObjectError, match="one SomeModule is at a") as error:
+    with pytest.raises(SharedObjectError, match="the same SomeModule is at a") as error:
         TREES[name](m)
     assert f"nnx.{name}(" in said(error)
     assert re.search(
-        r"is at a\S* and at (b|a\['b'\]); there an object is a plain pytree", said(error)
+        r"is at a\S* and at (b|a\['b'\]); in this mode an object is a plain", said(error)
     )
 
 
 def test_filters_that_miss_a_part_are_shown_with_what_they_miss():
     f = nnx.vmap(lambda m: None, in_axes=(nnx.StateAxes({nnx.Param: 0}),))
     with pytest.raises(
-        StateFilterError, match=r"in_axes says nothing of m\.stats, a BatchStat"
+        StateFilterError, match=r"in_axes has no filter for m\.stats, a BatchStat"
     ) as error:
         f(SomeModule(stats=W))
     assert shows_line(error, "f = nnx.vmap(")

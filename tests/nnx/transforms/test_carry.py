@@ -30,7 +30,7 @@ def test_each_object_is_returned_in_its_place():
     ):
         without_objects((a, b), (b, a))
     with pytest.raises(
-        TransformArgumentError, match="is given 2 objects in its carry and returns 1"
+        TransformArgumentError, match="receives 2 objects in its carry and returns 1"
     ):
         without_objects((a, b), (a, 1.0))
     with pytest.raises(TransformArgumentError, match=r"the carry\[1\] is returned as another Dict"):

@@ -23,7 +23,7 @@ def test_graphs_that_are_alike_have_no_difference():
 
 
 CASES = {
-    "made": (lambda: model(z=nnx.Param(1.0)), Difference(("z",), ("not there", "there"))),
+    "made": (lambda: model(z=nnx.Param(1.0)), Difference(("z",), ("absent", "present"))),
     "static": (lambda: nnx.Dict(a=nnx.Param(1.0), k="j"), Difference(("k",), ("'k'", "'j'"))),
     "class": (
         lambda: nnx.Dict(a=nnx.BatchStat(1.0), k="k"),
@@ -43,20 +43,20 @@ def test_the_first_difference_is_found(name):
 
 def test_an_attribute_that_is_made_is_found_before_the_numbers_that_it_shifts():
     assert between(nnx.Dict(w=nnx.Param(1.0)), nnx.Dict(a=nnx.Param(1.0), w=nnx.Param(1.0))) == (
-        ("a",), ("not there", "there"),
+        ("a",), ("absent", "present"),
     )  # fmt: skip
 
 
 def test_the_same_look_may_be_other_objects():
     graphs = model(), model()
-    assert between(*graphs, ((0, 1), (1, 0))) == ((), ("one object", "another one"))
-    old = "one that was there before"
+    assert between(*graphs, ((0, 1), (1, 0))) == ((), ("one object", "a different one"))
+    old = "an existing object"
     assert between(*graphs, ((0, None), (0, 1))) == (("a",), ("a new object", old))
     assert between(*graphs, ((0, 1), (0, None))) == (("a",), (old, "a new object"))
 
 
 def test_marks_and_the_order_of_keys_may_differ():
     a, b = nnx.Dict(n=1), nnx.Dict(n=nnx.static(1))
-    assert between(a, b) == ((), ("marked so", "marked otherwise"))
+    assert between(a, b) == ((), ("marked one way", "marked another way"))
     a, b = nnx.Dict(n=1, m=2), nnx.Dict(m=2, n=1)
-    assert between(a, b) == ((), ("in this order", "in another"))
+    assert between(a, b) == ((), ("in one order", "in another order"))

@@ -68,7 +68,7 @@ def test_methods():
     assert Model.total(model, 1.0) == 3 and Model.scaled(model, 1.0) == 2
     made = Model.made(5.0)
     assert type(made) is Model and made(1.0) == 5
-    with pytest.raises(TransformArgumentError, match="scaled is a method of one Model"):
+    with pytest.raises(TransformArgumentError, match="scaled is a bound method of a Model"):
         nnx.jit(Model.scaled.__wrapped__.__get__(model))
     assert Model.scaled.__name__ == "scaled"
 
@@ -687,7 +687,10 @@ def test_what_is_compiled_has_the_names_of_the_user():
             r"jit\(f\): static_argnums has 3, and the function takes 2 arg",
         ),
         ({"donate_argnums": -3}, "donate_argnums has -3"),
-        ({"donate_argnames": "z"}, "donate_argnames has 'z', and the function has the arguments m"),
+        (
+            {"donate_argnames": "z"},
+            "donate_argnames has 'z', but the function has the parameters m",
+        ),
     ],
 )
 def test_arguments_that_the_function_does_not_have(options, words):

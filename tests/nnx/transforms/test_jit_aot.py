@@ -107,16 +107,16 @@ CHANGES = {
 def test_objects_that_look_otherwise_are_refused(where):
     compiled = step.lower(Model(), 1.0).compile()
     model = changed(CHANGES[where])
-    with pytest.raises(CompiledCallError, match=f"what it is given (differs at|has) {where};"):
+    with pytest.raises(CompiledCallError, match=f"the new argument (differs at|has) {where};"):
         compiled(model, 1.0)
-    with pytest.raises(CompiledCallError, match="not like those that it was compiled for"):
+    with pytest.raises(CompiledCallError, match="objects unlike those it was compiled for"):
         compiled({"a": 1}, 1.0)
     assert model.w[...] == 1
 
 
 def test_other_arguments_are_refused():
     compiled = step.lower(Model(), x=1.0).compile()
-    text = r"compiled for 1 arguments by position and \['x'\] by name is called with 2 and \[\];"
+    text = r"compiled for 1 positional arguments and \['x'\] by name is called with 2 and \[\];"
     with pytest.raises(CompiledCallError, match=text):
         compiled(Model(), 1.0)
     with pytest.raises(TypeError, match="Argument types differ"):

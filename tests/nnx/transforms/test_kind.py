@@ -167,12 +167,14 @@ def test_values_of_any_kind():
 def test_what_is_captured_does_not_come_out():
     m, other = Pair(), Pair()
     with pytest.raises(
-        CapturedObjectError, match=r"the result\['m'\] is one Pair that was made outs"
+        CapturedObjectError, match=r"the result\['m'\] is a Pair that was created outs"
     ):
         through(lambda x: {"m": other}, 1.0)
-    with pytest.raises(CapturedObjectError, match=r"m\.w is one Param of shape \(\) that was made"):
+    with pytest.raises(
+        CapturedObjectError, match=r"m\.w is a Param of shape \(\) that was created"
+    ):
         through(lambda m: setattr(m, "w", other.w), m)
-    with pytest.raises(CapturedObjectError, match=r"the result\.inner\.w is one Param"):
+    with pytest.raises(CapturedObjectError, match=r"the result\.inner\.w is a Param"):
         through(lambda x: nnx.Dict(inner=nnx.Dict(w=other.w)), 1.0)
     copy = through(lambda x: nnx.clone(other), 1.0)
     assert copy is not other and float(copy.w) == 2
@@ -227,7 +229,7 @@ def test_a_new_attribute_needs_a_filter_too():
     m = Pair(jnp.ones(2), jnp.ones(2))
     axes = nnx.StateAxes({nnx.Param: 0, nnx.BatchStat: 0})
     with pytest.raises(
-        StateFilterError, match=r"in_axes says nothing of m\.c, a Cache; its filters"
+        StateFilterError, match=r"in_axes has no filter for m\.c, a Cache; its filters"
     ):
         nnx.vmap(lambda m: setattr(m, "c", nnx.Cache(1.0)), in_axes=axes)(m)
     assert not hasattr(m, "c")

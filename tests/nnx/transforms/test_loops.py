@@ -112,7 +112,7 @@ def test_a_body_returns_the_objects_that_it_is_given():
     ):
         nnx.fori_loop(0, 3, lambda i, c: {"x": c["y"], "y": c["x"]}, {"x": m, "y": Pair()})
     with pytest.raises(
-        ArgumentError, match="is given 1 objects in its carry and returns 0; return"
+        ArgumentError, match="receives 1 objects in its carry and returns 0; return"
     ):
         nnx.while_loop(lambda m: True, lambda m: None, m)
     assert float(m.n) == 0
@@ -633,7 +633,7 @@ REFUSED = {
     "reference": (put("r", lambda m: nnx.Variable(jnp.ones(()), ref=True)), r"at m\.r"),
     "always": (
         put("new", lambda m: nnx.Param(1.0)),
-        r"m\.new where there is one already; .*hasattr",
+        r"m\.new, which exists already; .*hasattr",
     ),
     "later": (
         lambda m: make_in_part(m, 0) if hasattr(m, "count") else make_variable(m, 0),
@@ -662,7 +662,7 @@ def test_initial_values_do_not_depend_on_streams_of_single_iterations():
 
     loop = nnx.scan(body, in_axes=(Carry, 0), out_axes=Carry)
     with pytest.raises(
-        LoopStructureError, match=r"value depends on rngs\.default\.key, which each"
+        LoopStructureError, match=r"value depends on rngs\.default\.key, which diff"
     ):
         loop(Pair(), nnx.Rngs(0).split(3))
 

@@ -205,7 +205,7 @@ def test_pmap_runs_on_devices():
     assert m.n[...].tolist() == [3.0]
     with pytest.raises(AxisSizeError):
         nnx.pmap(lambda x: x)(jnp.ones(1 + jax.device_count()))
-    with pytest.raises(InconsistentAliasError, match=r"nnx\.pmap\(<lambda>\): one BatchStat"):
+    with pytest.raises(InconsistentAliasError, match=r"nnx\.pmap\(<lambda>\): the same BatchStat"):
         nnx.pmap(lambda a, b: None, in_axes=(0, None))(m, m)
 
 
@@ -225,5 +225,5 @@ def test_shard_map_runs_on_the_parts():
 
 
 def test_roles_of_loops_are_not_for_maps():
-    with pytest.raises(TransformArgumentError, match="in_axes has a Carry, and only a loop"):
+    with pytest.raises(TransformArgumentError, match="in_axes has a Carry, which only loops"):
         nnx.vmap(lambda m: None, in_axes=(nnx.Carry,))

@@ -105,7 +105,7 @@ def test_streams_advance_as_in_a_python_loop():
 
 
 def test_each_carry_has_a_counterpart():
-    message = r"scan: in_axes=\(Carry, 0\) has 1 Carry and out_axes=0 has 0; what is carried in"
+    message = r"scan: in_axes=\(Carry, 0\) has 1 Carry and out_axes=0 has 0; each Carry of one"
     with pytest.raises(TransformArgumentError, match=message):
         nnx.scan(lambda c, x: x, out_axes=0)
     with pytest.raises(TransformArgumentError, match=r"has 0 Carry and .* has 1"):
@@ -117,9 +117,7 @@ def test_each_carry_has_a_counterpart():
 
 
 def test_the_body_returns_what_out_axes_speak_of():
-    with pytest.raises(
-        TransformArgumentError, match="the body returns NoneType, and out_axes says"
-    ):
+    with pytest.raises(TransformArgumentError, match="the body returns NoneType, but by out_axes"):
         nnx.scan(lambda c, x: None)(0.0, XS)
     with pytest.raises(RoleError, match=r"out_axes=\(CARRY, 0\) has a tuple of 2 entries"):
         nnx.scan(lambda c, x: (c, x, x))(0.0, XS)
@@ -132,7 +130,9 @@ def test_a_carried_object_is_returned_as_itself():
         TransformArgumentError, match=r"scan\(<lambda>\): the carry is returned as ano"
     ):
         nnx.scan(lambda m, x: (nnx.clone(m), x))(Pair(), XS)
-    with pytest.raises(TransformArgumentError, match="given 1 objects in its carry and returns 0"):
+    with pytest.raises(
+        TransformArgumentError, match="receives 1 objects in its carry and returns 0"
+    ):
         nnx.scan(lambda d, x: ({"m": 1.0}, x))({"m": Pair()}, XS)
     pair = [Pair(), Pair()]
     with pytest.raises(TransformArgumentError, match=r"the carry\[0\] is returned as another Pair"):
@@ -194,7 +194,7 @@ def test_what_is_shared_is_not_written():
 
 def test_what_is_captured_stays_outside():
     m = Pair()
-    with pytest.raises(CapturedObjectError, match=r"the result\[1\] is one Pair"):
+    with pytest.raises(CapturedObjectError, match=r"the result\[1\] is a Pair"):
         nnx.scan(lambda c, x: (c, m))(0.0, XS)
     with pytest.raises(TraceContextError, match="BatchStat"):
         nnx.scan(lambda c, x: (c, m.add(x).n * 1))(0.0, XS)

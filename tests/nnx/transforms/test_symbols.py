@@ -87,10 +87,12 @@ def test_what_is_no_axis_is_refused():
         with pytest.raises(TransformArgumentError, match=f"in_axes has {shown}, where"):
             nnx.scan(lambda m: None, in_axes=(nnx.Carry, nnx.StateAxes({...: wrong})))
     with pytest.raises(
-        TransformArgumentError, match="in_axes has a Carry, and only a loop carries"
+        TransformArgumentError, match="in_axes has a Carry, which only loops support"
     ):
         nnx.vmap(lambda m: None, in_axes=nnx.StateAxes({...: nnx.Carry}))
-    with pytest.raises(TransformArgumentError, match="a Param stands where an axis or a sharding"):
+    with pytest.raises(
+        TransformArgumentError, match="a Param is given where an axis or a sharding"
+    ):
         nnx.vmap(lambda m: None, in_axes=(nnx.Param(0),))
     with pytest.raises(RoleError, match=r"in_axes gives StateAxes\(\{\.\.\.: 0\}\) to a ArrayImpl"):
         nnx.vmap(lambda x: x, in_axes=nnx.StateAxes({...: 0}))(jnp.ones(3))
@@ -160,5 +162,5 @@ def test_a_state_of_axes_or_layouts_is_one_filter_for_each_value(has_variables):
 
 def test_a_state_that_lacks_a_path_names_it():
     axes = nnx.StateAxes(nnx.State({"w": 0}))
-    with pytest.raises(StateFilterError, match=r"says nothing of m\.count, a BatchStat"):
+    with pytest.raises(StateFilterError, match=r"has no filter for m\.count, a BatchStat"):
         nnx.vmap(lambda m: m.w, in_axes=(axes,))(Parts())

@@ -1,6 +1,5 @@
-"""JAX's transformations of functions of objects: each argument says what happens to its state.
+"""JAX's transformations for functions of objects.
 
-`kind` is how objects cross, `calls` what the transformations share: what was said of the arguments,
-whose names errors show. `jit` remembers how the objects of a call looked, so that the next one
-costs what `jax.jit` costs. All else is the engine of `weft.lifting` with the signatures of JAX.
+`kind` moves objects into and out of a transformation, `calls` holds the open calls that errors
+name, `jit` caches the structure of objects between calls, and `weft.lifting` does the rest.
 """

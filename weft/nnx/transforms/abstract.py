@@ -1,4 +1,4 @@
-"""eval_shape, make_jaxpr and checkify: what a call would return, do, or go wrong with."""
+"""eval_shape, make_jaxpr and checkify: the shapes, the program and the errors of a call."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def eval_shape(
     graph_updates: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What a function would return, with shapes in place of arrays. Nothing is computed.
+    """Returns the result of `f` with shapes in place of arrays, without computing it.
 
-    The shapes in variables have the layouts, a `NamedSharding`, that their values would have over
-    the mesh in their metadata, or else that of `jax.set_mesh`.
+    The shapes in variables carry the `NamedSharding` that their values would have over the mesh in
+    their metadata, or else over that of `jax.set_mesh`.
 
     Args:
-        f: the function; the objects that it is given are copies, and those it makes hold shapes.
-        *args: its arguments.
+        f: the function; it gets copies of the objects, and objects that it creates hold shapes.
+        *args: arguments of `f`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
-        **kwargs: its arguments by name.
+        **kwargs: keyword arguments of `f`.
 
     Example:
         >>> from weft import nnx
@@ -71,17 +71,17 @@ def make_jaxpr(
     graph_updates: bool | None = None,
     static_argnums: int | Sequence[int] = (),
 ) -> Callable[..., Any]:
-    """`jax.make_jaxpr` of a function of objects.
+    """Applies `jax.make_jaxpr` to a function of objects, which keep their state.
 
     Args:
-        f: the function; without it, a decorator.
+        f: the function; without it, a decorator is returned.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
-        static_argnums: arguments that are hashable values and no arrays.
+        static_argnums: positions of static, hashable arguments.
 
     Returns:
-        A function of the arguments. What goes in are the values of objects, in the order of their
-        names, and arrays; what comes out is what `f` returns. Objects stay as they are.
+        A function that returns the jaxpr of a call. Its inputs are the arrays among the arguments
+        and the values of objects, ordered by attribute name; its outputs are the results of `f`.
 
     Example:
         >>> from weft import nnx
@@ -110,16 +110,16 @@ def checkify(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
-    """`jax.experimental.checkify.checkify` of a function of objects.
+    """Applies `jax.experimental.checkify.checkify` to a function of objects.
 
     Args:
         f: the function.
-        errors: which checks are made; None for `checkify.user_checks`.
+        errors: enabled checks; None for `checkify.user_checks`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Returns:
-        A function that returns the error, which may be none, and the result of `f`.
+        A function that returns a `checkify.Error` and the result of `f`.
 
     Example:
         >>> from jax.experimental import checkify

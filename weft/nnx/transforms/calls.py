@@ -1,4 +1,4 @@
-"""Which transformations are open in this thread, so that errors can name what the user wrote."""
+"""Open calls of transformations in the current thread, so that errors can use the user's names."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Call:
     Attributes:
         transformation: its name, such as "vmap".
         fn: the user's function.
-        args: what it was called with.
-        specs: the parameters that say what happens to arguments and to results.
-        names: of the arguments.
-        named: the arguments that were given by name, which cross before the others.
-        place: where the program transforms the function.
-        inside: where the objects are in what `fn` was given, if not as in `args`.
-        values: the numbers of values after the call, and their paths.
-        returned: where the objects are in what `fn` has returned.
+        args: positional arguments of the call.
+        specs: the parameters that hold the roles of arguments and of results.
+        names: names of the arguments.
+        named: keyword arguments, which enter before the others.
+        place: the source line that transforms the function.
+        inside: places of objects in the arguments of `fn`, if they differ from `args`.
+        values: the numbers of the values after the call, and their paths.
+        returned: places of objects in the result of `fn`.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class Call:
 
     @property
     def title(self) -> str:
-        """The call in words."""
+        """The transformation and the function, as in `nnx.vmap(f)`."""
         name = getattr(self.fn, "__name__", type(self.fn).__name__)
         return f"nnx.{self.transformation}({name})"
 
     @property
     def line(self) -> str:
-        """Where the function is transformed, and what stands there."""
+        """The source line that transforms the function."""
         if self.place is not None:
             return text_of(self.place)
         code = getattr(self.fn, "__code__", None)
@@ -85,7 +85,7 @@ class Call:
 
     @property
     def given(self) -> list[str]:
-        """Where the objects are in what `fn` was given, in words."""
+        """Places of the objects in the arguments of `fn`, in words."""
         if self.inside is not None:
             return self.inside
         named = list(self.named)
@@ -101,13 +101,13 @@ _OPEN = _Open()
 
 
 def current_call() -> Call | None:
-    """The innermost call that is open in this thread."""
+    """Returns the innermost open call of this thread."""
     return _OPEN.calls[-1] if _OPEN.calls else None
 
 
 @contextlib.contextmanager
 def opened(call: Call) -> Iterator[Call]:
-    """Makes a call the innermost one for as long as the context lasts."""
+    """Makes a call the innermost one within the context."""
     _OPEN.calls.append(call)
     try:
         yield call
@@ -116,7 +116,7 @@ def opened(call: Call) -> Iterator[Call]:
 
 
 def object_paths(tree: Any, names: list[str] | None) -> list[str]:
-    """Where the objects in a tree are, in words."""
+    """Returns the places of the objects in a tree, in words."""
     is_object = lambda x: isinstance(x, Pytree | Variable)  # noqa: E731
     found = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_object):
@@ -131,7 +131,7 @@ def object_paths(tree: Any, names: list[str] | None) -> list[str]:
 
 
 def place_of(path: Path) -> str:
-    """A path from the pair of arguments and results, as the user would write it."""
+    """Returns a path from the pair of arguments and results in the user's notation."""
     part, i, *below = path
     call, roots = current_call(), []
     if call is not None and part == 1:
@@ -145,20 +145,21 @@ def place_of(path: Path) -> str:
 
 
 def note_values(keys: Sequence[int], paths: Sequence[Path]) -> None:
-    """Notes in the call that is open which paths the values have, by number, for errors."""
+    """Records the paths of values by number in the open call, for errors."""
     if (call := current_call()) is not None:
         call.values = keys, paths
 
 
 def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
-    """Where a value is, or what is in it, by the number of the value and a path of JAX from there.
+    """Returns the place of a value, or of a part of it, in the user's notation.
 
     Args:
-        path_of: gives the path of a value that went in, by number.
-        path: the number first, and then for a variable the name of its value.
+        path_of: returns the path of an input value by its number.
+        path: a JAX path that starts with the number of the value, followed for a variable by the
+            name of its value.
     """
     n, call = path[0].key, current_call()
-    n = n if n >= 0 else ~n  # what is known of the value with that number
+    n = n if n >= 0 else ~n  # ~n holds extra data of value n
     rest = tuple(key for key in path[1:] if getattr(key, "name", None) != "value")
     if (at := path_of(n)) is not None:
         return place_of(at) + jax.tree_util.keystr(rest)
@@ -167,14 +168,14 @@ def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
 
 
 def argument_at(path: Any) -> str:
-    """Which argument is meant, or what in it, by its path among the arguments."""
+    """Returns the user's notation of a JAX path among the arguments."""
     call, i = current_call(), path[0].idx
     name = call.names[i] if call is not None and i < len(call.names) else f"args[{i}]"
     return name + jax.tree_util.keystr(path[1:])
 
 
 def parameter_names(fn: Any) -> list[str]:
-    """The names of the parameters that can be given by position."""
+    """Returns the names of the positional parameters."""
     code = getattr(fn, "__code__", None)
     return list(code.co_varnames[: code.co_argcount]) if code is not None else []
 
@@ -186,7 +187,6 @@ def _shown(x: Any) -> str:
 
 
 def _said(role: Any, is_derivative: bool) -> str:
-    """What was said of a value, in the words of who said it."""
     if is_derivative:
         return "a gradient" if role is DIFF else "no gradient"
     return "nnx.Carry" if role is CARRY else repr(role)
@@ -198,23 +198,23 @@ def _in_call(fallback: str = "a transformation") -> str:
 
 
 def unmatched(x: Any, path: Path, filters: Sequence[Any]) -> Exception:
-    """A part of an object that no filter matches."""
+    """Returns the error for a part of an object that matches no filter."""
     call = current_call()
     spec = call.specs[path[0]] if call is not None else "a filter"  # pyright: ignore[reportArgumentType, reportCallIssue]
     return StateFilterError(
-        f"{_in_call()}: {spec} says nothing of {place_of(path)}, a {type(x).__name__}; its filters "
-        f"are {shown_filters(filters)}, and none of them matches; add `...` as the last."
+        f"{_in_call()}: {spec} has no filter for {place_of(path)}, a {type(x).__name__}; its "
+        f"filters are {shown_filters(filters)}; add `...` as the last one."
         + (f" The line to change is {call.line}" if call is not None else "")
     )
 
 
 def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, Any]) -> Exception:
-    """Two places of one value for which different things were said.
+    """Returns the error for one value with two different roles.
 
     Args:
         x: the value.
-        first: a path from the pair of arguments and results, and what was said there.
-        second: the other one.
+        first: a path from the pair of arguments and results, and the role there.
+        second: the other path and role.
     """
     call = current_call()
     specs = call.specs if call is not None else ("in_axes", "out_axes")
@@ -224,61 +224,61 @@ def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, An
         for path, role in (first, second)
     ]
     return InconsistentAliasError(
-        f"{_in_call()}: one {_shown(x)} is at two "
-        f"places, for which different things are said: {said[0]}, and {said[1]}. All aliases of a "
-        "reference cross in the same way; say the same for both, or give nnx.clone(...) at one "
+        f"{_in_call()}: the same {_shown(x)} is in two "
+        f"places with different settings: {said[0]}, and {said[1]}. All aliases of a "
+        "reference need the same setting; use one for both, or pass nnx.clone(...) in one "
         "place." + (f" The line to change is {call.line}" if call is not None else "")
     )
 
 
 def shared_in_tree_mode(x: Any, first: Path, second: Path) -> Exception:
-    """An object that is met twice where objects are plain pytrees."""
+    """Returns the error for an object in two places where objects are plain pytrees."""
     return SharedObjectError(
         f"{_in_call()} with graph=False or "
-        f"graph_updates=False: one {_shown(x)} is at {place_of(first)} and at {place_of(second)}; "
-        "there an object is a plain pytree, which has no shared references. Give nnx.clone(...) "
-        "at one place, or say graph=True, graph_updates=True."
+        f"graph_updates=False: the same {_shown(x)} is at {place_of(first)} and at "
+        f"{place_of(second)}; in this mode an object is a plain pytree without shared references. "
+        "Pass nnx.clone(...) in one place, or set graph=True, graph_updates=True."
     )
 
 
 def captured_output(x: Any, path: Path) -> Exception:
-    """An object from outside that is among the results, or was made a part of an argument."""
+    """Returns the error for an outside object in the results or in an argument."""
     call = current_call()
     return CapturedObjectError(
-        f"{_in_call()}: {place_of(path)} is one {_shown(x)} that was made outside and was not "
-        "given as an argument, so it would come out as another object (an implicit clone)."
+        f"{_in_call()}: {place_of(path)} is a {_shown(x)} that was created outside and not "
+        "passed as an argument, so it would come out as another object (an implicit clone)."
         + (f" It {known}." if (known := known_of(x)) else "")
-        + " Give it as an argument, or return "
+        + " Pass it as an argument, or return "
         "nnx.clone(...) of it." + (f" The line to change is {call.line}" if call else "")
     )
 
 
 def changed_in_loop(path: Path, what: str) -> Exception:
-    """An object of a loop of which more than values has changed."""
+    """Returns the error for an object that changed in a loop by more than its values."""
     return LoopStructureError(
-        f"{_in_call('a loop')}: the body {what} at {place_of(path)}; what "
-        "all iterations share or carry keeps its attributes, references and static values, and "
-        "only values of variables change. Make the attribute before the loop, with its value in a "
-        "variable if it changes from one iteration to the next."
+        f"{_in_call('a loop')}: the body {what} at {place_of(path)}; objects "
+        "that all iterations share or carry keep their attributes, references and static values, "
+        "and only values of variables change. Create the attribute before the loop, with its value "
+        "in a variable if it changes from one iteration to the next."
     )
 
 
 def made_again(path: Path) -> Exception:
-    """An object that a loop's body makes in each iteration."""
+    """Returns the error for an object that a loop's body makes in each iteration."""
     return LoopStructureError(
-        f"{_in_call('a loop')}: the body makes an attribute at {place_of(path)} where there is one "
-        "already; a loop carries what its body makes, so make it only where it is missing (if not "
-        "hasattr(...)), or before the loop."
+        f"{_in_call('a loop')}: the body makes an attribute at {place_of(path)}, which exists "
+        "already; a loop carries the objects that its body makes, so make it only if it is missing "
+        "(if not hasattr(...)), or before the loop."
     )
 
 
 def made_of_own_keys(path: Path | None) -> Exception:
-    """A variable that is made before a loop, with keys of which each iteration has its own."""
+    """Returns the error for a variable made before a loop from keys of one iteration."""
     at = "a PRNG stream" if path is None else place_of(path)
     return LoopStructureError(
         f"{_in_call('a loop')}: the body makes an attribute whose initial value depends on {at}, "
-        "which each iteration has of its own; draw from a stream that is carried, or make the "
-        "attribute before the loop."
+        "which differs between iterations; draw from a carried stream, or make the attribute "
+        "before the loop."
     )
 
 
@@ -289,16 +289,14 @@ def transformed(
     specs: tuple[str, str] = ("in_axes", "out_axes"),
     in_axes: Any = None,
 ) -> Callable[..., Any]:
-    """A transformed function as users call it.
+    """Returns the transformed function that users call.
 
     Args:
         transformation: its name.
-        fn: the user's function, whose name and parameters the result has.
-        call: takes the arguments by position, and before them in a dict those that can only be
-            given by name.
-        specs: the parameters that say what happens to arguments and to results.
-        in_axes: what was said of the arguments; a tuple may also speak of those that are not
-            given and have a default.
+        fn: the user's function, which lends the result its name and parameters.
+        call: takes a dict of the keyword-only arguments, then the positional arguments.
+        specs: the parameters that hold the roles of arguments and of results.
+        in_axes: roles of the arguments; a tuple may include omitted arguments with defaults.
 
     Raises:
         TransformArgumentError: if `fn` is a bound method.
@@ -325,7 +323,7 @@ def transformed(
 def by_position(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments by position, and those that can only be given by name."""
+    """Returns the positional arguments and the keyword-only ones."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -334,7 +332,7 @@ def by_position(
 
 
 def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-    """Up to `n` arguments, of which the last are defaults."""
+    """Returns up to `n` arguments, completed by defaults."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())[len(args) : n]
     except (TypeError, ValueError):
@@ -344,18 +342,13 @@ def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tup
 
 
 def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """A call of what knows arguments by their position, and so has nothing to say of others.
-
-    Args:
-        transformation: its name.
-        call: takes the arguments by position.
-    """
+    """Wraps `call`, which has roles for positional arguments only, to refuse others."""
 
     def checked(kwargs: dict[str, Any], *args: Any) -> Any:
         if kwargs:
             raise CallMismatchError(
-                f"nnx.{transformation}: {', '.join(kwargs)} can only be given by name, and what is "
-                "said of arguments goes by position; make it a parameter that has one."
+                f"nnx.{transformation}: {', '.join(kwargs)} can only be passed by name, but roles "
+                "of arguments go by position; make it a positional parameter."
             )
         return call(*args)
 
@@ -363,23 +356,23 @@ def only_by_position(transformation: str, call: Callable[..., Any]) -> Callable[
 
 
 def taking_named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that takes the arguments given by name first, in a dict."""
+    """Returns `fn` with the keyword arguments as a dict in first position."""
     return takes_name(fn, lambda kwargs, *args: fn(*args, **kwargs))
 
 
 def check_unbound(transformation: str, fn: Any) -> None:
-    """Raises TransformArgumentError for a method of an object, which would capture the object."""
+    """Raises TransformArgumentError for a bound method, which would capture its object."""
     if inspect.ismethod(fn) and isinstance(fn.__self__, Pytree):
         owner, name = type(fn.__self__).__name__, fn.__name__
         raise TransformArgumentError(
-            f"nnx.{transformation}: {name} is a method of one {owner}, which would not go through "
-            f"the transformation; transform {owner}.{name} and give it the object as its first "
-            f"argument, or write @nnx.{transformation} above the method in the class."
+            f"nnx.{transformation}: {name} is a bound method of a {owner}, which would not pass "
+            f"through the transformation; transform {owner}.{name} and pass the object as its "
+            f"first argument, or write @nnx.{transformation} above the method in the class."
         )
 
 
 def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose result is noted in the call that is open, for errors."""
+    """Wraps `fn` to record its result in the open call, for errors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
@@ -391,16 +384,16 @@ def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StaticArguments:
-    """A function of which some arguments are hashable values that no transformation sees.
+    """A function with static arguments, which are hashable and skip the transformation.
 
     Attributes:
-        fn: takes them in a box that is a pytree without leaves.
+        fn: takes the static arguments in boxes, which are pytrees without leaves.
 
     Args:
         title: the transformation, for errors.
-        what: the name of the parameter that has the positions.
-        fn: takes them as they are.
-        argnums: their positions.
+        what: the parameter that holds the positions, for errors.
+        fn: the user's function.
+        argnums: positions of the static arguments.
     """
 
     def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):
@@ -409,7 +402,7 @@ class StaticArguments:
         self.fn = _unboxing(fn) if self._argnums else fn
 
     def wrapped(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments, with boxes around those that are static."""
+        """Returns the arguments, with boxes around the static ones."""
         at = {i + len(args) if i < 0 else i for i in self._argnums}
         boxed = tuple(Static(x) if i in at else x for i, x in enumerate(args))
         if (call := current_call()) is not None:

@@ -1,8 +1,7 @@
-"""Objects that are carried through a loop: they come back as themselves.
+"""Objects in the carry of a loop, which come back as themselves.
 
-The engine brings back the state of all objects that went in. So where a body returns its carry, the
-objects in it have nothing to add, and must be the ones that it was given: a loop's state is known
-by reference.
+The engine restores the state of all input objects, so the objects in the returned carry must be the
+ones that the body received: a loop's state is identified by reference.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from weft.nnx.transforms.kind import is_object
 
 
 def without_objects(given: Any, returned: Any) -> Any:
-    """What a body returns as its carry, with boxes without leaves for the objects in it.
+    """Returns the carry that a body returned, with leafless boxes in place of its objects.
 
     Args:
-        given: the carry that the body was given.
-        returned: the carry that it returns.
+        given: the carry that the body received.
+        returned: the carry that it returned.
 
     Raises:
-        TransformArgumentError: if another object is returned than was given, or another structure.
+        TransformArgumentError: if the returned objects differ from the given ones.
     """
     before = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
     leaves, tree = jax.tree_util.tree_flatten_with_path(returned, is_leaf=is_object)
@@ -36,23 +35,23 @@ def without_objects(given: Any, returned: Any) -> Any:
             if n >= len(before) or x is not before[n]:
                 raise TransformArgumentError(
                     f"{_title()}: the carry{jax.tree_util.keystr(path)} is returned as another "
-                    f"{type(x).__name__} than the body was given; a carried object is changed "
-                    "where it is (nnx.update(model, state), variable[...] = value) and the same "
-                    "one is returned."
+                    f"{type(x).__name__} than the body received; change a carried object in place "
+                    "(nnx.update(model, state), variable[...] = value) and return the same "
+                    "object."
                 )
             x = Static(n)
             n += 1
         boxed.append(x)
     if n < len(before):
         raise TransformArgumentError(
-            f"{_title()}: the body is given {len(before)} objects in its carry and returns {n}; "
-            "return each of them in its place."
+            f"{_title()}: the body receives {len(before)} objects in its carry and returns {n}; "
+            "return each in its place."
         )
     return jax.tree.unflatten(tree, boxed)
 
 
 def with_objects(given: Any, returned: Any) -> Any:
-    """What a loop returns as its carry, with the caller's own objects in it."""
+    """Returns the carry that a loop returned, with the caller's own objects in it."""
     objects = [x for x in jax.tree.leaves(given, is_leaf=is_object) if is_object(x)]
     return jax.tree.map(
         lambda x: objects[x.value] if isinstance(x, Static) else x,

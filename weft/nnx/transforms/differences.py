@@ -1,4 +1,4 @@
-"""Where two graphs of objects differ, for errors about branches that must leave them alike."""
+"""Differences between graphs of objects, for errors about branches that must agree."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weft.nnx.structure import Fixed
 
 
 class Difference(NamedTuple):
-    """A place at which two graphs differ.
+    """A place where two graphs differ.
 
     Attributes:
-        path: where.
-        seen: what is there in either of them, in words.
+        path: path of the place.
+        seen: the content of each graph there, in words.
     """
 
     path: Path
@@ -27,14 +27,13 @@ def first_difference(
     origins: tuple[Sequence[int | None], Sequence[int | None]],
     may_lack: Callable[[int, int | None, Any], bool] = lambda *_: False,
 ) -> Difference | None:
-    """The first place at which two graphs differ.
+    """Returns the first difference between two graphs.
 
     Args:
-        graphs: the descriptions of both.
-        origins: for each object of either the number of the one that it was before, None for a new
-            one.
-        may_lack: whether one graph may lack an attribute that the other one has: from the number of
-            the other one, and what its object was before, and the name.
+        graphs: descriptions of both.
+        origins: for each graph the original number of every object, None for a new object.
+        may_lack: whether only one graph may have an attribute; takes the index of that graph, the
+            original number of the object, and the name.
     """
 
     def is_lacked(side: int, node: NodeDef, name: Any) -> bool:
@@ -46,23 +45,25 @@ def first_difference(
             known = [of[x.index] for of, x in zip(origins, (a, b), strict=True)]
             if known[0] != known[1]:
                 if None not in known:
-                    return Difference(path, ("one object", "another one"))
-                new, old = "a new object", "one that was there before"
+                    return Difference(path, ("one object", "a different one"))
+                new, old = "a new object", "an existing object"
                 return Difference(path, (new, old) if known[0] is None else (old, new))
         if not (isinstance(a, NodeDef) and isinstance(b, NodeDef) and a.type is b.type):
             return None if _without_index(a) == _without_index(b) else _seen(a, b, path)
         of_a, of_b = dict(a.attributes), dict(b.attributes)
         for name in {**of_a, **of_b}:
             if name not in of_a and not is_lacked(1, b, name):
-                return Difference((*path, name), ("not there", "there"))
+                return Difference((*path, name), ("absent", "present"))
             if name not in of_b and not is_lacked(0, a, name):
-                return Difference((*path, name), ("there", "not there"))
+                return Difference((*path, name), ("present", "absent"))
         for name in filter(of_b.__contains__, of_a):
             if found := find(of_a[name], of_b[name], (*path, name)):
                 return found
         if a.marks != b.marks:
-            return Difference(path, ("marked so", "marked otherwise"))
-        return None if a.order == b.order else Difference(path, ("in this order", "in another"))
+            return Difference(path, ("marked one way", "marked another way"))
+        return (
+            None if a.order == b.order else Difference(path, ("in one order", "in another order"))
+        )
 
     return find(graphs[0].root, graphs[1].root, ())
 
@@ -72,7 +73,7 @@ def _index(part: Any) -> int | None:
 
 
 def _without_index(part: Any) -> Any:
-    # The same number may be another object in either graph; that is settled before.
+    # Numbers are local to each graph; the caller has compared the objects.
     return part if _index(part) is None else part._replace(index=0)
 
 

@@ -1,12 +1,12 @@
-"""jit: a call whose objects look as they did costs what `jax.jit` costs.
+"""jit: a repeated call with unchanged objects costs as much as with `jax.jit`.
 
-A call with objects that were met before has a *plan*: which variables to read, which function of
-`jax.jit` to call with the list of their values, and which variables to write. It holds as long as
-the epoch does (`weft.nnx.structure`), which ends when an object that a plan knows changes otherwise
-than by the value of a variable. Then the objects are looked at again, once.
+A call with known objects has a *plan*: the variables to read, the function of `jax.jit` to call
+with the list of their values, and the variables to write. A plan is valid within its epoch
+(`weft.nnx.structure`), which ends when an object of a plan changes by more than the value of a
+variable. The next call then inspects the objects once.
 
-The *program* of a plan, the function that JAX compiles, is shared by all calls with objects that
-look alike, and by all functions that are the same by value.
+The *program* of a plan, the function that JAX compiles, is shared by all calls with objects of the
+same structure, and by all functions that are equal by value.
 """
 
 from __future__ import annotations
@@ -59,19 +59,17 @@ _LOCK = threading.RLock()
 
 
 class _Plan:
-    """What a call with objects that were met before has to do. It does not keep them alive.
+    """Steps of a call with known objects, which it does not keep alive.
 
     Attributes:
-        epoch: in which it holds.
-        trace: in which the objects can be written to.
+        epoch: the epoch in which the plan is valid.
+        trace: the trace in which the objects are writable.
         at: positions of the objects, and weak references to them.
-        names: likewise for those given by name.
-        objects: weak references to all of them, and to what they are made of.
-        n_first: how many arguments come before those that JAX is given; more than there can be
-            where objects come later or by name.
-        n_args: how many there were.
-        program: what is called.
-        donated: the variables whose values are given away.
+        names: names of the objects passed by name, and weak references to them.
+        objects: weak references to all of them and to their parts.
+        n_first: number of leading objects; `sys.maxsize` if objects come later or by name.
+        n_args: number of positional arguments.
+        donated: variables whose values are donated.
         kept: the other variables.
     """
 
@@ -94,7 +92,7 @@ class _Plan:
         self.n_args = found.layout.n_args
 
     def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is with the same objects at the same places."""
+        """Returns whether a call has the same objects in the same places."""
         return (
             self.epoch is EPOCH.now
             and all(i < len(args) and args[i] is ref() for i, ref in self.at)
@@ -102,20 +100,20 @@ class _Plan:
         )
 
     def write(self, of_donated: list[Any], of_kept: list[Any], more: None, written: Written):
-        """Writes the values that a call gave, where nothing but values has changed."""
+        """Writes the values of a call that changed nothing but values."""
         changed = (*self.donated, *(self.kept[i] for i in written.at))
         any(map(_set_value, changed, (*of_donated, *of_kept)))
 
     def flat(self) -> Flat:
-        """The graph of the objects, as it was found."""
+        """Returns the graph of the objects as it was found."""
         graphdef = self.program.layout.static.graphdef
         return flat_of_variables(graphdef, [ref() for ref in self.objects])
 
 
 class JitWrapped:
-    """A function of objects under `jax.jit`; made by `nnx.jit`."""
+    """A jitted function of objects; the result of `nnx.jit`."""
 
-    # What each call reads is not among the attributes that are taken over from the function.
+    # Every call reads `_last`, so it is not in the `__dict__` that holds attributes of `fn`.
     __slots__ = ("__dict__", "__weakref__", "_last")
 
     def __init__(self, fn: Callable[..., Any], options: Options):
@@ -125,7 +123,7 @@ class JitWrapped:
         # Functions that are equal by value share their programs.
         self._programs: AtFirstCall[dict[Any, Program]] = AtFirstCall((fn, options), dict)
         self._seen: Hashable = None
-        # Plans; and in which trace objects of a trace were met that have none.
+        # Plans; for objects of a trace without a plan, the trace of their last call.
         self._plans: dict[Any, _Plan | TraceState] = {}
         self._last: _Plan | None = None
         self._has_hidden = False
@@ -133,7 +131,7 @@ class JitWrapped:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             plan = self._last
-            # What follows is the price of a call.
+            # The code from here on is the overhead of a call.
             if plan is None or plan.epoch is not EPOCH.now or kwargs or len(args) < plan.n_first:
                 return self._call_as_found(args, kwargs)
             for i, ref in plan.at:
@@ -141,7 +139,7 @@ class JitWrapped:
                     return self._call_as_found(args, kwargs)
             rest = args[plan.n_first :]
             for x in rest:
-                # JAX uses up the recursion limit for good on an object that holds itself.
+                # JAX exhausts the recursion limit on an object that contains itself.
                 if isinstance(x, MAY_HOLD_OBJECTS) and holds_objects(x):
                     return self._call_as_found(args, kwargs)
             donated, kept = plan.donated, plan.kept
@@ -154,7 +152,7 @@ class JitWrapped:
             except (HiddenObject, FunctionChanged):
                 plan = None
             except (TypeError, ValueError):
-                # It may be about what the plan is not for: an object in a container, or a sharding.
+                # The cause may be outside the plan: an object in a container, or a sharding.
                 if plan.n_args == len(args) and not has_objects(rest):
                     raise
                 plan = None
@@ -164,7 +162,9 @@ class JitWrapped:
                 outputs = result, of_donated, of_kept, more, written
                 return plan.program.finish(plan.flat(), outputs)
             if of_donated:
-                any(map(_set_value, donated, of_donated))  # all of them: each gives None
+                any(
+                    map(_set_value, donated, of_donated)
+                )  # `any` visits all, since each call returns None
             if of_kept:
                 at = written.at
                 changed = kept if len(at) == len(kept) else [kept[i] for i in at]
@@ -175,11 +175,11 @@ class JitWrapped:
             raise
 
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call for which the last plan does not hold."""
+        """Makes a call for which the last plan is not valid."""
         return self._or_anew(self._call_looked_at, args, kwargs)
 
     def _or_anew(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call, again with programs of its own if the function sees other values by now."""
+        """Makes a call, and repeats it with new programs if the function's own values changed."""
         try:
             return call(args, kwargs)
         except FunctionChanged:
@@ -193,7 +193,7 @@ class JitWrapped:
         rest = [x for i, x in enumerate(args) if i not in positions]
         named = {k: x for k, x in kwargs.items() if k not in of_names}
         if has_objects((rest, named)):
-            # A call that looks like the last one until it is traced costs more than a look.
+            # A call that only differs from the last one when traced costs more than a look.
             self._has_hidden, self._last = True, None
             return self._call_found(self._found(found_anywhere, args, kwargs))
         if (plan := self._plan(args, kwargs, at, names)) is None:
@@ -206,7 +206,7 @@ class JitWrapped:
         return plan.program.finish(plan.flat(), outputs)
 
     def _found(self, look: Callable[..., Found], args: Any, kwargs: Any) -> Found:
-        """A call taken apart, with the arguments' names in errors."""
+        """Inspects the objects of a call, with the names of arguments in errors."""
         names = [*parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
@@ -215,13 +215,13 @@ class JitWrapped:
             return look(self._options, args, kwargs)
 
     def _plan(self, args: Any, kwargs: Any, at: list[Any], names: list[Any]) -> _Plan | None:
-        """The plan of a call, made if there is none that holds; None if there cannot be one."""
+        """Returns a valid plan of a call, creating it if needed, or None if none is possible."""
         key = len(args), *((place, id(x)) for place, x in (*at, *names))
         plan = self._plans.get(key)
         if not isinstance(plan, _Plan) or not plan.fits(args, kwargs):
             here = current_trace()
             if is_tracing() and plan != here:
-                # Most objects of a trace are called once, which is not worth the price of a plan.
+                # Most objects of a trace are called once, too rarely to pay for a plan.
                 self._keep(key, here)
                 return None
             while True:
@@ -244,13 +244,13 @@ class JitWrapped:
             self._plans.pop(old, None)
 
     def _forgetting(self, key: Hashable) -> Callable[[Any], None]:
-        """What to do when an object of a plan is gone."""
+        """Returns the callback for a deleted object of a plan."""
         weak = weakref.ref(self)
 
         def forget(_: Any) -> None:
             if (me := weak()) is not None:
                 me._plans.pop(key, None)
-                # It may be another one's plan, which is then found again.
+                # If it is the plan of another key, the next call finds that again.
                 me._last = None
 
         return forget
@@ -272,11 +272,11 @@ class JitWrapped:
         return program.finish(found.flat, outputs)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
-        """As `jax.jit(...).lower`; objects stay as they are."""
+        """Lowers a call as `jax.jit(...).lower`; objects keep their state."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
-        """As `jax.jit(...).trace`; objects stay as they are."""
+        """Traces a call as `jax.jit(...).trace`; objects keep their state."""
         return self._or_anew(self._traced, args, kwargs)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:
@@ -287,16 +287,16 @@ class JitWrapped:
         return Traced(traced, Call(program, self._options, args, kwargs).run)
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """What a call would return, with shapes in place of arrays; objects stay as they are."""
+        """Returns the result of a call with shapes in place of arrays; objects keep their state."""
         return eval_shape(self._fn, *args, **kwargs)
 
     def clear_cache(self) -> None:
-        """Forgets what was compiled."""
+        """Drops the compiled programs."""
         self._programs.value.clear()
         self.forget()
 
     def forget(self) -> None:
-        """Forgets how objects look that it was called with."""
+        """Drops the cached structure of objects."""
         self._plans.clear()
         self._last = None
 
@@ -320,38 +320,35 @@ def jit(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.jit` of a function of objects, at the price of `jax.jit`.
+    """Applies `jax.jit` to a function of objects, at the cost of `jax.jit`.
 
-    A call with objects that it has met before reads and writes the values of their variables, and
-    nothing else. Where their structure has changed since, they are looked at once more.
+    A call with known objects only reads and writes the values of their variables. Objects whose
+    structure has changed are inspected once.
 
-    Static values are compared by value. An object that has a hash stays equal whatever is written
-    to it, as for `jax.jit`, and a function stays equal whatever it reads: set the attribute to
-    another one. An attribute of a class is read in the trace, like a global. A write past
-    an object (`vars(model)[...]`, `object.__setattr__`) is noticed when something else changes.
+    Static values are compared by value. As for `jax.jit`, a hashable object stays equal after
+    writes to it, and a function stays equal if the values that it reads change; assign another one
+    to the attribute instead. Class attributes are read in the trace, like globals. Writes past an
+    object (`vars(model)[...]`, `object.__setattr__`) are noticed at its next regular change.
 
     Args:
-        fun: the function; without it, a decorator.
-        in_shardings: for each argument a sharding, or a pytree prefix of such; for an object one
-            for all its state, `StateSharding`, or what `nnx.prefix` returns.
-        out_shardings: for the results, likewise.
-        static_argnums: arguments that are hashable values and no arrays.
-        static_argnames: those among arguments given by name.
-        donate_argnums: arguments whose arrays, also those of variables, may be used for results.
-        donate_argnames: those among arguments given by name.
-        keep_unused: as for `jax.jit`.
-        device: as for `jax.jit`.
-        backend: as for `jax.jit`.
-        inline: as for `jax.jit`.
+        fun: the function; without it, a decorator is returned.
+        in_shardings: a sharding per argument, or a pytree prefix of shardings; for an object one
+            for all its state, `StateSharding`, or the result of `nnx.prefix`.
+        out_shardings: the same for the results.
+        static_argnums: positions of static, hashable arguments.
+        static_argnames: names of static arguments.
+        donate_argnums: arguments whose arrays, including those of variables, may be reused.
+        donate_argnames: the same by name.
+        keep_unused: as for `jax.jit`, like `device`, `backend` and `inline`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Returns:
-        The function, with `lower`, `trace` and `eval_shape` as that of `jax.jit`.
+        The function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
 
     Raises:
-        CapturedObjectError: if an object that is no argument is returned.
-        TraceContextError: if it writes to an object that is no argument.
+        CapturedObjectError: if `fun` returns an object that was not passed as an argument.
+        TraceContextError: if it writes to such an object.
 
     Example:
         >>> import jax.numpy as jnp
@@ -383,11 +380,11 @@ def jit(
 def _both_ways(
     fun: Callable[..., Any], name: str, argnums: Any, argnames: Any
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Arguments by position and by name, however they were given."""
+    """Returns the arguments by position and by name, however the user gave them."""
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
-        # To read a signature takes long, and most often there is nothing to look up in it.
+        # Reading a signature is slow, and rarely needed.
         parameters = [*inspect.signature(fun).parameters.values()] if numbers or names else []
     except (TypeError, ValueError):
         return frozenset(numbers), frozenset(names)
@@ -406,7 +403,7 @@ def _check_argnames(
     parameters: Sequence[inspect.Parameter],
     names: Iterable[str],
 ) -> None:
-    """Raises TransformArgumentError for names of arguments that the function does not have."""
+    """Raises TransformArgumentError for names that `fun` does not have."""
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     there = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
@@ -414,18 +411,18 @@ def _check_argnames(
         if unknown not in there:
             raise TransformArgumentError(
                 f"nnx.jit({getattr(fun, '__name__', type(fun).__name__)}): {what} has {unknown!r}, "
-                f"and the function has the arguments {', '.join(there) or '(none)'}; give names "
-                "that it has."
+                f"but the function has the parameters {', '.join(there) or '(none)'}; use names "
+                "of these."
             )
 
 
 def jit_partial(fun: Callable[..., Any], *partial_args: Any, **options: Any) -> Callable[..., Any]:
-    """A jitted function whose first arguments are given.
+    """Returns a jitted function with its first arguments bound.
 
     Args:
         fun: the function.
-        *partial_args: its first arguments.
-        **options: see `nnx.jit`; they speak of all arguments, also of those that are given.
+        *partial_args: the first arguments.
+        **options: options of `nnx.jit`, which refer to all arguments, including bound ones.
 
     Example:
         >>> import jax.numpy as jnp
@@ -443,15 +440,14 @@ def cached_partial(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """A transformed function whose first arguments are given.
+    """Returns `functools.partial` of a transformed function.
 
-    What is known of objects is remembered for every call (see `nnx.jit`), so this is a
-    `functools.partial`, for programs that use it; their objects may change in every way.
+    It exists for compatibility: `nnx.jit` caches the structure of objects for every call, and bound
+    objects may change in any way.
 
     Args:
         f: the transformed function.
         *cached_args: its first arguments.
-        graph: how `f` was transformed says it.
-        graph_updates: likewise.
+        graph: unused, like `graph_updates`; `f` has its own modes.
     """
     return functools.partial(f, *cached_args)

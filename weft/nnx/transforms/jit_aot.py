@@ -1,6 +1,6 @@
-"""The call of a jitted function that was compiled ahead of time.
+"""Calls of jitted functions that were compiled ahead of time.
 
-It takes what the function takes. As for JAX, arguments that are static are left out there.
+A compiled function takes the same arguments except static ones, as in JAX.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ class Call:
     """The call for which a function is compiled.
 
     Args:
-        program: what JAX compiles.
-        options: what the user said of the function.
-        args: what the function was given.
-        kwargs: likewise, by name.
+        program: the program that JAX compiles.
+        options: options of `nnx.jit`.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
     """
 
     def __init__(
@@ -34,16 +34,16 @@ class Call:
         self._names = sorted(kwargs.keys() - self._named.keys())
 
     def run(self, compiled: jax.stages.Compiled, args: Any, kwargs: Any) -> Any:
-        """Calls what was compiled, writes what it has changed, and returns its result.
+        """Calls the compiled program, writes the changed values, and returns the result.
 
         Raises:
-            CompiledCallError: if an object looks otherwise, or there are more or fewer arguments.
+            CompiledCallError: if the structure of an object or the number of arguments differs.
         """
         if len(args) != self._n_args - len(self._static) or sorted(kwargs) != self._names:
             raise CompiledCallError(
-                f"a function that was compiled for {self._n_args - len(self._static)} arguments by "
-                f"position and {self._names} by name is called with {len(args)} and "
-                f"{sorted(kwargs)}; give them as they were given to lower, without static ones."
+                f"a function compiled for {self._n_args - len(self._static)} positional "
+                f"arguments and {self._names} by name is called with {len(args)} and "
+                f"{sorted(kwargs)}; pass them as to lower, without the static ones."
             )
         rest = iter(args)
         every = (self._static[i] if i in self._static else next(rest) for i in range(self._n_args))
@@ -57,17 +57,16 @@ class Call:
 
 
 def _other_objects(before: Layout, now: Layout) -> CompiledCallError:
-    """The error about a call with other objects than those for which a function was compiled."""
     path = _difference(before.static.graphdef, now.static.graphdef)
     what = f"differs at {path}" if path else "has other variables or other metadata"
     return CompiledCallError(
-        f"a function is called with objects that are not like those that it was compiled for: what "
-        f"it is given {what}; give it such objects as before, or lower and compile it for these."
+        f"a compiled function is called with objects unlike those it was compiled for: the new "
+        f"argument {what}; pass objects of the same structure, or lower and compile it for these."
     )
 
 
 def _difference(before: GraphDef, now: GraphDef) -> str:
-    """Where two graphs differ first, from their arguments on."""
+    """Returns the path of the first difference between two graphs, from the arguments on."""
 
     def walk(a: Any, b: Any, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if a == b:

@@ -1,4 +1,4 @@
-"""vmap, shard_map and pmap: one function for each index of an axis, or each device."""
+"""vmap, shard_map and pmap: functions mapped over an axis or over devices."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ def vmap(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.vmap` of a function of objects: `in_axes=(1, 0)` means what it says.
+    """Applies `jax.vmap` to a function of objects.
 
     Args:
-        f: the function; without it, a decorator.
-        in_axes: for each argument an axis or None, or a pytree prefix of such; for an object an
-            axis of all its state, `StateAxes`, or what `nnx.prefix` returns.
-        out_axes: for the results, likewise. Arguments come back as they went.
-        axis_name: of the new axis, for collectives.
-        axis_size: where no argument tells it.
-        spmd_axis_name: the mesh axis over which the new axis is laid.
+        f: the function; without it, a decorator is returned.
+        in_axes: an axis or None per argument, or a pytree prefix of these; for an object an axis
+            for all its state, `StateAxes`, or the result of `nnx.prefix`.
+        out_axes: the same for the results. Arguments keep their axes.
+        axis_name: name of the new axis for collectives.
+        axis_size: size of the new axis, if no argument determines it.
+        spmd_axis_name: mesh axis over which the new axis is sharded.
         transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in the metadata of
             variables.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Raises:
-        InconsistentAliasError: if one object is at two places with different axes.
-        CapturedObjectError: if an object that is no argument is returned.
+        InconsistentAliasError: if one object is in two places with different axes.
+        CapturedObjectError: if `f` returns an object that was not passed as an argument.
         AxisSizeError: if the mapped axes do not agree.
-        VariableAxisError: if a variable whose axis is None differs from index to index.
+        VariableAxisError: if a variable with the axis None differs between indices.
 
     Example:
         >>> import jax.numpy as jnp
@@ -99,24 +99,24 @@ def pmap(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """A function of objects on several devices, of which each has one index of the mapped axes.
+    """Maps a function of objects over devices, one index of the mapped axes per device.
 
     Args:
-        f: the function; without it, a decorator.
-        axis_name: of the mapped axis, for collectives.
+        f: the function; without it, a decorator is returned.
+        axis_name: name of the mapped axis for collectives.
         in_axes: as for `vmap`, with axes from 0.
-        out_axes: likewise.
-        static_broadcasted_argnums: arguments that are hashable values and no arrays.
-        devices: on which to run; by default as many of `jax.devices(backend)` as are needed.
-        backend: where `devices` are not given.
-        axis_size: how many devices, where neither `devices` nor arguments tell it.
-        donate_argnums: accepted for programs that have it; no memory is given away.
+        out_axes: as for `vmap`.
+        static_broadcasted_argnums: positions of static, hashable arguments.
+        devices: the devices; by default as many of `jax.devices(backend)` as needed.
+        backend: used if `devices` is None.
+        axis_size: number of devices, if neither `devices` nor arguments determine it.
+        donate_argnums: accepted for compatibility; no memory is donated.
         transform_metadata: see `vmap`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Raises:
-        AxisSizeError: if the mapped axes do not agree, or there are fewer devices than they need.
+        AxisSizeError: if the mapped axes do not agree, or need more devices than available.
     """
     options: dict[str, Any] = {"graph": graph, "graph_updates": graph_updates, "backend": backend}
     options |= {"axis_name": axis_name, "axis_size": axis_size, "devices": devices}
@@ -151,21 +151,21 @@ def shard_map(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.shard_map` of a function of objects: one program per device, on the parts there.
+    """Applies `jax.shard_map` to a function of objects.
 
     Args:
-        f: the function, of the parts of its arguments on one device; without it, a decorator.
-        mesh: the devices.
-        in_specs: for each argument a `PartitionSpec`, or a pytree prefix of such; for an object
-            one for all its state, `StateSharding`, or what `nnx.prefix` returns.
-        out_specs: for the results, likewise. Arguments come back as they went.
-        axis_names: the axes of the mesh that `f` sees; by default all.
+        f: the function of the local shards; without it, a decorator is returned.
+        mesh: the device mesh.
+        in_specs: a `PartitionSpec` per argument, or a pytree prefix of these; for an object one for
+            all its state, `StateSharding`, or the result of `nnx.prefix`.
+        out_specs: the same for the results. Arguments keep their specifications.
+        axis_names: the manual axes of the mesh; by default all.
         check_vma: as for `jax.shard_map`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Raises:
-        InconsistentAliasError: if one object is at two places with different specifications.
+        InconsistentAliasError: if one object is in two places with different specifications.
 
     Example:
         >>> import jax.numpy as jnp

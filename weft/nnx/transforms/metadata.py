@@ -1,4 +1,4 @@
-"""transform_metadata: axes come and go in the metadata of variables, and not in their values."""
+"""transform_metadata: adds and removes axes in the metadata of variables, not in their values."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ def transform_metadata(
     partition: str | None,
     graph: bool | None = None,
 ) -> Callable[..., Any]:
-    """A function whose variables have lost the mapped axis in their metadata, too.
+    """Returns `f` with the mapped axis removed from the metadata of its variables.
 
-    Under `jax.vmap`, or under `nnx.vmap` without `transform_metadata=`, a variable's value has one
-    axis less than outside. This takes the entry of that axis out of the metadata for the time of
-    the function, and puts one into that of variables that the function returns.
+    Under `jax.vmap`, or `nnx.vmap` without `transform_metadata=`, the value of a variable has one
+    axis less than outside. The wrapper removes that axis from the metadata while `f` runs, and adds
+    it to the metadata of variables that `f` returns.
 
     Args:
-        f: the function; without it, a decorator.
-        in_axes: as for `nnx.vmap`.
-        out_axes: likewise.
-        partition: what the axis is called.
-        graph: see `nnx.set_graph_mode`; metadata is the same either way.
+        f: the function; without it, a decorator is returned.
+        in_axes: as for `nnx.vmap`, like `out_axes`.
+        partition: name of the axis.
+        graph: see `nnx.set_graph_mode`; it does not affect metadata.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,7 +62,7 @@ def transform_metadata(
         args, kwargs = by_position(f, args, kwargs) if kwargs else (args, kwargs)
         given = _mapped(args, in_roles, "in_axes")
         call = current_call()
-        # A transformation of objects moves the axes itself, and has only to be told the name.
+        # A transformation of objects moves the axes itself, and only needs the name.
         is_inside = call is not None and call.fn is wrapper
         for variable, axis in () if is_inside else given.values():
             remove_axis(variable, axis, params)
@@ -81,7 +80,7 @@ def transform_metadata(
 
 
 def _mapped(tree: Any, roles: Any, what: str) -> dict[int, tuple[Variable[Any], int]]:
-    """The variables in a tree that have the mapped axis, by identity."""
+    """Returns the variables in a tree that have the mapped axis, by identity."""
     leaves = jax.tree.leaves(tree, is_leaf=is_object)
     found: dict[int, tuple[Variable[Any], int]] = {}
     for x, role in zip(leaves, broadcast_roles(roles, tree, is_object, what), strict=True):

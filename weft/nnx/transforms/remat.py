@@ -1,4 +1,4 @@
-"""remat: what a function of objects computes is computed again in the backward pass."""
+"""remat: recomputes the values of a function of objects in the backward pass."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def remat(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` of a function of objects.
+    """Applies `jax.checkpoint` to a function of objects.
 
     Args:
-        f: the function; without it, a decorator.
+        f: the function; without it, a decorator is returned.
         prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
-        static_argnums: arguments that are hashable values and no arrays.
-        policy: what to keep, one of `jax.checkpoint_policies`.
+        static_argnums: positions of static, hashable arguments.
+        policy: values to save, one of `jax.checkpoint_policies`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 

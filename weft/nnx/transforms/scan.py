@@ -33,32 +33,31 @@ def scan(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.lax.scan` of a function of objects.
+    """Applies `jax.lax.scan` to a function of objects.
 
     Args:
-        f: the body; without it, a decorator.
-        length: the number of iterations, where no argument tells it.
+        f: the body; without it, a decorator is returned.
+        length: number of iterations, if no argument determines it.
         reverse: whether to run from the last index to the first.
-        unroll: as for `jax.lax.scan`.
-        _split_transpose: as for `jax.lax.scan`.
-        in_axes: for each argument `Carry`, an axis, or None for what all iterations share; for an
-            object also `StateAxes`. Where a count of keys (`RngCount`) is shared, each iteration
-            draws the same keys, and the count stays as it was.
-        out_axes: for each result `Carry` or the axis along which it is stacked; a single one if
-            there is one result. Arguments that are no carry come back as they went.
+        unroll: as for `jax.lax.scan`, like `_split_transpose`.
+        in_axes: per argument `Carry`, an axis, or None to share it between iterations; for an
+            object also `StateAxes`. With a shared key count (`RngCount`), each iteration draws the
+            same keys, and the count keeps its value.
+        out_axes: per result `Carry` or the axis along which it is stacked; not a tuple if there is
+            one result. Arguments that are not carried keep their axes.
         transform_metadata: see `nnx.vmap`.
         graph: see `nnx.set_graph_mode`.
         graph_updates: see `nnx.set_graph_updates`.
 
     Raises:
         TransformArgumentError: if a carry has no counterpart among the results, or the body
-            returns another object than it was given.
+            returns another object than it received.
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
         LoopStructureError: if it changes attributes or references of a carried or shared object,
-            where new attributes that hold variables are made before the loop and carried; without
-            graph updates, if it replaces a variable or an array that is an attribute.
-        RoleError: if it changes what is shared; without graph updates a variable of an object that
-            is shared with None is carried instead, as in Flax.
+            except for new attributes with variables, which are made before the loop and carried;
+            without graph updates, if it replaces a variable or an array attribute.
+        RoleError: if it changes shared state; without graph updates, a changed variable of an
+            object shared with None is carried instead, as in Flax.
 
     Example:
         >>> import jax.numpy as jnp
@@ -96,10 +95,10 @@ def scan(
 
 
 def _carrying_what_changes(looped: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """A loop that carries those of the shared variables which its body is seen to change.
+    """Returns a loop that carries the shared variables which its body changes.
 
     Args:
-        looped: makes the loop, from the roles of objects that all iterations share.
+        looped: creates the loop from the roles of shared objects.
     """
     carried: frozenset[Any] = frozenset()
     loop = looped()
@@ -109,7 +108,7 @@ def _carrying_what_changes(looped: Callable[..., Callable[..., Any]]) -> Callabl
         try:
             return loop(*args)
         except SharedChanges as error:
-            # `StateAxes` say themselves what is carried.
+            # `StateAxes` determine what is carried.
             if error.paths <= carried:
                 raise RoleError(error.text) from None
             carried |= error.paths
@@ -123,26 +122,26 @@ _Pairs = tuple[tuple[int | None, int | None], ...]
 
 
 def _pairs(in_axes: Any, out_axes: Any) -> _Pairs:
-    """Which argument and which result are each carry."""
+    """Returns the positions of each carry among arguments and results."""
     for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
         for axis in axes if isinstance(axes, tuple | list) else ():
             if axis is not Carry and any(x is Carry for x in jax.tree.leaves(axis)):
                 raise TransformArgumentError(
-                    f"scan: {name}={_shown(axes)} has a Carry inside of an entry; a whole argument "
-                    "or result is the carry, or nnx.StateAxes({...: nnx.Carry}) of an object."
+                    f"scan: {name}={_shown(axes)} has a Carry inside an entry; use Carry for a "
+                    "whole argument or result, or nnx.StateAxes({...: nnx.Carry}) for an object."
                 )
     carries = _carries(in_axes), _carries(out_axes)
     if len(carries[0]) != len(carries[1]):
         raise TransformArgumentError(
             f"scan: in_axes={_shown(in_axes)} has {len(carries[0])} Carry and out_axes="
-            f"{_shown(out_axes)} has {len(carries[1])}; what is carried in is also returned, so "
-            "each Carry of one needs its counterpart in the other."
+            f"{_shown(out_axes)} has {len(carries[1])}; each Carry of one needs "
+            "its counterpart in the other, since a carry is also returned."
         )
     return tuple(zip(*carries, strict=True))
 
 
 def _carries(axes: Any) -> list[int | None]:
-    """Where the carries are; None for the only argument or result."""
+    """Returns the positions of carries; None for the only argument or result."""
     if axes is Carry:
         return [None]
     at = list(axes) if isinstance(axes, tuple | list) else []
@@ -158,15 +157,15 @@ def _boxing(f: Callable[..., Any], pairs: _Pairs) -> Callable[..., Any]:
 
 
 def _changed(args: Any, result: Any, pairs: _Pairs, change: Callable[[Any, Any], Any]) -> Any:
-    """The results with each carry changed, by what the carry was that came in."""
+    """Returns the results, with `change(given, returned)` applied to each carry."""
     for i, j in pairs:
         given = args[0 if i is None else i]
         if j is None:
             result = change(given, result)
         elif not isinstance(result, tuple | list) or j >= len(result):
             raise TransformArgumentError(
-                f"scan: the body returns {type(result).__name__}, and out_axes says that its "
-                f"result {j} is the carry; return a tuple with one entry for each of out_axes."
+                f"scan: the body returns {type(result).__name__}, but by out_axes its "
+                f"result {j} is the carry; return a tuple with one entry per entry of out_axes."
             )
         else:
             result = (*result[:j], change(given, result[j]), *result[j + 1 :])

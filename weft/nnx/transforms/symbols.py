@@ -1,7 +1,7 @@
-"""What a user says of the state of an argument where JAX has an axis, a number or a sharding.
+"""Symbols for the state of an object where JAX expects an axis, a position or a sharding.
 
-`StateAxes`, `StateSharding` and `DiffState` speak of a part of an object's state at a time, each
-part by a filter. The first filter that matches takes a value.
+`StateAxes`, `StateSharding` and `DiffState` select parts of an object's state by filters; the first
+filter that matches a value decides.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from weft.nnx.variables import Variable
 
 
 class Carry:
-    """Stands in `in_axes` and `out_axes` of a scan for what is handed to the next iteration."""
+    """Marker in `in_axes` and `out_axes` of a scan for the carry."""
 
 
 class _ByFilter:
-    """Filters, and the roles of what they match."""
-
     def __init__(self, by_filter: Mapping[Filter, Any] | Iterable[tuple[Filter, Any]]):
         if isinstance(by_filter, State):
             by_filter = _items_of_state(by_filter)
@@ -42,11 +40,7 @@ class _ByFilter:
         return self._predicates
 
     def map_prefix(self, path: Path, variable: Any) -> Any:
-        """Returns the role of a variable.
-
-        Args:
-            path: where it is.
-            variable: the variable.
+        """Returns the role of a variable at a path.
 
         Raises:
             TransformArgumentError: if no filter matches.
@@ -56,12 +50,12 @@ class _ByFilter:
                 return role
         raise TransformArgumentError(
             f"no filter of {self!r} matches the {type(variable).__name__} at {path!r}; add `...` "
-            "as the last."
+            "as the last one."
         )
 
     @property
     def roles(self) -> Roles:
-        """For the engine."""
+        """The roles for `weft.lifting`."""
         roles = (_role(what) for _, what in self._items)
         return _RolesByFilter(self, zip(self._predicates, roles, strict=True))
 
@@ -81,7 +75,7 @@ def _name(x: Any) -> str:
 
 
 class _RolesByFilter(Roles):
-    """Roles that a user has given in other words, which errors show."""
+    """Roles that appear in errors as the user wrote them."""
 
     source: _ByFilter
 
@@ -95,11 +89,11 @@ class _RolesByFilter(Roles):
 
 
 class StateAxes(_ByFilter):
-    """For each part of an object's state the axis that is mapped.
+    """The mapped axis of each part of an object's state.
 
     Args:
-        filter_axes: from filters to an axis, None to share, or for a scan `Carry`; or a `State`
-            that has these in the place of variables or of their values.
+        filter_axes: maps filters to an axis, None to share, or for a scan `Carry`; or a `State`
+            with these in place of variables or of their values.
 
     Example:
         >>> import jax.numpy as jnp
@@ -119,16 +113,16 @@ class StateAxes(_ByFilter):
         return tuple(axis for _, axis in self._items)
 
     def items(self) -> Iterable[tuple[Filter, Any]]:
-        """Pairs of a filter and an axis."""
+        """Returns pairs of a filter and an axis."""
         return zip(self.filters, self.axes, strict=True)
 
 
 class StateSharding(_ByFilter):
-    """For each part of an object's state how it is laid over devices.
+    """The sharding of each part of an object's state.
 
     Args:
-        filter_sharding: from filters to a sharding, or for `shard_map` a `PartitionSpec`; or a
-            `State` that has these in the place of variables or of their values.
+        filter_sharding: maps filters to a sharding, or for `shard_map` a `PartitionSpec`; or a
+            `State` with these in place of variables or of their values.
 
     Example:
         >>> from jax.sharding import PartitionSpec as P
@@ -147,18 +141,17 @@ class StateSharding(_ByFilter):
 
 @dataclasses.dataclass(frozen=True)
 class DiffState:
-    """An argument, and which part of its state is differentiated.
+    """The position of an argument, and a filter of the state to differentiate.
 
     Attributes:
-        argnum: its position.
-        filter: of the part.
+        filter: any filter, such as a type of variable.
     """
 
     argnum: int
     filter: Any
 
     def map_prefix(self, path: Path, variable: Any) -> bool:
-        """Whether a variable is differentiated."""
+        """Returns whether a variable is differentiated."""
         return to_predicate(self.filter)(path, variable)
 
 
@@ -167,11 +160,11 @@ def _role(role: Any) -> Any:
 
 
 def as_roles(prefix: Any) -> Any:
-    """A prefix of arguments or results, as the engine knows it.
+    """Converts a prefix of arguments or results to roles of `weft.lifting`.
 
     Args:
-        prefix: what the user gave: axes or shardings, `Carry`, `StateAxes`, `StateSharding`, or
-            objects with axes in the place of variables (see `nnx.prefix`), in pytrees.
+        prefix: a pytree of axes or shardings, `Carry`, `StateAxes`, `StateSharding`, or objects
+            with axes in place of variables (see `nnx.prefix`).
     """
     if isinstance(prefix, list):
         prefix = tuple(prefix)
@@ -179,15 +172,15 @@ def as_roles(prefix: Any) -> Any:
 
 
 def as_axes(prefix: Any, name: str, has_carry: bool = False) -> Any:
-    """Axes of arguments or results, as the engine knows them.
+    """Converts a prefix of axes to roles of `weft.lifting`.
 
     Args:
         prefix: as for `as_roles`.
-        name: the parameter for which it was given, for errors.
-        has_carry: whether there may be a carry.
+        name: the user's parameter, for errors.
+        has_carry: whether `Carry` is allowed.
 
     Raises:
-        TransformArgumentError: if there is what is no axis.
+        TransformArgumentError: if an entry is not an axis.
     """
     roles = as_roles(prefix)
 
@@ -195,12 +188,12 @@ def as_axes(prefix: Any, name: str, has_carry: bool = False) -> Any:
         for one in role.roles if isinstance(role, Roles) else (role,):
             if one is CARRY and not has_carry:
                 raise TransformArgumentError(
-                    f"{name} has a Carry, and only a loop carries something; give an axis or None."
+                    f"{name} has a Carry, which only loops support; use an axis or None."
                 )
             if not (one is None or one is CARRY or isinstance(one, int)):
                 raise TransformArgumentError(
-                    f"{name} has {one!r}, a {type(one).__name__}, where an axis is expected; give "
-                    "an integer, or None for what is not mapped."
+                    f"{name} has {one!r}, a {type(one).__name__}, where an axis is expected; use "
+                    "an integer, or None for an argument that is not mapped."
                 )
 
     jax.tree.map(check, roles, is_leaf=is_role)
@@ -218,8 +211,8 @@ def _as_role(x: Any) -> Any:
         return _roles_of_object(x)
     if isinstance(x, Variable):
         raise TransformArgumentError(
-            f"a {type(x).__name__} stands where an axis or a sharding is expected; give the axis "
-            "of the whole variable in its place."
+            f"a {type(x).__name__} is given where an axis or a sharding is expected; replace it "
+            "by the axis or sharding of the whole variable."
         )
     return _role(x)
 
@@ -245,7 +238,7 @@ def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn,
 
 
 def _items_of_state(state: State) -> list[tuple[PathIn, Any]]:
-    """Returns the roles of a state's paths, by filters of these paths."""
+    """Returns the roles in a state, by filters of their paths."""
     by_value: dict[Hashable, list[Path]] = {}
     for path, role in to_flat_state(state):
         role = role.get_raw_value() if isinstance(role, Variable) else role
