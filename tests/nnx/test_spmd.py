@@ -90,7 +90,7 @@ def test_layouts_that_a_mesh_cannot_have(mesh):
     w = nnx.Param(jnp.ones(2), out_sharding=("embed",), sharding_rules=RULES, eager_sharding=False)
     with (
         logical_axis_rules([("embed", "data")]),
-        pytest.raises(LogicalAxisError, match=r"the layout of 'a/w': .*fight"),
+        pytest.raises(LogicalAxisError, match=r"the layout of 'a/w': .*conflict"),
     ):
         get_partition_spec({"a": {"w": w}})
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from weft.core.layout import AnyMesh, axes_of
+from weft.core.layout import AnyMesh, axes_of, get_global_mesh
 from weft.core.meta import PARTITION_NAME, Partitioned
 from weft.core.spmd import logical_axis_rules, without_format
 from weft.errors import (
@@ -33,7 +33,7 @@ from weft.nnx.eager_sharding import (
     using_eager_sharding,
     with_abstract_layouts,
 )
-from weft.nnx.graph import GraphDef, is_array, iter_graph
+from weft.nnx.graph import GraphDef, is_array, take_apart
 from weft.nnx.initial_metadata import with_metadata
 from weft.nnx.splitting import split
 from weft.nnx.state import State
@@ -218,8 +218,13 @@ def _laid(x: Any, mesh: AnyMesh, spec: PartitionSpec, path: Any, keep: bool = Fa
 
 def lay_out_shapes(tree: Any) -> None:
     """Adds layouts to shapes in variables, in place, where a mesh is known."""
-    for _, x in iter_graph(tree):
-        if isinstance(x, Variable) and is_laid_out(x._metadata):
+    is_mesh_set = get_global_mesh() is not None
+    for x in take_apart(tree).objects:
+        if (
+            isinstance(x, Variable)
+            and (is_mesh_set or x._metadata)  # else there is no mesh
+            and is_laid_out(x._metadata)
+        ):
             value = with_abstract_layouts(x._value, x._metadata)
             x.set_raw_value(value, _unsafe_bypass_check=True)
 
