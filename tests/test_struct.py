@@ -65,7 +65,7 @@ def test_fields_without_init_are_made_anew():
 
 
 def test_only_classes_are_made_structs():
-    with pytest.raises(StructDefinitionError, match=r"struct\.dataclass was given 3, which is no"):
+    with pytest.raises(StructDefinitionError, match=r"struct\.dataclass was given 3, which is not"):
         struct.dataclass(3)
 
 

@@ -129,13 +129,13 @@ class Kind(Protocol):
     def resumed(
         self, static: Any, made: list[Any], used: Callable[[], Sequence[tuple[Any, Any]]]
     ) -> list[Any]:
-        """What a loop begins with of what `created` gave, of each group.
+        """Returns the entries with which a loop begins, of those that `created` returned, by group.
 
         Args:
             static: the static half.
             made: the entries of each group, or None.
-            used: gives each group, with True in place of each array on which `made` depends and
-                False in place of the others, and the group's role. A shared group is as it is.
+            used: returns each group with its role, and True in place of each array on which `made`
+                depends, False in place of the others. A shared group is as it is.
         """
         return made
 
@@ -160,7 +160,7 @@ class Kind(Protocol):
         return static
 
     def for_condition(self, static: Any, of_body: Any) -> Any:
-        """The static half for the condition of a loop.
+        """Returns the static half for the condition of a loop.
 
         Args:
             static: that of the call.

@@ -144,7 +144,7 @@ class _Body:
         self.made: Made | None = None
 
     def inside(self, carry: list[Any], xs: list[Any]) -> Units:
-        """What an iteration finds."""
+        """Returns the state with which an iteration begins."""
         sliced, carried = self._xs_tree.unflatten(xs), self._carry_tree.unflatten(carry)
         return _filled(self._units, sliced).merged(CARRY, carried)
 

@@ -47,12 +47,12 @@ class Recording:
         return id(variable) in self._made
 
     def first_value(self, variable: Any) -> Any:
-        """The first value of a variable; of one that is not known the present one."""
+        """Returns a variable's first value, or its present one if it was not recorded."""
         known = self._made.get(id(variable))
         return variable._value if known is None else known[1]
 
     def counts_after(self, variables: Iterable[Any]) -> list[tuple[Any, Any]]:
-        """The counts of keys, each with its value when the last of some variables was made."""
+        """Returns the counts of keys, with their values when the last of `variables` was made."""
         wanted = set(map(id, variables))
         values = next((v for key, (_, _, v) in reversed(self._made.items()) if key in wanted), None)
         return [] if values is None else [*zip(self._counts, values, strict=True)]
