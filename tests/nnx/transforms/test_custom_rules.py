@@ -113,9 +113,9 @@ def test_none_is_no_gradient_and_wrong_ones_are_named():
 
 
 def test_a_function_without_a_rule_says_how_to_give_one():
-    with pytest.raises(TransformArgumentError, match=r"say f.defvjp\(fwd, bwd\) before"):
+    with pytest.raises(TransformArgumentError, match=r"call f.defvjp\(fwd, bwd\) first"):
         nnx.custom_vjp(product)(Model(), 1.0)
-    with pytest.raises(TransformArgumentError, match=r"say f.defjvp\(rule\) before"):
+    with pytest.raises(TransformArgumentError, match=r"call f.defjvp\(rule\) first"):
         nnx.custom_jvp(product)(Model(), 1.0)
 
 

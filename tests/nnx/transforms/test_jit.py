@@ -133,7 +133,7 @@ def test_static_arguments_in_either_way(options):
 def test_objects_are_not_static():
     f, model = nnx.jit(lambda model, k: model.w, static_argnums=1, static_argnames="k"), Model()
     f(model, 1)
-    text = "a Model was given for an argument that static_argnums or static_argnames says is static"
+    text = "a Model was passed for an argument that is static by static_argnums or static_argnames"
     for call in (lambda: f(model, model), lambda: f(model, k=Model())):
         with pytest.raises(TransformArgumentError, match=text):
             call()
@@ -703,5 +703,5 @@ def test_arguments_that_the_function_does_not_have(options, words):
 
 def test_layouts_for_other_arguments_than_there_are():
     f = nnx.jit(lambda m, x=0: m, in_shardings=(None,))
-    with pytest.raises(CallMismatchError, match="in_shardings has 1 entries, and the call has 2"):
+    with pytest.raises(CallMismatchError, match="in_shardings has 1 entries, but the call has 2"):
         f(Model(), 1.0)

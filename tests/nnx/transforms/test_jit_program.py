@@ -37,7 +37,7 @@ def test_objects_among_the_arguments():
     at, names = objects_at_top(options(), (1.0, m, [n]), {"z": n, "a": m, "b": 2})
     assert at == [(1, m)] and [name for name, _ in names] == ["a", "z"]
     assert has_objects([1, {"a": m}]) and has_objects(m.a) and not has_objects([1, None])
-    with pytest.raises(TransformArgumentError, match="leave the argument out there"):
+    with pytest.raises(TransformArgumentError, match="remove the argument there"):
         objects_at_top(options(static_argnums=0), (m,), {})
 
 

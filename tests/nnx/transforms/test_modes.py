@@ -45,10 +45,10 @@ def test_objects_are_shared_only_in_graphs():
     assert is_same == [True, True]
     with pytest.raises(SharedObjectError, match=r"nnx\.remat.* is at a and at b; .* plain pytree"):
         nnx.remat(f, graph=False)(m, m)
-    with pytest.raises(SharedObjectError, match="one Model is at m and at the result"):
+    with pytest.raises(SharedObjectError, match="the same Model is at m and at the result"):
         nnx.remat(lambda m: m, graph_updates=False)(m)
     with pytest.raises(
-        SharedObjectError, match=r"one Param of shape \(\) is at the result\[0\] and"
+        SharedObjectError, match=r"the same Param of shape \(\) is at the result\[0\] and"
     ):
         nnx.remat(lambda: (made := nnx.Param(jnp.array(1.0)), made), graph=False)()
 
@@ -60,7 +60,7 @@ def test_cycles_are_for_graphs():
     assert m.me is m and m.kind == "new"
     nnx.remat(change, graph_updates=False)(m)
     assert float(m.w[...]) == 3
-    with pytest.raises(SharedObjectError, match=r"one Model is at m and at m\.me"):
+    with pytest.raises(SharedObjectError, match=r"the same Model is at m and at m\.me"):
         nnx.remat(change, graph=False)(m)
 
 

@@ -50,7 +50,5 @@ def test_a_policy_says_what_is_kept():
 
 
 def test_a_method_of_one_object_is_refused():
-    with pytest.raises(
-        TransformArgumentError, match=r"method of one Layer.*write @nnx.remat above"
-    ):
+    with pytest.raises(TransformArgumentError, match=r"method of a Layer.*write @nnx.remat above"):
         nnx.remat(Layer().__call__)

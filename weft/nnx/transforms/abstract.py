@@ -43,10 +43,7 @@ def eval_shape(
 
     Args:
         f: the function; it gets copies of the objects, and objects that it creates hold shapes.
-        *args: arguments of `f`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
-        **kwargs: keyword arguments of `f`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Example:
         >>> from weft import nnx
@@ -75,8 +72,7 @@ def make_jaxpr(
 
     Args:
         f: the function; without it, a decorator is returned.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
         static_argnums: positions of static, hashable arguments.
 
     Returns:
@@ -113,10 +109,8 @@ def checkify(
     """Applies `jax.experimental.checkify.checkify` to a function of objects.
 
     Args:
-        f: the function.
         errors: enabled checks; None for `checkify.user_checks`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         A function that returns a `checkify.Error` and the result of `f`.

@@ -1,4 +1,4 @@
-"""Derivatives with respect to arguments, and to parts of the state of objects."""
+"""Derivatives with respect to arguments and parts of the state of objects."""
 
 from __future__ import annotations
 
@@ -40,28 +40,25 @@ def value_and_grad(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` of a function of objects.
+    """Applies `jax.value_and_grad` to a function of objects.
 
     Args:
-        f: returns a scalar, or with `has_aux` a pair of a scalar and anything; without it, a
-            decorator.
-        argnums: which arguments are differentiated, by position. Of an object that is its `Param`
-            variables; `DiffState(position, filter)` says it otherwise.
-        has_aux: whether `f` returns a pair.
-        holomorphic: as for `jax.grad`.
-        allow_int: as for `jax.grad`.
-        reduce_axes: only `()`, as for `jax.grad`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        f: returns a scalar, or with `has_aux` a pair of a scalar and any value; without it, a
+            decorator is returned.
+        argnums: positions of the arguments to differentiate; for an object its `Param` variables,
+            or those of a `DiffState(position, filter)`.
+        holomorphic: as for `jax.grad`, like `allow_int`.
+        reduce_axes: must be `()`, as for `jax.grad`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
-        A function whose result is that of `f`, and for each of `argnums` the gradients: of an
-            object a `State` with the variables that are differentiated. Where objects are plain
-            pytrees, all its variables are, and the gradients are an object like it.
+        A function that returns the result of `f` and the gradients for `argnums`: for an object a
+            `State` of the differentiated variables; in tree mode an object of the same structure,
+            with all variables differentiated.
 
     Raises:
-        TransformArgumentError: if there is no such argument, or `reduce_axes` are given.
-        InconsistentAliasError: if one variable is differentiated at one place and not at another.
+        TransformArgumentError: if an argument does not exist, or `reduce_axes` is not `()`.
+        InconsistentAliasError: if a variable is differentiated in only one of its places.
 
     Example:
         >>> import jax.numpy as jnp
@@ -90,17 +87,9 @@ def grad(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """The gradients of `value_and_grad`; with `has_aux` a pair of them and the rest.
+    """Returns the gradients of `value_and_grad`, with `has_aux` as a pair with the auxiliary value.
 
-    Args:
-        f: see `value_and_grad`.
-        argnums: likewise.
-        has_aux: likewise.
-        holomorphic: likewise.
-        allow_int: likewise.
-        reduce_axes: likewise.
-        graph: likewise.
-        graph_updates: likewise.
+    The parameters are those of `value_and_grad`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -135,22 +124,20 @@ def vjp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.vjp` of a function of objects.
+    """Applies `jax.vjp` to a function of objects.
 
     Args:
-        f: returns arrays, or with `has_aux` a pair of those and anything; without it, a decorator.
-        *primals: its arguments.
-        has_aux: whether `f` returns a pair.
-        reduce_axes: only `()`, as for `jax.vjp`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        f: returns arrays, or with `has_aux` a pair of arrays and any value; without it, a decorator
+            is returned.
+        reduce_axes: must be `()`, as for `jax.vjp`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
-        What `f` returns, and a function from a cotangent of it to a tuple of gradients, one for
-        each argument, as `value_and_grad` gives them; with `has_aux` also the rest.
+        The result of `f`, and a function from its cotangent to a tuple of gradients, one per
+            argument in the form of `value_and_grad`; with `has_aux` also the auxiliary value.
 
     Raises:
-        TransformArgumentError: if `f` returns an object where an array is differentiated.
+        TransformArgumentError: if `f` returns an object as a differentiated result.
 
     Example:
         >>> import jax.numpy as jnp
@@ -191,23 +178,21 @@ def jvp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.jvp` of a function of objects.
+    """Applies `jax.jvp` to a function of objects.
 
     Args:
-        f: returns arrays, or with `has_aux` a pair of those and anything; without it, a decorator.
-        primals: its arguments.
-        tangents: one for each of them; of an object a `State`, or an object like it, with the
+        f: returns arrays, or with `has_aux` a pair of arrays and any value; without it, a decorator
+            is returned.
+        tangents: one per primal; for an object a `State`, or an object of the same structure, with
             tangents of some or all of its variables.
-        has_aux: whether `f` returns a pair.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
-        What `f` returns, and its tangent; with `has_aux` also the rest.
+        The result of `f` and its tangent; with `has_aux` also the auxiliary value.
 
     Raises:
-        TransformArgumentError: if there are not as many tangents as arguments, or `f` returns an
-            object where an array is differentiated.
+        TransformArgumentError: if the numbers of primals and tangents differ, or `f` returns an
+            object as a differentiated result.
 
     Example:
         >>> import jax.numpy as jnp
@@ -225,7 +210,7 @@ def jvp(
     if tangents is MISSING or len(primals) != len(tangents):
         n = 0 if tangents is MISSING else len(tangents)
         raise CallMismatchError(
-            f"jvp: there are {len(primals)} primals and {n} tangents; give one for each."
+            f"jvp: there are {len(primals)} primals and {n} tangents; pass one tangent per primal."
         )
     kind = ObjectKind("jvp", *references_and_structure(graph, graph_updates), is_result_free=True)
     pushed = [_of_primal(*pair) for pair in zip(primals, tangents, strict=True)]
@@ -246,7 +231,7 @@ def jvp(
 
 
 def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], list[Any]]:
-    """The roles in an argument, the tangents of its objects by path, and those of its arrays."""
+    """Returns the roles in an argument, its objects' tangents by path, and its arrays' tangents."""
     leaves, tree = jax.tree.flatten(primal, is_leaf=is_object)
     found = tree.flatten_up_to(tangent)
     roles, of_objects, of_arrays = [], [], []
@@ -260,9 +245,9 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
         if unknown := by_path.keys() - set(take_apart(x).graphdef.paths):
             at = ", ".join(sorted(repr(shown_path(path)) for path in unknown))
             raise CallMismatchError(
-                f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with something "
-                f"at {at}, where the primal has no variable; give an object like the primal, or a "
-                "State with tangents of variables that it has."
+                f"jvp: the tangent of a {type(x).__name__} is a {type(t).__name__} with a value "
+                f"at {at}, where the primal has no variable; pass an object of its structure, or "
+                "a State with tangents of its variables."
             )
         of_objects.append(by_path)
         roles.append(Roles(((PathIn(frozenset(by_path)), DIFF), (Everything(), None))))
@@ -272,13 +257,13 @@ def _of_primal(primal: Any, tangent: Any) -> tuple[Any, list[dict[Path, Any]], l
 def _refuse_reduced(name: str, reduce_axes: Any) -> None:
     if reduce_axes != ():
         raise TransformOptionError(
-            f"{name}: reduce_axes={reduce_axes!r}, which JAX has no longer; leave it out, and sum "
-            "over the axes inside of the function, as with jax.lax.psum."
+            f"{name}: reduce_axes={reduce_axes!r}, which JAX no longer supports; omit it, and sum "
+            "over the axes inside the function, as with jax.lax.psum."
         )
 
 
 def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
-    """A function that refuses to return objects where its result is differentiated."""
+    """Wraps `f` to refuse objects in a differentiated result."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         result = f(*args, **kwargs)
@@ -286,7 +271,7 @@ def _of_arrays(name: str, f: Callable[..., Any], has_aux: bool) -> Callable[...,
         if any(is_object(x) for x in jax.tree.leaves(value, is_leaf=is_object)):
             raise CallMismatchError(
                 f"{name}: the function returns an object where its result is differentiated; "
-                "return arrays, and the object with has_aux=True beside them."
+                "return arrays, and the object as the auxiliary value with has_aux=True."
             )
         return result
 
@@ -316,7 +301,7 @@ def _differentiated(
             has_aux=has_aux,
             **options,
         )
-        # The call may change where the variables are.
+        # The call may move variables.
         of_args = wanted.of(args, (kwargs,))
         result, grads = differentiate(kwargs, *args)
         return result, wanted.pick(of_args(grads[1:]))
@@ -325,13 +310,7 @@ def _differentiated(
 
 
 class _Wanted:
-    """Which arguments are differentiated, and which part of the objects in them.
-
-    Args:
-        name: of the transformation, for errors.
-        argnums: as the user gave them.
-        kind: how objects cross.
-    """
+    """The differentiated arguments, and the differentiated state of objects in them."""
 
     def __init__(self, name: str, argnums: Argnums, kind: ObjectKind):
         self._name, self._kind = name, kind
@@ -340,37 +319,36 @@ class _Wanted:
         for given in self._given:
             if not isinstance(given, int | DiffState):
                 raise TransformArgumentError(
-                    f"{name}: argnums has {given!r}; give positions of arguments, or "
+                    f"{name}: argnums has {given!r}; use positions of arguments, or "
                     "nnx.DiffState(position, filter)."
                 )
 
     def _by_position(self, n: int) -> dict[int, Predicate | None]:
-        """By position, which part of an object is differentiated; None for the usual one."""
+        """Returns the filter of each differentiated argument, None for the default."""
         filters: dict[int, Predicate | None] = {}
         for given in self._given:
             number = given.argnum if isinstance(given, DiffState) else given
             if not -n <= number < n:
                 raise CallMismatchError(
-                    f"{self._name}: argnums has {number}, and the function was called with {n} "
-                    "arguments by position; give positions that there are."
+                    f"{self._name}: argnums has {number}, but the function was called with {n} "
+                    "positional arguments; use positions of these."
                 )
             if number % n in filters:
                 raise TransformArgumentError(
-                    f"{self._name}: argnums has {number} twice; give each argument once."
+                    f"{self._name}: argnums has {number} twice; use each position once."
                 )
             is_part = isinstance(given, DiffState)
             filters[number % n] = to_predicate(given.filter) if is_part else None
         return filters
 
     def roles(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """For the engine."""
         filters = self._by_position(len(args))
         usual = OfType(Param) if self._kind.structure else Everything()
 
         def of(where: Predicate | None, x: Any) -> Any:
             if not is_object(x):
                 return DIFF
-            # A variable that is an argument itself is meant as a whole, whatever it is for.
+            # A variable that is itself an argument is differentiated whatever its type.
             where = where or (Everything() if isinstance(x, Variable) else usual)
             return Roles(((where, DIFF), (Everything(), None)))
 
@@ -384,12 +362,7 @@ class _Wanted:
     def of(
         self, args: tuple[Any, ...], before: tuple[Any, ...] = ()
     ) -> Callable[[tuple[Any, ...]], list[Any]]:
-        """From the engine's gradients to those for each argument, as users know them.
-
-        Args:
-            args: the arguments.
-            before: what the engine was given before them.
-        """
+        """Returns a function from gradients of `weft.lifting` to those for users, per argument."""
         filters = self._by_position(len(args))
         found = [x for x in jax.tree.leaves((before, args), is_leaf=is_object) if is_object(x)]
         flat = take_apart((tuple(found), ()))
@@ -407,7 +380,7 @@ class _Wanted:
             if not isinstance(x, _Shape):
                 return gradient
             if is_whole:
-                # Each object has its own copy of a gradient that several have.
+                # Each object gets its own copy of a shared gradient.
                 return put_together(x.graphdef, [every[n] for n in x.numbers])[0]
             items = [(paths[n][2:], leaf) for n, leaf in gradient[0].items()]
             if x.graphdef.root.__class__ is VariableDef:
@@ -441,7 +414,7 @@ class _Wanted:
         return as_users_know
 
     def pick(self, of_args: Sequence[Any]) -> Any:
-        """What belongs to `argnums`, of something for each argument."""
+        """Returns the items of `argnums` from one item per argument."""
         n = len(of_args)
         found = [
             of_args[(given.argnum if isinstance(given, DiffState) else given) % n]
@@ -451,18 +424,13 @@ class _Wanted:
 
 
 class _Shape(NamedTuple):
-    """The structure of an object, without its values.
-
-    Attributes:
-        graphdef: its description.
-        numbers: which of the values of all arguments its values are.
-    """
+    """The structure of an object, and the numbers of its values among those of all arguments."""
 
     graphdef: GraphDef
     numbers: tuple[int, ...]
 
 
 def _identities(flat: Flat) -> list[Any]:
-    """What tells each value from others: the variable, or the owner and the attribute."""
+    """Returns the identity of each value: the variable, or the owner and the attribute."""
     at = zip(flat.leaves, flat.owners, strict=True)
     return [id(leaf) if owner is None else (id(owner[0]), owner[1]) for leaf, owner in at]

@@ -1,4 +1,4 @@
-"""cond and switch: one of several functions of objects runs."""
+"""cond and switch: selection between functions of objects."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ def cond(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.lax.cond` of functions of objects.
+    """Applies `jax.lax.cond` to functions of objects.
 
     Args:
-        pred: which of the two.
+        pred: whether to call `true_fun`.
         true_fun: takes the operands.
-        false_fun: likewise; what it returns is alike.
-        *operands: arrays and objects in pytrees.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        false_fun: takes the operands; its result has the same structure.
+        *operands: pytrees of arrays and objects.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
-        BranchStructureError: if the functions return, or leave in variables, what is not alike.
-        BranchObjectsError: if they change references or static attributes in different ways. New
-            attributes that hold variables are made for both.
+        BranchStructureError: if results or values of variables differ in structure, shape or dtype.
+        BranchObjectsError: if the functions change references or static attributes differently,
+            except for new attributes with variables, which are made for both.
 
     Example:
         >>> import jax.numpy as jnp
@@ -62,17 +61,16 @@ def switch(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.lax.switch` of functions of objects.
+    """Applies `jax.lax.switch` to functions of objects.
 
     Args:
-        index: which of them; clamped to those that there are.
-        branches: functions of the operands, whose results are alike.
-        *operands: arrays and objects in pytrees.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        index: index of the branch, clamped to the range of `branches`.
+        branches: functions of the operands, with results of the same structure.
+        *operands: pytrees of arrays and objects.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
-        TransformArgumentError: if there is no branch. What else is raised: see `cond`.
+        TransformArgumentError: if there is no branch. For other errors see `cond`.
     """
     if not branches:
         raise TransformArgumentError("switch: there are no branches; give at least one function.")

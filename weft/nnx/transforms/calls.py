@@ -38,12 +38,8 @@ class Call:
     """A call of a transformed function.
 
     Attributes:
-        transformation: its name, such as "vmap".
         fn: the user's function.
-        args: positional arguments of the call.
         specs: the parameters that hold the roles of arguments and of results.
-        names: names of the arguments.
-        named: keyword arguments, which enter before the others.
         place: the source line that transforms the function.
         inside: places of objects in the arguments of `fn`, if they differ from `args`.
         values: the numbers of the values after the call, and their paths.
@@ -153,10 +149,7 @@ def note_values(keys: Sequence[int], paths: Sequence[Path]) -> None:
 def place_of_value(path_of: Callable[[int], Path | None], path: Any) -> str:
     """Returns the place of a value, or of a part of it, in the user's notation.
 
-    Args:
-        path_of: returns the path of an input value by its number.
-        path: a JAX path that starts with the number of the value, followed for a variable by the
-            name of its value.
+    `path` is a JAX path that starts with the number of the value; `path_of` maps input numbers.
     """
     n, call = path[0].key, current_call()
     n = n if n >= 0 else ~n  # ~n holds extra data of value n
@@ -209,13 +202,7 @@ def unmatched(x: Any, path: Path, filters: Sequence[Any]) -> Exception:
 
 
 def inconsistent_aliases(x: Any, first: tuple[Path, Any], second: tuple[Path, Any]) -> Exception:
-    """Returns the error for one value with two different roles.
-
-    Args:
-        x: the value.
-        first: a path from the pair of arguments and results, and the role there.
-        second: the other path and role.
-    """
+    """Returns the error for a value with two roles, each a pair of its path and the role."""
     call = current_call()
     specs = call.specs if call is not None else ("in_axes", "out_axes")
     is_derivative = any(role is DIFF for _, role in (first, second))
@@ -332,7 +319,6 @@ def by_position(
 
 
 def _with_defaults(fn: Callable[..., Any], args: tuple[Any, ...], n: int) -> tuple[Any, ...]:
-    """Returns up to `n` arguments, completed by defaults."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())[len(args) : n]
     except (TypeError, ValueError):
@@ -386,14 +372,7 @@ def recorded(fn: Callable[..., Any]) -> Callable[..., Any]:
 class StaticArguments:
     """A function with static arguments, which are hashable and skip the transformation.
 
-    Attributes:
-        fn: takes the static arguments in boxes, which are pytrees without leaves.
-
-    Args:
-        title: the transformation, for errors.
-        what: the parameter that holds the positions, for errors.
-        fn: the user's function.
-        argnums: positions of the static arguments.
+    Its `fn` takes them in boxes, which are pytrees without leaves.
     """
 
     def __init__(self, title: str, what: str, fn: Callable[..., Any], argnums: int | Sequence[int]):

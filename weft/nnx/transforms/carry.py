@@ -1,7 +1,6 @@
 """Objects in the carry of a loop, which come back as themselves.
 
-The engine restores the state of all input objects, so the objects in the returned carry must be the
-ones that the body received: a loop's state is identified by reference.
+A loop's state is identified by reference, so a body must return the objects that it received.
 """
 
 from __future__ import annotations
@@ -18,10 +17,6 @@ from weft.nnx.transforms.kind import is_object
 
 def without_objects(given: Any, returned: Any) -> Any:
     """Returns the carry that a body returned, with leafless boxes in place of its objects.
-
-    Args:
-        given: the carry that the body received.
-        returned: the carry that it returned.
 
     Raises:
         TransformArgumentError: if the returned objects differ from the given ones.

@@ -1,4 +1,4 @@
-"""custom_vjp and custom_jvp: functions of objects that come with a derivative of their own."""
+"""custom_vjp and custom_jvp: functions of objects with their own derivatives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Objects:
         self._is_wanted = [to_predicate(f) if f is not None else Everything() for f in filters]
         flat = take_apart((tuple(x for x in leaves if is_object(x)), ()))
         self._graphdefs = [take_apart(x).graphdef if is_object(x) else None for x in leaves]
-        # Variables without values, to make others like them.
+        # Variables with shapes as values, as templates.
         self._leaves = [
             (path, x.copy(jax.tree.map(jax.typeof, x.get_raw_value())))
             if isinstance(x, Variable)
@@ -63,19 +63,15 @@ class _Objects:
         ]
 
     def roles(self) -> Any:
-        """What is differentiated, for the engine."""
         return self._tree.unflatten(
             Roles(((wanted, DIFF), (Everything(), None))) if is_object else DIFF
             for is_object, wanted in zip(self._is_object, self._is_wanted, strict=True)
         )
 
     def as_given(self, groups: Sequence[dict[int, Any]], arrays: Any, is_whole: bool) -> Any:
-        """Values of the objects, and of the arrays, in the tree of the arguments.
+        """Returns values of objects (missing ones as zeros) and arrays in the arguments' tree.
 
-        Args:
-            groups: of each object, by the number of the value; zeros for those that are not there.
-            arrays: of each array; None for None everywhere.
-            is_whole: whether an object stands for an object, or else a `State`.
+        `arrays=None` sets all arrays to None; without `is_whole`, a `State` replaces each object.
         """
         of_objects, of_arrays = iter(range(len(groups))), iter(arrays or ())
         result = []
@@ -99,7 +95,7 @@ class _Objects:
         return self._tree.unflatten(result)
 
     def updates(self, groups: Sequence[dict[int, Any]]) -> Any:
-        """The tree of the arguments, with None for all but the variables in the groups."""
+        """Returns the tree of the arguments, with None for all but the variables in the groups."""
         keep = {
             (path[1], path[2:])
             for n, (path, _) in enumerate(self._leaves)
@@ -122,7 +118,7 @@ class _Objects:
         return jax.tree.map(pruned, given, is_leaf=is_object)
 
     def as_units(self, name: str, given: Any) -> list[Any]:
-        """What a rule returns for each argument, as the engine wants it: objects first.
+        """Converts a rule's result, one value per argument, to groups of objects, then arrays.
 
         Raises:
             TransformArgumentError: if it does not fit the arguments.
@@ -132,7 +128,7 @@ class _Objects:
             n = len(given) if isinstance(given, tuple | list) else 1
             raise TransformArgumentError(
                 f"{name}: the rule returns {n} values for {len(args)} arguments; return a tuple "
-                "with one for each, None for no gradient."
+                "with one per argument, None for no gradient."
             )
         found: list[Any] = [None] * self._tree.num_leaves
         for arg, value in zip(args, given, strict=True):
@@ -167,13 +163,12 @@ class _Objects:
         if by_path:
             raise TransformArgumentError(
                 f"{name}: the rule returns a gradient at {shown_path(next(iter(by_path)))!r}, "
-                "where the argument has no variable that is differentiated; take it out."
+                "where the argument has no differentiated variable; remove it."
             )
         return group
 
 
 def _parameters_of(fn: Callable[..., Any]) -> frozenset[str]:
-    """The names of a function's parameters, as far as they are known."""
     try:
         return frozenset(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
@@ -191,7 +186,7 @@ def _zeros_like(leaf: Any) -> Any:
 
 
 class _WithRule:
-    """What functions with a rule of their own have in common."""
+    """Base of functions with their own rule."""
 
     name: str
 
@@ -250,14 +245,14 @@ class _WithRule:
     def _ruled(self, rule: Any, method: str) -> Any:
         if rule is None:
             raise TransformArgumentError(
-                f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; say "
-                f"f.{method} before it is called."
+                f"nnx.{self.name}({getattr(self._fun, '__name__', self._fun)}) has no rule; call "
+                f"f.{method} first."
             )
         return rule
 
 
 class CustomVjp(_WithRule):
-    """A function with its own rule for gradients; made by `nnx.custom_vjp`."""
+    """A function with its own rule for gradients."""
 
     name = "custom_vjp"
     _rules: tuple[Callable[..., Any], Callable[..., Any]] | None = None
@@ -266,16 +261,16 @@ class CustomVjp(_WithRule):
         """Sets the rule.
 
         Args:
-            fwd: takes the arguments; returns the result, and what `bwd` needs: arrays and objects
-                in a pytree.
-            bwd: takes the arguments of `nondiff_argnums`, what `fwd` left and `g`; returns a tuple
-                with a gradient for each other argument, None for zeros: for an object a `State` or
-                an object of its class. `g` is a pair: cotangents of the arguments' state after the
-                call (a `State` for an object, None for an array), and the cotangent of the result,
-                with a `State` for an object. Where objects are plain pytrees `g` is the cotangent
-                of the result alone, with an object for an object; a `bwd` with a parameter
-                `updates_g` is also given the cotangents of the variables that the call changed, in
-                the tree of the arguments, with None for all else.
+            fwd: takes the arguments; returns the result and the residuals, a pytree of arrays and
+                objects.
+            bwd: takes the arguments of `nondiff_argnums`, the residuals and `g`; returns a tuple
+                of gradients, one for each other argument, None for zeros: for an object a `State`
+                or an object of its class. `g` is a pair: cotangents of the arguments' state after
+                the call (a `State` for an object, None for an array), and the cotangent of the
+                result, with a `State` for an object. In tree mode `g` is only the cotangent of the
+                result, with an object for an object; a `bwd` with a parameter `updates_g` also gets
+                the cotangents of changed variables, in the tree of the arguments, with None
+                elsewhere.
         """
         self._rules = fwd, bwd
 
@@ -313,7 +308,7 @@ class CustomVjp(_WithRule):
 
 
 class CustomJvp(_WithRule):
-    """A function with its own rule for tangents; made by `nnx.custom_jvp`."""
+    """A function with its own rule for tangents."""
 
     name = "custom_jvp"
     _rule: Callable[..., Any] | None = None
@@ -322,9 +317,9 @@ class CustomJvp(_WithRule):
         """Sets the rule; usable as a decorator.
 
         Args:
-            jvp: takes the arguments of `nondiff_argnums`, a tuple of the other arguments and a
-                tuple of their tangents: for an object a `State`, or where objects are plain pytrees
-                an object of its class. It returns the result and its tangent.
+            jvp: takes the arguments of `nondiff_argnums`, a tuple of the other arguments and one of
+                their tangents (for an object a `State`, in tree mode an object of its class);
+                returns the result and its tangent.
         """
         self._rule = jvp
         return jvp
@@ -353,21 +348,19 @@ def custom_vjp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.custom_vjp` of a function of objects.
+    """Applies `jax.custom_vjp` to a function of objects; without one, returns a decorator.
 
     Args:
-        fun: the function; without it, a decorator.
-        nondiff_argnums: arguments without a gradient, which `bwd` takes first; and
-            `DiffState(position, filter)` for an object of which only a part has one.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        nondiff_argnums: positions of arguments without a gradient, which `bwd` takes first, and
+            `DiffState(position, filter)` for an object that is differentiated in part.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, whose `defvjp(fwd, bwd)` sets the rule.
 
     Raises:
-        TransformArgumentError: at the call, if there is no rule; at the gradient, if what the rule
-            returns does not fit the arguments.
+        TransformArgumentError: when called without a rule, or when differentiated if the result of
+            the rule does not fit the arguments.
 
     Example:
         >>> from weft import nnx
@@ -398,19 +391,17 @@ def custom_jvp(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Any:
-    """`jax.custom_jvp` of a function of objects.
+    """Applies `jax.custom_jvp` to a function of objects; without one, returns a decorator.
 
     Args:
-        fun: the function; without it, a decorator.
         nondiff_argnums: see `custom_vjp`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, whose `defjvp(rule)` sets the rule.
 
     Raises:
-        TransformArgumentError: at the call, if there is no rule.
+        TransformArgumentError: when called without a rule.
 
     Example:
         >>> from weft import nnx

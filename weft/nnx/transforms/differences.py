@@ -11,12 +11,7 @@ from weft.nnx.structure import Fixed
 
 
 class Difference(NamedTuple):
-    """A place where two graphs differ.
-
-    Attributes:
-        path: path of the place.
-        seen: the content of each graph there, in words.
-    """
+    """A path where two graphs differ, and the content of each there, in words."""
 
     path: Path
     seen: tuple[str, str]
@@ -32,8 +27,8 @@ def first_difference(
     Args:
         graphs: descriptions of both.
         origins: for each graph the original number of every object, None for a new object.
-        may_lack: whether only one graph may have an attribute; takes the index of that graph, the
-            original number of the object, and the name.
+        may_lack: returns whether only one graph may have an attribute; takes the index of that
+            graph, the original number of the object, and the name.
     """
 
     def is_lacked(side: int, node: NodeDef, name: Any) -> bool:

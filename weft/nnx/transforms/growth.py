@@ -1,7 +1,7 @@
-"""Graphs that have gained objects: in the body of a loop, or in only some of several branches.
+"""Graphs that have gained objects, in the body of a loop or in only some branches.
 
-Objects are known by what they were: one that went in by its number, a new one by the path at which
-it is met first. So graphs of several runs can be compared and united.
+An input object is identified by its number, a new one by its first path, so that graphs of several
+runs can be compared and merged.
 """
 
 from __future__ import annotations
@@ -20,25 +20,21 @@ _FIRST_NEW = 1 << 31
 
 
 def number_of(path: Path) -> int:
-    """The number of a new value at a path, the same in all runs and processes."""
+    """Returns the number of a new value at a path, equal in all runs and processes."""
     digest = hashlib.blake2b(repr(path).encode(), digest_size=7).digest()
     return _FIRST_NEW + int.from_bytes(digest)
 
 
 def is_new(number: int) -> bool:
-    """Whether a value of that number is new."""
+    """Returns whether a number is that of a new value."""
     return number >= _FIRST_NEW
 
 
 class _At(NamedTuple):
-    """An object, wherever it is met."""
-
     ident: Ident
 
 
 class _Value(NamedTuple):
-    """A value that is no variable."""
-
     number: int
 
 
@@ -50,13 +46,7 @@ class _Held(NamedTuple):
 
 
 class Described(NamedTuple):
-    """A graph as it was found.
-
-    Attributes:
-        graphdef: the description.
-        origins: for each object the number of the one that it was before, None for a new one.
-        numbers: of the values.
-    """
+    """A graph description, the original number of each object (None if new), and value numbers."""
 
     graphdef: GraphDef
     origins: Sequence[int | None]
@@ -64,19 +54,13 @@ class Described(NamedTuple):
 
 
 class Objects:
-    """A graph as a table of its objects.
-
-    Attributes:
-        root: what the graph is of, with `_At` in place of objects.
-        known: the description of each object, likewise.
-    """
+    """A graph as a table of its objects, with `_At` in place of objects in descriptions."""
 
     def __init__(self, root: Any, known: dict[Ident, Any]):
         self.root, self.known = root, known
 
     @classmethod
     def of(cls, described: Described) -> Objects:
-        """The table of a graph."""
         graphdef, origins, numbers = described
         rest, known, idents = iter(numbers), {}, {}
 
@@ -104,7 +88,6 @@ class Objects:
         return cls(walk(graphdef.root, ()), known)
 
     def described(self) -> Described:
-        """The graph of the table."""
         index: dict[Ident, int] = {}
         paths: list[Path] = []
         numbers: list[int] = []
@@ -137,15 +120,15 @@ class Objects:
         return Described(graphdef, origins, tuple(numbers))
 
     def may_make(self, ident: Ident | None, name: Hashable) -> bool:
-        """Whether an object's attribute can be made before: new objects, with variables alone."""
+        """Returns whether an attribute can be made earlier: new objects with variables only."""
         attributes = dict(self.known[ident].attributes) if isinstance(ident, int) else {}
         if name not in attributes or not isinstance(name, str):
-            return False  # an item of a list, whose length would be another
+            return False  # an item of a list would change its length
         inside = list(self._inside(attributes[name], set()))
         return any(isinstance(x, _At) for x in inside) and all(map(_is_makeable, inside))
 
     def numbers_in(self, ident: Ident | None, name: Hashable) -> list[int]:
-        """The numbers of the variables in an attribute."""
+        """Returns the numbers of the variables in an attribute."""
         attribute = dict(self.known[ident].attributes)[name] if ident is not None else None
         found = (x for x in self._inside(attribute, set()) if isinstance(x, _At))
         held = (self.known[x.ident] for x in found)
@@ -172,12 +155,9 @@ def _is_makeable(x: Any) -> bool:
 
 
 def grown(before: Described, after: Described, made: Iterable[tuple[int, Hashable]]) -> Described:
-    """The graph before with some attributes that objects have gained.
+    """Returns the graph before with some attributes that objects have gained.
 
-    Args:
-        before: the graph.
-        after: the graph with them, and perhaps with other changes, which are left out.
-        made: each object that has gained an attribute, by number, and the attribute's name.
+    `made` has the numbers of objects and names of attributes; other changes in `after` are ignored.
     """
     old, new, gained = Objects.of(before), Objects.of(after), set(made)
     known = {**new.known, **old.known}
@@ -194,15 +174,7 @@ def grown(before: Described, after: Described, made: Iterable[tuple[int, Hashabl
 
 
 def united(before: Described, graphs: Sequence[Described]) -> Described | None:
-    """One graph for several branches, with what only some of them have made.
-
-    Args:
-        before: the graph that went in.
-        graphs: those that the branches leave.
-
-    Returns:
-        None if they differ in another way.
-    """
+    """Returns one graph with the objects that any branch made, or None if they differ otherwise."""
     tables = [Objects.of(graph) for graph in graphs]
     if any(table.root != tables[0].root for table in tables):
         return None
@@ -220,7 +192,6 @@ def united(before: Described, graphs: Sequence[Described]) -> Described | None:
 
 
 def _united_object(at: int, old: Any, versions: Sequence[tuple[Objects, Any]]) -> NodeDef | None:
-    """One description of an object for several branches; None if they differ too much."""
     nodes = [node for _, node in versions]
     if not all(isinstance(node, NodeDef) and node.order is None for node in nodes):
         return None

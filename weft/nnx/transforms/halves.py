@@ -1,8 +1,8 @@
-"""The two halves of the objects of a call: what is no array, and what is found inside.
+"""The static half of a call's objects, and their state inside the call.
 
-A group of an object's state maps the number of a value among all of the call's to the variable or
-array itself. What more is known of a value is at `~number`: for a new variable its first value, for
-a count of keys what it was when the last variable was made.
+A group of an object's state maps the number of a value in the call to the variable or array. Extra
+data of a value is at `~number`: the first value of a new variable, or a key count at the time when
+the last variable was made.
 """
 
 from __future__ import annotations
@@ -29,21 +29,17 @@ Wanted = tuple[tuple[Any, Any], ...]
 
 
 class Static(NamedTuple):
-    """What of the objects of a call is no array.
+    """The static half of a call's objects.
 
     Attributes:
-        graphdef: of the pair of these objects and no results, without metadata.
-        places: for each value, the object among them and the group of it that it is in.
-        owners: for a value that is no variable whose attribute it is, by index.
-        is_sure: whether all values are variables, and nothing else can change within itself.
-        changing: what is static and can change within itself, compared by identity as well. A
-            program would otherwise serve another object of the same value, and find there what the
-            first one has become since.
-        numbers: of the values.
-        records: whether the first values of new variables are wanted, since a loop or a branch is
-            around.
-        origins: where a loop's body has made objects, for each the caller's one, None for a new
-            one.
+        graphdef: describes the pair of the objects and no results, without metadata.
+        places: the object and its group of each value.
+        owners: for each value that is not a variable, the index of its object and its attribute.
+        is_sure: whether all values are variables, and no static value is mutable.
+        changing: mutable static values, which are compared by identity as well. A program would
+            otherwise serve another object of equal value, with the changes of the first one.
+        records: whether an enclosing loop or branch needs the first values of new variables.
+        origins: if a loop's body made objects, for each the caller's one, None for a new one.
     """
 
     graphdef: GraphDef
@@ -56,28 +52,26 @@ class Static(NamedTuple):
     origins: tuple[int | None, ...] | None = None
 
     def path_of(self, number: int) -> Path | None:
-        """Where a value is that went in."""
+        """Returns the path of an input value."""
         if self.origins is None:
             return self.graphdef.paths[number] if number < len(self.numbers) else None
         return dict(zip(self.numbers, self.graphdef.paths, strict=True)).get(number)
 
     def unchanged(self) -> "Changed | None":
-        """What comes back if nothing but values has changed."""
         if self.origins is None:
             return None
         return Changed(self.graphdef, self.origins, tuple(self.numbers), None)
 
 
 class Changed(NamedTuple):
-    """What has become of the graph.
+    """The graph after a call, of the input objects and of the results.
 
     Attributes:
-        graphdef: of the pair of the objects that went in and of the results.
-        origins: for each object in it the index of the one that went in, None for a new one.
-        keys: for each value in it the number of the one that went in, or a number after those.
-        copies: of its `unhashable_values`, for each caller, without those that went in. None where
-            nothing static can change, also in metadata.
-        before: where a loop's body has made objects, the static half for the body that finds them.
+        origins: for each object the index of the input one, None for a new one.
+        keys: for each value the number of the input one, or a number after those.
+        copies: copies of new `unhashable_values`, for each caller; None if no static value or
+            metadata is mutable.
+        before: if a loop's body made objects, the static half for the body that finds them.
     """
 
     graphdef: GraphDef
@@ -88,11 +82,9 @@ class Changed(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """The objects inside, and what their values were at first.
+    """The objects inside a call, with their initial values.
 
-    Attributes:
-        looks: what each object was made of, if that tells whether it has changed.
-        recording: of what the function makes, in a loop or a branch.
+    `looks` are the initial parts of each object, if they show all changes.
     """
 
     objects: list[Any]
@@ -102,12 +94,12 @@ class Inner(NamedTuple):
     recording: Recording | None
 
     def looks_the_same(self) -> bool:
-        """Whether nothing but values and metadata of variables can have changed."""
+        """Returns whether only values and metadata of variables can have changed."""
         return self.looks is not None and all(are_same(x._look(), look) for x, look in self.looks)
 
 
 class Grouping:
-    """To which group of which object a value belongs, and what was said of that group."""
+    """The groups of values, and the roles of these groups."""
 
     def __init__(self, of_args: Sequence[Wanted], of_results: Sequence[Wanted]):
         self._wanted = of_args, of_results
@@ -117,11 +109,10 @@ class Grouping:
         ]
 
     def wanted(self, i: int, g: int) -> tuple[Any, Any]:
-        """The filter and the role of a group of an argument."""
         return self._wanted[0][i][g]
 
     def place(self, path: Path, leaf: Any) -> tuple[int, int, int]:
-        """Whether it is among the arguments or results, which of the objects there, which group.
+        """Returns 0 for an argument or 1 for a result, and the indices of the object and group.
 
         Raises:
             StateFilterError: if no filter matches.
@@ -136,28 +127,26 @@ class Grouping:
 
     @property
     def is_of_structure(self) -> bool:
-        """Whether it is the same for all graphs with the same description."""
+        """True if equal graph descriptions always have the same groups."""
         every = (matches for part in self._predicates for of in part for matches in of)
         return all(isinstance(matches, Everything | OfType) for matches in every)
 
     def role(self, path: Path, leaf: Any) -> Any:
-        """What was said of a value."""
         part, i, g = self.place(path, leaf)
         return self._wanted[part][i][g][1]
 
     def roles(self, path: Path) -> list[Any]:
-        """All roles that were given to the object there."""
         part, i = path[:2]
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def is_own(self, after: Flat, path: Path) -> bool:
-        """Whether each iteration has its own of all values there, or of the whole object."""
+        """Returns whether all values at a path, or the whole object, differ per iteration."""
         at = zip(after.graphdef.paths, after.leaves, strict=True)
         roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
     def is_same(self, path: Path, other: Path) -> bool:
-        """Whether the same one thing is said of all that is below either path."""
+        """Returns whether all values below both paths have one and the same role."""
         of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
         return len(of_path) == 1 and of_path == of_other
 
@@ -165,14 +154,14 @@ class Grouping:
 def values_of(
     static: Static, objects: Iterable[Any], leaves: Sequence[Any]
 ) -> Iterator[tuple[Variable[Any] | None, Any]]:
-    """Each value with its variable, if it is in one."""
+    """Yields each value with its variable, or None for an attribute."""
     variables = (x for x in objects if isinstance(x, Variable))
     for leaf, owner in zip(leaves, static.owners, strict=True):
         yield (next(variables) if owner is None else None), leaf
 
 
 def known_numbers(inner: Inner, static: Static) -> dict[Any, int]:
-    """The numbers of the values that went in, by variable, or by owner and attribute."""
+    """Returns the numbers of the input values, by variable, or by owner and attribute."""
     known: dict[Any, int] = {}
     for n, (variable, _) in enumerate(values_of(static, inner.objects, inner.values)):
         owner = static.owners[n]
@@ -181,19 +170,19 @@ def known_numbers(inner: Inner, static: Static) -> dict[Any, int]:
 
 
 def described(static: Static, changed: Changed | None) -> Described:
-    """The graph that a branch leaves, or the one that went in."""
+    """Returns the graph after a branch, or the input graph."""
     if changed is not None:
         return Described(changed.graphdef, changed.origins, changed.keys)
     return Described(static.graphdef, range(len(first_paths(static.graphdef))), static.numbers)
 
 
 def are_same(xs: list[Any], ys: list[Any]) -> bool:
-    """Whether two lists have the same objects."""
+    """Returns whether two lists hold the same objects."""
     return len(xs) == len(ys) and all(map(operator.is_, xs, ys))
 
 
 def is_changed(leaf: Any, inner: Inner, n: int) -> bool:
-    """Whether a value, or a variable's metadata, is another than it was at first."""
+    """Returns whether a value, or a variable's metadata, differs from its initial one."""
     before, now = inner.values[n], leaf
     if isinstance(leaf, Variable):
         now = leaf._value
@@ -210,7 +199,7 @@ def is_changed(leaf: Any, inner: Inner, n: int) -> bool:
 
 
 def first_paths(graphdef: GraphDef) -> dict[int, Path]:
-    """Where each object was met first."""
+    """Returns the first path of each object."""
     paths: dict[int, Path] = {}
 
     def walk(part: Any, path: Path) -> None:

@@ -65,12 +65,8 @@ class _Plan:
         epoch: the epoch in which the plan is valid.
         trace: the trace in which the objects are writable.
         at: positions of the objects, and weak references to them.
-        names: names of the objects passed by name, and weak references to them.
-        objects: weak references to all of them and to their parts.
         n_first: number of leading objects; `sys.maxsize` if objects come later or by name.
-        n_args: number of positional arguments.
         donated: variables whose values are donated.
-        kept: the other variables.
     """
 
     __slots__ = (
@@ -105,7 +101,6 @@ class _Plan:
         any(map(_set_value, changed, (*of_donated, *of_kept)))
 
     def flat(self) -> Flat:
-        """Returns the graph of the objects as it was found."""
         graphdef = self.program.layout.static.graphdef
         return flat_of_variables(graphdef, [ref() for ref in self.objects])
 
@@ -175,7 +170,6 @@ class JitWrapped:
             raise
 
     def _call_as_found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes a call for which the last plan is not valid."""
         return self._or_anew(self._call_looked_at, args, kwargs)
 
     def _or_anew(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -335,13 +329,11 @@ def jit(
         in_shardings: a sharding per argument, or a pytree prefix of shardings; for an object one
             for all its state, `StateSharding`, or the result of `nnx.prefix`.
         out_shardings: the same for the results.
-        static_argnums: positions of static, hashable arguments.
-        static_argnames: names of static arguments.
-        donate_argnums: arguments whose arrays, including those of variables, may be reused.
-        donate_argnames: the same by name.
+        static_argnums: positions of static, hashable arguments; `static_argnames`: their names.
+        donate_argnums: positions of arguments whose arrays and variables may be reused;
+            `donate_argnames`: their names.
         keep_unused: as for `jax.jit`, like `device`, `backend` and `inline`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The function, with `lower`, `trace` and `eval_shape` as in `jax.jit`.
@@ -380,7 +372,6 @@ def jit(
 def _both_ways(
     fun: Callable[..., Any], name: str, argnums: Any, argnames: Any
 ) -> tuple[frozenset[int], frozenset[str]]:
-    """Returns the arguments by position and by name, however the user gave them."""
     numbers = {argnums} if isinstance(argnums, int) else set(argnums or ())
     names = {argnames} if isinstance(argnames, str) else set(argnames or ())
     try:
@@ -419,10 +410,7 @@ def _check_argnames(
 def jit_partial(fun: Callable[..., Any], *partial_args: Any, **options: Any) -> Callable[..., Any]:
     """Returns a jitted function with its first arguments bound.
 
-    Args:
-        fun: the function.
-        *partial_args: the first arguments.
-        **options: options of `nnx.jit`, which refer to all arguments, including bound ones.
+    `options` are those of `nnx.jit`; they refer to all arguments, including bound ones.
 
     Example:
         >>> import jax.numpy as jnp
@@ -440,14 +428,8 @@ def cached_partial(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """Returns `functools.partial` of a transformed function.
+    """Returns `functools.partial(f, *cached_args)` for a transformed `f`, for compatibility.
 
-    It exists for compatibility: `nnx.jit` caches the structure of objects for every call, and bound
-    objects may change in any way.
-
-    Args:
-        f: the transformed function.
-        *cached_args: its first arguments.
-        graph: unused, like `graph_updates`; `f` has its own modes.
+    `nnx.jit` caches the structure of objects for every call; bound objects may change in any way.
     """
     return functools.partial(f, *cached_args)

@@ -1,7 +1,4 @@
-"""Calls of jitted functions that were compiled ahead of time.
-
-A compiled function takes the same arguments except static ones, as in JAX.
-"""
+"""Calls of functions compiled ahead of time, which take no static arguments, as in JAX."""
 
 from __future__ import annotations
 
@@ -15,14 +12,7 @@ from weft.nnx.transforms.jit_program import Layout, Options, Program, found_anyw
 
 
 class Call:
-    """The call for which a function is compiled.
-
-    Args:
-        program: the program that JAX compiles.
-        options: options of `nnx.jit`.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-    """
+    """The call for which a function is compiled."""
 
     def __init__(
         self, program: Program, options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -66,7 +56,7 @@ def _other_objects(before: Layout, now: Layout) -> CompiledCallError:
 
 
 def _difference(before: GraphDef, now: GraphDef) -> str:
-    """Returns the path of the first difference between two graphs, from the arguments on."""
+    """Returns the path of the first difference between two graphs."""
 
     def walk(a: Any, b: Any, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if a == b:

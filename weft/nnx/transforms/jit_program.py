@@ -1,9 +1,9 @@
-"""The function that JAX compiles for a jitted function of objects, and how a call is taken apart.
+"""Programs that JAX compiles for jitted functions of objects, and the inspection of calls.
 
-Objects that are arguments themselves are left out of what JAX is given; in place of those inside of
-containers there is a hole. The values of all of them are two flat lists, of which the first is
-given away. Back come the values that have changed, with a note which those are, or where more than
-values has changed all that the engine brings back.
+JAX does not receive objects that are arguments themselves, and receives a `Hole` for objects in
+containers. Their values are two flat lists, the first of them donated. The outputs are the
+changed values with a note that identifies them, or, if more than values has changed, all results of
+`weft.lifting`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,7 @@ MAY_HOLD_OBJECTS = (Pytree, Variable, dict, list, tuple)
 
 
 class Options(NamedTuple):
-    """The options that the user gave for the function.
-
-    Attributes:
-        in_shardings: as `as_roles` gives them, like `out_shardings`.
-        others: further parameters of `jax.jit`.
-    """
+    """Options that the user gave to `nnx.jit`, with shardings converted by `as_roles`."""
 
     kind: ObjectKind
     in_shardings: Any
@@ -60,7 +55,7 @@ class Options(NamedTuple):
 
 @jax.tree_util.register_static
 class Hole:
-    """Stands in the arguments for the object with that index."""
+    """Placeholder for the object with an index in the arguments."""
 
     def __init__(self, index: int):
         self.index = index
@@ -74,11 +69,10 @@ class Hole:
 
 @jax.tree_util.register_static
 class Written:
-    """Which values come back.
+    """The values that come back.
 
-    Attributes:
-        at: the numbers of those that have changed, among those that were not given away.
-        is_all: whether nothing but values has changed, and no object is returned.
+    `at` has the positions of changed values among those that are not donated; `is_all` is True if
+    nothing but values has changed, and no object is returned.
     """
 
     def __init__(self, at: tuple[int, ...], is_all: bool):
@@ -92,24 +86,21 @@ class Written:
 
 
 class HiddenObject(Exception):
-    """Raised in a trace that finds an object inside of a container among the arguments."""
+    """Raised in a trace that finds an object in a container among the arguments."""
 
 
 class FunctionChanged(Exception):
-    """Raised in a trace of a shared function that sees other values than when it was shared."""
+    """Raised in a trace of a shared function whose own values have changed."""
 
 
 class Layout(NamedTuple):
-    """The objects of a call.
+    """The structure of the objects of a call.
 
     Attributes:
-        at: the positions of those that are arguments themselves; they are left out of what JAX is
-            given. Of others, which are inside of containers, there is a hole.
-        names: likewise, those given by name.
-        n_args: how many arguments are given by position.
-        static: the graph of all of them.
-        roles: the role of each.
-        donated: whether its values are given away.
+        at: positions of the arguments that are objects, which JAX does not receive; `names` of
+            those passed by name.
+        static: the graph of all objects.
+        donated: whether the values of each object are donated.
         made: for each value the class and metadata of its variable, None for an attribute.
     """
 
@@ -123,14 +114,7 @@ class Layout(NamedTuple):
 
 
 class Program:
-    """The function that JAX compiles, for objects that look alike.
-
-    Args:
-        fn: the user's function.
-        options: those of the user.
-        layout: of the objects.
-        seen: the function by value, when it was found to be equal to others.
-    """
+    """The function that JAX compiles, for objects of one structure."""
 
     def __init__(self, fn: Callable[..., Any], options: Options, layout: Layout, seen: Hashable):
         self._fn, self._options, self.layout = recorded(fn), options, layout
@@ -216,23 +200,23 @@ class Program:
         return [values[n] for n in range(len(values))]
 
     def _going_in(self, n: int, value: Any) -> Any:
-        """A value as the engine takes it, which makes variables without metadata itself."""
+        """Returns a value as `weft.lifting` takes it, which makes plain variables itself."""
         made = self.layout.made[n]
         is_enough = made is not None and made[1] is NO_METADATA and not isinstance(value, Variable)
         return value if is_enough else self.as_leaf(n, value)
 
     def as_leaf(self, n: int, value: Any) -> Any:
-        """A value in a variable as it was, or itself."""
+        """Returns a value in a copy of its variable, or itself for an attribute."""
         made = self.layout.made[n]
         return value if made is None else made[0].from_metadata(value, made[1].value)
 
     def values_of(self, flat: Flat) -> tuple[list[Any], list[Any]]:
-        """The values that are given away, and the others."""
+        """Returns the donated values and the others."""
         values = [x._value if isinstance(x, Variable) else x for x in flat.leaves]
         return [values[n] for n in self.donated], [values[n] for n in self.kept]
 
     def finish(self, flat: Flat, outputs: tuple[Any, ...]) -> Any:
-        """Writes what a call has changed, whatever it is, and returns its result."""
+        """Writes the changes of a call, and returns its result."""
         result, of_donated, of_kept, more, written = outputs
         if more is None:
             numbers = [*self.donated, *(self.kept[i] for i in written.at)]
@@ -243,7 +227,7 @@ class Program:
         return commit(self._options.kind, flat, Results(static, parcels, result))
 
     def _outputs(self, results: Results, values: list[Any]) -> tuple[Any, ...]:
-        """The result, the values to write, and where more has changed all that has."""
+        """Returns the result, the values to write, and if more has changed all changes."""
         self._keep_layout(results.parcels, values)
         changed = {n: x for p in results.parcels for group in p.groups for n, x in group.items()}
         made = self.layout.made
@@ -253,7 +237,7 @@ class Program:
         ):
             for n in self.donated:
                 i, g = self.layout.static.places[n]
-                # What was given away is gone outside.
+                # Donated values no longer exist outside.
                 results.parcels[i].groups[g].setdefault(n, self.as_leaf(n, values[n]))
             more = results.static, results.parcels
             return results.packed, [], [], more, Written((), False)
@@ -263,7 +247,7 @@ class Program:
         return results.packed, donated, [new[self.kept[i]] for i in at], None, Written(at, True)
 
     def _keep_layout(self, parcels: list[Parcel], values: list[Any]) -> None:
-        """Lays out what comes back as it went in, and all of it, or each call would do it again."""
+        """Constrains all outputs to the input shardings, or each call would do it again."""
         for n, sharding in enumerate(self._shardings):
             i, g = self.layout.static.places[n]
             group = parcels[i].groups[g]
@@ -276,15 +260,11 @@ class Program:
 
 
 class Found(NamedTuple):
-    """A call, taken apart.
+    """An inspected call.
 
     Attributes:
-        flat: the graph of its objects.
-        layout: of the objects, for the program.
-        rest: what JAX is given of the arguments.
-        named: likewise, by name.
-        at: the objects that are arguments themselves, with their positions.
-        names: likewise, those given by name.
+        rest: the positional arguments for JAX; `named` those by name.
+        at: the arguments that are objects, with positions; `names` those by name.
     """
 
     flat: Flat
@@ -296,7 +276,7 @@ class Found(NamedTuple):
 
     @property
     def can_be_planned(self) -> bool:
-        """Whether all that a plan has to know of is told when it changes."""
+        """True if every change that a plan depends on is observed."""
         here = current_trace()
         return (
             self.flat.is_sure
@@ -307,7 +287,7 @@ class Found(NamedTuple):
 
 
 def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
-    """The arguments that are objects, with their positions, and those given by name.
+    """Returns the arguments that are objects, with their positions, and those passed by name.
 
     Raises:
         TransformArgumentError: if one of them was declared static.
@@ -318,20 +298,20 @@ def objects_at_top(options: Options, args: Any, kwargs: Any) -> tuple[list[Any],
     static += [x for name, x in names if name in options.static_argnames]
     if static:
         raise TransformArgumentError(
-            f"nnx.jit: a {type(static[0]).__name__} was given for an argument that static_argnums "
-            "or static_argnames says is static; an object is no value, so leave the argument out "
-            "there, or give what is static of it, such as nnx.graphdef(...)."
+            f"nnx.jit: a {type(static[0]).__name__} was passed for an argument that is static by "
+            "static_argnums or static_argnames; an object cannot be static, so remove the argument "
+            "there, or pass its static part, such as nnx.graphdef(...)."
         )
     return at, names
 
 
 def has_objects(x: Any) -> bool:
-    """Whether there is an object in a pytree."""
+    """Returns whether a pytree contains an object."""
     return any(map(is_object, jax.tree.leaves(x, is_leaf=is_object)))
 
 
 def holds_objects(x: Any) -> bool:
-    """Whether `x` is an object or a plain container with one in it, without asking JAX."""
+    """Returns whether `x` is an object or a plain container with one, without calling JAX."""
     if isinstance(x, Pytree | Variable):
         return True
     for item in x.values() if isinstance(x, dict) else x:
@@ -341,7 +321,7 @@ def holds_objects(x: Any) -> bool:
 
 
 def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    """A call with objects that are arguments themselves."""
+    """Inspects a call with objects only as arguments."""
     at, names = objects_at_top(options, args, kwargs)
     shardings = _per_argument(options.in_shardings, len(args))
     roles = [_roles(shardings[i]) for i, _ in at] + [_SHARED for _ in names]
@@ -359,7 +339,7 @@ def found_at_top(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def found_anywhere(options: Options, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-    """A call with objects that are also inside of containers: what is left of those has holes."""
+    """Inspects a call with objects also in containers, where it puts holes."""
     shardings = _per_argument(options.in_shardings, len(args))
     objects: list[Any] = []
     roles: list[Roles] = []
@@ -415,14 +395,13 @@ def _per_argument(shardings: Any, n: int) -> Sequence[Any]:
         return [shardings] * n
     if len(shardings) != n:
         raise CallMismatchError(
-            f"nnx.jit: in_shardings has {len(shardings)} entries, and the call has {n} arguments "
-            "by position; give one entry for each of them, or one sharding for all."
+            f"nnx.jit: in_shardings has {len(shardings)} entries, but the call has {n} positional "
+            "arguments; use one entry per argument, or one sharding for all."
         )
     return shardings
 
 
 def _without_state(shardings: Any) -> Any:
-    """Returns the role of an argument, where objects in it are left out."""
     without = lambda x: None if isinstance(x, Roles) else x  # noqa: E731
     return jax.tree.map(without, shardings, is_leaf=is_role)
 

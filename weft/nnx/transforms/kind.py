@@ -1,9 +1,9 @@
-"""How objects cross a JAX transformation.
+"""Objects at the border of a JAX transformation.
 
-All objects of a call cross together, so that what they share is there once. A group of an object's
-state maps the number of a value among all of the call's to the variable or array itself; what comes
-back has only what the function has changed. The static half is the graph without its values; it
-comes back only where references or static attributes have changed, or objects are returned.
+All objects of a call cross together, so that shared parts cross once. A group of an object's state
+maps the number of a value in the call to the variable or array; only changed values come back. The
+static half is the graph without its values, which comes back only if references or static
+attributes have changed, or objects are returned.
 """
 
 from __future__ import annotations
@@ -83,11 +83,10 @@ _MAX_BEFORE = 64
 
 
 class SharedChanges(Exception):
-    """Ends a trace of a scan without graph updates: its body changes what all iterations share.
+    """Ends the trace of a scan without graph updates whose body changes shared state.
 
-    Attributes:
-        paths: of the variables that it changes, each from its object on.
-        text: of the error, where they cannot be carried.
+    `paths` lead from each object to its changed variables; `text` is for the error if those cannot
+    be carried.
     """
 
     def __init__(self, text: str, paths: Sequence[Path]):
@@ -97,7 +96,7 @@ class SharedChanges(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class AtPaths:
-    """A filter of what is at some paths from its object on."""
+    """A filter of the values at some paths from their object."""
 
     paths: frozenset[Path]
 
@@ -106,7 +105,7 @@ class AtPaths:
 
 
 def is_object(x: Any) -> bool:
-    """Whether `x` is an object or a variable, which is known by reference."""
+    """Returns whether `x` is an object or a variable, identified by reference."""
     return isinstance(x, Pytree | Variable)
 
 
@@ -116,12 +115,11 @@ class ObjectKind(Kind):
 
     Attributes:
         transformation: its name, for errors.
-        references: whether an object may be met twice.
-        structure: whether changes of references and of static attributes come back.
-        is_loop: whether the function runs several times on what it carries.
-        is_branch: whether it is one of several, of which one runs.
-        is_result_free: whether nothing is said of results, so that an argument may be among them
-            however it went in.
+        references: whether an object may occur twice.
+        structure: whether changes of references and static attributes come back.
+        is_loop: whether the function runs repeatedly on its carry.
+        is_branch: whether the function is one of several, only one of them running.
+        is_result_free: whether results have no roles, so that any argument may be returned.
     """
 
     transformation: str
@@ -164,13 +162,12 @@ class ObjectKind(Kind):
 
     @functools.cached_property
     def _before(self) -> dict[tuple[type, ...], tuple[Static, Sequence[Wanted]]]:
-        """What was seen of objects of the same classes: the layers of a model look alike."""
+        """Static halves by classes of objects; layers of a model often have equal structure."""
         return {}
 
     def _as_before(
         self, carriers: Sequence[Any], filters: Sequence[Wanted]
     ) -> tuple[Flat, Static] | None:
-        """What there is to see, if it is what was seen before."""
         static, wanted = self._before.get(tuple(map(type, carriers)), (None, None))
         if static is None or wanted != filters or static.records != (RECORDING.now is not None):
             return None
@@ -197,7 +194,7 @@ class ObjectKind(Kind):
 
     @property
     def _makes_before(self) -> bool:
-        """Whether what the function makes is made before."""
+        """True if objects that the function makes are made before it."""
         return self.structure and (self.is_loop or self.is_branch)
 
     def call(self, inner: Inner, fn: Callable[[Any], Any], args: Any) -> Any:
@@ -269,12 +266,7 @@ class ObjectKind(Kind):
         inner: Inner,
         static: Static,
     ) -> tuple[list[int], dict[int, tuple[int, int]]]:
-        """Puts the values of a graph that are new or have changed into groups.
-
-        Returns:
-            The numbers of all values; and for each new one of an argument which argument it is of,
-            and which group.
-        """
+        """Puts new and changed values into groups; returns all numbers, and places of new ones."""
         known, recording = known_numbers(inner, static), inner.recording
         keys: list[int] = []
         made: dict[int, tuple[int, int]] = {}
@@ -304,12 +296,12 @@ class ObjectKind(Kind):
         return keys, made
 
     def _begins_again(self, leaf: Any, wanted: tuple[Any, Any]) -> bool:
-        """Whether a change is left behind: of a count of keys that all iterations share."""
+        """Returns whether to drop a change: of a key count that all iterations share."""
         is_shared = self.is_loop and self.structure and wanted[1] is None
         return is_shared and isinstance(leaf, RngCount)
 
     def _check_captured(self, flat: Flat, inner: Inner, static: Static) -> None:
-        """Refuses objects from outside, and where structure stays outside those that went in."""
+        """Refuses outside objects, and without structure input objects as results."""
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:
@@ -320,7 +312,7 @@ class ObjectKind(Kind):
                 raise shared_in_tree_mode(x, paths[0][inside[id(x)]], paths[1][i])
 
     def _check_aliases(self, flat: Flat, grouping: "Grouping") -> None:
-        """Refuses objects that are met twice, where that is not allowed or they cross twice."""
+        """Refuses objects that occur twice, where not allowed or with different roles."""
         at_first = first_paths(flat.graphdef) if flat.again else {}
         for index, path in flat.again:
             first = at_first[index]
@@ -368,7 +360,7 @@ class ObjectKind(Kind):
                 graphdef = with_static_values(graphdef, static.copies.made())
             (_, new), objects, changes = plan_together(graphdef, leaves, existing=existing)
             check_changes(changes)
-        # From here on nothing is refused, so that all that has changed is written or nothing is.
+        # Nothing is refused from here on, so that either all changes are written or none.
         for leaf, owner, value in kept:
             _write(leaf, owner, value)
         make_changes(changes)
@@ -377,12 +369,9 @@ class ObjectKind(Kind):
         return list(new)
 
     def cotangents(self, static: Changed | None, packed: Any) -> Any:
-        """Cotangents of a result, as the function of a rule knows them.
+        """Returns the cotangents of a result for the function of a rule.
 
-        Args:
-            static: what was collected.
-            packed: the cotangents; for an object that is new its groups. In its place comes a
-                `State`, or where objects are plain pytrees an object of its class.
+        Groups of a new object become a `State`, or in tree mode an object of its class.
         """
         if static is None:
             return packed
@@ -437,7 +426,7 @@ class ObjectKind(Kind):
             for n, x in after.items()
             if is_new(n) and n not in before and isinstance(x, Variable)
         }
-        # The counts of keys with which a loop goes on.
+        # The counts of keys with which a loop continues.
         made |= {~n: before[~n].copy(x) for n, x in after.items() if ~n in before}
         return made or None
 
@@ -496,11 +485,11 @@ class ObjectKind(Kind):
 
     def _differs(self, found: Difference | None) -> Exception:
         at = "an object" if found is None else place_of(found.path)
-        seen = ("otherwise", "as it was") if found is None else found.seen
+        seen = ("changed", "unchanged") if found is None else found.seen
         return BranchObjectsError(
             f"nnx.{self.transformation}: {at} is {seen[0]} after one branch, and {seen[1]} after "
-            "another. What comes out must look alike whichever of them is taken, but for values of "
-            "variables; change it alike in all of them, or before."
+            "another. All branches must leave the same structure, and may only differ in values of "
+            "variables; make the same change in all of them, or before."
         )
 
     def place(self, static: Static, carrier: int, path: Any) -> str:
@@ -511,7 +500,6 @@ class ObjectKind(Kind):
 
 
 def _is_same(flat: Flat, inner: Inner, static: Static) -> bool:
-    """Whether the graph is as it was, with the same objects at the same places."""
     return (
         are_same(flat.objects, inner.objects)
         and flat.graphdef == static.graphdef
@@ -520,23 +508,19 @@ def _is_same(flat: Flat, inner: Inner, static: Static) -> bool:
 
 
 def _shares_the_same(now: GraphDef, before: GraphDef) -> bool:
-    """Whether no static value that can change is at the place of another one that went in.
-
-    A new one may be equal to the one in whose place it is; then that one stays outside.
-    """
+    """Returns whether no mutable static value replaces a different, possibly equal, input one."""
     old, new = ([*changing_parts((*unhashable_values(of),))] for of in (before, now))
     went_in = set(old)
     return all(a == b or a not in went_in for a, b in zip(new, old, strict=True))
 
 
 def _copies(now: GraphDef, before: GraphDef) -> Copies:
-    """Copies of the static values that a function has made or changed."""
     unchanged = changing_parts((*unhashable_values(before, is_unchanged=True),))
     return Copies(unhashable_values(now), [same.value for same in unchanged])
 
 
 def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
-    """Has the caller's variables hold metadata of their own, where it can change."""
+    """Gives the caller's variables their own copies of mutable metadata."""
     at = [
         (n, name, value)
         for n, x in found.items()
@@ -553,12 +537,12 @@ def _give_own_metadata(found: dict[int, Any], outer: Flat) -> None:
 
 
 def trace_of(x: Any) -> Any:
-    """The trace in which an object or variable was made."""
+    """Returns the trace in which an object or variable was created."""
     return x._trace if isinstance(x, Variable) else x._watch.trace
 
 
 def watched(x: Any) -> bool:
-    """Has an object or variable watched from now on, and says whether it was before."""
+    """Marks an object or variable as watched, and returns whether it already was."""
     if isinstance(x, Variable):
         before = x._watched
         object.__setattr__(x, "_watched", True)
@@ -572,7 +556,6 @@ def _entries(groups: Iterable[Groups | None]) -> Iterator[tuple[int, Any]]:
 
 
 def _write(leaf: Any, owner: Any, value: Any) -> None:
-    """Gives a variable, or an attribute that is an array, a new value."""
     if owner is not None:
         x, place = owner
         if isinstance(place, Within):

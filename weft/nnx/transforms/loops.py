@@ -1,4 +1,4 @@
-"""while_loop and fori_loop: what they carry may hold objects, which are changed where they are."""
+"""while_loop and fori_loop: loops whose carry may contain objects, which change in place."""
 
 from __future__ import annotations
 
@@ -28,23 +28,21 @@ def while_loop(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> T:
-    """`jax.lax.while_loop` of a carry that may hold objects.
+    """Applies `jax.lax.while_loop` to a carry that may contain objects.
 
     Args:
-        cond_fun: takes the carry and returns whether to go on. What it changes is dropped.
-        body_fun: takes the carry and returns the next one, with the same objects in it.
-        init_val: the first carry.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        cond_fun: takes the carry and returns whether to continue. Its changes are dropped.
+        body_fun: takes the carry and returns the next one, with the same objects.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
         The last carry, with the objects of `init_val`.
 
     Raises:
         CarryStructureError: if the body changes the structure, a shape or a dtype of the carry.
-        LoopStructureError: if it changes attributes or references of an object. New attributes that
-            hold variables are made before the loop, and carried.
-        TransformArgumentError: if it returns another object than it was given.
+        LoopStructureError: if it changes attributes or references of an object, except for new
+            attributes with variables, which are made before the loop and carried.
+        TransformArgumentError: if it returns another object than it received.
 
     Example:
         >>> import jax.numpy as jnp
@@ -79,19 +77,16 @@ def fori_loop(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> T:
-    """`jax.lax.fori_loop` of a carry that may hold objects.
+    """Applies `jax.lax.fori_loop` to a carry that may contain objects.
 
     Args:
-        lower: the first index.
-        upper: the index after the last.
+        lower: the first index; `upper` is exclusive.
         body_fun: takes the index and the carry, and returns the next carry.
-        init_val: the first carry.
-        unroll: how many iterations are written out, where both bounds are Python numbers.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        unroll: number of iterations to unroll, if both bounds are Python numbers.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Returns:
-        The last carry, with the objects of `init_val`. What is raised: see `while_loop`.
+        The last carry, with the objects of `init_val`. For errors see `while_loop`.
 
     Example:
         >>> import jax.numpy as jnp

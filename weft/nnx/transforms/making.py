@@ -1,7 +1,7 @@
-"""What the bodies of loops and branches may do to the graph of their objects, and what they make.
+"""Graph changes in the bodies of loops and branches.
 
-A loop carries the objects that its body makes from their first values on: `check_loop` says which
-they are, and refuses all other changes of the graph.
+A loop carries the objects that its body makes, from their first values on. `check_loop` finds them,
+and refuses all other changes of the graph.
 """
 
 from __future__ import annotations
@@ -33,12 +33,9 @@ from weft.nnx.transforms.halves import (
 
 
 def difference(a: Described, b: Described, may_lack: bool) -> Difference | None:
-    """Where two graphs differ.
+    """Returns the first difference between two graphs.
 
-    Args:
-        a: one of them.
-        b: the other one.
-        may_lack: whether one may lack what can be made before.
+    `may_lack` ignores attributes of only one graph that can be made earlier.
     """
     tables = Objects.of(a), Objects.of(b)
     return first_difference(
@@ -54,13 +51,10 @@ def grown_half(
     gained: Sequence[tuple[int, Hashable]],
     made: dict[int, tuple[int, int]],
 ) -> Static:
-    """The static half of objects that have gained attributes.
+    """Returns the static half of objects that have gained attributes.
 
-    Args:
-        static: before.
-        found: the graph after.
-        gained: which objects have gained which attributes.
-        made: the object among the arguments, and the group of it, of each new value.
+    `gained` has numbers of objects and names of attributes; `made` the argument and group of each
+    new value.
     """
     one = grown(described(static, None), found, gained)
     index = {origin: i for i, origin in enumerate(one.origins)}
@@ -82,7 +76,7 @@ def note_counts(
     inner: Inner,
     groups: Sequence[Groups],
 ) -> None:
-    """Adds to groups what counts of keys were when the last variable was made."""
+    """Adds the key counts at the time when the last variable was made to the groups."""
     if inner.recording is None:
         return
     new = [leaf for leaf in flat.leaves if leaf in inner.recording]
@@ -100,7 +94,7 @@ def note_made(
     found: dict[int, Any],
     outer: Flat,
 ) -> None:
-    """Notes the variables that a transformation has made, with their first values."""
+    """Records the variables that a transformation has made, with their first values."""
     counts = {id(outer.leaves[~n]): x for n, x in found.items() if ~len(outer.leaves) < n < 0}
     for part, key in zip(leaf_parts(static.graphdef), static.keys, strict=True):
         if isinstance(part, VariableDef) and static.origins[part.index] is None:
@@ -111,10 +105,10 @@ def note_made(
 def check_loop_values(
     static: Static, carriers: Sequence[Any], filters: Sequence[Wanted], inner: Inner
 ) -> None:
-    """Refuses what a loop without graph updates would drop: all but values of variables.
+    """Refuses changes that a loop without graph updates would lose: all but values of variables.
 
-    Static values and new attributes of objects that the loop does not carry are dropped, as they
-    are in every transformation without graph updates.
+    Static values and new attributes of objects that the loop does not carry are dropped, as in
+    every transformation without graph updates.
     """
     flat = take_apart((tuple(carriers), ()), with_metadata=False)
     now = dict(zip(flat.graphdef.paths, flat.leaves, strict=True))
@@ -142,17 +136,10 @@ def check_loop(
     may_change: Callable[[Flat, Path], bool],
     recording: Recording | None,
 ) -> list[tuple[int, Hashable]]:
-    """Refuses changes of the graph, but where they may be.
-
-    Args:
-        static: of the graph before.
-        after: the graph.
-        found: the same with what its objects were before.
-        may_change: whether a change at a path is allowed.
-        recording: of what was made before the loop; None if nothing is.
+    """Refuses changes of the graph, except where `may_change` allows them.
 
     Returns:
-        The attributes that are to be there before the loop: of which object, and their names.
+        The attributes to make before the loop: indices of their objects, and names.
     """
     origins, gained = found.origins, []
     objects = Objects.of(found)
@@ -194,7 +181,7 @@ def check_loop(
         ident = None if node.index is None else origins[node.index]
         return (
             recording is not None
-            and static.origins is None  # or it was made already
+            and static.origins is None  # otherwise already made
             and objects.may_make(ident, name)
             and all(is_recorded(known[n]) for n in objects.numbers_in(ident, name))
         )

@@ -37,10 +37,9 @@ def vmap(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """Applies `jax.vmap` to a function of objects.
+    """Applies `jax.vmap` to a function of objects; without one, returns a decorator.
 
     Args:
-        f: the function; without it, a decorator is returned.
         in_axes: an axis or None per argument, or a pytree prefix of these; for an object an axis
             for all its state, `StateAxes`, or the result of `nnx.prefix`.
         out_axes: the same for the results. Arguments keep their axes.
@@ -49,8 +48,7 @@ def vmap(
         spmd_axis_name: mesh axis over which the new axis is sharded.
         transform_metadata: `{nnx.PARTITION_NAME: name}` names the new axis in the metadata of
             variables.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different axes.
@@ -107,13 +105,11 @@ def pmap(
         in_axes: as for `vmap`, with axes from 0.
         out_axes: as for `vmap`.
         static_broadcasted_argnums: positions of static, hashable arguments.
-        devices: the devices; by default as many of `jax.devices(backend)` as needed.
-        backend: used if `devices` is None.
+        devices: by default as many of `jax.devices(backend)` as needed.
         axis_size: number of devices, if neither `devices` nor arguments determine it.
         donate_argnums: accepted for compatibility; no memory is donated.
         transform_metadata: see `vmap`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         AxisSizeError: if the mapped axes do not agree, or need more devices than available.
@@ -161,8 +157,7 @@ def shard_map(
         out_specs: the same for the results. Arguments keep their specifications.
         axis_names: the manual axes of the mesh; by default all.
         check_vma: as for `jax.shard_map`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         InconsistentAliasError: if one object is in two places with different specifications.

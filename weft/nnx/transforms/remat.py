@@ -21,15 +21,13 @@ def remat(
     graph: bool | None = None,
     graph_updates: bool | None = None,
 ) -> Callable[..., Any]:
-    """Applies `jax.checkpoint` to a function of objects.
+    """Applies `jax.checkpoint` to a function of objects; without one, returns a decorator.
 
     Args:
-        f: the function; without it, a decorator is returned.
         prevent_cse: as for `jax.checkpoint`; False inside a scan, where it is not needed.
         static_argnums: positions of static, hashable arguments.
         policy: values to save, one of `jax.checkpoint_policies`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Example:
         >>> import jax.numpy as jnp

@@ -46,8 +46,7 @@ def scan(
         out_axes: per result `Carry` or the axis along which it is stacked; not a tuple if there is
             one result. Arguments that are not carried keep their axes.
         transform_metadata: see `nnx.vmap`.
-        graph: see `nnx.set_graph_mode`.
-        graph_updates: see `nnx.set_graph_updates`.
+        graph: see `nnx.set_graph_mode`; for `graph_updates`, `nnx.set_graph_updates`.
 
     Raises:
         TransformArgumentError: if a carry has no counterpart among the results, or the body
@@ -95,11 +94,7 @@ def scan(
 
 
 def _carrying_what_changes(looped: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
-    """Returns a loop that carries the shared variables which its body changes.
-
-    Args:
-        looped: creates the loop from the roles of shared objects.
-    """
+    """Returns a loop of `looped` that carries the shared variables which its body changes."""
     carried: frozenset[Any] = frozenset()
     loop = looped()
 
@@ -141,7 +136,6 @@ def _pairs(in_axes: Any, out_axes: Any) -> _Pairs:
 
 
 def _carries(axes: Any) -> list[int | None]:
-    """Returns the positions of carries; None for the only argument or result."""
     if axes is Carry:
         return [None]
     at = list(axes) if isinstance(axes, tuple | list) else []

@@ -141,11 +141,7 @@ class StateSharding(_ByFilter):
 
 @dataclasses.dataclass(frozen=True)
 class DiffState:
-    """The position of an argument, and a filter of the state to differentiate.
-
-    Attributes:
-        filter: any filter, such as a type of variable.
-    """
+    """The position of an argument, and a filter of its state to differentiate."""
 
     argnum: int
     filter: Any
@@ -174,13 +170,8 @@ def as_roles(prefix: Any) -> Any:
 def as_axes(prefix: Any, name: str, has_carry: bool = False) -> Any:
     """Converts a prefix of axes to roles of `weft.lifting`.
 
-    Args:
-        prefix: as for `as_roles`.
-        name: the user's parameter, for errors.
-        has_carry: whether `Carry` is allowed.
-
     Raises:
-        TransformArgumentError: if an entry is not an axis.
+        TransformArgumentError: if an entry is not an axis, or a `Carry` without `has_carry`.
     """
     roles = as_roles(prefix)
 
@@ -238,7 +229,6 @@ def _by_paths(by_value: Mapping[Hashable, Iterable[Path]]) -> list[tuple[PathIn,
 
 
 def _items_of_state(state: State) -> list[tuple[PathIn, Any]]:
-    """Returns the roles in a state, by filters of their paths."""
     by_value: dict[Hashable, list[Path]] = {}
     for path, role in to_flat_state(state):
         role = role.get_raw_value() if isinstance(role, Variable) else role
