@@ -38,9 +38,7 @@ class Call:
     """A call of a transformed function.
 
     Attributes:
-        fn: the user's function.
         specs: the parameters that hold the roles of arguments and of results.
-        place: the source line that transforms the function.
         inside: places of objects in the arguments of `fn`, if they differ from `args`.
         values: the numbers of the values after the call, and their paths.
         returned: places of objects in the result of `fn`.

@@ -43,8 +43,6 @@ NondiffArgnums = int | DiffState | Sequence[int | DiffState]
 
 
 class _Objects:
-    """The objects in the arguments of a call, without their values."""
-
     def __init__(self, args: tuple[Any, ...], where: Sequence[Any]):
         leaves, self._tree = jax.tree.flatten(args, is_leaf=is_object)
         of_arg = [len(jax.tree.leaves(arg, is_leaf=is_object)) for arg in args]

@@ -155,10 +155,7 @@ def _is_makeable(x: Any) -> bool:
 
 
 def grown(before: Described, after: Described, made: Iterable[tuple[int, Hashable]]) -> Described:
-    """Returns the graph before with some attributes that objects have gained.
-
-    `made` has the numbers of objects and names of attributes; other changes in `after` are ignored.
-    """
+    """Returns the graph before with the attributes `made`, ignoring other changes in `after`."""
     old, new, gained = Objects.of(before), Objects.of(after), set(made)
     known = {**new.known, **old.known}
     for i in {i for i, _ in gained}:

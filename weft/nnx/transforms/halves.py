@@ -36,8 +36,8 @@ class Static(NamedTuple):
         places: the object and its group of each value.
         owners: for each value that is not a variable, the index of its object and its attribute.
         is_sure: whether all values are variables, and no static value is mutable.
-        changing: mutable static values, which are compared by identity as well. A program would
-            otherwise serve another object of equal value, with the changes of the first one.
+        changing: mutable static values, compared by identity as well, since a program would
+            otherwise serve another object of equal value with the changes of the first one.
         records: whether an enclosing loop or branch needs the first values of new variables.
         origins: if a loop's body made objects, for each the caller's one, None for a new one.
     """
@@ -140,13 +140,11 @@ class Grouping:
         return [role for _, role in self._wanted[part][i]]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
     def is_own(self, after: Flat, path: Path) -> bool:
-        """Returns whether all values at a path, or the whole object, differ per iteration."""
         at = zip(after.graphdef.paths, after.leaves, strict=True)
         roles = [self.role(p, leaf) for p, leaf in at if p[: len(path)] == path]
         return all(isinstance(role, int) for role in roles or self.roles(path))
 
     def is_same(self, path: Path, other: Path) -> bool:
-        """Returns whether all values below both paths have one and the same role."""
         of_path, of_other = (self._wanted[p[0]][p[1]] for p in (path, other))  # pyright: ignore[reportCallIssue, reportArgumentType]
         return len(of_path) == 1 and of_path == of_other
 

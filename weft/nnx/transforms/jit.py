@@ -1,9 +1,8 @@
 """jit: a repeated call with unchanged objects costs as much as with `jax.jit`.
 
-A call with known objects has a *plan*: the variables to read, the function of `jax.jit` to call
-with the list of their values, and the variables to write. A plan is valid within its epoch
-(`weft.nnx.structure`), which ends when an object of a plan changes by more than the value of a
-variable. The next call then inspects the objects once.
+A call with known objects has a *plan*: the variables to read, the function of `jax.jit` to call,
+and the variables to write. A plan is valid within its epoch (`weft.nnx.structure`), which ends when
+an object of a plan changes by more than the value of a variable.
 
 The *program* of a plan, the function that JAX compiles, is shared by all calls with objects of the
 same structure, and by all functions that are equal by value.
@@ -61,12 +60,7 @@ _LOCK = threading.RLock()
 class _Plan:
     """Steps of a call with known objects, which it does not keep alive.
 
-    Attributes:
-        epoch: the epoch in which the plan is valid.
-        trace: the trace in which the objects are writable.
-        at: positions of the objects, and weak references to them.
-        n_first: number of leading objects; `sys.maxsize` if objects come later or by name.
-        donated: variables whose values are donated.
+    `n_first` is the number of leading objects, or `sys.maxsize` if objects come later or by name.
     """
 
     __slots__ = (
@@ -200,7 +194,6 @@ class JitWrapped:
         return plan.program.finish(plan.flat(), outputs)
 
     def _found(self, look: Callable[..., Found], args: Any, kwargs: Any) -> Found:
-        """Inspects the objects of a call, with the names of arguments in errors."""
         names = [*parameter_names(self._fn)[: len(args)]]
         names += [*(f"args[{i}]" for i in range(len(names), len(args))), *sorted(kwargs)]
         every = (*args, *(x for _, x in sorted(kwargs.items())))
@@ -238,7 +231,6 @@ class JitWrapped:
             self._plans.pop(old, None)
 
     def _forgetting(self, key: Hashable) -> Callable[[Any], None]:
-        """Returns the callback for a deleted object of a plan."""
         weak = weakref.ref(self)
 
         def forget(_: Any) -> None:

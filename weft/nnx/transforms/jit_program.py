@@ -71,8 +71,7 @@ class Hole:
 class Written:
     """The values that come back.
 
-    `at` has the positions of changed values among those that are not donated; `is_all` is True if
-    nothing but values has changed, and no object is returned.
+    `at` has the positions of changed values that are not donated; `is_all` if nothing else changed.
     """
 
     def __init__(self, at: tuple[int, ...], is_all: bool):
@@ -97,9 +96,7 @@ class Layout(NamedTuple):
     """The structure of the objects of a call.
 
     Attributes:
-        at: positions of the arguments that are objects, which JAX does not receive; `names` of
-            those passed by name.
-        static: the graph of all objects.
+        at: positions of arguments that are objects, which JAX does not receive; `names` by name.
         donated: whether the values of each object are donated.
         made: for each value the class and metadata of its variable, None for an attribute.
     """
@@ -260,12 +257,7 @@ class Program:
 
 
 class Found(NamedTuple):
-    """An inspected call.
-
-    Attributes:
-        rest: the positional arguments for JAX; `named` those by name.
-        at: the arguments that are objects, with positions; `names` those by name.
-    """
+    """An inspected call: `rest` and `named` go to JAX, `at` and `names` hold its objects."""
 
     flat: Flat
     layout: Layout

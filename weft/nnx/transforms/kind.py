@@ -1,9 +1,7 @@
 """Objects at the border of a JAX transformation.
 
-All objects of a call cross together, so that shared parts cross once. A group of an object's state
-maps the number of a value in the call to the variable or array; only changed values come back. The
-static half is the graph without its values, which comes back only if references or static
-attributes have changed, or objects are returned.
+All objects of a call cross together, so that shared parts cross once. Only changed values come
+back, and the graph only if references or static attributes have changed, or objects are returned.
 """
 
 from __future__ import annotations
@@ -301,7 +299,6 @@ class ObjectKind(Kind):
         return is_shared and isinstance(leaf, RngCount)
 
     def _check_captured(self, flat: Flat, inner: Inner, static: Static) -> None:
-        """Refuses outside objects, and without structure input objects as results."""
         here, inside = current_trace(), {id(x): i for i, x in enumerate(inner.objects)}
         for i, x in enumerate(flat.objects):
             if id(x) not in inside:

@@ -33,10 +33,7 @@ from weft.nnx.transforms.halves import (
 
 
 def difference(a: Described, b: Described, may_lack: bool) -> Difference | None:
-    """Returns the first difference between two graphs.
-
-    `may_lack` ignores attributes of only one graph that can be made earlier.
-    """
+    """Returns the first difference; `may_lack` ignores attributes that can be made earlier."""
     tables = Objects.of(a), Objects.of(b)
     return first_difference(
         (a.graphdef, b.graphdef),

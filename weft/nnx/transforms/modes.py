@@ -48,10 +48,7 @@ class set_graph_updates(_Switch, default=True):
 
 
 def references_and_structure(graph: bool | None, graph_updates: bool | None) -> tuple[bool, bool]:
-    """Returns whether objects may be shared in a call, and whether changes of structure come back.
-
-    None selects the setting of this thread.
-    """
+    """Returns whether objects may be shared, and whether changes of structure come back."""
     references = set_graph_mode.current() if graph is None else bool(graph)
     updates = set_graph_updates.current() if graph_updates is None else bool(graph_updates)
     return references, references and updates

@@ -1,8 +1,4 @@
-"""Symbols for the state of an object where JAX expects an axis, a position or a sharding.
-
-`StateAxes`, `StateSharding` and `DiffState` select parts of an object's state by filters; the first
-filter that matches a value decides.
-"""
+"""Symbols that select parts of an object's state by filters; the first match decides."""
 
 from __future__ import annotations
 
