@@ -23,11 +23,12 @@ soak: .venv/.has-dev ## kill a training process 60 times, or KILLS=n, and stop, 
 	@WEFT_SOAK_KILLS=$(or $(KILLS),60) $(BIN)/python -m pytest -q tests/trainer/test_kills.py tests/faults \
 		tests/config/test_effects.py
 
-lint: .venv/.has-dev ## check format, style, types, layers and line ends
+lint: .venv/.has-dev ## check format, style, types, layers, English and line ends
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check --output-format concise .
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-cache --no-logo
+	@$(BIN)/python -m tests.house.english
 	@! git grep -lI "$$(printf '\r')" || { echo "these files have CR line ends" >&2; exit 1; }
 
 house: .venv/.has-dev ## measure the code base: call depth, imports, types, sizes

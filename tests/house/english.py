@@ -86,7 +86,7 @@ def main() -> int:
     found = [
         line
         for path in files.split()
-        if path != "tests/house/english.py" and (ROOT / path).exists()
+        if not path.startswith("tests/house/") and (ROOT / path).exists()
         for line in check(path, (ROOT / path).read_text(encoding="utf-8"))
     ]
     print(*found, sep="\n", end="\n" if found else "")
