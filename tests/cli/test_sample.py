@@ -76,7 +76,7 @@ def test_a_sample_depends_on_the_seed_unless_the_likeliest_is_taken(save, capsys
     ("options", "message"),
     [
         (["--tokens", "0"], "at least one token"),
-        (["--temperature", "-1"], "temperature may not be below 0"),
+        (["--temperature", "-1"], "a temperature of 0 or more"),
     ],
 )
 def test_numbers_out_of_range_are_named(save, options, message, capsys):

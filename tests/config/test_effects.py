@@ -51,7 +51,7 @@ def test_the_search_finds_what_it_is_for(quick):
         ("numpy.save", "open("),
         ("numpy.memmap", "open("),
         ("weft.config.get_named_trainer_config", "import planted_module"),
-        ("weft.trainer.checkpoint_dirs.remove_dir", "shutil.rmtree("),
+        ("weft.trainer.checkpoint_dirs.remove_dir", "os.rename("),
     ],
 )
 def test_the_search_finds_single_functions(name, effect, quick):

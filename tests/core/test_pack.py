@@ -105,7 +105,7 @@ def test_what_no_filter_matches_stays_outside():
     def look(scope):
         return scope.variable("state", "x").value
 
-    message = "the collection 'state', which is empty; look does not lift .*'state': name it among"
+    message = "the collection 'state' is empty; look does not lift .*'state': name it among"
     with pytest.raises(ScopeCollectionNotFound, match=message):
         apply(direct(look, ins=("params",), name="look"))(VARIABLES)
     with pytest.raises(InvalidRngError, match=r"'noise'.*none. .*, and lift the stream\.$"):

@@ -151,9 +151,9 @@ class TestSharding:
 
     def test_what_has_no_index_cannot_be_sharded(self):
         ds = numbers(4).to_iter_dataset()
-        with pytest.raises(InputDatasetError, match=r"shard_dataset takes .*before to_iter"):
+        with pytest.raises(InputDatasetError, match=r"shard_dataset accesses .*before to_iter"):
             shard_dataset(ds, DispatchConfig(0, 1))
-        with pytest.raises(InputDatasetError, match=r"shard_dataset_with_proportion takes"):
+        with pytest.raises(InputDatasetError, match=r"shard_dataset_with_proportion accesses"):
             shard_dataset_with_proportion(ds, range_start=0, range_end=1, period=1)
 
     def test_batches_are_the_processs_share(self):

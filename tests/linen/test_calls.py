@@ -79,7 +79,7 @@ def test_a_scope_for_two_that_are_not_bound():
 def test_arguments_of_two_times():
     assert merge_param("x", False, None) is False
     assert merge_param("x", None, 0) == 0
-    with pytest.raises(ParameterGivenTwiceError, match="'x' was given twice, as 1 and as 2; give"):
+    with pytest.raises(ParameterGivenTwiceError, match="'x' was given twice, as 1 and as 2; pass"):
         merge_param("x", 1, 2)
-    with pytest.raises(ParameterGivenTwiceError, match="'x' was given not at all; give it once"):
+    with pytest.raises(ParameterGivenTwiceError, match="'x' was given not at all; pass it once"):
         merge_param("x", None, None)

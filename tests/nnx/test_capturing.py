@@ -240,7 +240,7 @@ def test_what_is_shared_by_all_iterations_keeps_its_attributes():
         return x
 
     with pytest.raises(
-        LoopStructureError, match=r"the body makes an attribute at m\.new where there is one"
+        LoopStructureError, match=r"the body makes an attribute at m\.new, which exists"
     ):
         nnx.scan(body, in_axes=(nnx.Carry, SOWN), out_axes=nnx.Carry)(jnp.ones(2), Sower(3, 2))
 

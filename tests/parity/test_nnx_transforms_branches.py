@@ -279,14 +279,6 @@ def variables_of_other_shapes(nnx, **mode):
 
 
 @error(GRAPH)
-def an_attribute_in_one_branch(nnx, **mode):
-    def make(m):
-        m.made = nnx.Param(1.0)
-
-    nnx.cond(True, make, lambda m: None, models(nnx).Pair(), **mode)
-
-
-@error(GRAPH)
 def static_attributes_that_differ(nnx, **mode):
     def of(kind):
         def branch(m):

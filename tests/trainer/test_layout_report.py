@@ -100,7 +100,7 @@ def test_rules_that_fight_and_rules_that_nothing_uses():
     findings = rule_findings(dense_specs(RULES), RULES, MESH)
     conflicts = [str(finding) for finding in findings if is_conflict(finding)]
     assert len(conflicts) == 1
-    assert "v: in ('mlp', 'heads') the rule ('heads', 'model') fights" in conflicts[0]
+    assert "v: in ('mlp', 'heads') the rule ('heads', 'model') conflicts" in conflicts[0]
     assert "the rule ('vocab', 'model') is never used" in str(findings[-1])
     rules = (("mlp", "experts"), ("embed", None))
     kinds = {f.kind for f in rule_findings(dense_specs(rules), rules, MESH) if is_conflict(f)}

@@ -360,7 +360,9 @@ def test_a_field_that_the_batch_does_not_have_is_named(tmp_path):
 
 
 def test_a_model_gets_the_batch_and_nothing_else(tmp_path):
-    with pytest.raises(ModelCallError, match=r"more than the batch: 'label' is missing.*input_ba"):
+    with pytest.raises(
+        ModelCallError, match=r"more arguments than the batch: 'label' is missing.*input_ba"
+    ):
         traced(tmp_path, config_for_class(TakesFields))
 
 

@@ -176,5 +176,7 @@ def test_without_its_package_the_error_names_the_extra(arrays_checkpoint, monkey
     monkeypatch.setitem(sys.modules, package, None)
     path = str(directory / ("checkpoint_7" if package == "tensorstore" else "checkpoint_8"))
     name = package.replace(".", "-")
-    with pytest.raises(MissingExtraError, match=rf"{name} is needed.*pip install 'weft\[train\]'"):
+    with pytest.raises(
+        MissingExtraError, match=rf"needs the package {name}.*pip install 'weft\[train\]'"
+    ):
         read_checkpoint(path, {"w": jnp.zeros((4, 2)), "l": {"0": jnp.zeros(2), "1": 0}})

@@ -65,7 +65,9 @@ def test_where_there_is_none_the_target_is_returned(tmp_path):
         assert restore_checkpoint(ckpt_dir, target) is target
         assert latest_checkpoint(ckpt_dir) is None
         assert available_steps(ckpt_dir) == []
-        with pytest.raises(MatchingCheckpointNotFoundError, match=r"checkpoint_3 in .*; there is"):
+        with pytest.raises(
+            MatchingCheckpointNotFoundError, match=r"checkpoint_3 in .*; there are none"
+        ):
             restore_checkpoint(ckpt_dir, target, step=3)
     save(tmp_path, 1, 20, keep=2)
     assert restore_checkpoint(tmp_path, target={"step": 0}, step=1) == {"step": 1}

@@ -35,7 +35,9 @@ def test_what_does_not_fit_is_shown_with_the_layer():
     message = r"ConvTranspose with in_features=4 and kernel_size=\(3,\).*\(2, 6, 5\); expected \("
     with pytest.raises(ArgumentShapeError, match=message + r"\.\.\., \*spatial, 4\)"):
         layer(jnp.ones((2, 6, 5)))
-    with pytest.raises(ArgumentShapeError, match=r"mask of shape \(3,\).*kernel, \(3, 5, 4\)"):
+    with pytest.raises(
+        ArgumentShapeError, match=r"mask of shape \(3,\).*kernel's shape, \(3, 5, 4\)"
+    ):
         ConvTranspose(4, 5, 3, transpose_kernel=True, mask=jnp.ones(3), rngs=nnx.Rngs(0))
     with pytest.raises(ArgumentValueError, match="padding='CAUSAL' is neither one of"):
         ConvTranspose(4, 5, 3, padding="CAUSAL", rngs=nnx.Rngs(0))(X)

@@ -71,7 +71,7 @@ def test_no_key_is_needed_where_nothing_is_random():
     assert Dropout(0.5)(X, deterministic=True) is X
     assert (Dropout(1.0)(X) == 0).all()
     with pytest.raises(
-        InvalidRngError, match=r"Dropout with rate=0.5 drops .* rngs=nnx.Rngs\(drop"
+        InvalidRngError, match=r"Dropout with rate=0.5 applies .* rngs=nnx.Rngs\(drop"
     ):
         Dropout(0.5)(X)
 
