@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -120,13 +120,13 @@ def _chosen(
     changed = dict.fromkeys(path for branch in traced for path in (*branch.changed, *first))
     if len({frozenset((*branch.whole, *first)) for branch in traced}) > 1:
         _check_alike(kind, static, units, traced, names, first)
-    initial = dict(zip(first, _initial(traced, units.values, first), strict=True))
-    # An initial value from a single branch does not depend on the taken branch, so it is not a
-    # result of the switch, which would vary with the index.
+    # An initial value that all creating branches compute in the same way does not depend on the
+    # taken branch, so it is not a result of the switch, which would vary with the index.
     makers = {path: [branch for branch in traced if path in branch.first] for path in first}
-    fixed = {path: of[0] for path, of in makers.items() if len(of) == 1 < len(traced)}
+    fixed = {path: of for path, of in makers.items() if len(traced) > 1 and _alike(path, of)}
+    initial = dict(zip(first, _initial(traced, units.values, first, fixed), strict=True))
     chosen_first = [path for path in first if path not in fixed]
-    chosen = [p for p in changed if p not in fixed or p not in fixed[p].kept]
+    chosen = [p for p in changed if p not in fixed or any(p not in of.kept for of in fixed[p])]
 
     def one(branch: _Branch) -> Callable[[list[Any], list[Any]], Any]:
         def of_values(values: list[Any], initial: list[Any]) -> Any:
@@ -179,13 +179,23 @@ def _united(kind: Kind, made: list[Any], more: list[Any]) -> list[Any]:
     ]
 
 
-def _initial(traced: Sequence[_Branch], values: list[Any], first: dict[Any, None]) -> list[Any]:
-    """Returns initial values of entries that only some branches create, from the first that does.
+def _alike(path: Any, makers: Sequence[_Branch]) -> bool:
+    """Returns whether the branches that create an entry compute one initial value."""
+    begin, *others = makers
+    return all(
+        begin.traced.is_like(begin.first[path], other.traced, other.first[path]) for other in others
+    )
 
-    Entries that all branches create are None.
+
+def _initial(
+    traced: Sequence[_Branch], values: list[Any], first: dict[Any, None], fixed: Collection[Any]
+) -> list[Any]:
+    """Returns initial values of entries from the first branch that creates each.
+
+    Entries that all branches create, each with its own value, are None.
     """
     found: dict[Any, Any] = {}
-    rest = [path for path in first if not all(path in branch.first for branch in traced)]
+    rest = [p for p in first if p in fixed or not all(p in branch.first for branch in traced)]
     for branch in traced:
         paths = [path for path in rest if path in branch.first and path not in found]
         if paths:

@@ -79,6 +79,21 @@ class Traced:
             self._closed.jaxpr, [i in wanted for i in range(len(self._closed.out_avals))]
         )
 
+    def is_like(self, output: int, other: Traced, of_other: int) -> bool:
+        """Returns whether a leaf of the result is computed as one of another trace.
+
+        Both traces have the same arguments. Equal computations that differ in the text of their
+        jaxprs, or that use constants of different arrays, count as different.
+        """
+        (mine, inputs), (its, of_its) = self._reduced([output]), other._reduced([of_other])
+        consts = zip(self._closed.consts, other._closed.consts, strict=False)
+        return (
+            inputs == of_its
+            and len(self._closed.consts) == len(other._closed.consts)
+            and all(a is b for a, b in consts)
+            and str(mine) == str(its)
+        )
+
     def only(self, outputs: Sequence[int], *args: Any) -> list[Any]:
         """Returns some leaves of the result, computed without the others."""
         jaxpr, inputs = self._reduced(outputs)

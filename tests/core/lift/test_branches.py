@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from weft.core import apply, init, lift
-from weft.errors import BranchStructureError
+from weft.errors import BranchStructureError, VariableAxisError
 
 KEY = jax.random.key(0)
 
@@ -81,3 +81,29 @@ def test_branches_leave_alike():
 
     with pytest.raises(BranchStructureError, match=r"'state/n' is float32\[2\] in true_fun"):
         apply(f, mutable=["state"])({"state": {"n": jnp.zeros(3)}}, True)
+
+
+@pytest.mark.parametrize("which", ["both", "two of three"])
+@pytest.mark.parametrize("offset", [None, 2.0])
+def test_branches_of_a_mapped_index_make_one_shared_parameter(which, offset):
+    def make(s, x):
+        return x * s.param("c", jax.random.normal)
+
+    def another(s, x):
+        first = jax.random.normal if offset is None else lambda key: offset + jax.random.normal(key)
+        return x * s.param("c", first)
+
+    branches = [make, another] if which == "both" else [make, lambda s, x: x, another]
+    mapped = lift.vmap(
+        lambda s, x, i: lift.switch(i, branches, s, x),
+        variable_axes={"params": None},
+        split_rngs={"params": False},
+    )
+    args = jax.random.key(0), jnp.ones(2), jnp.arange(2)
+    if offset:  # the first value depends on the index
+        with pytest.raises(VariableAxisError, match="params/c"):
+            init(mapped)(*args)
+        return
+    y, variables = init(mapped)(*args)
+    assert variables["params"]["c"].shape == ()
+    assert y[0] == variables["params"]["c"]
