@@ -132,7 +132,7 @@ def test_two_processes_are_killed_stopped_and_become_one(launch, tmp_path):
 
     # They go on, to the end.
     out = finish(launch("lm-tiny", "dir=run", f"max_step={stopped + 3}"))
-    assert f"resuming from step {stopped}" in out and "A text that the model begins" in out
+    assert f"resuming from step {stopped}" in out and "Unprompted text from the model" in out
     starts = json.loads((run_dir / "run.json").read_text())["starts"]
     assert [start["processes"] for start in starts] == [2, 2, 2]
 
