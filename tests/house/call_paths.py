@@ -142,7 +142,7 @@ def _train(directory: str) -> int:
 
 
 def paths() -> Iterator[tuple[str, int]]:
-    """Yields what is called, and how many frames lie on the way."""
+    """Yields each call path with its number of frames in Weft."""
 
     _apply_linen(lambda module: linen.scan(linen.remat(module), length=2))
     yield "nn.scan(nn.remat(Block)) in apply", len(_path)

@@ -1,5 +1,6 @@
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from weft.core import apply, init, lift
@@ -107,3 +108,30 @@ def test_branches_of_a_mapped_index_make_one_shared_parameter(which, offset):
     y, variables = init(mapped)(*args)
     assert variables["params"]["c"].shape == ()
     assert y[0] == variables["params"]["c"]
+
+
+def of_array(array):
+    return lambda s, x: x * s.param("c", lambda key: jnp.asarray(array)).sum()
+
+
+def after_a_draw(s, x):
+    s.make_rng("params")
+    return x * s.param("c", jax.random.normal)
+
+
+@pytest.mark.parametrize(
+    "branches",
+    [
+        [lambda s, x: x * s.param("c", jax.random.normal), after_a_draw],
+        [of_array(np.arange(2000.0)), of_array(np.where(np.arange(2000) == 1000, 7.0, 0.0))],
+    ],
+    ids=["another key", "an array that is printed in part"],
+)
+def test_initial_values_that_differ_are_not_taken_for_one(branches):
+    mapped = lift.vmap(
+        lambda s, x, i: lift.switch(i, branches, s, x),
+        variable_axes={"params": None},
+        split_rngs={"params": False},
+    )
+    with pytest.raises(VariableAxisError, match="params/c"):
+        init(mapped)(jax.random.key(0), jnp.ones(2), jnp.arange(2))
